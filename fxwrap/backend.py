@@ -1,0 +1,36 @@
+"""The entry point: what ``torch.compile(model, backend="fxwrap")`` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
+from .options import parse_options
+
+
+def fxwrap(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    owner: Any = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with TorchInductor, and plan, capture and replay what it emits.
+
+    Args:
+        gm: the graph Dynamo captured.
+        example_inputs: its (fake) inputs.
+        mode: a ``torch.compile`` mode; its settings reach Inductor. Device graphs are always fxwrap's own.
+        options: fxwrap's options and Inductor's, in one dictionary.
+        owner: collects the programs made in this call (see ``fxwrap.explain``).
+
+    Raises:
+        OptionError: an option or the mode is unknown or has a wrong value.
+        UnsupportedModelError: the graph uses more than one accelerator.
+    """
+    own, patches = parse_options(options, inductor_options())
+    return compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, owner)

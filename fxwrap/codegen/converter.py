@@ -1,0 +1,373 @@
+"""EMIT: Inductor's wrapper lines -> host graph."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen.common import IndentedBuffer
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, WrapperLine
+from torch._inductor.codegen.wrapper_fxir import FxConverter, TritonKernel
+from torch._inductor.virtualized import V
+from torch.fx import GraphModule, Node
+
+from ..errors import EmissionError
+from ..host_graph import Kernel, Kind, launch, reinterpret
+from . import torch_versions as versions
+from .statements import StatementReader
+from .triton_kernels import TritonLauncher, written_arguments
+
+
+class SymbolTable(dict):
+    """The converter's table of size expressions, which also knows the wrapper's local variables by name."""
+
+    def __init__(self, names: dict[str, Any], proxy: Callable[[Node], Any]) -> None:
+        super().__init__()
+        self._names, self._proxy = names, proxy
+
+    def _by_name(self, key: object) -> Node | None:
+        found = self._names.get(str(key)) if isinstance(key, sympy.Symbol) else None
+        return found if isinstance(found, Node) else None
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self._by_name(key) is not None
+
+    def __missing__(self, key: Any) -> Any:
+        node = self._by_name(key)
+        if node is None:
+            raise KeyError(key)
+        return self._proxy(node)
+
+
+class HostGraphConverter(FxConverter):
+    """Converts one Inductor program. Used once.
+
+    Lines are read as the text Inductor's Python wrapper would run (see ``statements``), except kernel
+    definitions and calls, whose text says too little: which arguments a kernel writes, where it runs.
+
+    Raises:
+        EmissionError: naming every line that has no form in a host graph.
+    """
+
+    wrapper: PythonWrapperCodegen
+
+    def generate(self) -> GraphModule:
+        self.expr_to_proxy = SymbolTable(
+            self.buffer_to_node, lambda node: torch.fx.Proxy(node, tracer=self.tracer)
+        )
+        self._line: Any = None
+        self._handles: dict[str, Node] = {}
+        self.gm._register_create_node_hook(self._infer_value)
+        try:
+            self._generate_graph_inputs()
+            self._generate_graph_constants()
+            self._generate_torchbind_constants()
+            self._generate_subgm_getattrs()
+            self._generate_graph_input_shapes()
+            self._name_symbols()
+            self._load_kernels()
+            self.reader = StatementReader(
+                self.gm.graph,
+                self.buffer_to_node,
+                vars(self.module),
+                self._rewrites(),
+                self._describe_call,
+                self._name_value,
+            )
+            self._read_lines(versions.prefix_asserts(self.wrapper))
+            self._read_lines(self.lines)
+            self.gm.graph.output(self._outputs())
+        finally:
+            self.gm._unregister_create_node_hook(self._infer_value)
+        self.gm.recompile()
+        return self.gm
+
+    def _name_symbols(self) -> None:
+        for expression, proxy in self.expr_to_proxy.items():
+            if isinstance(expression, sympy.Symbol):
+                self.buffer_to_node.setdefault(str(expression), proxy.node)
+
+    def _generate_torchbind_constants(self) -> None:
+        for name, value in V.graph.torchbind_constants.items():
+            setattr(self.gm, name, value)
+            self.buffer_to_node[name] = self.gm.graph.create_node("get_attr", name)
+
+    # -- lines ---------------------------------------------------------------------------------------
+
+    def _read_lines(self, lines: Iterable[Any]) -> None:
+        failures: list[EmissionError] = []
+        for line in lines:
+            if failures and not _stands_alone(line):
+                continue  # what depends on a refused line would only repeat its failure
+            try:
+                self._read_line(line)
+            except EmissionError as error:
+                failures.append(error)
+        if failures:
+            raise EmissionError(
+                f"{len(failures)} wrapper line(s) have no form in a host graph:\n  "
+                + "\n  ".join(str(failure.subject) for failure in failures),
+                expected="; ".join(sorted({failure.expected for failure in failures})),
+                remedy="the graph runs through Inductor's own wrapper unless strict=True",
+            )
+
+    def _read_line(self, line: Any) -> None:
+        self._line = line
+        name = type(line).__name__
+        handler = getattr(self, f"_line_{name}", None)
+        if handler is not None:
+            handler(line)
+        elif isinstance(line, WrapperLine):
+            if not hasattr(line, "codegen"):
+                raise EmissionError(
+                    f"wrapper line {name}", expected="a line that prints as Python", got=repr(line)
+                )
+            self.reader.run(self._text_of(line))
+        elif isinstance(line, str):
+            self.reader.run(line)
+        elif callable(line):  # a deferred line, which may turn out to be empty
+            self.reader.run(str(line() or ""))
+        # What is left are LineContexts: source positions, no code.
+
+    def _text_of(self, line: Any) -> str:
+        code = IndentedBuffer()
+        with versions.redirect_writeline(self.wrapper, code):
+            line.codegen(code)
+        return code.getvalue()
+
+    def _skip(self, line: Any) -> None:
+        """A line without an effect of its own in a host graph."""
+
+    # Devices are kept on allocations and kernels, so entering one says nothing new.
+    _line_EnterDeviceContextManagerLine = _skip
+    _line_ExitDeviceContextManagerLine = _skip
+    _line_EnterSubgraphLine = _skip
+    _line_ExitSubgraphLine = _skip
+    _line_CommentLine = _skip
+    _line_NullLine = _skip
+    _line_KernelDefinitionLine = _skip  # all kernels were loaded before the first line
+    # A name that goes out of scope frees nothing here: the planner computes live ranges from uses.
+    _line_FreeLine = _skip
+    _line_FreeIfNotReusedLine = _skip
+
+    def _line_ConditionalLine(self, line: Any) -> None:
+        self._generate_conditional(line)
+
+    def _line_SwitchLine(self, line: Any) -> None:
+        self._generate_switch(line)  # type: ignore[attr-defined]
+
+    def _line_EnterCudaStreamContextLine(self, line: Any) -> None:
+        self._refuse_streams()
+
+    def _line_EnterDeviceContextManagerWithStreamInfoLine(self, line: Any) -> None:
+        if line.num_streams > 1:
+            self._refuse_streams()
+
+    def _line_ExitDeviceContextManagerWithStreamInfoLine(self, line: Any) -> None:
+        pass
+
+    def _refuse_streams(self) -> None:
+        raise EmissionError(
+            "user streams inside the compiled region",
+            expected="a graph that runs on one stream",
+            got=type(self._line).__name__,
+        )
+
+    # -- kernels -------------------------------------------------------------------------------------
+
+    def _load_kernels(self) -> None:
+        """Load every kernel definition in one module, so that they compile side by side as Inductor's do."""
+        definitions = [line for line in self.lines if type(line).__name__ == "KernelDefinitionLine"]
+        code = [
+            PythonWrapperCodegen._format_kernel_definition(
+                line.kernel_name, line.kernel_body, metadata=line.metadata
+            )
+            for line in definitions
+        ]
+        self.module: types.ModuleType = PyCodeCache.load("\n".join([self.prologue, *code]))
+        self._sources = {line.kernel_name: line.kernel_body for line in definitions}
+
+    def _loaded(self, name: str) -> Any:
+        kernel = getattr(self.module, name)
+        if hasattr(kernel, "result"):  # compiled in the background
+            kernel = kernel.result()
+            setattr(self.module, name, kernel)
+        return kernel
+
+    def _line_KernelCallLine(self, line: Any) -> None:
+        if line.triton:
+            self._triton_launch(line)
+        elif line.device.type == "cpu":
+            self._cpp_launch(line)
+        else:
+            raise EmissionError(
+                f"kernel {line.kernel_name} on {line.device}",
+                expected="a C++ kernel on the CPU or a Triton kernel",
+                got=f"{line.kernel_name}({', '.join(map(str, line.call_args))})",
+            )
+
+    def _cpp_launch(self, line: Any) -> None:
+        types_ = line.arg_types or ["*"] * len(line.call_args)
+        writes = tuple(
+            position
+            for position, ctype in enumerate(types_)
+            if "*" in str(ctype) and not str(ctype).startswith("const ")
+        )
+        args = tuple(self._argument(arg) for arg in line.call_args)
+        kernel = self._kernel(line, "cpp", lambda: self._loaded(line.kernel_name), writes)
+        self._note(self.gm.graph.call_function(launch, (kernel, *args)))
+
+    def _argument(self, arg: Any) -> Any:
+        text = arg if isinstance(arg, str) else versions.python_expression(arg)
+        return self.reader.value(text)
+
+    def _kernel(
+        self, line: Any, language: str, load: Callable[[], Callable[..., Any]], writes: tuple[int, ...]
+    ) -> Node:
+        """The constant node that holds a kernel; one node and one Kernel for all launches of it."""
+        name = line.kernel_name
+        if name not in self._handles:
+            kernel = Kernel(name, language, self._sources.get(name, ""), line.device, load(), writes)
+            setattr(self.gm, name, kernel)
+            self._handles[name] = self.gm.graph.create_node("get_attr", name)
+        return self._handles[name]
+
+    def _triton_launch(self, line: Any) -> None:
+        """Emit the portable call, and remember the tuned launch that ``lower_launches`` puts in its place."""
+        tuner = self._loaded(line.kernel_name)
+        if line.kernel_name not in self.kernels:
+            self.kernels[line.kernel_name] = TritonKernel(tuner, versions.wrap_for_graph(tuner))
+        args = tuple(self._argument(arg) for arg in line.call_args)
+        device = line.device
+        handle = self._kernel(
+            line,
+            "triton",
+            lambda: TritonLauncher(tuner, device),
+            written_arguments(tuner, line.triton_meta, len(args)),
+        )
+        self._generate_triton_call(line)
+        node = next(reversed(self.gm.graph.nodes))
+        node.meta["launch"] = (handle, *args)
+        self._note(node)
+
+    # -- values --------------------------------------------------------------------------------------
+
+    def _rewrites(self) -> dict[Any, Callable[..., Any]]:
+        """Functions of the wrapper's module that have a form of their own in host graphs."""
+        module = self.module
+        rewrites: dict[Any, Callable[..., Any]] = {module.reinterpret_tensor: self._reinterpret}
+        rewrites[torch.empty_strided] = self._allocate
+        for name in vars(module):
+            if name.startswith("empty_strided_"):
+                rewrites[getattr(module, name)] = self._allocate_pinned if "pinned" in name else self._allocate
+        return rewrites
+
+    def _reinterpret(self, base: Node, size: Any, stride: Any, offset: Any = 0) -> Node:
+        node = self.gm.graph.call_function(reinterpret, (base, size, stride, offset))
+        node.meta["call"] = self.module.reinterpret_tensor
+        return node
+
+    def _allocate(self, size: Any, stride: Any, dtype: torch.dtype, device: Any = None, **kwargs: Any) -> Node:
+        # The text names at best the device type; the line knows the whole device.
+        owner = getattr(self._line, "node", None)
+        device = (owner.get_device() if owner is not None else None) or torch.device(device or "cpu")
+        kwargs = {"dtype": dtype, "device": device, **kwargs}
+        return self._note(self.gm.graph.call_function(torch.empty_strided, (size, stride), kwargs))
+
+    def _allocate_pinned(self, size: Any, stride: Any, dtype: torch.dtype) -> Node:
+        return self._allocate(size, stride, dtype, pin_memory=True)
+
+    def _describe_call(self, node: Node, function: Any) -> None:
+        """Attach to a call what analysis and execution need beyond its target."""
+        self._note(node)
+        if getattr(function, "__name__", "").startswith("assert_"):
+            node.meta["kind"] = Kind.CHECK
+            return
+        overload = getattr(getattr(self._line, "node", None), "op_overload", None)
+        is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        if isinstance(overload, torch._ops.OpOverload) and node.meta.get("kind") is None:
+            if isinstance(function, torch._ops.OpOverloadPacket):
+                node.meta["op_overload"] = overload
+            elif not is_operator and callable(function) and function in versions.extern_kernels():
+                # Inductor's wrapper calls a Python binding (torch.addmm); the graph shows the operator.
+                node.meta["call"] = function
+                node.target = overload
+        if isinstance(function, torch._ops.OpOverload):
+            node.meta["op_overload"] = function
+
+    def _note(self, node: Node) -> Node:
+        """Remember which user code the line comes from."""
+        traces = versions.stack_traces(self._line)
+        if traces:
+            node.meta["stack_trace"] = traces[0]
+        return node
+
+    def _infer_value(self, node: Node) -> None:
+        """Give a new node a fake value, by running it on its operands' fake values.
+
+        Values serve display, symbolic arithmetic and the verifier's view of aliasing; nothing that executes
+        depends on them, so an operator that has no fake form only stays without one.
+        """
+        if node.op != "call_function" or "val" in node.meta or node.meta.get("kind") is Kind.CHECK:
+            return
+        if node.target is launch or getattr(node.target, "__name__", "").startswith("assert_"):
+            return
+        missing = [arg for arg in node.all_input_nodes if "val" not in arg.meta]
+        overload = node.target
+        data_dependent = isinstance(overload, torch._ops.OpOverload) and (
+            torch.Tag.data_dependent_output in overload.tags
+            or torch.Tag.dynamic_output_shape in overload.tags
+        )
+        if missing or data_dependent or not callable(overload):
+            self._value_from_layout(node)
+            return
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        try:
+            with V.fake_mode, torch.no_grad():
+                node.meta["val"] = overload(*args, **kwargs)
+        except Exception:
+            self._value_from_layout(node)
+
+    def _value_from_layout(self, node: Node) -> None:
+        """The value Inductor's layout predicts: sizes that only data decides have names there."""
+        owner = getattr(self._line, "node", None)
+        symbol = getattr(owner, "sym", None)
+        if symbol is not None:
+            node.meta["val"] = versions.symbolic_value(symbol)
+            return
+        origin = owner.get_origin_node() if hasattr(owner, "get_origin_node") else None
+        if origin is not None and "val" in origin.meta:
+            node.meta["val"] = origin.meta["val"]
+            return
+        try:
+            node.meta["val"] = owner.get_example()  # type: ignore[union-attr]
+        except Exception:
+            return
+
+    def _name_value(self, name: str, node: Node) -> None:
+        """A size that only data decides has one name in Inductor's program; give its node that value."""
+        symbol = self._unbacked().get(name)
+        if symbol is not None:
+            node.meta["val"] = versions.symbolic_value(symbol)
+
+    def _unbacked(self) -> dict[str, Any]:
+        env = V.graph.sizevars.shape_env
+        return {str(symbol): symbol for symbol in env.var_to_range if env.is_unbacked_symint(symbol)}
+
+    def _outputs(self) -> Any:
+        self._line = None
+        values = []
+        for reference in self.wrapper.get_output_refs():
+            value = self.reader.value(reference)
+            values.append(value)
+        # The convention of Inductor's FX wrapper: one output comes bare, except from a subgraph.
+        return values[0] if len(values) == 1 and not self.is_subgraph else values
+
+
+def _stands_alone(line: Any) -> bool:
+    """Whether a line can be judged although lines before it were refused."""
+    return isinstance(line, WrapperLine) and type(line).__name__.startswith(("KernelCall", "EnterCuda"))

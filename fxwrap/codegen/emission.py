@@ -1,0 +1,61 @@
+"""The wrapper codegen that Inductor instantiates: where its lines become a host graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch._inductor.codegen.common import FileBackedGraphModule
+from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
+from torch.fx import GraphModule
+
+from ..compiler import compile_host_graph
+from .converter import HostGraphConverter
+from .request import current_request
+from .triton_kernels import lower_launches
+
+
+class FxwrapCodegen(WrapperFxCodegen):
+    """Emits Inductor's program as a host graph and compiles it.
+
+    Subclass it to see or transform what Inductor emits: ``compile_graph`` gets the whole host graph and
+    returns what runs; ``passes`` adds graph passes and keeps the rest of the line.
+    """
+
+    def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
+        """Turn a host graph into the callable that runs it, ``callable(*inputs) -> outputs``."""
+        request = current_request()
+        for graph_pass in self.passes():
+            gm = graph_pass(gm) or gm
+        return compile_host_graph(lower_launches(gm), request)
+
+    def passes(self) -> Iterable[Callable[[GraphModule], GraphModule | None]]:
+        """Passes over the host graph, run in order before it is analysed.
+
+        A pass gets a valid host graph and leaves one: it edits in place, or returns another GraphModule.
+        """
+        return ()
+
+    def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
+        self.run_wrapper_ir_passes(is_inference)
+        converter = HostGraphConverter(
+            lines=self.lines,
+            prologue=f"{self.imports.getvalue()}\n{self.header.getvalue()}",
+            graph_inputs=self.get_fx_graph_inputs(),
+            graph_outputs=self.get_graph_outputs(),
+            subgms=self.subgms,
+            is_subgraph=self.is_subgraph,
+        )
+        converter.wrapper = self
+        gm = converter.generate()
+        return HostGraphModule(gm, self.compile_graph(gm)), None
+
+
+class HostGraphModule(FileBackedGraphModule):
+    """What Inductor gets back. Takes its arguments as a list and empties it, as Inductor's own wrapper does,
+    so that the caller does not keep inputs alive while the program runs."""
+
+    def call(self, args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        return self.compiled_fn(*inputs)

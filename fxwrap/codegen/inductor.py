@@ -1,0 +1,201 @@
+"""Driving Inductor: one ``compile_fx`` call with fxwrap's codegen in place, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.codegen import common
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx import GraphModule
+
+from ..compiler import CompileRequest
+from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
+from ..graphs.counters import COUNTERS
+from ..options import Options
+from .emission import FxwrapCodegen
+from .request import requesting
+
+# What a host graph needs from Inductor. Reuse is off so that the planner sees every buffer; graph_partition,
+# memory_planning and cudagraphs are stages that fxwrap has itself.
+_EMISSION = {
+    "fx_wrapper": True,
+    "cpp_wrapper": False,
+    "allow_buffer_reuse": False,
+    "memory_planning": False,
+    "graph_partition": False,
+    "fx_graph_cache": False,
+    "triton.cudagraphs": False,
+}
+_CONFLICTS = {"cpp_wrapper": "the C++ wrapper", "fx_wrapper": "another FX wrapper", "aot_inductor.": "AOTInductor"}
+
+# device_codegens is a process-wide table: one compilation at a time may have its codegen in it.
+_table = threading.RLock()
+
+
+def inductor_options() -> dict[str, Any]:
+    """Inductor's option names with their present values."""
+    return config.get_config_copy()
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's options behind a ``torch.compile`` mode.
+
+    Raises:
+        OptionError: there is no such mode.
+    """
+    if mode in (None, "default"):
+        return {}
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise OptionError(
+            f"unknown mode {mode!r}", expected=f"one of {', '.join(map(repr, sorted(known)))}", got=repr(mode)
+        )
+    return dict(known[mode])
+
+
+def compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, patches: dict[str, Any], owner: Any
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph; host graphs go to ``options.codegen`` (default: FxwrapCodegen).
+
+    Args:
+        patches: the user's settings for Inductor.
+        owner: passed on in the request; collects the programs that are made.
+    """
+    for name, what in _CONFLICTS.items():
+        if any(key.startswith(name) and patches[key] for key in patches):
+            raise OptionError(f"option {name!r} cannot be used with fxwrap", got=f"{what} was asked for")
+    patches = {key: value for key, value in patches.items() if key not in _EMISSION}
+    _check_devices(gm, example_inputs)
+
+    def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        request = CompileRequest(
+            options=options,
+            static_inputs=tuple(kwargs.get("static_input_idxs") or ()),
+            phase=_phase(kwargs),
+            owner=owner,
+            torch=_torch_functions(),
+        )
+        return _compile_program(gm, example_inputs, args, kwargs, request)
+
+    # AOTAutograd's cache would pickle programs.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+def _compile_program(
+    gm: GraphModule, example_inputs: Sequence[Any], args: Any, kwargs: Any, request: CompileRequest
+) -> Any:
+    codegen = request.options.codegen or FxwrapCodegen
+    # Inductor's passes edit the graph, so that a second try needs the first one's input.
+    pristine = GraphModule(gm, copy.deepcopy(gm.graph))
+    kwargs = {**kwargs, "cpp_wrapper": False}
+    cudagraphs = kwargs.pop("cudagraphs", None)
+    try:
+        with config.patch(_EMISSION), codegen_in_place(codegen), requesting(request):
+            return compile_fx_inner(
+                gm, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs), fx_wrapper=True
+            )
+    except Exception as error:
+        reason = _fallback_reason(error)
+        if reason is None or request.options.strict:
+            raise (reason if reason is not None else error) from error
+        _report_fallback(reason, request)
+    with config.patch({"fx_graph_cache": False, "triton.cudagraphs": False}):
+        return compile_fx_inner(pristine, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs))
+
+
+def _boxed(cudagraphs: Any) -> Any:
+    """Inductor's own capture, switched off."""
+    return None if cudagraphs is None else type(cudagraphs)(False)
+
+
+def _fallback_reason(error: BaseException) -> FxwrapError | None:
+    """The fxwrap error inside an Inductor error; failures of Inductor itself are not ours to answer."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, FxwrapError):
+            return seen
+        inner = getattr(seen, "inner_exception", None)
+        seen = inner if isinstance(inner, BaseException) else seen.__cause__
+    # An unexpected exception out of the converter, not out of Inductor's lowering.
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "_generate":
+            return EmissionError(
+                f"emission failed with {type(error).__name__}: {error}",
+                remedy="the graph runs through Inductor's own wrapper; please report this",
+            )
+        trace = trace.tb_next
+    return None
+
+
+def _report_fallback(reason: FxwrapError, request: CompileRequest) -> None:
+    COUNTERS.fallback(f"{request.phase}: {reason.subject}")
+    if request.owner is not None:
+        request.owner.fallbacks.append(str(reason))
+    warnings.warn(
+        f"fxwrap: a {request.phase} graph runs through Inductor's own wrapper, because {reason}", stacklevel=2
+    )
+
+
+def _phase(kwargs: dict[str, Any]) -> str:
+    if kwargs.get("is_backward"):
+        return "backward"
+    return "inference" if kwargs.get("is_inference") else "forward"
+
+
+@contextlib.contextmanager
+def codegen_in_place(codegen: type) -> Iterator[None]:
+    """Have Inductor emit through ``codegen`` on every device, inside the context only.
+
+    Only the FX entry of each device is replaced; a compilation by another backend does not read it.
+    """
+    common.init_backend_registration()
+    with _table:
+        before = dict(common.device_codegens)
+        for device, entry in before.items():
+            common.device_codegens[device] = dataclasses.replace(entry, fx_wrapper_codegen=codegen)
+        try:
+            yield
+        finally:
+            common.device_codegens.update(before)
+
+
+def _check_devices(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    values = list(example_inputs)
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        values.extend(value if isinstance(value, (tuple, list)) else (value,))
+    devices = {
+        value.device
+        for value in values
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+    }
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(
+            "the compiled region uses more than one accelerator",
+            expected="tensors on one accelerator, and on the CPU beside it",
+            got=names,
+            remedy="compile the part of the model on each device by itself",
+        )
+
+
+def _torch_functions() -> Any:
+    from ..graphs.torch_functions import TorchFunctions
+    from . import torch_versions as versions
+
+    return TorchFunctions(
+        storage_use_count=versions.storage_use_count,
+        same_data_pointers=versions.same_data_pointers,
+        fresh_alias=versions.fresh_alias,
+    )

@@ -1,0 +1,107 @@
+"""What differs between torch versions, tried by feature. Nothing else in fxwrap asks which torch it runs on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor.codegen.common import IndentedBuffer
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
+from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
+
+
+@contextlib.contextmanager
+def redirect_writeline(wrapper: PythonWrapperCodegen, code: IndentedBuffer) -> Iterator[None]:
+    """Send what a wrapper line prints into ``code``."""
+    context = wrapper.set_writeline(code, code.writeline) if _takes_buffer() else None
+    if context is None:
+        context = wrapper.set_writeline(code.writeline)  # type: ignore[call-arg,arg-type]
+    with context:
+        yield
+
+
+@functools.cache
+def _takes_buffer() -> bool:
+    import inspect
+
+    return len(inspect.signature(PythonWrapperCodegen.set_writeline).parameters) >= 3
+
+
+def python_expression(expression: Any) -> str:
+    """The Python text of a kernel argument: an expression of sizes, a number, a named value."""
+    inner = getattr(expression, "inner", None)  # SymbolicCallArg
+    if inner is not None:
+        return str(inner)
+    if isinstance(expression, sympy.Basic):
+        return pexpr(expression)
+    return repr(expression)
+
+
+def stack_traces(line: Any) -> list[str]:
+    """The user's stack traces behind a wrapper line, newest frame last; empty where torch keeps none."""
+    node = getattr(line, "node", None)
+    getter = getattr(node, "get_stack_traces", None)
+    if getter is not None:
+        try:
+            return [trace for trace in getter() if trace]
+        except Exception:
+            return []
+    return []
+
+
+def prefix_asserts(wrapper: PythonWrapperCodegen) -> list[str]:
+    """Asserts on inputs that some versions write before the first line instead of among the lines."""
+    lines = wrapper.prefix.getvalue().splitlines()
+    return [line.strip() for line in lines if line.strip().startswith("assert_size_stride(")]
+
+
+def wrap_for_graph(tuner: Any) -> Any:
+    """Enter a Triton kernel into torch's table of kernels for graphs."""
+    from torch._library.triton import wrap_triton
+
+    if hasattr(tuner, "_ensure_kernel_loaded"):
+        tuner._ensure_kernel_loaded()
+    return wrap_triton(tuner.fn)
+
+
+@functools.cache
+def _extern_functions(count: int) -> frozenset[Any]:
+    return frozenset(value for value in vars(_extern_kernels).values() if callable(value))
+
+
+def extern_kernels() -> frozenset[Any]:
+    """The Python functions Inductor's wrapper calls for library kernels (``torch.addmm``, ...)."""
+    return _extern_functions(len(vars(_extern_kernels)))
+
+
+def symbolic_value(symbol: sympy.Expr) -> Any:
+    """A torch.SymInt (or SymFloat, SymBool) that stands for ``symbol``."""
+    from torch._inductor.virtualized import V
+
+    env = V.graph.sizevars.shape_env
+    if getattr(symbol, "is_integer", False):
+        return env.create_symintnode(symbol, hint=None)
+    return env.create_symfloatnode(symbol, hint=None)
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage objects share ``storage``."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def _same_data_pointers(inputs: Sequence[Any], pointers: Sequence[Any], positions: Sequence[int]) -> bool:
+    return all(inputs[position].data_ptr() == pointers[position] for position in positions)
+
+
+# (inputs, pointers, positions) -> whether inputs[p] is at pointers[p] for every p in positions. In C++ where the
+# build has it: CPU builds do not.
+same_data_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _same_data_pointers)
+
+
+def fresh_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor object over the same memory, related to ``tensor`` by nothing but its storage."""
+    return torch._C._dynamo.guards._reinterpret_tensor(tensor, tensor.size(), tensor.stride(), 0)

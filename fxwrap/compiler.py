@@ -1,0 +1,69 @@
+"""The straight line: from a host graph to the program that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .graphs.program import Program
+from .graphs.torch_functions import TorchFunctions
+from .options import Options
+from .passes.dependencies import build_dependency_graph
+from .passes.memory_planning import plan_program
+from .passes.partition import cut, judge, main_device
+from .passes.storages import analyse_storages
+from .passes.symbols import evaluate_sizes
+from .passes.verify import verify_memory, verify_schedule
+from .plan import MemoryPlan, ProgramPlan
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What is known about a host graph beside the graph itself.
+
+    Attributes:
+        static_inputs: positions of inputs whose address AOTAutograd expects to stay.
+        phase: "inference", "forward" or "backward".
+        owner: collects the programs (see ``fxwrap.explain``).
+    """
+
+    options: Options = field(default_factory=Options)
+    static_inputs: tuple[int, ...] = ()
+    phase: str = "inference"
+    owner: Any = None
+    torch: TorchFunctions = field(default_factory=TorchFunctions)
+
+
+def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
+    """Analyse, cut and check a host graph; memory is planned, and checked, when a shape is recorded.
+
+    Raises:
+        PlanError: the verifier refused the schedule.
+    """
+    facts = analyse_storages(gm)
+    dependencies = build_dependency_graph(gm, facts)
+    verdicts = judge(gm, request.options.eager_ops)
+    device = main_device(gm)
+    partitions = cut(dependencies, verdicts, device)
+    plan = ProgramPlan(
+        gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase
+    )
+    verify_schedule(gm, plan.schedule)
+
+    def plan_recording(
+        numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]
+    ) -> MemoryPlan:
+        memory = plan_program(plan, numbers, places)
+        verify_memory(gm, plan.schedule, facts, memory, numbers)
+        return memory
+
+    program = Program(
+        plan, request.options, request.torch, plan_recording, lambda inputs: evaluate_sizes(gm, inputs)
+    )
+    if request.owner is not None:
+        request.owner.programs.append(program)
+    return program

@@ -1,0 +1,48 @@
+"""Every error fxwrap raises: what it is about, what was expected, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class FxwrapError(Exception):
+    """Base of all fxwrap errors.
+
+    Args:
+        subject: what the error is about, as the user knows it.
+        expected: what would have been right.
+        got: what was found instead.
+        remedy: what the reader can do now.
+    """
+
+    def __init__(self, subject: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
+        self.subject, self.expected, self.got, self.remedy = subject, expected, got, remedy
+        lines = [subject]
+        lines += [
+            f"  {name}: {text}"
+            for name, text in (("expected", expected), ("got", got), ("what to do", remedy))
+            if text
+        ]
+        super().__init__("\n".join(lines))
+
+
+class OptionError(FxwrapError, ValueError):
+    """An option has an unknown name or a wrong value."""
+
+
+class UnsupportedModelError(FxwrapError):
+    """The model asks for something no part of fxwrap can run (two accelerators, for one)."""
+
+
+class InputError(FxwrapError, ValueError):
+    """A program was called with inputs that do not fit the graph it was compiled from."""
+
+
+class EmissionError(FxwrapError):
+    """Inductor's wrapper IR holds lines that have no form in a host graph."""
+
+
+class PlanError(FxwrapError):
+    """The verifier refused a schedule or a memory plan. A bug in fxwrap: the plan is not run."""
+
+
+class CaptureError(FxwrapError):
+    """A device graph could not capture a partition, or cannot exist on the device."""

@@ -1,0 +1,245 @@
+"""Device graphs: the objects that capture work and replay it, and which one a device has."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import CaptureError
+
+
+class DeviceGraph(Protocol):
+    """The methods of ``torch.accelerator.Graph``."""
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def instantiate(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def pool(self) -> Any: ...
+
+    def enable_debug_mode(self) -> None: ...
+
+    def debug_dump(self, path: str) -> None: ...
+
+
+_capturing: ContextVar[HostGraph | None] = ContextVar("fxwrap_capturing", default=None)
+
+
+class HostGraph:
+    """The device graph of the CPU: a flat list of calls whose arguments are bound.
+
+    Between ``capture_begin`` and ``capture_end`` every call issued with ``issue`` on this thread runs and is
+    kept; ``replay`` runs them again, in order. What an accelerator's graph does in hardware, without it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], Any]] = []
+        self._token: Any = None
+        self._captured = False
+
+    def capture_begin(self) -> None:
+        if self._captured:
+            raise CaptureError("host graph: already captured", remedy="call reset() before capturing again")
+        if _capturing.get() is not None:
+            raise CaptureError("host graph: another capture is under way on this thread")
+        self._token = _capturing.set(self)
+
+    def capture_end(self) -> None:
+        if self._token is None:
+            raise CaptureError("host graph: capture_end() without capture_begin()")
+        _capturing.reset(self._token)
+        self._token, self._captured = None, True
+
+    def instantiate(self) -> None:
+        """Nothing is left to do: the calls are bound."""
+
+    def replay(self) -> None:
+        if not self._captured:
+            raise CaptureError("host graph: nothing was captured", remedy="capture before replay()")
+        for call in self._calls:
+            call()
+
+    def reset(self) -> None:
+        self._calls, self._captured = [], False
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+    def enable_debug_mode(self) -> None:
+        """Calls can always be listed."""
+
+    def debug_dump(self, path: str) -> None:
+        """Write the captured calls to ``path``: the source of each, or its name."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(f"{getattr(call, 'source', call)}\n" for call in self._calls)
+
+
+def issue(call: Callable[[], Any]) -> None:
+    """Run ``call`` now; if a host graph is capturing on this thread, it keeps the call.
+
+    On an accelerator the work that ``call`` launches is what the device's graph captures.
+    """
+    graph = _capturing.get()
+    call()
+    if graph is not None:
+        graph._calls.append(call)
+
+
+class CUDAGraphAdapter:
+    """``torch.cuda.CUDAGraph`` with the methods of ``torch.accelerator.Graph``."""
+
+    def __init__(self, pool: Any = None) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture_begin(self) -> None:
+        # Other threads may go on allocating and synchronising while this one captures.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def capture_end(self) -> None:
+        self._graph.capture_end()
+
+    def instantiate(self) -> None:
+        """capture_end has done it."""
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph.reset()
+
+    def pool(self) -> Any:
+        return self._graph.pool()
+
+    def enable_debug_mode(self) -> None:
+        self._graph.enable_debug_mode()
+
+    def debug_dump(self, path: str) -> None:
+        self._graph.debug_dump(path)
+
+
+class XPUGraphAdapter(CUDAGraphAdapter):
+    """``torch.xpu.XPUGraph`` with the methods of ``torch.accelerator.Graph``."""
+
+    def __init__(self, pool: Any = None) -> None:
+        self._graph = torch.xpu.XPUGraph()
+        self._pool = pool
+
+    def capture_begin(self) -> None:
+        self._graph.capture_begin(pool=self._pool)
+
+
+@dataclass(frozen=True)
+class DeviceRuntime:
+    """How work is captured on one device.
+
+    Attributes:
+        new_graph: makes a device graph; graphs made by one runtime share a memory pool.
+        frozen_addresses: a captured call always reads and writes the addresses it was captured with, and
+            what an operator allocates during capture keeps its address. Hardware graphs are like this; the
+            host graph calls again and so takes new tensors.
+        runs_while_capturing: capturing also computes, so that no replay is needed to get the first result.
+    """
+
+    device: torch.device
+    new_graph: Callable[[], DeviceGraph]
+    frozen_addresses: bool
+    runs_while_capturing: bool
+    implementation: str
+
+    def stream_key(self) -> Any:
+        """Tells apart streams whose work may overlap in time."""
+        if self.device.type == "cpu":
+            return None
+        return torch.get_device_module(self.device).current_stream(self.device)
+
+    @contextlib.contextmanager
+    def capture_stream(self) -> Iterator[None]:
+        """A side stream to capture on: the default stream cannot be captured."""
+        if self.device.type == "cpu":
+            yield
+            return
+        module = torch.get_device_module(self.device)
+        current, side = module.current_stream(self.device), module.Stream(self.device)
+        side.wait_stream(current)
+        with module.stream(side):
+            yield
+        current.wait_stream(side)
+
+
+_HOST = DeviceRuntime(torch.device("cpu"), HostGraph, False, True, "host graph")
+_override: ContextVar[DeviceRuntime | None] = ContextVar("fxwrap_runtime", default=None)
+
+
+def runtime_for(device: torch.device) -> DeviceRuntime:
+    """The runtime of a device: the unified graph where it can be constructed, else an adapter.
+
+    Raises:
+        CaptureError: no device graph exists for the device.
+    """
+    chosen = _override.get()
+    if chosen is not None and chosen.device.type == device.type:
+        return chosen
+    if device.type == "cpu":
+        return _HOST
+    return _accelerator_runtime(device)
+
+
+@contextlib.contextmanager
+def using_runtime(runtime: DeviceRuntime) -> Iterator[None]:
+    """Use ``runtime`` for its device type on this thread: for simulated devices and tests."""
+    token = _override.set(runtime)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@functools.cache
+def _accelerator_runtime(device: torch.device) -> DeviceRuntime:
+    failures = []
+    for name, make in _candidates(device):
+        try:
+            first = make(None)
+        except Exception as error:
+            failures.append(f"{name}: {error}")
+            continue
+        pool = _shared_pool(device)
+        del first
+        return DeviceRuntime(device, functools.partial(make, pool), True, False, name)
+    raise CaptureError(
+        f"no device graph for {device}",
+        expected="torch.accelerator.Graph, torch.cuda.CUDAGraph or torch.xpu.XPUGraph",
+        got="; ".join(failures) or "none of them exists",
+        remedy="programs on this device run eagerly",
+    )
+
+
+def _candidates(device: torch.device) -> Iterator[tuple[str, Callable[[Any], DeviceGraph]]]:
+    unified = getattr(torch.accelerator, "Graph", None)
+    if unified is not None:
+        yield (
+            "torch.accelerator.Graph",
+            lambda pool: unified(pool=pool, capture_error_mode="thread_local"),
+        )
+    if device.type == "cuda":
+        yield "torch.cuda.CUDAGraph", CUDAGraphAdapter
+    if device.type == "xpu" and hasattr(torch.xpu, "XPUGraph"):
+        yield "torch.xpu.XPUGraph", XPUGraphAdapter
+
+
+def _shared_pool(device: torch.device) -> Any:
+    make = getattr(torch.get_device_module(device), "graph_pool_handle", None)
+    return make() if make is not None else None

@@ -1,0 +1,230 @@
+"""Flat functions: host-graph nodes as straight-line Python in which everything known is bound.
+
+::
+
+    buf0 = empty_strided(...)                  def flat(r):
+    t = reinterpret(w, (8, 8), (1, 8), 0)          v0 = r[0]
+    addmm.out(bias, x, t, out=buf0)     ->         c0(c1, v0, c2, out=c3)    # torch.addmm(bias, x, t, ...)
+    launch(relu, buf0, buf1)                       c4(c3, c5)                # the kernel itself
+
+``c``s are bound values: memory, views of it, sizes. ``r`` are registers: what changes from call to call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..host_graph import Kernel, Kind, kernel_of, kind_of
+
+# Values without work of their own are made where they are first used.
+_ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
+_LITERALS = (int, bool, str, type(None))
+
+
+class FlatFunction:
+    """The built function; ``source`` is its text."""
+
+    def __init__(self, function: Callable[[list[Any]], Any], source: str) -> None:
+        self.function, self.source = function, source
+
+    def __repr__(self) -> str:
+        return self.source
+
+
+class FlatBuilder:
+    """Builds one flat function.
+
+    Args:
+        bound: values known now. Views and arithmetic of bound values are evaluated while building, and added.
+        registers: where values come from and go to that are not known now.
+    """
+
+    def __init__(self, bound: MutableMapping[Node, Any], registers: Mapping[Node, int]) -> None:
+        self.bound, self.registers = bound, registers
+        self._names = itertools.count()
+        self._constants: dict[int, str] = {}
+        self._namespace: dict[str, Any] = {"__builtins__": {}}
+        self._locals: dict[Node, str] = {}
+        self._lines: list[str] = []
+        self._last_use: dict[str, int] = {}
+        self._pinned: set[str] = set()
+
+    # -- what goes in ---------------------------------------------------------------------------------
+
+    def run(self, nodes: Iterable[Node], stores: Iterable[Node] = ()) -> None:
+        """Append the work of ``nodes``, in order, and keep the values of ``stores`` in their registers.
+
+        A check belongs to the value it checks: it is made as soon as that is there, unless it needs something
+        that only data decides; then it stands among the nodes itself.
+        """
+        nodes = list(nodes)
+        kept, scheduled = set(stores), set(nodes)
+        for node in nodes:
+            self._statement(node)
+            if node in kept:
+                self._lines.append(f"r[{self.registers[node]}] = {self._reference(node)}")
+                self._use(self._locals[node])
+            for checker in _checks_on(node):
+                if not any(arg in scheduled for arg in checker.all_input_nodes if arg not in self._locals):
+                    self.check(checker)
+
+    def check(self, node: Node) -> None:
+        """Append an assert; one on bound values is made now."""
+        if all(self._settle(arg) for arg in node.all_input_nodes):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        elif self.available(node):
+            self._lines.append(self._call(node))
+
+    def assign_constant(self, node: Node, function: Callable[[Any], Any], value: Any) -> None:
+        """Append ``node = function(value)`` in place of what the node itself calls."""
+        self._define(node, f"{self._constant(function)}({self._constant(value)})")
+
+    def build(self, result: Any = None) -> FlatFunction:
+        """Finish; the function returns ``result``, in which nodes stand for their values."""
+        returned = self._argument(result, literal_lists=True)
+        body = []
+        dead: dict[int, list[str]] = {}
+        for name, line in self._last_use.items():
+            if name not in self._pinned:
+                dead.setdefault(line, []).append(name)
+        for position, line in enumerate(self._lines):
+            body.append(line)
+            if position in dead:
+                body.append(f"del {', '.join(dead[position])}")
+        body.append(f"return {returned}")
+        source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
+        exec(compile(source, "<fxwrap flat function>", "exec"), self._namespace)
+        return FlatFunction(self._namespace["flat"], source)
+
+    # -- how it becomes text --------------------------------------------------------------------------
+
+    def _statement(self, node: Node) -> None:
+        if kind_of(node) in (Kind.LAUNCH, Kind.EXTERN) and not node.users:
+            self._lines.append(self._call(node))
+        elif kind_of(node) is Kind.CHECK:
+            self.check(node)
+        else:
+            self._define(node, self._call(node))
+
+    def _define(self, node: Node, text: str) -> None:
+        name = f"v{next(self._names)}"
+        self._lines.append(f"{name} = {text}")
+        self._locals[node] = name
+        self._use(name)
+
+    def _use(self, name: str) -> str:
+        self._last_use[name] = len(self._lines) - 1
+        return name
+
+    def _call(self, node: Node) -> str:
+        kernel = kernel_of(node)
+        if kernel is not None:
+            function, args = kernel.call, node.args[1:]
+        else:
+            function, args = node.meta.get("call", node.target), node.args
+        parts = [self._argument(arg) for arg in args]
+        parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
+        # References above may have appended lines of their own, so that uses count from here.
+        for name in self._names_in(node):
+            self._last_use[name] = len(self._lines)
+        return f"{self._constant(function)}({', '.join(parts)})"
+
+    def _names_in(self, node: Node) -> list[str]:
+        return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
+
+    def _argument(self, value: Any, literal_lists: bool = False) -> str:
+        if isinstance(value, Node):
+            return self._reference(value, pin=literal_lists)
+        if type(value) in _LITERALS:
+            return repr(value)
+        nodes: list[Node] = []
+        torch.fx.map_arg(value, lambda node: nodes.append(node) or node)
+        if not literal_lists and all(self._settle(node) for node in nodes):
+            return self._constant(torch.fx.map_arg(value, self.bound.__getitem__))
+        if isinstance(value, (tuple, list)):
+            items = [self._argument(item, literal_lists) for item in value]
+            if isinstance(value, list):
+                return f"[{', '.join(items)}]"
+            return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+        if isinstance(value, slice):
+            return f"{self._constant(slice)}({', '.join(map(self._argument, (value.start, value.stop, value.step)))})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self._argument(v)}" for k, v in value.items()) + "}"
+        return self._constant(value)
+
+    def _reference(self, node: Node, pin: bool = False) -> str:
+        if node not in self._locals and self._settle(node):
+            return self._constant(self.bound[node])
+        if node not in self._locals:
+            if node in self.registers:
+                self._define(node, f"r[{self.registers[node]}]")
+            elif kind_of(node) in _ON_DEMAND:
+                self._define(node, self._call(node))
+            else:
+                raise AssertionError(f"{node.name} is used before it has run")
+        name = self._use(self._locals[node])
+        if pin:
+            self._pinned.add(name)
+        return name
+
+    def _settle(self, node: Node) -> bool:
+        """Whether a node's value is known now; views and arithmetic of known values are evaluated."""
+        if node in self.bound:
+            return True
+        if node in self.registers or kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC):
+            return False
+        if not all(self._settle(arg) for arg in node.all_input_nodes):
+            return False
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
+        self.bound[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return True
+
+    def available(self, node: Node) -> bool:
+        """Whether a value (or a check) can be had in this function without running work for it."""
+        if kind_of(node) is Kind.CHECK:
+            return all(self.available(arg) for arg in node.all_input_nodes)
+        if node in self.bound or node in self._locals or node in self.registers:
+            return True
+        if kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC):
+            return False
+        return all(self.available(arg) for arg in node.all_input_nodes)
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, Kernel):
+            value = value.call
+        if type(value) in _LITERALS:
+            return repr(value)
+        name = self._constants.get(id(value))
+        if name is None:
+            name = f"c{len(self._constants)}"
+            self._constants[id(value)] = name
+            self._namespace[name] = value
+        return name
+
+
+def _checks_on(node: Node) -> list[Node]:
+    """The asserts that can be made once ``node`` has run: those on it and on views of it."""
+    found: list[Node] = []
+    todo = list(node.users)
+    while todo:
+        user = todo.pop(0)
+        kind = kind_of(user)
+        if kind is Kind.CHECK and user not in found:
+            found.append(user)
+        elif kind is Kind.VIEW:
+            todo.extend(user.users)
+    return found
+
+
+def checks_on(nodes: Sequence[Node]) -> list[Node]:
+    """The asserts on inputs and other values that exist before any work."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        found.update(dict.fromkeys(_checks_on(node)))
+    return list(found)

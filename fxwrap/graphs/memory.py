@@ -1,0 +1,88 @@
+"""Memory of recordings: scratch that recordings share, and tensors laid over it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Bytes. On a CPU the allocator aligns to 64; asking for more costs a little padding in large blocks only.
+_CPU_ALIGNMENT = 64
+
+
+def tensor_at(
+    address: int, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A CPU tensor over memory that somebody else owns and keeps.
+
+    It has a storage of its own that starts at ``address``, so that an operator which counts offsets from the
+    start of the storage finds what it expects, and holding it does not hold the owner.
+    """
+    if nbytes == 0:
+        return torch.empty_strided(size, stride, dtype=dtype)
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)  # type: ignore[call-overload]
+
+
+@dataclass(eq=False)
+class Scratch:
+    """Arena memory for recordings that do not overlap in time: ``nbytes`` on ``device``.
+
+    Who runs in it holds ``busy``.
+    """
+
+    device: torch.device
+    nbytes: int
+    block: torch.Tensor
+    busy: threading.Lock = field(default_factory=threading.Lock)
+
+    def tensor(
+        self, offset: int, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor at ``offset`` bytes."""
+        if self.device.type == "cpu":
+            return tensor_at(self.block.data_ptr() + offset, nbytes, size, stride, dtype)
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(self.block.untyped_storage(), offset // dtype.itemsize, size, stride)  # type: ignore[call-overload]
+
+
+class ScratchPool:
+    """Scratch by device and stream.
+
+    Recordings of all programs on one stream share the largest block that is free; a recording that needs more
+    gets a larger one, which later recordings share. Blocks live as long as a recording uses them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: dict[tuple[torch.device, Any], list[Any]] = {}
+
+    def acquire(self, device: torch.device, nbytes: int, stream: Any) -> Scratch:
+        """A block of at least ``nbytes`` whose ``busy`` lock the caller now holds."""
+        import weakref
+
+        with self._lock:
+            blocks = self._blocks.setdefault((device, stream), [])
+            alive = [block for ref in blocks if (block := ref()) is not None]
+            for scratch in sorted(alive, key=lambda scratch: scratch.nbytes):
+                if scratch.nbytes >= nbytes and scratch.busy.acquire(blocking=False):
+                    return scratch
+            scratch = _allocate(device, nbytes)
+            scratch.busy.acquire()
+            blocks[:] = [weakref.ref(block) for block in (*alive, scratch)]
+            return scratch
+
+
+SCRATCH = ScratchPool()
+
+
+def _allocate(device: torch.device, nbytes: int) -> Scratch:
+    if device.type == "cpu":
+        whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
+        shift = -whole.data_ptr() % _CPU_ALIGNMENT
+        return Scratch(device, nbytes, whole[shift : shift + nbytes])
+    return Scratch(device, nbytes, torch.empty(nbytes, dtype=torch.uint8, device=device))

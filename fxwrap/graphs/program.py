@@ -1,0 +1,337 @@
+"""A program: the callable made from one host graph. Warms up, records, replays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import CaptureError, FxwrapError, InputError, PlanError
+from ..host_graph import Kind, kind_of
+from ..options import Options
+from ..plan import MemoryPlan, Origin, ProgramPlan
+from .counters import Counters
+from .device_graph import DeviceRuntime, runtime_for
+from .flat import FlatBuilder, checks_on
+from .recording import OUTPUT_ADDRESSES, Recording, RecordingRequest
+from .torch_functions import TorchFunctions
+
+# (concrete sizes, inputs with a place in the arena) -> verified plan; and the sizes of given inputs.
+Planner = Callable[[Mapping[Node, Any], Mapping[Node, tuple[torch.device, int]]], MemoryPlan]
+SizeEvaluator = Callable[[Mapping[Node, Any]], dict[Node, Any]]
+
+
+@dataclass(eq=False)
+class Family:
+    """The recordings of one shape (and stream), and what was learnt about its inputs and outputs.
+
+    Attributes:
+        moved: positions of inputs that were taken to stay where they are, and did not.
+        copied: storages of outputs that are copied when handed out, because they were found held.
+        warm_outputs: outputs of the last eager run by storage, to see whether the caller holds on to them.
+    """
+
+    recordings: list[Recording] = field(default_factory=list)
+    eager_runs: int = 0
+    moved: set[int] = field(default_factory=set)
+    copied: set[int] = field(default_factory=set)
+    addresses: list[int | None] = field(default_factory=list)
+    warm_outputs: list[tuple[int, int, StorageWeakRef]] = field(default_factory=list)
+
+
+class Program:
+    """Runs a host graph: eagerly at first, then from recordings.
+
+    Safe to call from several threads: a call that finds its recording in use runs eagerly.
+    """
+
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        options: Options,
+        functions: TorchFunctions,
+        make_plan: Planner,
+        evaluate: SizeEvaluator,
+    ) -> None:
+        self.plan, self.options, self.functions = plan, options, functions
+        self.counters = Counters()
+        self.families: dict[Any, Family] = {}
+        self._make_plan, self._evaluate = make_plan, evaluate
+        self._recording = threading.RLock()
+        self._placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
+        self._dynamic = _dynamic_positions(self._placeholders)
+        self._on_accelerator = plan.device.type != "cpu"
+        self._never_recorded = ""
+        self._eager = self._eager_function()
+        self._output_nodes = self._tensor_outputs()
+
+    # -- calling ----------------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any) -> Any:
+        if len(inputs) != len(self._placeholders):
+            raise InputError(
+                "program called with the wrong number of inputs",
+                expected=str(len(self._placeholders)),
+                got=str(len(inputs)),
+            )
+        key = self._key(inputs) if self._dynamic or self._on_accelerator else None
+        family = self.families.get(key)
+        if family is not None:
+            for recording in family.recordings:
+                if recording.same_addresses(inputs) and recording.acquire():
+                    try:
+                        if not recording.held():
+                            outputs = recording.run(inputs)
+                            self.counters.replays += 1
+                            return outputs
+                    finally:
+                        recording.release()
+        return self._not_replayed(key, inputs)
+
+    def _key(self, inputs: Sequence[Any]) -> Any:
+        """What tells recordings apart: every size that may vary, and the stream."""
+        sizes = tuple(
+            inputs[position]
+            if how is None
+            else (inputs[position].size(dim) if how == "size" else inputs[position].stride(dim))
+            for position, how, dim in self._dynamic
+        )
+        if self._on_accelerator:
+            return sizes, runtime_stream(self.plan.device)
+        return sizes
+
+    def _not_replayed(self, key: Any, inputs: Sequence[Any]) -> Any:
+        if not self._recording.acquire(blocking=False):
+            return self._run_eagerly(inputs, "another call is being recorded")
+        try:
+            family = self.families.setdefault(key, Family())
+            reason = self._eager_reason(family)
+            if reason:
+                return self._run_eagerly(inputs, reason, family)
+            why = self._adapt(family, inputs)
+            if not why:
+                return self._run_eagerly(inputs, "called while another call of the program runs")
+            return self._record(family, inputs, why)
+        finally:
+            self._recording.release()
+
+    def _eager_reason(self, family: Family) -> str:
+        if self._never_recorded:
+            return self._never_recorded
+        if family.recordings:
+            return ""
+        if family.eager_runs < self.options.warmup:
+            return "warm-up"
+        if sum(len(other.recordings) for other in self.families.values()) >= self.options.max_recordings:
+            return f"more than {self.options.max_recordings} shapes (max_recordings)"
+        return ""
+
+    # -- eager ------------------------------------------------------------------------------------------
+
+    def _run_eagerly(self, inputs: Sequence[Any], reason: str, family: Family | None = None) -> Any:
+        with self.counters._lock:
+            self.counters.eager[reason] += 1
+        outputs = self._eager(list(inputs))
+        if family is not None:
+            family.eager_runs += 1
+            family.addresses = [_address(value) for value in inputs]
+            family.warm_outputs = self._weak_outputs(outputs)
+        return outputs
+
+    def _eager_function(self) -> Callable[[list[Any]], Any]:
+        """The whole schedule as one flat function with plain allocations."""
+        gm = self.plan.graph
+        bound: dict[Node, Any] = {}
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                value: Any = gm
+                for name in str(node.target).split("."):
+                    value = getattr(value, name)
+                bound[node] = value
+        builder = FlatBuilder(bound, {node: i for i, node in enumerate(self._placeholders)})
+        for node in checks_on(self._placeholders):
+            if builder.available(node):
+                builder.check(node)
+        builder.run(self.plan.schedule)
+        output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+        return builder.build(output.args[0]).function
+
+    def _tensor_outputs(self) -> list[tuple[int, int]]:
+        """(position among the outputs, storage) of outputs in memory that a recording would own."""
+        output = next(n for n in reversed(self.plan.graph.graph.nodes) if n.op == "output")
+        values = output.args[0]
+        values = values if isinstance(values, (list, tuple)) else [values]
+        found = []
+        for position, value in enumerate(values):
+            if isinstance(value, Node):
+                for index in self.plan.facts.of.get(value, ()):
+                    if self.plan.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
+                        found.append((position, index))
+        return found
+
+    def _weak_outputs(self, outputs: Any) -> list[tuple[int, int, StorageWeakRef]]:
+        values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        found = []
+        for position, index in self._output_nodes:
+            value = values[position]
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                found.append((index, storage.nbytes(), StorageWeakRef(storage)))
+        return found
+
+    # -- recording --------------------------------------------------------------------------------------
+
+    def _adapt(self, family: Family, inputs: Sequence[Any]) -> str:
+        """Find out why no recording could be replayed, and change the family's ways; empty if one is busy."""
+        if not family.recordings:
+            # Who kept the warm-up's outputs until now will keep the next ones, too.
+            held = [(index, nbytes) for index, nbytes, ref in family.warm_outputs if not ref.expired()]
+            family.copied |= {index for index, nbytes in held if nbytes <= self.options.copy_outputs_below}
+            family.warm_outputs = []
+            return "first" if len(self.families) == 1 else "new shape"
+        at_place = [recording for recording in family.recordings if recording.same_addresses(inputs)]
+        if not at_place:
+            return self._adapt_to_move(family, inputs)
+        held = [recording for recording in at_place if recording.held()]
+        if len(held) < len(at_place):
+            return ""
+        return self._adapt_to_held(family, held)
+
+    def _adapt_to_move(self, family: Family, inputs: Sequence[Any]) -> str:
+        recording = family.recordings[-1]
+        moved = {
+            position
+            for position in recording.request.bound_inputs
+            if inputs[position].data_ptr() != recording.bound_addresses[position]
+        }
+        stable = all(inputs[position].data_ptr() in OUTPUT_ADDRESSES for position in moved)
+        if stable and len(family.recordings) < self.options.max_output_sets:
+            return "inputs from another recording of the program before"
+        # They come from anywhere: from now on they are inputs like others.
+        if not stable:
+            family.moved |= {p for p in moved if inputs[p].data_ptr() not in OUTPUT_ADDRESSES}
+        else:
+            family.moved |= moved
+        family.recordings.clear()
+        with self.counters._lock:
+            self.counters.events["an input taken to stay in place has moved"] += 1
+        return "inputs moved"
+
+    def _adapt_to_held(self, family: Family, held: list[Recording]) -> str:
+        indices = {index for recording in held for index in recording.held()}
+        sizes = held[0].request.memory.sizes
+        small = {index for index in indices if sizes.get(index, 0) <= self.options.copy_outputs_below}
+        large = indices - small
+        with self.counters._lock:
+            self.counters.events["an output was still held at the next call"] += 1
+        if large and len(family.recordings) >= self.options.max_output_sets:
+            small, large = indices, set()
+        if small:
+            family.copied |= small
+            # Recordings that hand these out uncopied are of no more use.
+            family.recordings[:] = [r for r in family.recordings if r.request.copied >= family.copied]
+        return "large outputs held" if large else "small outputs held"
+
+    def _record(self, family: Family, inputs: Sequence[Any], why: str) -> Any:
+        try:
+            request = self._recording_request(family, inputs)
+        except FxwrapError as error:
+            if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
+                raise
+            self._never_recorded = str(error.subject)
+            return self._run_eagerly(inputs, self._never_recorded)
+        recording, outputs = Recording.record(request, inputs)
+        if recording.eager_reasons and self.options.strict:
+            raise CaptureError(
+                f"{len(recording.eager_reasons)} partition(s) could not be captured",
+                got="; ".join(f"partition {i}: {reason}" for i, reason in recording.eager_reasons.items()),
+                remedy="list the operators in eager_ops, or leave strict out",
+            )
+        family.recordings.append(recording)
+        with self.counters._lock:
+            self.counters.recordings[why] += 1
+            for reason in recording.eager_reasons.values():
+                self.counters.events[reason] += 1
+        return outputs
+
+    def _recording_request(self, family: Family, inputs: Sequence[Any]) -> RecordingRequest:
+        values = dict(zip(self._placeholders, inputs, strict=True))
+        numbers = self._evaluate(values)
+        runtime = self._runtime()
+        bound = tuple(p for p in sorted(self.plan.static_inputs) if self._stays(family, p, inputs[p]))
+        places: dict[Node, tuple[torch.device, int]] = {}
+        if runtime.frozen_addresses:
+            for position, (node, value) in enumerate(values.items()):
+                if position not in bound and isinstance(value, torch.Tensor):
+                    reach = value.numel() and 1 + sum(
+                        (n - 1) * s for n, s in zip(value.size(), value.stride(), strict=True)
+                    )
+                    places[node] = (value.device, int(reach) * value.element_size())
+        return RecordingRequest(
+            self.plan,
+            self._make_plan(numbers, places),
+            numbers,
+            runtime,
+            self.functions,
+            runtime.stream_key(),
+            bound,
+            places,
+            frozenset(family.copied),
+        )
+
+    def _runtime(self) -> DeviceRuntime:
+        return runtime_for(self.plan.device)
+
+    def _stays(self, family: Family, position: int, value: Any) -> bool:
+        """Whether to take an input's address as fixed: it was there before, or another recording owns it."""
+        if position in family.moved or not isinstance(value, torch.Tensor):
+            return False
+        if value.layout is not torch.strided:
+            return False
+        address = _address(value)
+        if address is None:
+            return False
+        if address in OUTPUT_ADDRESSES:
+            return True
+        return not family.addresses or family.addresses[position] == address
+
+    def preview(self, inputs: Sequence[Any]) -> MemoryPlan | None:
+        """The plan that a recording of these inputs would get; None where none can be made."""
+        try:
+            return self._recording_request(Family(), inputs).memory
+        except FxwrapError:
+            return None
+
+
+def runtime_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).current_stream(device)
+
+
+def _address(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    try:
+        return value.data_ptr()
+    except RuntimeError:
+        return None
+
+
+def _dynamic_positions(placeholders: Sequence[Node]) -> list[tuple[int, str | None, int]]:
+    """Where sizes that may vary can be read: (input, None | "size" | "stride", dimension)."""
+    found: list[tuple[int, str | None, int]] = []
+    for position, node in enumerate(placeholders):
+        val = node.meta.get("val")
+        if kind_of(node) is Kind.PLACEHOLDER and isinstance(val, torch.Tensor):
+            for dim in range(val.dim()):
+                if not isinstance(val.size(dim), int):
+                    found.append((position, "size", dim))
+                if not isinstance(val.stride(dim), int):
+                    found.append((position, "stride", dim))
+        elif val is not None and not isinstance(val, torch.Tensor):
+            found.append((position, None, 0))
+    return found

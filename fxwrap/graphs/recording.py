@@ -1,0 +1,470 @@
+"""A recording: a program captured for one set of concrete shapes. The one place where decisions are applied."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..errors import CaptureError
+from ..host_graph import Kind, kind_of
+from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
+from .device_graph import DeviceGraph, DeviceRuntime, issue
+from .flat import FlatBuilder, FlatFunction, checks_on
+from .memory import SCRATCH, Scratch, tensor_at
+from .torch_functions import TorchFunctions
+
+
+@dataclass(frozen=True)
+class RecordingRequest:
+    """What one recording is made from.
+
+    Attributes:
+        bound_inputs: positions of the inputs whose address is taken to stay.
+        places: inputs (placeholders) that are copied into the arena, with device and bytes.
+        copied: storages of outputs that are copied when handed out.
+    """
+
+    plan: ProgramPlan
+    memory: MemoryPlan
+    numbers: Mapping[Node, Any]
+    runtime: DeviceRuntime
+    functions: TorchFunctions
+    stream: Any
+    bound_inputs: tuple[int, ...]
+    places: Mapping[Node, tuple[torch.device, int]]
+    copied: frozenset[int]
+
+
+class OutputAddresses:
+    """Addresses of the outputs of live recordings: the next program may rely on them (saved activations)."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, addresses: Sequence[int]) -> None:
+        with self._lock:
+            self._counts.update(addresses)
+
+    def remove(self, addresses: Sequence[int]) -> None:
+        with self._lock:
+            self._counts.subtract(addresses)
+
+    def __contains__(self, address: int) -> bool:
+        return self._counts[address] > 0
+
+
+OUTPUT_ADDRESSES = OutputAddresses()
+
+
+class Recording:
+    """Made by recording one call (``Recording.record``), then replayed with ``run``.
+
+    Whoever calls ``run`` holds ``lock``; ``accepts`` tells whether that is allowed.
+    """
+
+    def __init__(self, request: RecordingRequest) -> None:
+        self.request = request
+        self.plan = request.plan
+        self.lock = threading.Lock()
+        self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
+        self.eager_reasons: dict[int, str] = {}
+        self._scratch: list[Scratch] = []
+        self._graphs: list[DeviceGraph] = []
+        self._steps: list[Callable[[], Any]] = []
+        self._memory: dict[Node, torch.Tensor] = {}
+        self._apart: dict[Node, torch.Tensor] = {}
+        self._check_inputs: Callable[[list[Any]], Any] | None = None
+        self._place_pairs: list[tuple[int, torch.Tensor]] = []
+        self._updated: list[tuple[int, torch.Tensor]] = []
+        self._held_at: list[tuple[torch.UntypedStorage, int, int]] = []
+        self.bound_addresses: list[Any] = [None] * len(self._placeholders)
+        self._assign_registers()
+
+    # -- making -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def record(cls, request: RecordingRequest, inputs: Sequence[Any]) -> tuple[Recording, Any]:
+        """Capture a program on ``inputs``; returns the recording and the outputs of this first call.
+
+        The recording's lock is free afterwards. On any error nothing is kept.
+        """
+        recording = cls(request)
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                recording._take_memory()
+                recording._record(inputs)
+                # Only now, with everything temporary gone, does a use count tell who else holds an output.
+                recording._start_watching()
+                outputs = recording._hand_out(inputs)
+            finally:
+                recording._clear_registers()
+                recording.release()
+        return recording, outputs
+
+    def _assign_registers(self) -> None:
+        """Registers hold what changes between calls: first the inputs, then values that leave a partition."""
+        self._registers = {node: position for position, node in enumerate(self._placeholders)}
+        self._stores: dict[int, list[Node]] = {}
+        producer = {node: p.index for p in self.plan.partitions for node in p.nodes}
+        bound = {storage.node for storage in self._planned_storages()}
+        for partition in self.plan.partitions:
+            for node in partition.nodes:
+                users = _effective_users(node)
+                leaves = any(producer.get(user) != partition.index for user in users)
+                if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
+                    self._registers[node] = len(self._registers)
+                    self._stores.setdefault(partition.index, []).append(node)
+        self._r: list[Any] = [None] * len(self._registers)
+        self._inputs_end = len(self._placeholders)
+        self._blank = tuple(self._r)
+
+    def _planned_storages(self) -> list[Any]:
+        memory = self.request.memory
+        return [
+            s
+            for s in self.plan.facts.storages
+            if s.origin is Origin.ALLOCATION and (s.index in memory.location or s.index in memory.sizes)
+        ]
+
+    def _take_memory(self) -> None:
+        memory, stream = self.request.memory, self.request.stream
+        blocks: dict[torch.device, Scratch] = {}
+        for device, arena in memory.arenas.items():
+            if arena.placement.size:
+                blocks[device] = SCRATCH.acquire(device, arena.placement.size, stream)
+                self._scratch.append(blocks[device])
+        for storage in self.plan.facts.storages:
+            if storage.index in memory.location:
+                device, offset = memory.location[storage.index]
+                if storage.origin is Origin.INPUT:
+                    continue  # laid out when the input is seen
+                size, stride = self._layout(storage.node)
+                nbytes = memory.sizes[storage.index]
+                dtype = storage.node.kwargs["dtype"]
+                self._memory[storage.node] = (
+                    blocks[device].tensor(offset, nbytes, size, stride, dtype)  # type: ignore[arg-type]
+                    if device in blocks
+                    else torch.empty_strided(size, stride, dtype=dtype, device=device)  # type: ignore[arg-type]
+                )
+            elif storage.origin is Origin.ALLOCATION and storage.index in memory.sizes:
+                size, stride = self._layout(storage.node)
+                tensor = torch.empty_strided(size, stride, **storage.node.kwargs)  # type: ignore[arg-type]
+                self._memory[storage.node] = tensor
+                if storage.index in memory.apart:
+                    self._apart[storage.node] = tensor
+        self._blocks = blocks
+
+    def _layout(self, node: Node) -> Any:
+        return torch.fx.map_arg(node.args[:2], self.request.numbers.__getitem__)
+
+    def _record(self, inputs: Sequence[Any]) -> None:
+        self._r[: self._inputs_end] = inputs
+        self._check_inputs = self._input_checks()
+        common = {**self._constants(), **self.request.numbers, **self._memory}
+        common.update(self._take_inputs(inputs))
+        captured = {**common, **self._static_inputs(inputs)}
+        for partition in self.plan.partitions:
+            if partition.verdict is Verdict.CAPTURED:
+                self._capture(partition, captured, common)
+            else:
+                self._add_eager(partition, common, captured)
+        self._collect = self._outputs_function(common)
+
+    def _input_checks(self) -> Callable[[list[Any]], Any] | None:
+        """Make the asserts on bound inputs now, and return those that every call has to make."""
+        bound = {self._placeholders[position] for position in self.request.bound_inputs}
+        once, always = FlatBuilder(*self._from_registers()), FlatBuilder(*self._from_registers())
+        found = 0
+        for node in checks_on(self._placeholders):
+            if once.available(node):
+                stays = bound.issuperset(arg for arg in node.all_input_nodes if arg.op == "placeholder")
+                (once if stays else always).check(node)
+                found += not stays
+        once.build().function(self._r)
+        function = always.build().function
+        if not found:
+            return None
+        function(self._r)
+        return function
+
+    def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
+        """Nothing is bound but numbers and constants: inputs are the caller's own."""
+        bound = {**self._constants(), **self.request.numbers}
+        return bound, {n: i for n, i in self._registers.items() if n not in bound}
+
+    def _constants(self) -> dict[Node, Any]:
+        found: dict[Node, Any] = {}
+        for node in self.plan.graph.graph.nodes:
+            if node.op == "get_attr":
+                value: Any = self.plan.graph
+                for name in str(node.target).split("."):
+                    value = getattr(value, name)
+                found[node] = value
+        return found
+
+    def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Lay out the places that inputs are copied to, and fill them."""
+        found: dict[Node, Any] = {}
+        written = frozenset().union(*self.plan.facts.writes.values())
+        for position, node in enumerate(self._placeholders):
+            if node not in self.request.places:
+                continue
+            (index,) = self.plan.facts.of[node]
+            device, offset = self.request.memory.location[index]
+            value = inputs[position]
+            size, stride = tuple(value.size()), value.stride()
+            nbytes = self.request.memory.sizes[index]
+            if device in self._blocks:
+                place = self._blocks[device].tensor(offset, nbytes, size, stride, value.dtype)
+            else:
+                place = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
+            found[node] = place
+            self._place_pairs.append((position, _unexpanded(place)))
+            if index in written:
+                self._updated.append((position, place))
+        self._fill_places(inputs)
+        return found
+
+    def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Bind inputs whose address stays. On the CPU without holding them: their owner may free them."""
+        found: dict[Node, Any] = {}
+        for position in self.request.bound_inputs:
+            value = inputs[position]
+            self.bound_addresses[position] = value.data_ptr()
+            if self.request.runtime.frozen_addresses:
+                found[self._placeholders[position]] = value
+            else:
+                reach = 1 + sum((n - 1) * s for n, s in zip(value.size(), value.stride(), strict=True))
+                nbytes = reach * value.element_size() if value.numel() else 0
+                found[self._placeholders[position]] = tensor_at(
+                    value.data_ptr(), nbytes, tuple(value.size()), value.stride(), value.dtype
+                )
+        return found
+
+    def _capture(self, partition: Partition, captured: dict[Node, Any], common: dict[Node, Any]) -> None:
+        runtime = self.request.runtime
+        stores = self._stores.get(partition.index, [])
+        flat = self._flat(partition, captured, stores)
+        call = _Bound(flat, self._r)
+        try:
+            graph = runtime.new_graph()
+            with runtime.capture_stream():
+                graph.capture_begin()
+                try:
+                    issue(call)
+                finally:
+                    graph.capture_end()
+            graph.instantiate()
+        except Exception as error:
+            if runtime.runs_while_capturing:
+                raise  # the work itself failed, as it would have in Inductor's wrapper
+            self._capture_failed(partition, error, common, captured)
+            return
+        if not runtime.runs_while_capturing:
+            graph.replay()
+        self._graphs.append(graph)
+        self._steps.append(graph.replay)
+        if runtime.frozen_addresses:
+            # What operators allocated during capture keeps its address: from here on it is known.
+            for node in stores:
+                captured[node] = common[node] = self._r[self._registers[node]]
+
+    def _capture_failed(
+        self, partition: Partition, error: Exception, common: dict[Node, Any], captured: dict[Node, Any]
+    ) -> None:
+        self.eager_reasons[partition.index] = f"capture failed: {type(error).__name__}: {error}"
+        self._add_eager(partition, common, captured)
+
+    def _add_eager(self, partition: Partition, common: dict[Node, Any], captured: dict[Node, Any]) -> None:
+        stores = self._stores.get(partition.index, [])
+        call = _Bound(self._flat(partition, common, stores), self._r)
+        call()
+        self._steps.append(call)
+        if not self.request.runtime.frozen_addresses:
+            return
+        # A captured partition reads fixed addresses: give what eager work allocates a place to be copied to.
+        refresh = []
+        for node in stores:
+            value = self._r[self._registers[node]]
+            if isinstance(value, torch.Tensor) and not self.plan.verdicts[node].data_dependent:
+                origins = {self.plan.facts.storages[i].origin for i in self.plan.facts.of.get(node, ())}
+                if origins != {Origin.EXTERN}:
+                    captured[node] = common[node] = value  # an alias of memory that stays
+                    continue
+                place = torch.empty_strided(
+                    value.size(), value.stride(), dtype=value.dtype, device=value.device
+                )
+                place.copy_(value)
+                captured[node] = common[node] = place
+                refresh.append((self._registers[node], place))
+        if refresh:
+            r = self._r
+
+            def copy_over() -> None:
+                for register, place in refresh:
+                    place.copy_(r[register])
+
+            self._steps.append(copy_over)
+
+    def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
+        builder = FlatBuilder(bound, {n: i for n, i in self._registers.items() if n not in bound})
+        builder.run(partition.nodes, [node for node in stores if node not in bound])
+        return builder.build()
+
+    def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
+        """Build the function that hands out the outputs, and start watching their storages."""
+        output = next(n for n in reversed(self.plan.graph.graph.nodes) if n.op == "output")
+        functions = self.request.functions
+        # Captured results of operators lie in the graph's pool: handed out like planned outputs.
+        pooled = {
+            node: value
+            for node, value in common.items()
+            if self.request.runtime.frozen_addresses and node in self._registers and node.op != "placeholder"
+        }
+        builder = FlatBuilder(*self._from_registers())
+        used = {root for node in output.all_input_nodes for root in _bases(node)}
+        for node, tensor in {**self._apart, **pooled}.items():
+            if node not in used or not isinstance(tensor, torch.Tensor):
+                continue
+            indices = self.plan.facts.of.get(node, frozenset())
+            copy = bool(indices & self.request.copied)
+            builder.assign_constant(node, _copy_out if copy else functions.fresh_alias, tensor)
+            if not copy:
+                self._watch(tensor, min(indices))
+        function = builder.build(output.args[0]).function
+        return function
+
+    def _watch(self, tensor: torch.Tensor, index: int) -> None:
+        self._held_at.append((tensor.untyped_storage(), 0, index))
+
+    def _start_watching(self) -> None:
+        count = self.request.functions.storage_use_count or (lambda storage: 0)
+        self._held_at = [(storage, count(storage), index) for storage, _, index in self._held_at]
+        addresses = [storage.data_ptr() for storage, _, _ in self._held_at]
+        OUTPUT_ADDRESSES.add(addresses)
+        weakref.finalize(self, OUTPUT_ADDRESSES.remove, addresses)
+
+    # -- running ----------------------------------------------------------------------------------------
+
+    def acquire(self) -> bool:
+        """Take the recording and its scratch; False when a call that uses either is under way."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        for position, scratch in enumerate(self._scratch):
+            if not scratch.busy.acquire(blocking=False):
+                for taken in self._scratch[:position]:
+                    taken.busy.release()
+                self.lock.release()
+                return False
+        return True
+
+    def release(self) -> None:
+        for scratch in self._scratch:
+            if scratch.busy.locked():
+                scratch.busy.release()
+        if self.lock.locked():
+            self.lock.release()
+
+    def same_addresses(self, inputs: Sequence[Any]) -> bool:
+        """Whether every bound input is where it was."""
+        bound = self.request.bound_inputs
+        return not bound or self.request.functions.same_data_pointers(
+            inputs, self.bound_addresses, bound  # type: ignore[arg-type]
+        )
+
+    def held(self) -> list[int]:
+        """Storages (by index) of outputs handed out before that somebody still holds."""
+        count = self.request.functions.storage_use_count
+        if count is None:
+            return [index for _, _, index in self._held_at]
+        return [index for storage, baseline, index in self._held_at if count(storage) > baseline]
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Replay on ``inputs`` (the lock is held) and hand out the outputs."""
+        r = self._r
+        try:
+            r[: self._inputs_end] = inputs
+            if self._check_inputs is not None:
+                self._check_inputs(r)
+            self._fill_places(inputs)
+            for step in self._steps:
+                step()
+            return self._hand_out(inputs)
+        finally:
+            r[:] = self._blank
+
+    def _hand_out(self, inputs: Sequence[Any]) -> Any:
+        for position, place in self._updated:
+            inputs[position].copy_(place)
+        return self._collect(self._r)
+
+    def _fill_places(self, inputs: Sequence[Any]) -> None:
+        if not self._place_pairs:
+            return
+        torch._foreach_copy_(
+            [place for _, place in self._place_pairs],
+            [_unexpanded(inputs[position]) for position, _ in self._place_pairs],
+        )
+
+    def _clear_registers(self) -> None:
+        self._r[:] = self._blank
+
+    @property
+    def graph_count(self) -> int:
+        return len(self._graphs)
+
+
+class _Bound:
+    """A flat function with its registers: a call without arguments."""
+
+    def __init__(self, flat: FlatFunction, registers: list[Any]) -> None:
+        self._function, self._registers, self.source = flat.function, registers, flat.source
+
+    def __call__(self) -> None:
+        self._function(self._registers)
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """One element along dimensions that repeat it: copying to every repetition of a place is not allowed."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _copy_out(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+def _effective_users(node: Node) -> set[Node]:
+    """Who uses a value, seen through views and arithmetic, which are made again wherever they are used."""
+    found: set[Node] = set()
+    todo = list(node.users)
+    seen = set(todo)
+    while todo:
+        user = todo.pop()
+        if kind_of(user) in (Kind.VIEW, Kind.SYMBOLIC):
+            for further in user.users:
+                if further not in seen:
+                    seen.add(further)
+                    todo.append(further)
+        elif kind_of(user) is not Kind.CHECK:
+            found.add(user)
+    return found
+
+
+def _bases(node: Node) -> set[Node]:
+    """The values a view is made of."""
+    if kind_of(node) is not Kind.VIEW:
+        return {node}
+    return set().union(*(_bases(arg) for arg in node.all_input_nodes))

@@ -1,0 +1,213 @@
+"""The vocabulary of a host graph: what its nodes call, and how to tell them apart.
+
+A host graph is a ``torch.fx.GraphModule`` whose nodes are, besides placeholders, constants and the output:
+
+=========== ==================================================================================
+allocation  ``torch.empty_strided(size, stride, dtype=..., device=...)``
+launch      ``launch(kernel, *args)``: a compiled kernel writes into existing buffers
+extern      a call of an ATen or custom operator
+view        ``reinterpret``, ``operator.getitem``, a dtype view: shares its operand's storage
+symbolic    arithmetic on sizes
+check       ``assert_size_stride`` and other asserts Inductor makes
+=========== ==================================================================================
+
+It runs as it is (``gm(*inputs)``); everything that fxwrap does with it keeps that meaning.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+class Kind(enum.Enum):
+    PLACEHOLDER = "placeholder"
+    CONSTANT = "constant"
+    ALLOCATION = "allocation"
+    LAUNCH = "launch"
+    EXTERN = "extern"
+    VIEW = "view"
+    SYMBOLIC = "symbolic"
+    CHECK = "check"
+    OUTPUT = "output"
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A compiled kernel, as host graphs hold it.
+
+    Attributes:
+        name: Inductor's name for it.
+        language: "cpp" or "triton".
+        source: the code Inductor generated.
+        device: where it runs.
+        call: runs it on real arguments, on the current stream of its device.
+        writes: positions among the launch's arguments that the kernel writes.
+    """
+
+    name: str
+    language: str
+    source: str
+    device: torch.device
+    call: Callable[..., Any]
+    writes: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"<{self.language} kernel {self.name}>"
+
+
+def launch(kernel: Kernel, *args: Any) -> None:
+    """Run a compiled kernel; on fake tensors do nothing, so that graphs can be propagated.
+
+    The one operation through which kernels of every device are launched from a host graph.
+    """
+    if any(hasattr(arg, "fake_mode") for arg in args):
+        return
+    kernel.call(*args)
+
+
+def reinterpret(
+    base: torch.Tensor, size: Iterable[Any], stride: Iterable[Any], offset: Any = 0
+) -> torch.Tensor:
+    """View ``base``'s storage with another layout, ``offset`` elements after base's own first element.
+
+    ``torch.as_strided`` counts its offset from the start of the storage, which is wrong as soon as ``base``
+    itself is a view (an input with a storage offset, a buffer inside an arena).
+    """
+    return torch.as_strided(base, tuple(size), tuple(stride), base.storage_offset() + offset)
+
+
+def check(condition: Any, message: Any = "") -> None:
+    """Raise AssertionError unless ``condition``: an ``assert`` statement of Inductor's wrapper."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """The conditional expression of Inductor's wrapper, with both sides evaluated (they are arithmetic)."""
+    return if_true if condition else if_false
+
+
+_VIEWS = {
+    reinterpret,
+    operator.getitem,
+    torch.as_strided,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.view.dtype,
+}
+
+
+def kind_of(node: Node) -> Kind:
+    """Classify a host-graph node. Emission may settle doubtful cases through ``node.meta["kind"]``."""
+    if node.op == "placeholder":
+        return Kind.PLACEHOLDER
+    if node.op == "output":
+        return Kind.OUTPUT
+    if node.op == "get_attr":
+        return Kind.CONSTANT
+    marked = node.meta.get("kind")
+    if marked is not None:
+        return marked
+    if node.target is launch:
+        return Kind.LAUNCH
+    if node.target is torch.empty_strided:
+        return Kind.ALLOCATION
+    if node.target is check:
+        return Kind.CHECK
+    if node.target is operator.getitem:
+        # An index into a tuple of sizes is arithmetic; into a tuple of tensors, a view.
+        return Kind.SYMBOLIC if is_symbolic_value(node.meta.get("val")) else Kind.VIEW
+    if node.target in _VIEWS:
+        return Kind.VIEW
+    if is_symbolic_value(node.meta.get("val")) and not _reads_data(node):
+        return Kind.SYMBOLIC
+    return Kind.EXTERN
+
+
+def is_symbolic_value(value: Any) -> bool:
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _reads_data(node: Node) -> bool:
+    """Whether a number comes out of a tensor's data (``.item()``), not out of its shape."""
+    if node.target in (select, max, min) or getattr(node.target, "__module__", "") in ("_operator", "math"):
+        return False
+    return node.target not in _SHAPE_READERS
+
+
+_SHAPE_READERS = {
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_stride.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
+    torch.sym_max,
+    torch.sym_min,
+    torch.sym_not,
+    torch.sym_int,
+    torch.sym_float,
+    torch.sym_ite,
+    int,
+    float,
+    bool,
+}
+
+
+def schema_of(node: Node) -> torch._ops.OpOverload | None:
+    """The operator overload whose schema describes the call, if there is one."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target
+    return node.meta.get("op_overload")
+
+
+def operator_name(node: Node) -> str:
+    """What to call the node's operation towards a user: ``aten::nonzero``, a kernel's name, a function's."""
+    kernel = kernel_of(node)
+    if kernel is not None:
+        return kernel.name
+    overload = schema_of(node)
+    if overload is not None:
+        return overload._schema.name
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return str(node.target._qualified_op_name)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def kernel_of(node: Node) -> Kernel | None:
+    """The kernel that a launch runs."""
+    if node.op != "call_function" or node.target is not launch:
+        return None
+    handle = node.args[0]
+    if not isinstance(handle, Node) or node.graph.owning_module is None:
+        return None
+    return getattr(node.graph.owning_module, str(handle.target))
+
+
+def device_of(node: Node) -> torch.device | None:
+    """The device on which a node's work happens, None for arithmetic on the host."""
+    kernel = kernel_of(node)
+    if kernel is not None:
+        return kernel.device
+    for value in (node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)):
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        devices = [t.device for t in tensors if isinstance(t, torch.Tensor)]
+        # An operator with operands on several devices works on the accelerator.
+        for device in sorted(devices, key=lambda d: d.type == "cpu"):
+            return device
+    return None
+
+
+def user_line(node: Node) -> str:
+    """The line of user code a node comes from, as ``file:line, code``; empty where torch does not know."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for position in range(len(lines) - 1, -1, -1):
+        if lines[position].startswith("File "):
+            code = lines[position + 1] if position + 1 < len(lines) else ""
+            return f"{lines[position][5:].split(', in ')[0]}: {code}".replace('"', "")
+    return ""

@@ -1,0 +1,126 @@
+"""The options of ``torch.compile(..., backend="fxwrap", options={...})``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import OptionError
+
+
+def _option(default: Any, doc: str, *, minimum: int | None = None) -> Any:
+    return field(default=default, metadata={"doc": doc, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class Options:
+    """fxwrap's own options; each field is documented with its default.
+
+    Names that are not fields here are handed to Inductor's configuration.
+    """
+
+    strict: bool = _option(
+        False, "raise instead of falling back when a graph cannot be emitted, planned or captured"
+    )
+    warmup: int = _option(1, "eager runs of each new shape before it is recorded", minimum=0)
+    max_recordings: int = _option(
+        64, "recordings one program may keep; further shapes run eagerly and are counted", minimum=1
+    )
+    eager_ops: tuple[str, ...] = _option(
+        (), "operators that must not be captured, such as 'aten::nonzero' or 'mylib::lookup'"
+    )
+    copy_outputs_below: int = _option(
+        1 << 20,
+        "bytes; an output that is still held at the next call is copied from then on when it is at most "
+        "this large, and gets a second recording when it is larger",
+        minimum=0,
+    )
+    max_output_sets: int = _option(
+        4, "recordings of one shape that may exist because large outputs were held", minimum=1
+    )
+    codegen: type | None = _option(None, "a subclass of fxwrap.FxwrapCodegen to emit and compile with")
+
+
+def parse_options(
+    user: Mapping[str, Any] | None, inductor_options: Mapping[str, Any]
+) -> tuple[Options, dict[str, Any]]:
+    """Split what the user passed into fxwrap's options and Inductor's.
+
+    Args:
+        user: the ``options`` dictionary given to ``torch.compile``.
+        inductor_options: Inductor's option names with their present values.
+
+    Returns:
+        The parsed options, and the patches for Inductor's configuration.
+
+    Raises:
+        OptionError: a name is neither fxwrap's nor Inductor's, or a value has the wrong type.
+    """
+    own: dict[str, Any] = {}
+    patches: dict[str, Any] = {}
+    specs = {spec.name: spec for spec in fields(Options)}
+    for name, value in (user or {}).items():
+        key = str(name).replace("-", "_")
+        if key in specs:
+            own[key] = _checked(key, value, specs[key])
+        elif key in inductor_options:
+            patches[key] = _checked_inductor(key, value, inductor_options[key])
+        else:
+            close = difflib.get_close_matches(key, [*specs, *inductor_options], n=1)
+            raise OptionError(
+                f"unknown option {name!r}",
+                expected=f"one of {', '.join(sorted(specs))}, or an option of Inductor",
+                got=repr(name),
+                remedy=f"did you mean {close[0]!r}?" if close else "see the table of options in the README",
+            )
+    return Options(**own), patches
+
+
+def _checked(name: str, value: Any, spec: Any) -> Any:
+    default, doc = spec.default, spec.metadata["doc"]
+    error = OptionError(
+        f"wrong value for option {name!r} ({doc})",
+        expected=_expectation(name, default, spec.metadata["minimum"]),
+        got=repr(value),
+        remedy=f"leave it out for the default, {default!r}",
+    )
+    if name == "codegen":
+        if value is not None and not (isinstance(value, type) and hasattr(value, "compile_graph")):
+            raise error
+        return value
+    if isinstance(default, tuple):
+        items = (value,) if isinstance(value, str) else value
+        if not isinstance(items, (tuple, list, set, frozenset)) or not all(
+            isinstance(item, str) for item in items
+        ):
+            raise error
+        return tuple(items)
+    # bool is an int in Python, but a user who writes strict=3 or warmup=True has made a mistake.
+    if type(value) is not type(default):
+        raise error
+    if spec.metadata["minimum"] is not None and value < spec.metadata["minimum"]:
+        raise error
+    return value
+
+
+def _expectation(name: str, default: Any, minimum: int | None) -> str:
+    if name == "codegen":
+        return "a subclass of fxwrap.FxwrapCodegen"
+    if isinstance(default, tuple):
+        return "a string or a sequence of strings"
+    kind = type(default).__name__
+    return f"{kind} of at least {minimum}" if minimum is not None else kind
+
+
+def _checked_inductor(name: str, value: Any, current: Any) -> Any:
+    # The same rule as torch.compile's own: a plain value keeps its type.
+    if isinstance(current, (bool, int, float, str)) and type(value) is not type(current):
+        raise OptionError(
+            f"wrong value for Inductor's option {name!r}",
+            expected=type(current).__name__,
+            got=f"{value!r} of type {type(value).__name__}",
+            remedy=f"its present value is {current!r}",
+        )
+    return value

@@ -1,0 +1,177 @@
+"""ANALYSE: which values share memory, and who reads and writes it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..host_graph import Kernel, Kind, kernel_of, kind_of, schema_of
+from ..plan import Origin, Storage, StorageFacts
+
+_NONE: frozenset[int] = frozenset()
+
+
+def analyse_storages(gm: GraphModule) -> StorageFacts:
+    """Compute alias and mutation facts at storage level.
+
+    Facts come from what is declared: kernel signatures and operator schemas. A callable without a schema is
+    taken to write all its tensor operands and to return views of them, so that nothing is missed.
+    """
+    return _Analysis(gm).run()
+
+
+class _Analysis:
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.storages: list[Storage] = []
+        self.of: dict[Node, frozenset[int]] = {}
+        self.elements: dict[Node, dict[int, frozenset[int]]] = {}
+        self.reads: dict[Node, frozenset[int]] = {}
+        self.writes: dict[Node, frozenset[int]] = {}
+
+    def run(self) -> StorageFacts:
+        for node in self.gm.graph.nodes:
+            self._visit(node, kind_of(node))
+        return StorageFacts(tuple(self.storages), self.of, self.reads, self.writes)
+
+    def _visit(self, node: Node, kind: Kind) -> None:
+        if kind is Kind.PLACEHOLDER:
+            if not isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat)):
+                self.of[node] = self._new(node, Origin.INPUT)
+        elif kind is Kind.CONSTANT:
+            value = _attribute(self.gm, str(node.target))
+            if isinstance(value, torch.Tensor):
+                self.of[node] = self._new(node, Origin.CONSTANT)
+            elif not isinstance(value, (Kernel, torch.nn.Module)):
+                self.of[node] = self._new(node, Origin.CONSTANT)  # a torchbind object: state of its own
+        elif kind is Kind.ALLOCATION:
+            self.of[node] = self._new(node, Origin.ALLOCATION)
+        elif kind is Kind.VIEW:
+            self._visit_view(node)
+        elif kind is Kind.LAUNCH:
+            self._visit_launch(node)
+        elif kind is Kind.EXTERN:
+            self._visit_extern(node)
+
+    def _new(self, node: Node, origin: Origin, element: int | None = None) -> frozenset[int]:
+        storage = Storage(len(self.storages), origin, node, element)
+        self.storages.append(storage)
+        return frozenset({storage.index})
+
+    def _storages_in(self, value: Any) -> frozenset[int]:
+        return _NONE.union(*(self.of.get(node, _NONE) for node in nodes_in(value)))
+
+    def _visit_view(self, node: Node) -> None:
+        base, *rest = node.args
+        if node.target is operator.getitem and isinstance(base, Node) and base in self.elements:
+            elements = self.elements[base]
+            index = rest[0]
+            self.of[node] = elements[index] if index in elements else self.of[base]  # type: ignore[index]
+        else:
+            self.of[node] = self._storages_in(base)
+            if isinstance(base, Node) and base in self.elements:
+                self.elements[node] = self.elements[base]
+
+    def _visit_launch(self, node: Node) -> None:
+        kernel = kernel_of(node)
+        args = node.args[1:]
+        positions = range(len(args)) if kernel is None else kernel.writes
+        self.reads[node] = self._storages_in(args)
+        self.writes[node] = self._storages_in([args[position] for position in positions])
+
+    def _visit_extern(self, node: Node) -> None:
+        self.reads[node] = self._storages_in((node.args, node.kwargs))
+        schema = schema_of(node)
+        if schema is None:
+            self._visit_undeclared(node)
+            return
+        written: frozenset[int] = _NONE
+        returned: dict[str, frozenset[int]] = {}
+        for argument, value in bound_arguments(schema._schema, node):
+            if argument.alias_info is None:
+                continue
+            storages = self._storages_in(value)
+            if argument.alias_info.is_write:
+                written |= storages
+            for label in (*argument.alias_info.before_set, *argument.alias_info.after_set):
+                returned[label] = returned.get(label, _NONE) | storages
+        self.writes[node] = written
+        self._visit_results(node, schema._schema.returns, returned)
+
+    def _visit_results(self, node: Node, returns: Any, returned: dict[str, frozenset[int]]) -> None:
+        val = node.meta.get("val")
+        aliased = [
+            _NONE.union(*(returned.get(label, _NONE) for label in declared.alias_info.before_set))
+            if declared.alias_info is not None
+            else _NONE
+            for declared in returns
+        ]
+        if len(returns) == 1:
+            is_list = isinstance(val, (tuple, list))
+            if aliased[0]:
+                self.of[node] = aliased[0]
+            elif is_list:
+                self.elements[node] = {i: self._new(node, Origin.EXTERN, i) for i in range(len(val))}
+                self.of[node] = _NONE.union(*self.elements[node].values())
+            elif _may_be_tensor(returns[0]):
+                self.of[node] = self._new(node, Origin.EXTERN)
+        elif returns:
+            self.elements[node] = {
+                i: aliased[i] or (self._new(node, Origin.EXTERN, i) if _may_be_tensor(declared) else _NONE)
+                for i, declared in enumerate(returns)
+            }
+            self.of[node] = _NONE.union(*self.elements[node].values())
+
+    def _visit_undeclared(self, node: Node) -> None:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            schemas = [getattr(target, name)._schema for name in target.overloads()]
+            written = _NONE
+            aliases = False
+            for schema in schemas:
+                aliases |= any(declared.alias_info is not None for declared in schema.returns)
+                for argument, value in bound_arguments(schema, node):
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        written |= self._storages_in(value)
+            self.writes[node] = written
+            fresh = self._new(node, Origin.EXTERN)
+            self.of[node] = fresh | self.reads[node] if aliases else fresh
+            return
+        self.writes[node] = self.reads[node]
+        self.of[node] = self.reads[node] | self._new(node, Origin.EXTERN)
+
+
+def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:
+    """Pair a call's values with the schema's arguments."""
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+        elif position < len(node.args) and not argument.kwarg_only:
+            yield argument, node.args[position]
+
+
+def nodes_in(value: Any) -> list[Node]:
+    """The nodes inside a (nested) argument."""
+    found: list[Node] = []
+
+    def note(node: Node) -> Node:
+        found.append(node)
+        return node
+
+    torch.fx.map_arg(value, note)
+    return found
+
+
+def _may_be_tensor(declared: Any) -> bool:
+    return "Tensor" in str(declared.type) or "Future" in str(declared.type)
+
+
+def _attribute(gm: GraphModule, path: str) -> Any:
+    value: Any = gm
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

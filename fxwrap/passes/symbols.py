@@ -1,0 +1,55 @@
+"""Concrete sizes: evaluate a host graph's arithmetic for one set of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..host_graph import Kind, kind_of
+
+
+def evaluate_sizes(gm: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
+    """Evaluate every symbolic node that depends on inputs only.
+
+    Args:
+        inputs: a placeholder's tensor or number, for every placeholder.
+
+    Returns:
+        The numbers, for symbolic nodes and for placeholders that are numbers. Nodes that depend on data are
+        missing.
+    """
+    numbers: dict[Node, Any] = {
+        node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)
+    }
+    for node in gm.graph.nodes:
+        if kind_of(node) is not Kind.SYMBOLIC:
+            continue
+        known = {arg: numbers.get(arg, inputs.get(arg)) for arg in node.all_input_nodes}
+        if all(value is not None for value in known.values()):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            numbers[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return numbers
+
+
+def concrete(value: Any, numbers: Mapping[Node, Any]) -> Any:
+    """``value`` with its nodes replaced by numbers; None when one is not known."""
+    missing = False
+
+    def look_up(node: Node) -> Any:
+        nonlocal missing
+        missing |= node not in numbers
+        return numbers.get(node)
+
+    result = torch.fx.map_arg(value, look_up)
+    return None if missing else result
+
+
+def storage_bytes(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes a strided tensor reaches from its first element on."""
+    if 0 in size:
+        return 0
+    elements = 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    return elements * dtype.itemsize

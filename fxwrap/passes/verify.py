@@ -1,0 +1,300 @@
+"""CHECK: prove a schedule and a memory plan safe, from the host graph alone.
+
+Shares no code with the planner or the dependency pass: aliasing comes from a union of what views declare and
+what the operators' fake results show, accesses from walking the graph, overlap from a sweep over steps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..errors import PlanError
+from ..host_graph import Kernel, Kind, kind_of, launch, reinterpret
+from ..plan import MemoryPlan, StorageFacts
+
+_SHARES = (reinterpret, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
+
+
+
+def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
+    """Prove that running ``schedule`` computes what the graph in program order computes.
+
+    Raises:
+        PlanError: naming the two nodes that stand in the wrong order, or the node that is missing or doubled.
+    """
+    memory = _Memory(gm.graph)
+    position = {node: step for step, node in enumerate(schedule)}
+    required = [node for node in gm.graph.nodes if memory.works(node)]
+    for node in required:
+        if node not in position:
+            raise PlanError(f"schedule: {node.name} never runs", expected="every launch and extern call once")
+    if len(position) != len(schedule):
+        doubled = next(node for node in position if list(schedule).count(node) > 1)
+        raise PlanError(f"schedule: {doubled.name} runs twice", expected="every launch and extern call once")
+    for node in schedule:
+        for source in memory.sources(node, set(position)):
+            if position[source] >= position[node]:
+                _wrong_order(source, node, position, f"{node.name} uses the value of {source.name}")
+    for root, accesses in memory.accesses(required).items():
+        # Program order: reads between two writes form a group; no access may cross a write.
+        latest = -1
+        last_writer: Node | None = None
+        group: list[Node] = []
+        for node, writes in accesses:
+            step = position[node]
+            if last_writer is not None and step <= latest and node is not last_writer:
+                _wrong_order(last_writer, node, position, f"{last_writer.name} writes {root.name} first")
+            if writes:
+                for reader in group:
+                    if position[reader] >= step and reader is not node:
+                        _wrong_order(reader, node, position, f"{reader.name} reads {root.name} first")
+                latest, last_writer, group = step, node, []
+            else:
+                group.append(node)
+
+
+def _wrong_order(before: Node, after: Node, position: Mapping[Node, int], why: str) -> None:
+    raise PlanError(
+        f"schedule: {after.name} runs before {before.name}",
+        expected=f"{before.name} first, because {why}",
+        got=f"steps {position[before]} ({before.name}) and {position[after]} ({after.name})",
+        remedy="this is a bug in fxwrap; please report the graph",
+    )
+
+
+def verify_memory(
+    gm: GraphModule,
+    schedule: Sequence[Node],
+    facts: StorageFacts,
+    plan: MemoryPlan,
+    numbers: Mapping[Node, Any],
+) -> None:
+    """Prove that no two storages that are live at one time share a byte of an arena.
+
+    Of ``facts`` only the numbering of storages is used, to read the plan.
+
+    Raises:
+        PlanError: naming the two storages, the step and the byte ranges; or the storage that is misaligned,
+            outside of its arena, smaller than what is accessed, or an output inside an arena.
+    """
+    memory = _Memory(gm.graph)
+    spans = _spans(memory, schedule)
+    outputs = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
+    placed: dict[torch.device, list[_Placed]] = defaultdict(list)
+    for storage in facts.storages:
+        if storage.index not in plan.location:
+            continue
+        device, offset = plan.location[storage.index]
+        size = _needed(memory, gm.graph, storage.node, numbers)
+        known = plan.sizes.get(storage.index, 0)
+        size = known if size is None else size
+        name = storage.name
+        arena = plan.arenas[device]
+        if size > known:
+            raise PlanError(f"plan: {name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
+        if offset % arena.alignment:
+            raise PlanError(
+                f"plan: {name} is misaligned", expected=f"a multiple of {arena.alignment}", got=str(offset)
+            )
+        if offset < 0 or offset + size > arena.placement.size:
+            raise PlanError(
+                f"plan: {name} lies outside of its arena",
+                expected=f"bytes within [0, {arena.placement.size})",
+                got=f"[{offset}, {offset + size})",
+            )
+        if storage.node in outputs:
+            raise PlanError(
+                f"plan: output {name} lies in an arena that later calls overwrite",
+                expected="memory of its own for every output",
+            )
+        if storage.node.op == "placeholder":
+            span = (0, len(schedule) + 1)
+        elif storage.node in spans:
+            span = spans[storage.node]
+        else:
+            continue
+        if size:
+            placed[device].append(_Placed(name, offset, offset + size, *span))
+    for items in placed.values():
+        _check_overlap(items)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Bytes ``[low, high)`` of an arena, live in steps ``[begin, end)``."""
+
+    name: str
+    low: int
+    high: int
+    begin: int
+    end: int
+
+
+def _check_overlap(items: list[_Placed]) -> None:
+    live: list[_Placed] = []
+    for item in sorted(items, key=lambda item: item.begin):
+        live = [other for other in live if other.end > item.begin]
+        for other in live:
+            if item.low < other.high and other.low < item.high:
+                raise PlanError(
+                    f"plan: {other.name} and {item.name} overlap at step {item.begin}",
+                    expected="storages that are live at one time to be apart",
+                    got=f"bytes [{other.low}, {other.high}) and [{item.low}, {item.high})",
+                    remedy="this is a bug in fxwrap; please report the graph",
+                )
+        live.append(item)
+
+
+def _spans(memory: _Memory, schedule: Sequence[Node]) -> dict[Node, tuple[int, int]]:
+    spans: dict[Node, tuple[int, int]] = {}
+    for step, node in enumerate(schedule):
+        for operand in node.all_input_nodes:
+            for root in memory.roots(operand):
+                spans[root] = (spans.get(root, (step, step))[0], step + 1)
+    return spans
+
+
+def _needed(memory: _Memory, graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None:
+    """Bytes of ``root``'s storage that its own layout and views of it reach; None where sizes are unknown."""
+    if root.op != "call_function":
+        return None
+
+    def number(value: Any) -> Any:
+        return torch.fx.map_arg(value, lambda node: numbers.get(node))
+
+    size, stride = number(root.args[0]), number(root.args[1])
+    dtype = root.kwargs["dtype"]
+    needed = _reach(size, stride, 0) * dtype.itemsize  # type: ignore[union-attr]
+    for node in graph.nodes:
+        if node.target is reinterpret and node.args[0] is root:
+            size, stride, offset = number(node.args[1]), number(node.args[2]), number(node.args[3])
+            if None in (*size, *stride, offset):
+                continue
+            needed = max(needed, _reach(size, stride, offset) * dtype.itemsize)  # type: ignore[union-attr]
+    return needed
+
+
+def _reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    if any(extent == 0 for extent in size):
+        return 0
+    return offset + 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+
+
+def _output_nodes(graph: Graph) -> list[Node]:
+    return next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes
+
+
+@dataclass
+class _Memory:
+    """Aliasing and accesses, worked out from the graph. A storage is known by the node that made it."""
+
+    graph: Graph
+    _roots: dict[Node, frozenset[Node]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        by_storage: dict[int, frozenset[Node]] = {}
+        for node in self.graph.nodes:
+            self._roots[node] = self._roots_of(node, by_storage)
+            for key in _fake_storages(node.meta.get("val")):
+                by_storage[key] = by_storage.get(key, frozenset()) | self._roots[node]
+
+    def _roots_of(self, node: Node, by_storage: Mapping[int, frozenset[Node]]) -> frozenset[Node]:
+        if node.target in _SHARES:
+            base = node.args[0]
+            return self._roots.get(base, frozenset()) if isinstance(base, Node) else frozenset()
+        roots = frozenset({node})
+        for key in _fake_storages(node.meta.get("val")):
+            roots |= by_storage.get(key, frozenset())
+        schema = _schema(node)
+        if schema is not None:
+            labels = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
+            for argument, value in _pairs(schema, node):
+                if argument.alias_info is not None and labels & set(argument.alias_info.before_set):
+                    roots |= self.roots_in(value)
+        elif self.works(node) and node.target is not launch:
+            roots |= self.roots_in((node.args, node.kwargs))
+        return roots
+
+    def roots(self, node: Node) -> frozenset[Node]:
+        return self._roots.get(node, frozenset())
+
+    def roots_in(self, value: Any) -> frozenset[Node]:
+        found: set[Node] = set()
+
+        def note(node: Node) -> Node:
+            found.update(self.roots(node))
+            return node
+
+        torch.fx.map_arg(value, note)
+        return frozenset(found)
+
+    def works(self, node: Node) -> bool:
+        return kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
+
+    def sources(self, node: Node, scheduled: set[Node]) -> set[Node]:
+        """The scheduled nodes whose values ``node`` uses, seen through views and arithmetic."""
+        found: set[Node] = set()
+        todo = list(node.all_input_nodes)
+        while todo:
+            operand = todo.pop()
+            if operand in scheduled:
+                found.add(operand)
+            else:
+                todo.extend(operand.all_input_nodes)
+        return found
+
+    def accesses(self, work: Sequence[Node]) -> dict[Node, list[tuple[Node, bool]]]:
+        """For each storage, who touches it in program order, and whether they write."""
+        found: dict[Node, list[tuple[Node, bool]]] = defaultdict(list)
+        for node in work:
+            written = self._written(node)
+            for root in self.roots_in((node.args, node.kwargs)):
+                found[root].append((node, root in written))
+        return found
+
+    def _written(self, node: Node) -> frozenset[Node]:
+        if node.target is launch:
+            kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]
+            assert isinstance(kernel, Kernel)
+            return self.roots_in([node.args[1 + position] for position in kernel.writes])
+        schema = _schema(node)
+        if schema is None:
+            return self.roots_in((node.args, node.kwargs))
+        return frozenset().union(
+            *(
+                self.roots_in(value)
+                for argument, value in _pairs(schema, node)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            )
+        )
+
+
+def _schema(node: Node) -> Any:
+    overload = node.target if isinstance(node.target, torch._ops.OpOverload) else node.meta.get("op_overload")
+    return overload._schema if overload is not None else None
+
+
+def _pairs(schema: Any, node: Node) -> list[tuple[Any, Any]]:
+    named = {argument.name: argument for argument in schema.arguments}
+    positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+    pairs = list(zip(positional, node.args, strict=False))
+    return pairs + [(named[name], value) for name, value in node.kwargs.items() if name in named]
+
+
+def _fake_storages(val: Any) -> list[int]:
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            try:
+                found.append(value.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):
+                continue
+    return found
