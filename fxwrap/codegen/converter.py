@@ -69,6 +69,8 @@ class HostGraphConverter(FxConverter):
             self._generate_subgm_getattrs()
             self._generate_graph_input_shapes()
             self._name_symbols()
+            # Printing lines can add imports to the wrapper's module, so it is loaded after that.
+            lines = [(line, self._text_of(line)) for line in self.lines]
             self._load_kernels()
             self.reader = StatementReader(
                 self.gm.graph,
@@ -78,8 +80,8 @@ class HostGraphConverter(FxConverter):
                 self._describe_call,
                 self._name_value,
             )
-            self._read_lines(versions.prefix_asserts(self.wrapper))
-            self._read_lines(self.lines)
+            self._read_lines([(text, text) for text in versions.prefix_asserts(self.wrapper)])
+            self._read_lines(lines)
             self.gm.graph.output(self._outputs())
         finally:
             self.gm._unregister_create_node_hook(self._infer_value)
@@ -98,13 +100,14 @@ class HostGraphConverter(FxConverter):
 
     # -- lines ---------------------------------------------------------------------------------------
 
-    def _read_lines(self, lines: Iterable[Any]) -> None:
+    def _read_lines(self, lines: Iterable[tuple[Any, str | EmissionError]]) -> None:
         failures: list[EmissionError] = []
-        for line in lines:
-            if failures and not _stands_alone(line):
+        for line, text in lines:
+            self._line = line
+            if failures and not isinstance(text, EmissionError):
                 continue  # what depends on a refused line would only repeat its failure
             try:
-                self._read_line(line)
+                self._read_line(line, text)
             except EmissionError as error:
                 failures.append(error)
         if failures:
@@ -115,29 +118,40 @@ class HostGraphConverter(FxConverter):
                 remedy="the graph runs through Inductor's own wrapper unless strict=True",
             )
 
-    def _read_line(self, line: Any) -> None:
-        self._line = line
-        name = type(line).__name__
-        handler = getattr(self, f"_line_{name}", None)
+    def _read_line(self, line: Any, text: str | EmissionError) -> None:
+        if isinstance(text, EmissionError):
+            raise text
+        handler = self._handler(line)
         if handler is not None:
             handler(line)
-        elif isinstance(line, WrapperLine):
-            if not hasattr(line, "codegen"):
-                raise EmissionError(
-                    f"wrapper line {name}", expected="a line that prints as Python", got=repr(line)
-                )
-            self.reader.run(self._text_of(line))
-        elif isinstance(line, str):
-            self.reader.run(line)
-        elif callable(line):  # a deferred line, which may turn out to be empty
-            self.reader.run(str(line() or ""))
-        # What is left are LineContexts: source positions, no code.
+        else:
+            self.reader.run(text)
 
-    def _text_of(self, line: Any) -> str:
-        code = IndentedBuffer()
-        with versions.redirect_writeline(self.wrapper, code):
-            line.codegen(code)
-        return code.getvalue()
+    def _handler(self, line: Any) -> Callable[[Any], None] | None:
+        return getattr(self, f"_line_{type(line).__name__}", None)
+
+    def _text_of(self, line: Any) -> str | EmissionError:
+        """The Python that Inductor's wrapper would run for a line; empty for lines with a handler here."""
+        self._line = line
+        if self._handler(line) is not None:
+            return ""
+        if isinstance(line, str):
+            return line
+        if isinstance(line, WrapperLine):
+            if not hasattr(line, "codegen"):
+                return EmissionError(f"wrapper line {type(line).__name__}", expected="a line that prints as Python")
+            code = IndentedBuffer()
+            try:
+                with versions.redirect_writeline(self.wrapper, code):
+                    line.codegen(code)
+            except Exception as error:
+                return EmissionError(
+                    f"wrapper line {type(line).__name__} does not print: {type(error).__name__}: {error}",
+                    expected="a line that prints as Python",
+                )
+            return code.getvalue()
+        # A deferred line may turn out to be empty; LineContexts are source positions without code.
+        return str(line() or "") if callable(line) else ""
 
     def _skip(self, line: Any) -> None:
         """A line without an effect of its own in a host graph."""
@@ -188,7 +202,8 @@ class HostGraphConverter(FxConverter):
             )
             for line in definitions
         ]
-        self.module: types.ModuleType = PyCodeCache.load("\n".join([self.prologue, *code]))
+        prologue = [self.wrapper.imports.getvalue(), self.wrapper.header.getvalue()]
+        self.module: types.ModuleType = PyCodeCache.load("\n".join([*prologue, *code]))
         self._sources = {line.kernel_name: line.kernel_body for line in definitions}
 
     def _loaded(self, name: str) -> Any:
@@ -366,8 +381,3 @@ class HostGraphConverter(FxConverter):
             values.append(value)
         # The convention of Inductor's FX wrapper: one output comes bare, except from a subgraph.
         return values[0] if len(values) == 1 and not self.is_subgraph else values
-
-
-def _stands_alone(line: Any) -> bool:
-    """Whether a line can be judged although lines before it were refused."""
-    return isinstance(line, WrapperLine) and type(line).__name__.startswith(("KernelCall", "EnterCuda"))

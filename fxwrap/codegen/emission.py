@@ -40,7 +40,7 @@ class FxwrapCodegen(WrapperFxCodegen):
         self.run_wrapper_ir_passes(is_inference)
         converter = HostGraphConverter(
             lines=self.lines,
-            prologue=f"{self.imports.getvalue()}\n{self.header.getvalue()}",
+            prologue="",  # read from the wrapper once its lines are printed
             graph_inputs=self.get_fx_graph_inputs(),
             graph_outputs=self.get_graph_outputs(),
             subgms=self.subgms,
@@ -58,4 +58,5 @@ class HostGraphModule(FileBackedGraphModule):
     def call(self, args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
-        return self.compiled_fn(*inputs)
+        run = getattr(self.compiled_fn, "run", None)
+        return run(inputs) if run is not None else self.compiled_fn(*inputs)

@@ -104,4 +104,4 @@ same_data_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _s
 
 def fresh_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A new tensor object over the same memory, related to ``tensor`` by nothing but its storage."""
-    return torch._C._dynamo.guards._reinterpret_tensor(tensor, tensor.size(), tensor.stride(), 0)
+    return torch._C._dynamo.guards._reinterpret_tensor(tensor, tuple(tensor.size()), tensor.stride(), 0)

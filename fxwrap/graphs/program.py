@@ -73,6 +73,10 @@ class Program:
     # -- calling ----------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any) -> Any:
+        return self.run(list(inputs))
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Run the program on a list of inputs."""
         if len(inputs) != len(self._placeholders):
             raise InputError(
                 "program called with the wrong number of inputs",
@@ -105,7 +109,7 @@ class Program:
             return sizes, runtime_stream(self.plan.device)
         return sizes
 
-    def _not_replayed(self, key: Any, inputs: Sequence[Any]) -> Any:
+    def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
         if not self._recording.acquire(blocking=False):
             return self._run_eagerly(inputs, "another call is being recorded")
         try:
@@ -133,10 +137,10 @@ class Program:
 
     # -- eager ------------------------------------------------------------------------------------------
 
-    def _run_eagerly(self, inputs: Sequence[Any], reason: str, family: Family | None = None) -> Any:
+    def _run_eagerly(self, inputs: list[Any], reason: str, family: Family | None = None) -> Any:
         with self.counters._lock:
             self.counters.eager[reason] += 1
-        outputs = self._eager(list(inputs))
+        outputs = self._eager(inputs)
         if family is not None:
             family.eager_runs += 1
             family.addresses = [_address(value) for value in inputs]
@@ -186,7 +190,7 @@ class Program:
 
     # -- recording --------------------------------------------------------------------------------------
 
-    def _adapt(self, family: Family, inputs: Sequence[Any]) -> str:
+    def _adapt(self, family: Family, inputs: list[Any]) -> str:
         """Find out why no recording could be replayed, and change the family's ways; empty if one is busy."""
         if not family.recordings:
             # Who kept the warm-up's outputs until now will keep the next ones, too.
@@ -202,7 +206,7 @@ class Program:
             return ""
         return self._adapt_to_held(family, held)
 
-    def _adapt_to_move(self, family: Family, inputs: Sequence[Any]) -> str:
+    def _adapt_to_move(self, family: Family, inputs: list[Any]) -> str:
         recording = family.recordings[-1]
         moved = {
             position
@@ -237,7 +241,7 @@ class Program:
             family.recordings[:] = [r for r in family.recordings if r.request.copied >= family.copied]
         return "large outputs held" if large else "small outputs held"
 
-    def _record(self, family: Family, inputs: Sequence[Any], why: str) -> Any:
+    def _record(self, family: Family, inputs: list[Any], why: str) -> Any:
         try:
             request = self._recording_request(family, inputs)
         except FxwrapError as error:
@@ -259,11 +263,11 @@ class Program:
                 self.counters.events[reason] += 1
         return outputs
 
-    def _recording_request(self, family: Family, inputs: Sequence[Any]) -> RecordingRequest:
+    def _recording_request(self, family: Family, inputs: list[Any]) -> RecordingRequest:
         values = dict(zip(self._placeholders, inputs, strict=True))
         numbers = self._evaluate(values)
         runtime = self._runtime()
-        bound = tuple(p for p in sorted(self.plan.static_inputs) if self._stays(family, p, inputs[p]))
+        bound = [p for p in sorted(self.plan.static_inputs) if self._stays(family, p, inputs[p])]
         places: dict[Node, tuple[torch.device, int]] = {}
         if runtime.frozen_addresses:
             for position, (node, value) in enumerate(values.items()):

@@ -37,7 +37,7 @@ class RecordingRequest:
     runtime: DeviceRuntime
     functions: TorchFunctions
     stream: Any
-    bound_inputs: tuple[int, ...]
+    bound_inputs: list[int]
     places: Mapping[Node, tuple[torch.device, int]]
     copied: frozenset[int]
 
@@ -374,11 +374,11 @@ class Recording:
         if self.lock.locked():
             self.lock.release()
 
-    def same_addresses(self, inputs: Sequence[Any]) -> bool:
+    def same_addresses(self, inputs: list[Any]) -> bool:
         """Whether every bound input is where it was."""
         bound = self.request.bound_inputs
         return not bound or self.request.functions.same_data_pointers(
-            inputs, self.bound_addresses, bound  # type: ignore[arg-type]
+            inputs, self.bound_addresses, bound
         )
 
     def held(self) -> list[int]:
