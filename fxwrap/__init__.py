@@ -1,0 +1,58 @@
+"""fxwrap: plans, captures and replays what TorchInductor emits, as a backend for ``torch.compile``.
+
+    torch.compile(model, backend="fxwrap")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    CaptureError,
+    EmissionError,
+    FxwrapError,
+    InputError,
+    OptionError,
+    PlanError,
+    UnsupportedModelError,
+)
+from .options import Options
+from .passes.memory_planning import plan_memory
+
+if TYPE_CHECKING:
+    from .codegen.emission import FxwrapCodegen
+    from .inspection.explain import Explanation, explain
+    from .inspection.stats import stats
+
+__version__ = "0.1.0"
+__all__ = [
+    "CaptureError",
+    "EmissionError",
+    "Explanation",
+    "FxwrapCodegen",
+    "FxwrapError",
+    "InputError",
+    "OptionError",
+    "Options",
+    "PlanError",
+    "UnsupportedModelError",
+    "explain",
+    "plan_memory",
+    "stats",
+]
+
+# Inductor takes seconds to import, so what needs it is looked up when it is used.
+_LAZY = {
+    "FxwrapCodegen": ".codegen.emission",
+    "Explanation": ".inspection.explain",
+    "explain": ".inspection.explain",
+    "stats": ".inspection.stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fxwrap' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name], __name__), name)

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from .codegen.dynamo import owned_by
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
 from .options import parse_options
+from .owner import Owner
 
 
 def fxwrap(
@@ -17,7 +19,7 @@ def fxwrap(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-    owner: Any = None,
+    owner: Owner | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with TorchInductor, and plan, capture and replay what it emits.
 
@@ -33,4 +35,6 @@ def fxwrap(
         UnsupportedModelError: the graph uses more than one accelerator.
     """
     own, patches = parse_options(options, inductor_options())
-    return compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, owner)
+    owner = owner if owner is not None else Owner()
+    compiled = compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, owner)
+    return owned_by(compiled, owner)

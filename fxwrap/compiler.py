@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
+from .owner import Owner
 from .passes.dependencies import build_dependency_graph
 from .passes.memory_planning import plan_program
 from .passes.partition import cut, judge, main_device
@@ -34,7 +35,7 @@ class CompileRequest:
     options: Options = field(default_factory=Options)
     static_inputs: tuple[int, ...] = ()
     phase: str = "inference"
-    owner: Any = None
+    owner: Owner | None = None
     torch: TorchFunctions = field(default_factory=TorchFunctions)
 
 
@@ -62,7 +63,12 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         return memory
 
     program = Program(
-        plan, request.options, request.torch, plan_recording, lambda inputs: evaluate_sizes(gm, inputs)
+        plan,
+        request.options,
+        request.torch,
+        plan_recording,
+        lambda inputs: evaluate_sizes(gm, inputs),
+        plan_early=request.owner is not None and request.owner.plan_early,
     )
     if request.owner is not None:
         request.owner.programs.append(program)

@@ -198,4 +198,5 @@ def _torch_functions() -> Any:
         storage_use_count=versions.storage_use_count,
         same_data_pointers=versions.same_data_pointers,
         fresh_alias=versions.fresh_alias,
+        below_autograd=versions.below_autograd,
     )

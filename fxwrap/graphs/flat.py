@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kernel, Kind, kernel_of, kind_of
+from ..host_graph import Kernel, Kind, kernel_of, kind_of, schema_of
 
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
@@ -129,7 +129,11 @@ class FlatBuilder:
         else:
             function, args = node.meta.get("call", node.target), node.args
         parts = [self._argument(arg) for arg in args]
-        parts += [f"{name}={self._argument(value)}" for name, value in node.kwargs.items()]
+        parts += [
+            f"{name}={self._argument(value)}"
+            for name, value in node.kwargs.items()
+            if not _is_default(node, name, value)
+        ]
         # References above may have appended lines of their own, so that uses count from here.
         for name in self._names_in(node):
             self._last_use[name] = len(self._lines)
@@ -206,6 +210,17 @@ class FlatBuilder:
             self._constants[id(value)] = name
             self._namespace[name] = value
         return name
+
+
+def _is_default(node: Node, name: str, value: Any) -> bool:
+    """Whether a keyword says what the operator's schema says anyway: parsing it costs time."""
+    overload = schema_of(node)
+    if overload is None or type(value) not in (*_LITERALS, float):
+        return False
+    for argument in overload._schema.arguments:
+        if argument.name == name and argument.kwarg_only and argument.has_default_value():
+            return type(argument.default_value) is type(value) and argument.default_value == value
+    return False
 
 
 def _checks_on(node: Node) -> list[Node]:

@@ -57,11 +57,13 @@ class Program:
         functions: TorchFunctions,
         make_plan: Planner,
         evaluate: SizeEvaluator,
+        plan_early: bool = False,
     ) -> None:
         self.plan, self.options, self.functions = plan, options, functions
         self.counters = Counters()
         self.families: dict[Any, Family] = {}
-        self._make_plan, self._evaluate = make_plan, evaluate
+        self.newest_plan: MemoryPlan | None = None
+        self._make_plan, self._evaluate, self._plan_early = make_plan, evaluate, plan_early
         self._recording = threading.RLock()
         self._placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
         self._dynamic = _dynamic_positions(self._placeholders)
@@ -140,6 +142,8 @@ class Program:
     def _run_eagerly(self, inputs: list[Any], reason: str, family: Family | None = None) -> Any:
         with self.counters._lock:
             self.counters.eager[reason] += 1
+        if self._plan_early and self.newest_plan is None:
+            self._recording_request(Family(), inputs)
         outputs = self._eager(inputs)
         if family is not None:
             family.eager_runs += 1
@@ -276,9 +280,10 @@ class Program:
                         (n - 1) * s for n, s in zip(value.size(), value.stride(), strict=True)
                     )
                     places[node] = (value.device, int(reach) * value.element_size())
+        self.newest_plan = self._make_plan(numbers, places)
         return RecordingRequest(
             self.plan,
-            self._make_plan(numbers, places),
+            self.newest_plan,
             numbers,
             runtime,
             self.functions,
@@ -303,13 +308,6 @@ class Program:
         if address in OUTPUT_ADDRESSES:
             return True
         return not family.addresses or family.addresses[position] == address
-
-    def preview(self, inputs: Sequence[Any]) -> MemoryPlan | None:
-        """The plan that a recording of these inputs would get; None where none can be made."""
-        try:
-            return self._recording_request(Family(), inputs).memory
-        except FxwrapError:
-            return None
 
 
 def runtime_stream(device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -254,7 +255,8 @@ class Recording:
         runtime = self.request.runtime
         stores = self._stores.get(partition.index, [])
         flat = self._flat(partition, captured, stores)
-        call = _Bound(flat, self._r)
+        call = _Bound(flat, self._r, self.request.functions.below_autograd)
+        call.stores = [self._registers[node] for node in stores]
         try:
             graph = runtime.new_graph()
             with runtime.capture_stream():
@@ -426,11 +428,19 @@ class Recording:
 class _Bound:
     """A flat function with its registers: a call without arguments."""
 
-    def __init__(self, flat: FlatFunction, registers: list[Any]) -> None:
-        self._function, self._registers, self.source = flat.function, registers, flat.source
+    def __init__(
+        self,
+        flat: FlatFunction,
+        registers: list[Any],
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._function, self.registers, self.source = flat.function, registers, flat.source
+        self._context = context
+        self.stores: list[int] = []  # the registers it fills
 
     def __call__(self) -> None:
-        self._function(self._registers)
+        with self._context():
+            self._function(self.registers)
 
 
 def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ They are looked up in ``codegen/``, where private torch interfaces live, and han
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,10 @@ class TorchFunctions:
         same_data_pointers: ``(inputs, pointers, positions)``: whether ``inputs[p]`` is at ``pointers[p]`` for
             every ``p`` in ``positions``.
         fresh_alias: a new tensor object over the same memory.
+        below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
     storage_use_count: Callable[[torch.UntypedStorage], int] | None = None
     same_data_pointers: Callable[[list[Any], list[int], list[int]], bool] = _same_pointers
     fresh_alias: Callable[[torch.Tensor], torch.Tensor] = _alias
+    below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

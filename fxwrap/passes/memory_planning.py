@@ -179,9 +179,12 @@ def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
 
 
 def output_storages(program: ProgramPlan) -> frozenset[int]:
-    """Storages that values handed to the caller live in."""
+    """Allocated storages that values handed to the caller live in."""
     output = next(node for node in reversed(program.graph.graph.nodes) if kind_of(node) is Kind.OUTPUT)
     found: Collection[frozenset[int]] = [
         program.facts.of.get(node, frozenset()) for node in nodes_in(output.args)
     ]
-    return frozenset().union(*found)
+    storages = program.facts.storages
+    return frozenset(
+        index for index in frozenset().union(*found) if storages[index].origin is Origin.ALLOCATION
+    )

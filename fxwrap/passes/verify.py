@@ -86,7 +86,9 @@ def verify_memory(
     """
     memory = _Memory(gm.graph)
     spans = _spans(memory, schedule)
-    outputs = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
+    # An input that is returned is the caller's own tensor, whatever its place in the arena.
+    returned = (root for node in _output_nodes(gm.graph) for root in memory.roots(node))
+    outputs = {root for root in returned if root.op != "placeholder"}
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:

@@ -1,0 +1,229 @@
+"""SHOW: what was decided about a function, from the very objects that run."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from torch.fx import GraphModule
+
+from ..backend import fxwrap as backend
+from ..codegen.dynamo import with_own_code
+from ..graphs.program import Program
+from ..host_graph import Kernel, kind_of
+from ..owner import Owner
+from ..plan import MemoryPlan, Origin, Partition
+from .listing import list_graph
+
+_WIDTH = 118
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One host graph and what was decided about it."""
+
+    program: Program
+
+    @property
+    def phase(self) -> str:
+        """inference, forward or backward."""
+        return self.program.plan.phase
+
+    @property
+    def graph(self) -> GraphModule:
+        return self.program.plan.graph
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        return self.program.plan.partitions
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """The newest plan; None if no shape was planned."""
+        return self.program.newest_plan
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels, with their source."""
+        found = [getattr(self.graph, str(n.target), None) for n in self.graph.graph.nodes if n.op == "get_attr"]
+        return tuple(kernel for kernel in found if isinstance(kernel, Kernel))
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        return self.program.counters.to_dict()
+
+    def to_dict(self) -> dict[str, Any]:
+        memory = self.memory
+        return {
+            "phase": self.phase,
+            "graph": list_graph(self.graph),
+            "partitions": [
+                {
+                    "index": p.index,
+                    "verdict": p.verdict.value,
+                    "launches": p.launches,
+                    "extern_calls": p.externs,
+                    "device": str(p.device),
+                    "reason": p.reason,
+                    "nodes": [node.name for node in p.nodes],
+                }
+                for p in self.partitions
+            ],
+            "nodes": {
+                node.name: {"kind": kind_of(node).value, "verdict": v.verdict.value, "reason": v.reason}
+                for node, v in self.program.plan.verdicts.items()
+            },
+            "memory": None
+            if memory is None
+            else {
+                "arena_bytes": memory.size,
+                "lower_bound_bytes": memory.lower_bound,
+                "without_reuse_bytes": memory.plain,
+                "output_bytes": output_bytes(memory),
+                "outside_the_plan": [
+                    s.name for s in self.program.plan.facts.storages if s.origin is Origin.EXTERN
+                ],
+            },
+            "kernels": {kernel.name: kernel.source for kernel in self.kernels},
+            "counters": self.counters,
+        }
+
+
+@dataclass
+class Explanation:
+    """Everything decided while a function was compiled and run once. Print it, or read ``graphs``.
+
+    Attributes:
+        graphs: one report per host graph, in the order in which they were compiled.
+        fallbacks: graphs that run through Inductor's own wrapper, with the reason.
+    """
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        file = io.StringIO()
+        self._print(Console(file=file, width=_WIDTH, color_system=None, highlight=False))
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        return {"graphs": [report.to_dict() for report in self.graphs], "fallbacks": list(self.fallbacks)}
+
+    def to_html(self, path: str) -> None:
+        """Write the printed form as a page."""
+        console = Console(file=io.StringIO(), width=_WIDTH, record=True, highlight=False)
+        self._print(console)
+        console.save_html(path)
+
+    def _print(self, console: Console) -> None:
+        if not self.graphs and not self.fallbacks:
+            console.print("nothing was compiled: the function has no tensor operations")
+        for number, report in enumerate(self.graphs):
+            console.print(_render(number, report))
+        for reason in self.fallbacks:
+            console.print(Text(f"runs through Inductor's own wrapper: {reason}"))
+
+
+def explain(
+    fn: Callable[..., Any], *args: Any, fxwrap_options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Explanation:
+    """Compile ``fn`` afresh, run it once on the arguments and return everything that was decided.
+
+    Args:
+        fn: a function or module; one that is compiled already is unwrapped.
+        fxwrap_options: options as for ``torch.compile(..., options=...)``.
+    """
+    owner = Owner(plan_early=True)
+    fn = getattr(fn, "_torchdynamo_orig_callable", fn)
+    fn = getattr(fn, "_orig_mod", fn)
+    compiled = torch.compile(
+        with_own_code(fn),
+        backend=functools.partial(backend, owner=owner),
+        options=dict(fxwrap_options) if fxwrap_options else None,
+    )
+    compiled(*args, **kwargs)
+    return Explanation([GraphReport(program) for program in owner.programs], list(owner.fallbacks))
+
+
+def output_bytes(memory: MemoryPlan) -> int:
+    return sum(memory.sizes.get(index, 0) for index in memory.apart)
+
+
+def _render(number: int, report: GraphReport) -> RenderableType:
+    parts: list[RenderableType] = [
+        Rule(f"graph {number}: {report.phase} on {report.program.plan.device}", align="left", characters="-"),
+        Text(list_graph(report.graph)),
+        Text(),
+        _partition_table(report.partitions),
+        Text(),
+    ]
+    memory = report.memory
+    if memory is not None:
+        parts += [_memory_table(report, memory), Text()]
+    else:
+        parts += [Text("memory: planned when a shape is recorded"), Text()]
+    parts.append(_counter_lines(report.counters))
+    return Group(*parts, Text())
+
+
+def _partition_table(partitions: tuple[Partition, ...]) -> Table:
+    table = Table("partition", "verdict", "launches", "extern calls", "reason", box=None, pad_edge=False)
+    for p in partitions:
+        table.add_row(str(p.index), p.verdict.value, str(p.launches), str(p.externs), Text(p.reason or "-"))
+    return table
+
+
+def _memory_table(report: GraphReport, memory: MemoryPlan) -> Table:
+    table = Table(
+        "arena", "storages", "bytes", "lower bound", "without reuse", box=None, pad_edge=False
+    )
+    for device, arena in memory.arenas.items():
+        table.add_row(
+            str(device),
+            str(len(arena.buffers)),
+            f"{arena.placement.size:,}",
+            f"{arena.placement.lower_bound:,}",
+            f"{arena.plain:,}",
+        )
+    outside = sum(s.origin is Origin.EXTERN for s in report.program.plan.facts.storages)
+    table.add_row("outputs, each apart", str(len(memory.apart)), f"{output_bytes(memory):,}", "", "")
+    table.add_row("allocated by operators", str(outside), "not planned", "", "")
+    return table
+
+
+def _counter_lines(counters: Mapping[str, Any]) -> Text:
+    def many(counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{count} ({reason})" for reason, count in counts.items()) or "0"
+
+    return Text(
+        f"replays: {counters['replays']}\n"
+        f"recordings: {many(counters['recordings'])}\n"
+        f"eager runs: {many(counters['eager'])}"
+        + (f"\nevents: {many(counters['events'])}" if counters["events"] else "")
+    )
+
+
+def total(programs: list[Program]) -> dict[str, Any]:
+    """Add up the counters of programs."""
+    result: dict[str, Any] = {"programs": len(programs), "replays": 0}
+    sums: dict[str, Counter[str]] = {
+        name: Counter() for name in ("recordings", "eager", "fallbacks", "events")
+    }
+    for program in programs:
+        counters = program.counters.to_dict()
+        result["replays"] += counters["replays"]
+        for name, counter in sums.items():
+            counter.update(counters[name])
+    return {**result, **{name: dict(counter) for name, counter in sums.items()}}

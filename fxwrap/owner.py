@@ -1,0 +1,38 @@
+"""Who a compilation belongs to: collects the programs made by one call of the backend."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(eq=False)
+class Owner:
+    """
+    Attributes:
+        programs: programs in the order in which they were made; a backward program may come much later.
+        fallbacks: reasons of graphs that run through Inductor's own wrapper.
+        module: the module that was compiled, if it was one.
+        plan_early: plan memory at the first call already, for a report.
+    """
+
+    programs: list[Any] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    plan_early: bool = False
+    module: weakref.ref[Any] | None = None
+
+    def __post_init__(self) -> None:
+        with _lock:
+            _owners.add(self)
+
+
+_lock = threading.Lock()
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def live_owners() -> list[Owner]:
+    """The owners whose compiled code is still in use."""
+    with _lock:
+        return list(_owners)

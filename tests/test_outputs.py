@@ -1,0 +1,187 @@
+"""Promise 2: an output is never overwritten while anyone can still read it. Footguns as tests."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled
+
+
+def _large(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * 2 + 1
+
+
+def test_first_output_survives_the_second_call(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(lambda x: torch.sin(x) + 1)
+    for _ in range(4):
+        x, y = torch.randn(2, 8, device=device)
+        a = f(x)
+        kept = a.clone()
+        b = f(y)
+        assert torch.equal(a, kept)
+        torch.testing.assert_close(b, torch.sin(y) + 1)
+
+
+def test_ten_outputs_in_a_list_all_keep_their_values(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(lambda x: torch.sin(x) + 1)
+    inputs = [torch.randn(8, device=device) for _ in range(10)]
+    outputs = [f(x) for x in inputs]
+    for x, output in zip(inputs, outputs, strict=True):
+        torch.testing.assert_close(output, torch.sin(x) + 1)
+    # A loop that collects keeps replaying: small outputs are copied as they are handed out.
+    assert f.program.counters.replays == 8
+    assert f.program.counters.eager == {"warm-up": 1}
+
+
+def test_collecting_late_changes_ways_once(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(lambda x: torch.sin(x) + 1)
+    for _ in range(3):
+        f(torch.randn(8, device=device))
+    assert f.program.counters.recordings == {"first": 1}
+    kept = [f(torch.randn(8, device=device)) for _ in range(5)]
+    values = [output.clone() for output in kept]
+    assert f.program.counters.recordings == {"first": 1, "small outputs held": 1}
+    assert f.program.counters.events == {"an output was still held at the next call": 1}
+    f(torch.randn(8, device=device))
+    assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
+
+
+def test_large_outputs_get_a_second_recording_and_are_not_copied(
+    compiled: Any, device: torch.device
+) -> None:
+    f: Compiled = compiled(_large, options={"copy_outputs_below": 64})
+    previous = None
+    addresses = set()
+    for call in range(8):
+        x = torch.randn(256, device=device)
+        output = f(x)  # the previous output is still held here, as in any plain loop
+        assert previous is None or torch.equal(previous[0], previous[1])
+        torch.testing.assert_close(output, _large(x))
+        previous = (output, output.clone())
+        if call >= 3:
+            addresses.add(output.data_ptr())
+    assert len(addresses) == 2
+    assert sum(f.program.counters.recordings.values()) == 2
+    assert f.program.counters.replays == 5
+
+
+def test_many_large_outputs_held_fall_back_to_copies(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(_large, options={"copy_outputs_below": 64, "max_output_sets": 2})
+    inputs = [torch.randn(256, device=device) for _ in range(8)]
+    outputs = [f(x) for x in inputs]
+    for x, output in zip(inputs, outputs, strict=True):
+        torch.testing.assert_close(output, _large(x))
+    assert f.program.counters.eager == {"warm-up": 1}
+    assert f.program.counters.replays >= 3
+
+
+@pytest.mark.parametrize("how", ["view", "detach", "numpy", "autograd"])
+def test_whatever_holds_an_output_counts(compiled: Any, how: str) -> None:
+    f: Compiled = compiled(lambda x: torch.sin(x) + 1)
+    for _ in range(3):
+        f(torch.randn(8))
+    x = torch.randn(8)
+    output = f(x)
+    held: Any
+    if how == "view":
+        held = output[2:]
+    elif how == "detach":
+        held = output.detach()[2:]
+    elif how == "numpy":
+        pytest.importorskip("numpy")
+        held = output.numpy()[2:]
+    else:
+        weight = torch.ones(8, requires_grad=True)
+        product = output * weight  # autograd keeps the output
+        held = None
+    del output
+    for _ in range(3):
+        f(torch.randn(8))
+    expected = torch.sin(x) + 1
+    if how == "autograd":
+        product.sum().backward()
+        torch.testing.assert_close(weight.grad, expected)
+    else:
+        torch.testing.assert_close(torch.as_tensor(held), expected[2:])
+
+
+def test_steady_state_copies_nothing(compiled: Any) -> None:
+    f: Compiled = compiled(_large)
+    addresses = {f(torch.randn(64)).data_ptr() for _ in range(8)}
+    gc.collect()
+    assert f.program.counters.replays == 6
+    recording = f.program.families[None].recordings[0]
+    assert not recording.request.copied
+    assert recording.held() == []
+    assert len(addresses) <= 2  # one eager run, then always the same memory
+
+
+def test_two_forwards_before_two_backwards(compiled: Any, device: torch.device) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).to(device)
+    f: Compiled = compiled(model)
+    for _ in range(4):
+        x, y = torch.randn(2, 3, 16, device=device)
+        model.zero_grad()
+        (model(x).square().sum() + model(y).sum()).backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        a, b = f(x).square().sum(), f(y).sum()
+        a.backward()
+        b.backward()
+        for p, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, gradient, rtol=1e-5, atol=1e-5)
+    for program in f.programs:
+        assert program.counters.replays, program.counters.to_dict()
+        assert set(program.counters.eager) == {"warm-up"}
+
+
+def test_gradient_accumulation(compiled: Any) -> None:
+    model = torch.nn.Linear(8, 8)
+    f: Compiled = compiled(model)
+    xs = [torch.randn(2, 8) for _ in range(6)]
+    for x in xs:
+        model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for x in xs:
+        f(x).square().sum().backward()  # the first gradient becomes p.grad itself and is added to in place
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+def test_output_fed_back_as_input(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(lambda x: torch.sin(x) + 0.5, options={"copy_outputs_below": 0})
+    x = expected = torch.randn(32, device=device)
+    for _ in range(8):
+        x, expected = f(x), torch.sin(expected) + 0.5
+        torch.testing.assert_close(x, expected)
+
+
+def test_an_output_that_is_an_input_is_the_callers_tensor(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(lambda x: (x, x.t(), x + 1))
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        same, transposed, more = f(x)
+        assert same.data_ptr() == x.data_ptr() and transposed.data_ptr() == x.data_ptr()
+        torch.testing.assert_close(more, x + 1)
+
+
+def test_one_storage_behind_two_outputs_stays_one(compiled: Any, device: torch.device) -> None:
+    def g(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y, y.view(-1)
+
+    f: Compiled = compiled(g)
+    kept = []
+    for _ in range(5):
+        x = torch.randn(4, 4, device=device)
+        y, flat = f(x)
+        kept.append((y, flat, x))
+        y.add_(1)
+        assert torch.equal(y.view(-1), flat)
+    for y, _, x in kept:
+        torch.testing.assert_close(y, x * 2 + 1)
