@@ -1,6 +1,6 @@
 """fxwrap: plans, captures and replays what TorchInductor emits, as a backend for ``torch.compile``.
 
-    torch.compile(model, backend="fxwrap")
+torch.compile(model, backend="fxwrap")
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .passes.memory_planning import plan_memory
 
 if TYPE_CHECKING:
     from .codegen.emission import FxwrapCodegen
-    from .inspection.explain import Explanation, explain
+    from .inspection.explain import Explanation, explain, report
     from .inspection.stats import stats
 
 __version__ = "0.1.0"
@@ -38,6 +38,7 @@ __all__ = [
     "UnsupportedModelError",
     "explain",
     "plan_memory",
+    "report",
     "stats",
 ]
 
@@ -46,6 +47,7 @@ _LAZY = {
     "FxwrapCodegen": ".codegen.emission",
     "Explanation": ".inspection.explain",
     "explain": ".inspection.explain",
+    "report": ".inspection.explain",
     "stats": ".inspection.stats",
 }
 

@@ -50,14 +50,10 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     verdicts = judge(gm, request.options.eager_ops)
     device = main_device(gm)
     partitions = cut(dependencies, verdicts, device)
-    plan = ProgramPlan(
-        gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase
-    )
+    plan = ProgramPlan(gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase)
     verify_schedule(gm, plan.schedule)
 
-    def plan_recording(
-        numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]
-    ) -> MemoryPlan:
+    def plan_recording(numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]) -> MemoryPlan:
         memory = plan_program(plan, numbers, places)
         verify_memory(gm, plan.schedule, facts, memory, numbers)
         return memory

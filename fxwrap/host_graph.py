@@ -72,9 +72,7 @@ def launch(kernel: Kernel, *args: Any) -> None:
     kernel.call(*args)
 
 
-def reinterpret(
-    base: torch.Tensor, size: Iterable[Any], stride: Iterable[Any], offset: Any = 0
-) -> torch.Tensor:
+def reinterpret(base: torch.Tensor, size: Iterable[Any], stride: Iterable[Any], offset: Any = 0) -> torch.Tensor:
     """View ``base``'s storage with another layout, ``offset`` elements after base's own first element.
 
     ``torch.as_strided`` counts its offset from the start of the storage, which is wrong as soon as ``base``
@@ -128,6 +126,18 @@ def kind_of(node: Node) -> Kind:
     if is_symbolic_value(node.meta.get("val")) and not _reads_data(node):
         return Kind.SYMBOLIC
     return Kind.EXTERN
+
+
+def nodes_in(value: Any) -> list[Node]:
+    """The nodes inside a (nested) argument."""
+    found: list[Node] = []
+
+    def note(node: Node) -> Node:
+        found.append(node)
+        return node
+
+    torch.fx.map_arg(value, note)
+    return found
 
 
 def is_symbolic_value(value: Any) -> bool:

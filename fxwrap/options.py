@@ -21,9 +21,7 @@ class Options:
     Names that are not fields here are handed to Inductor's configuration.
     """
 
-    strict: bool = _option(
-        False, "raise instead of falling back when a graph cannot be emitted, planned or captured"
-    )
+    strict: bool = _option(False, "raise instead of falling back when a graph cannot be emitted, planned or captured")
     warmup: int = _option(1, "eager runs of each new shape before it is recorded", minimum=0)
     max_recordings: int = _option(
         64, "recordings one program may keep; further shapes run eagerly and are counted", minimum=1
@@ -92,9 +90,7 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
         return value
     if isinstance(default, tuple):
         items = (value,) if isinstance(value, str) else value
-        if not isinstance(items, (tuple, list, set, frozenset)) or not all(
-            isinstance(item, str) for item in items
-        ):
+        if not isinstance(items, (tuple, list, set, frozenset)) or not all(isinstance(item, str) for item in items):
             raise error
         return tuple(items)
     # bool is an int in Python, but a user who writes strict=3 or warmup=True has made a mistake.

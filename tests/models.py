@@ -113,9 +113,7 @@ def whisper() -> tuple[Any, Callable[[], dict[str, Any]]]:
 def resnet() -> tuple[Any, Callable[[], dict[str, Any]]]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
-    )
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
     return ResNetForImageClassification(config), lambda: {"pixel_values": _pixels(32)}
 
 
@@ -140,6 +138,4 @@ def clip() -> tuple[Any, Callable[[], dict[str, Any]]]:
     }
 
 
-MODELS = {
-    make.__name__: make for make in (gpt2, bert, llama, t5, vit, mixtral, mamba, whisper, resnet, clip)
-}
+MODELS = {make.__name__: make for make in (gpt2, bert, llama, t5, vit, mixtral, mamba, whisper, resnet, clip)}

@@ -49,9 +49,7 @@ def test_collecting_late_changes_ways_once(compiled: Any, device: torch.device) 
     assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
 
 
-def test_large_outputs_get_a_second_recording_and_are_not_copied(
-    compiled: Any, device: torch.device
-) -> None:
+def test_large_outputs_get_a_second_recording_and_are_not_copied(compiled: Any, device: torch.device) -> None:
     f: Compiled = compiled(_large, options={"copy_outputs_below": 64})
     previous = None
     addresses = set()

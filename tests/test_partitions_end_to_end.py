@@ -111,9 +111,7 @@ def test_nonzero(compiled: Any, device: torch.device) -> None:
     assert f.program.counters.replays == 3
 
 
-def test_captured_work_after_eager_work_reads_its_fresh_result(
-    compiled: Any, device: torch.device
-) -> None:
+def test_captured_work_after_eager_work_reads_its_fresh_result(compiled: Any, device: torch.device) -> None:
     """An eager operator's result is new memory at every call; what was captured must see it."""
 
     def g(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -148,9 +146,7 @@ def test_explain_says_why() -> None:
     assert "eager" in text and "captured" in text
 
 
-def test_exception_in_an_eager_partition_leaves_everything_usable(
-    compiled: Any, device: torch.device
-) -> None:
+def test_exception_in_an_eager_partition_leaves_everything_usable(compiled: Any, device: torch.device) -> None:
     fail = [False]
 
     @torch.library.custom_op("fxwrap_test::maybe_fails", mutates_args=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,8 +19,10 @@ from torch.fx import GraphModule, Node
 from ..errors import EmissionError
 from ..host_graph import Kernel, Kind, launch, reinterpret
 from . import torch_versions as versions
-from .statements import StatementReader
-from .triton_kernels import TritonLauncher, written_arguments
+from .statements import StatementReader, UndefinedName, assigned_names
+from .triton_kernels import TritonLauncher, TunedLaunch, argument_names, known_writes, written_arguments
+
+log = logging.getLogger(__name__)
 
 
 class SymbolTable(dict):
@@ -56,9 +59,8 @@ class HostGraphConverter(FxConverter):
     wrapper: PythonWrapperCodegen
 
     def generate(self) -> GraphModule:
-        self.expr_to_proxy = SymbolTable(
-            self.buffer_to_node, lambda node: torch.fx.Proxy(node, tracer=self.tracer)
-        )
+        names: dict[str, Any] = self.buffer_to_node  # type: ignore[assignment]
+        self.expr_to_proxy = SymbolTable(names, lambda node: torch.fx.Proxy(node, tracer=self.tracer))
         self._line: Any = None
         self._handles: dict[str, Node] = {}
         self.gm._register_create_node_hook(self._infer_value)
@@ -74,7 +76,7 @@ class HostGraphConverter(FxConverter):
             self._load_kernels()
             self.reader = StatementReader(
                 self.gm.graph,
-                self.buffer_to_node,
+                names,
                 vars(self.module),
                 self._rewrites(),
                 self._describe_call,
@@ -102,14 +104,16 @@ class HostGraphConverter(FxConverter):
 
     def _read_lines(self, lines: Iterable[tuple[Any, str | EmissionError]]) -> None:
         failures: list[EmissionError] = []
+        lost: set[str] = set()  # what refused lines would have defined
         for line, text in lines:
             self._line = line
-            if failures and not isinstance(text, EmissionError):
-                continue  # what depends on a refused line would only repeat its failure
             try:
                 self._read_line(line, text)
             except EmissionError as error:
-                failures.append(error)
+                # A line that only misses what a refused line defines is no offender of its own.
+                if not (isinstance(error, UndefinedName) and error.name in lost):
+                    failures.append(error)
+                lost |= assigned_names(text) if isinstance(text, str) else set()
         if failures:
             raise EmissionError(
                 f"{len(failures)} wrapper line(s) have no form in a host graph:\n  "
@@ -195,11 +199,9 @@ class HostGraphConverter(FxConverter):
 
     def _load_kernels(self) -> None:
         """Load every kernel definition in one module, so that they compile side by side as Inductor's do."""
-        definitions = [line for line in self.lines if type(line).__name__ == "KernelDefinitionLine"]
+        definitions: list[Any] = [line for line in self.lines if type(line).__name__ == "KernelDefinitionLine"]
         code = [
-            PythonWrapperCodegen._format_kernel_definition(
-                line.kernel_name, line.kernel_body, metadata=line.metadata
-            )
+            PythonWrapperCodegen._format_kernel_definition(line.kernel_name, line.kernel_body, metadata=line.metadata)
             for line in definitions
         ]
         prologue = [self.wrapper.imports.getvalue(), self.wrapper.header.getvalue()]
@@ -234,7 +236,7 @@ class HostGraphConverter(FxConverter):
         )
         args = tuple(self._argument(arg) for arg in line.call_args)
         kernel = self._kernel(line, "cpp", lambda: self._loaded(line.kernel_name), writes)
-        self._note(self.gm.graph.call_function(launch, (kernel, *args)))
+        self._note(self.gm.graph.call_function(launch, (self._handle(kernel), *args)))
 
     def _argument(self, arg: Any) -> Any:
         text = arg if isinstance(arg, str) else versions.python_expression(arg)
@@ -242,32 +244,81 @@ class HostGraphConverter(FxConverter):
 
     def _kernel(
         self, line: Any, language: str, load: Callable[[], Callable[..., Any]], writes: tuple[int, ...]
-    ) -> Node:
-        """The constant node that holds a kernel; one node and one Kernel for all launches of it."""
+    ) -> Kernel:
+        """One Kernel for all launches of it, kept as an attribute of the graph module."""
         name = line.kernel_name
-        if name not in self._handles:
+        kernel = getattr(self.gm, name, None)
+        if not isinstance(kernel, Kernel):
             kernel = Kernel(name, language, self._sources.get(name, ""), line.device, load(), writes)
             setattr(self.gm, name, kernel)
-            self._handles[name] = self.gm.graph.create_node("get_attr", name)
-        return self._handles[name]
+        return kernel
+
+    def _handle(self, kernel: Kernel) -> Node:
+        """The constant node that holds a kernel."""
+        if kernel.name not in self._handles:
+            self._handles[kernel.name] = self.gm.graph.create_node("get_attr", kernel.name)
+        return self._handles[kernel.name]
 
     def _triton_launch(self, line: Any) -> None:
-        """Emit the portable call, and remember the tuned launch that ``lower_launches`` puts in its place."""
+        """Emit the portable call, which ``lower_launches`` turns into the tuned launch.
+
+        What has no portable form (a float argument, a kernel autotuned over grids of its own, a template that
+        is not Triton) is launched directly: fewer passes understand it, and it runs just the same.
+        """
         tuner = self._loaded(line.kernel_name)
-        if line.kernel_name not in self.kernels:
-            self.kernels[line.kernel_name] = TritonKernel(tuner, versions.wrap_for_graph(tuner))
-        args = tuple(self._argument(arg) for arg in line.call_args)
-        device = line.device
-        handle = self._kernel(
-            line,
-            "triton",
-            lambda: TritonLauncher(tuner, device),
-            written_arguments(tuner, line.triton_meta, len(args)),
-        )
-        self._generate_triton_call(line)
-        node = next(reversed(self.gm.graph.nodes))
-        node.meta["launch"] = (handle, *args)
+        # Inductor's own text for the arguments; whether a CPU scalar is passed by value depends on the device.
+        with V.graph.set_current_device(line.device):
+            texts = self.wrapper.prepare_triton_kernel_call(line.call_args)
+        args = tuple(self._by_value(self.reader.value(text)) for text in texts)
+        names = argument_names(tuner, line.triton_meta, line.raw_keys, len(args))
+        writes = written_arguments(tuner, line.triton_meta, names, known_writes(line, names))
+        kernel = self._kernel(line, "triton", lambda: TritonLauncher(tuner, line.device), writes)
+        node = self._portable_call(line, tuner, TunedLaunch.of(kernel, tuner, names, args))
+        if node is None:
+            node = self.gm.graph.call_function(launch, (self._handle(kernel), *args))
         self._note(node)
+
+    def _by_value(self, arg: Any) -> Any:
+        """A number read out of a CPU scalar has no fake value; it must be known to depend on data all the same,
+        or a device graph would keep the first one."""
+        if isinstance(arg, Node) and arg.target is torch.ops.aten.item.default and "val" not in arg.meta:
+            scalar = arg.all_input_nodes[0].meta["val"]
+            whole = not scalar.dtype.is_floating_point
+            arg.meta["val"] = versions.symbolic_value(sympy.Symbol(arg.name, integer=whole, real=True))
+        return arg
+
+    def _portable_call(self, line: Any, tuner: Any, tuned: TunedLaunch | None) -> Node | None:
+        """``triton_kernel_wrapper_mutation`` on exactly the launch's arguments; None where that is impossible."""
+        if tuned is None:
+            return None
+        sizes = dict(self.expr_to_proxy)
+        last = next(reversed(self.gm.graph.nodes))
+        self._launch_args = tuned.values
+        try:
+            if line.kernel_name not in self.kernels:
+                self.kernels[line.kernel_name] = TritonKernel(tuner, versions.wrap_for_graph(tuner))
+            self._generate_triton_call(line)
+            node = next(reversed(self.gm.graph.nodes))
+            tuned.put_into(node)
+            return node
+        except Exception:
+            log.info("%s has no portable form and is launched directly", line.kernel_name, exc_info=True)
+            # Take back the arithmetic that was made on the way, and what torch remembers of it.
+            while (node := next(reversed(self.gm.graph.nodes))) is not last:
+                self.gm.graph.erase_node(node)
+            self.expr_to_proxy.clear()
+            self.expr_to_proxy.update(sizes)
+            return None
+
+    def _lookup_args(self, args: Any, raw_args: Any = None) -> tuple[Any, ...]:
+        """Torch's table of names knows neither views nor values read out of scalars; these are read already.
+
+        Sizes stay expressions, because the grid is computed from them.
+        """
+        return tuple(
+            value if isinstance(arg, str) else getattr(arg, "inner_expr", arg)
+            for arg, value in zip(args, self._launch_args, strict=True)
+        )
 
     # -- values --------------------------------------------------------------------------------------
 
@@ -334,8 +385,7 @@ class HostGraphConverter(FxConverter):
         missing = [arg for arg in node.all_input_nodes if "val" not in arg.meta]
         overload = node.target
         data_dependent = isinstance(overload, torch._ops.OpOverload) and (
-            torch.Tag.data_dependent_output in overload.tags
-            or torch.Tag.dynamic_output_shape in overload.tags
+            torch.Tag.data_dependent_output in overload.tags or torch.Tag.dynamic_output_shape in overload.tags
         )
         if missing or data_dependent or not callable(overload):
             self._value_from_layout(node)
@@ -354,7 +404,7 @@ class HostGraphConverter(FxConverter):
         if symbol is not None:
             node.meta["val"] = versions.symbolic_value(symbol)
             return
-        origin = owner.get_origin_node() if hasattr(owner, "get_origin_node") else None
+        origin = owner.get_origin_node() if owner is not None and hasattr(owner, "get_origin_node") else None
         if origin is not None and "val" in origin.meta:
             node.meta["val"] = origin.meta["val"]
             return

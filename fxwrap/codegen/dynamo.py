@@ -91,7 +91,7 @@ def _functions_behind(compiled: Any) -> list[Any]:
     found: list[Any] = []
     todo = [compiled, getattr(compiled, "forward", None), getattr(compiled, "_orig_mod", None)]
     module = getattr(compiled, "_orig_mod", None)
-    todo += [getattr(module, "forward", None), getattr(module, "__call__", None)]
+    todo += [getattr(module, "forward", None), type(module).__call__ if module is not None else None]
     while todo:
         current = todo.pop()
         if current is None:
@@ -110,7 +110,5 @@ def _owner_behind(function: Any) -> Owner | None:
         owner = getattr(function, OWNER, None)
         if isinstance(owner, Owner):
             return owner
-        function = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
-            function, "__wrapped__", None
-        )
+        function = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
     return None

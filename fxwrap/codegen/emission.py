@@ -44,7 +44,7 @@ class FxwrapCodegen(WrapperFxCodegen):
             graph_inputs=self.get_fx_graph_inputs(),
             graph_outputs=self.get_graph_outputs(),
             subgms=self.subgms,
-            is_subgraph=self.is_subgraph,
+            is_subgraph=self.is_subgraph,  # type: ignore[misc]
         )
         converter.wrapper = self
         gm = converter.generate()

@@ -18,7 +18,6 @@ from torch.fx import GraphModule
 
 from ..compiler import CompileRequest
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
-from ..graphs.counters import COUNTERS
 from ..options import Options
 from .emission import FxwrapCodegen
 from .request import requesting
@@ -88,7 +87,8 @@ def compile_with_inductor(
 
     # AOTAutograd's cache would pickle programs.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+        compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+        return compiled
 
 
 def _compile_program(
@@ -139,7 +139,6 @@ def _fallback_reason(error: BaseException) -> FxwrapError | None:
 
 
 def _report_fallback(reason: FxwrapError, request: CompileRequest) -> None:
-    COUNTERS.fallback(f"{request.phase}: {reason.subject}")
     if request.owner is not None:
         request.owner.fallbacks.append(str(reason))
     warnings.warn(

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..errors import EmissionError
-from ..host_graph import Kind, check, select
+from ..host_graph import Kind, check, nodes_in, reinterpret, select
 
 _BINARY: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -189,7 +189,7 @@ class StatementReader:
         builtin = {"max": max, "min": min, "int": int, "float": float, "bool": bool, "slice": slice}
         if name in builtin:
             return builtin[name]
-        self._refuse(f"{name!r} to be defined before it is used")
+        raise UndefinedName(name, self._text)
 
     def _attribute(self, base: Any, attribute: str) -> Any:
         if isinstance(base, Node):
@@ -207,7 +207,7 @@ class StatementReader:
             return rewrite(*args, **kwargs)
         if not callable(function):
             self._refuse("a call of a function")
-        if not _nodes_in((args, kwargs)) and _is_plain(function):
+        if not nodes_in((args, kwargs)) and _is_plain(function):
             return function(*args, **kwargs)
         return self._emit(function, args, kwargs)
 
@@ -215,7 +215,7 @@ class StatementReader:
         name, owner = method.name, method.owner
         if name == "as_strided" and len(args) == 2 and not kwargs:
             # Without an offset the method keeps the tensor's own, which is what reinterpret counts from.
-            return self._call_reinterpret(owner, args)
+            return self._emit(reinterpret, (owner, *args, 0), {})
         function = _METHODS.get(name)
         if function is None:
             self._refuse(f"one of the tensor methods {', '.join(sorted(_METHODS))}")
@@ -223,13 +223,8 @@ class StatementReader:
             self._refuse(f"{name}() of one dimension")
         return self._emit_or_evaluate(function, (owner, *args), kwargs)
 
-    def _call_reinterpret(self, owner: Node, args: tuple[Any, ...]) -> Node:
-        from ..host_graph import reinterpret
-
-        return self._emit(reinterpret, (owner, *args, 0), {})
-
     def _emit_or_evaluate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _nodes_in((args, kwargs)):
+        if not nodes_in((args, kwargs)):
             return function(*args, **kwargs)
         if function in _ARITHMETIC:
             key = (function, args)
@@ -247,17 +242,32 @@ class StatementReader:
         return node
 
 
+class UndefinedName(EmissionError):
+    """A line uses a name that no line before it has defined."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(
+            f"cannot emit the wrapper line {text.strip()!r}",
+            expected=f"{name!r} to be defined before it is used",
+            got=text.strip(),
+        )
+        self.name = name
+
+
+def assigned_names(text: str) -> set[str]:
+    """The names a line would define; empty where it does not parse."""
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except SyntaxError:
+        return set()
+    return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
 class _Method:
     """A method of a value that exists only as a node."""
 
     def __init__(self, owner: Node, name: str) -> None:
         self.owner, self.name = owner, name
-
-
-def _nodes_in(value: Any) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.map_arg(value, lambda node: found.append(node) or node)
-    return found
 
 
 def _is_plain(function: Any) -> bool:

@@ -103,9 +103,14 @@ def _same_data_pointers(inputs: Sequence[Any], pointers: Sequence[Any], position
 same_data_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _same_data_pointers)
 
 
+_reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
+
+
 def fresh_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A new tensor object over the same memory, related to ``tensor`` by nothing but its storage."""
-    return torch._C._dynamo.guards._reinterpret_tensor(tensor, tuple(tensor.size()), tensor.stride(), 0)
+    return _reinterpret(  # sizes as a plain tuple: some versions take nothing else
+        tensor, tuple(tensor.size()), tensor.stride(), 0
+    )
 
 
 def below_autograd() -> Any:

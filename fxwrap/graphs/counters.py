@@ -19,13 +19,8 @@ class Counters:
     replays: int = 0
     recordings: Counter[str] = field(default_factory=Counter)
     eager: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def fallback(self, reason: str) -> None:
-        with self._lock:
-            self.fallbacks[reason] += 1
 
     def to_dict(self) -> dict[str, Any]:
         with self._lock:
@@ -33,10 +28,5 @@ class Counters:
                 "replays": self.replays,
                 "recordings": dict(self.recordings),
                 "eager": dict(self.eager),
-                "fallbacks": dict(self.fallbacks),
                 "events": dict(self.events),
             }
-
-
-# Graphs that never became a program have no other place to be counted.
-COUNTERS = Counters()

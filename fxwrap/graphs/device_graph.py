@@ -101,7 +101,7 @@ class CUDAGraphAdapter:
     """``torch.cuda.CUDAGraph`` with the methods of ``torch.accelerator.Graph``."""
 
     def __init__(self, pool: Any = None) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph: Any = torch.cuda.CUDAGraph()
         self._pool = pool
 
     def capture_begin(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kernel, Kind, kernel_of, kind_of, schema_of
+from ..host_graph import Kernel, Kind, kernel_of, kind_of, nodes_in, schema_of
 
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
@@ -88,11 +88,11 @@ class FlatBuilder:
     def build(self, result: Any = None) -> FlatFunction:
         """Finish; the function returns ``result``, in which nodes stand for their values."""
         returned = self._argument(result, literal_lists=True)
-        body = []
+        body: list[str] = []
         dead: dict[int, list[str]] = {}
-        for name, line in self._last_use.items():
+        for name, position in self._last_use.items():
             if name not in self._pinned:
-                dead.setdefault(line, []).append(name)
+                dead.setdefault(position, []).append(name)
         for position, line in enumerate(self._lines):
             body.append(line)
             if position in dead:
@@ -147,9 +147,7 @@ class FlatBuilder:
             return self._reference(value, pin=literal_lists)
         if type(value) in _LITERALS:
             return repr(value)
-        nodes: list[Node] = []
-        torch.fx.map_arg(value, lambda node: nodes.append(node) or node)
-        if not literal_lists and all(self._settle(node) for node in nodes):
+        if not literal_lists and all(self._settle(node) for node in nodes_in(value)):
             return self._constant(torch.fx.map_arg(value, self.bound.__getitem__))
         if isinstance(value, (tuple, list)):
             items = [self._argument(item, literal_lists) for item in value]
@@ -157,7 +155,8 @@ class FlatBuilder:
                 return f"[{', '.join(items)}]"
             return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
         if isinstance(value, slice):
-            return f"{self._constant(slice)}({', '.join(map(self._argument, (value.start, value.stop, value.step)))})"
+            bounds = ", ".join(map(self._argument, (value.start, value.stop, value.step)))
+            return f"{self._constant(slice)}({bounds})"
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k!r}: {self._argument(v)}" for k, v in value.items()) + "}"
         return self._constant(value)

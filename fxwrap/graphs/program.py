@@ -198,8 +198,8 @@ class Program:
         """Find out why no recording could be replayed, and change the family's ways; empty if one is busy."""
         if not family.recordings:
             # Who kept the warm-up's outputs until now will keep the next ones, too.
-            held = [(index, nbytes) for index, nbytes, ref in family.warm_outputs if not ref.expired()]
-            family.copied |= {index for index, nbytes in held if nbytes <= self.options.copy_outputs_below}
+            kept = [(index, nbytes) for index, nbytes, ref in family.warm_outputs if not ref.expired()]
+            family.copied |= {index for index, nbytes in kept if nbytes <= self.options.copy_outputs_below}
             family.warm_outputs = []
             return "first" if len(self.families) == 1 else "new shape"
         at_place = [recording for recording in family.recordings if recording.same_addresses(inputs)]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..errors import CaptureError
 from ..host_graph import Kind, kind_of
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
@@ -302,9 +301,7 @@ class Recording:
                 if origins != {Origin.EXTERN}:
                     captured[node] = common[node] = value  # an alias of memory that stays
                     continue
-                place = torch.empty_strided(
-                    value.size(), value.stride(), dtype=value.dtype, device=value.device
-                )
+                place = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
                 place.copy_(value)
                 captured[node] = common[node] = place
                 refresh.append((self._registers[node], place))
@@ -379,9 +376,7 @@ class Recording:
     def same_addresses(self, inputs: list[Any]) -> bool:
         """Whether every bound input is where it was."""
         bound = self.request.bound_inputs
-        return not bound or self.request.functions.same_data_pointers(
-            inputs, self.bound_addresses, bound
-        )
+        return not bound or self.request.functions.same_data_pointers(inputs, self.bound_addresses, bound)
 
     def held(self) -> list[int]:
         """Storages (by index) of outputs handed out before that somebody still holds."""

@@ -17,10 +17,11 @@ from rich.text import Text
 from torch.fx import GraphModule
 
 from ..backend import fxwrap as backend
-from ..codegen.dynamo import with_own_code
+from ..codegen.dynamo import owners_of, with_own_code
+from ..errors import FxwrapError
 from ..graphs.program import Program
 from ..host_graph import Kernel, kind_of
-from ..owner import Owner
+from ..owner import Owner, live_owners
 from ..plan import MemoryPlan, Origin, Partition
 from .listing import list_graph
 
@@ -89,9 +90,7 @@ class GraphReport:
                 "lower_bound_bytes": memory.lower_bound,
                 "without_reuse_bytes": memory.plain,
                 "output_bytes": output_bytes(memory),
-                "outside_the_plan": [
-                    s.name for s in self.program.plan.facts.storages if s.origin is Origin.EXTERN
-                ],
+                "outside_the_plan": [s.name for s in self.program.plan.facts.storages if s.origin is Origin.EXTERN],
             },
             "kernels": {kernel.name: kernel.source for kernel in self.kernels},
             "counters": self.counters,
@@ -157,6 +156,26 @@ def explain(
     return Explanation([GraphReport(program) for program in owner.programs], list(owner.fallbacks))
 
 
+def report(fn: Callable[..., Any] | None = None) -> Explanation:
+    """What was decided about code that is compiled and in use; compiles and runs nothing.
+
+    Args:
+        fn: what ``torch.compile`` returned; None for everything that is alive.
+
+    Raises:
+        FxwrapError: ``fn`` was never compiled with fxwrap.
+    """
+    owners = live_owners() if fn is None else owners_of(fn)
+    if fn is not None and not owners:
+        raise FxwrapError(
+            f"{fn!r} has no program",
+            expected='a function compiled with backend="fxwrap" that was called at least once',
+            remedy="leave the argument out for all programs",
+        )
+    graphs = [GraphReport(program) for owner in owners for program in owner.programs]
+    return Explanation(graphs, [reason for owner in owners for reason in owner.fallbacks])
+
+
 def output_bytes(memory: MemoryPlan) -> int:
     return sum(memory.sizes.get(index, 0) for index in memory.apart)
 
@@ -186,9 +205,7 @@ def _partition_table(partitions: tuple[Partition, ...]) -> Table:
 
 
 def _memory_table(report: GraphReport, memory: MemoryPlan) -> Table:
-    table = Table(
-        "arena", "storages", "bytes", "lower bound", "without reuse", box=None, pad_edge=False
-    )
+    table = Table("arena", "storages", "bytes", "lower bound", "without reuse", box=None, pad_edge=False)
     for device, arena in memory.arenas.items():
         table.add_row(
             str(device),
@@ -218,12 +235,10 @@ def _counter_lines(counters: Mapping[str, Any]) -> Text:
 def total(programs: list[Program]) -> dict[str, Any]:
     """Add up the counters of programs."""
     result: dict[str, Any] = {"programs": len(programs), "replays": 0}
-    sums: dict[str, Counter[str]] = {
-        name: Counter() for name in ("recordings", "eager", "fallbacks", "events")
-    }
+    sums: dict[str, Counter[str]] = {name: Counter() for name in ("recordings", "eager", "events")}
     for program in programs:
         counters = program.counters.to_dict()
         result["replays"] += counters["replays"]
         for name, counter in sums.items():
             counter.update(counters[name])
-    return {**result, **{name: dict(counter) for name, counter in sums.items()}}
+    return {**result, **{name: dict(counter) for name, counter in sums.items()}, "fallbacks": {}}

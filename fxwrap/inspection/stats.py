@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..codegen.dynamo import owners_of
-from ..errors import FxwrapError
-from ..graphs.counters import COUNTERS
-from ..owner import live_owners
-from .explain import total
+from .explain import report, total
 
 
 def stats(fn: Callable[..., Any] | None = None) -> dict[str, Any]:
@@ -24,21 +20,9 @@ def stats(fn: Callable[..., Any] | None = None) -> dict[str, Any]:
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
-    if fn is None:
-        owners = live_owners()
-    else:
-        owners = owners_of(fn)
-        if not owners:
-            raise FxwrapError(
-                f"stats: {fn!r} has no program",
-                expected='a function compiled with backend="fxwrap" that was called at least once',
-                remedy="call stats() without an argument for all programs",
-            )
-    result = total([program for owner in owners for program in owner.programs])
-    for owner in owners:
-        for reason in owner.fallbacks:
-            subject = reason.splitlines()[0]
-            result["fallbacks"][subject] = result["fallbacks"].get(subject, 0) + 1
-    if fn is None:
-        result["fallbacks"] = dict(COUNTERS.to_dict()["fallbacks"])
+    known = report(fn)
+    result = total([graph.program for graph in known.graphs])
+    for reason in known.fallbacks:
+        subject = reason.splitlines()[0]
+        result["fallbacks"][subject] = result["fallbacks"].get(subject, 0) + 1
     return result

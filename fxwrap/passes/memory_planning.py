@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kind, kind_of
+from ..host_graph import Kind, kind_of, nodes_in
 from ..plan import ArenaPlan, Buffer, MemoryPlan, Origin, Placement, ProgramPlan
-from .storages import nodes_in
 from .symbols import concrete, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
@@ -55,9 +54,7 @@ def plan_memory(buffers: Iterable[Buffer], alignment: int = 64, budget_s: float 
             best, best_size = offsets, size
         if best_size == bound or (deadline is not None and time.monotonic() > deadline):
             break
-    return Placement(
-        {item.name: offset for item, offset in zip(items, best, strict=True)}, max(best_size, 0), bound
-    )
+    return Placement({item.name: offset for item, offset in zip(items, best, strict=True)}, max(best_size, 0), bound)
 
 
 _ORDERS: tuple[Callable[[Buffer, int], Any], ...] = (
@@ -137,8 +134,8 @@ def plan_program(
             layout = concrete(storage.node.args[:2], numbers)
             if layout is None:
                 continue  # its size depends on data: allocated when it is known
-            kwargs = storage.node.kwargs
-            sizes[storage.index] = storage_bytes(*layout, kwargs["dtype"])  # type: ignore[arg-type]
+            kwargs: Mapping[str, Any] = storage.node.kwargs
+            sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
             device = kwargs["device"]
             if storage.index in apart or storage.index not in ranges or kwargs.get("pin_memory"):
                 continue
@@ -150,7 +147,7 @@ def plan_program(
         else:
             continue
         buffer = Buffer(storage.name, sizes[storage.index], begin, end)
-        planned[device].append((storage.index, buffer))  # type: ignore[index]
+        planned[device].append((storage.index, buffer))
 
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
@@ -181,10 +178,6 @@ def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
 def output_storages(program: ProgramPlan) -> frozenset[int]:
     """Allocated storages that values handed to the caller live in."""
     output = next(node for node in reversed(program.graph.graph.nodes) if kind_of(node) is Kind.OUTPUT)
-    found: Collection[frozenset[int]] = [
-        program.facts.of.get(node, frozenset()) for node in nodes_in(output.args)
-    ]
+    found: Collection[frozenset[int]] = [program.facts.of.get(node, frozenset()) for node in nodes_in(output.args)]
     storages = program.facts.storages
-    return frozenset(
-        index for index in frozenset().union(*found) if storages[index].origin is Origin.ALLOCATION
-    )
+    return frozenset(index for index in frozenset().union(*found) if storages[index].origin is Origin.ALLOCATION)

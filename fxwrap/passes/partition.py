@@ -143,8 +143,7 @@ def cut(
     orders = [_drain(dependencies, verdicts, first) for first in (Verdict.CAPTURED, Verdict.EAGER)]
     best = min(orders, key=lambda groups: (sum(v is Verdict.CAPTURED for v, _ in groups), len(groups)))
     return tuple(
-        _partition(index, verdict, tuple(nodes), verdicts, device)
-        for index, (verdict, nodes) in enumerate(best)
+        _partition(index, verdict, tuple(nodes), verdicts, device) for index, (verdict, nodes) in enumerate(best)
     )
 
 

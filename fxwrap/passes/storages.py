@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kernel, Kind, kernel_of, kind_of, schema_of
+from ..host_graph import Kernel, Kind, kernel_of, kind_of, nodes_in, schema_of
 from ..plan import Origin, Storage, StorageFacts
 
 _NONE: frozenset[int] = frozenset()
@@ -111,10 +111,9 @@ class _Analysis:
             for declared in returns
         ]
         if len(returns) == 1:
-            is_list = isinstance(val, (tuple, list))
             if aliased[0]:
                 self.of[node] = aliased[0]
-            elif is_list:
+            elif isinstance(val, (tuple, list)):
                 self.elements[node] = {i: self._new(node, Origin.EXTERN, i) for i in range(len(val))}
                 self.of[node] = _NONE.union(*self.elements[node].values())
             elif _may_be_tensor(returns[0]):
@@ -152,18 +151,6 @@ def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:
             yield argument, node.kwargs[argument.name]
         elif position < len(node.args) and not argument.kwarg_only:
             yield argument, node.args[position]
-
-
-def nodes_in(value: Any) -> list[Node]:
-    """The nodes inside a (nested) argument."""
-    found: list[Node] = []
-
-    def note(node: Node) -> Node:
-        found.append(node)
-        return node
-
-    torch.fx.map_arg(value, note)
-    return found
 
 
 def _may_be_tensor(declared: Any) -> bool:

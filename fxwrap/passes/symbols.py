@@ -21,9 +21,7 @@ def evaluate_sizes(gm: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, An
         The numbers, for symbolic nodes and for placeholders that are numbers. Nodes that depend on data are
         missing.
     """
-    numbers: dict[Node, Any] = {
-        node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)
-    }
+    numbers: dict[Node, Any] = {node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)}
     for node in gm.graph.nodes:
         if kind_of(node) is not Kind.SYMBOLIC:
             continue

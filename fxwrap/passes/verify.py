@@ -22,7 +22,6 @@ from ..plan import MemoryPlan, StorageFacts
 _SHARES = (reinterpret, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
 
 
-
 def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
     """Prove that running ``schedule`` computes what the graph in program order computes.
 
@@ -169,7 +168,7 @@ def _needed(memory: _Memory, graph: Graph, root: Node, numbers: Mapping[Node, An
         return None
 
     def number(value: Any) -> Any:
-        return torch.fx.map_arg(value, lambda node: numbers.get(node))
+        return torch.fx.map_arg(value, numbers.get)
 
     size, stride = number(root.args[0]), number(root.args[1])
     dtype = root.kwargs["dtype"]

@@ -1,0 +1,45 @@
+# Two commands for a fresh machine with Python, a C++ compiler and make:
+#
+#   make demo                   train and generate with a small decoder, beside eager and Inductor
+#   make test                   run the tests
+#
+# Each makes its own virtual environment. Another torch: make test TORCH=2.15.0
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV := .venv-$(TORCH)
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints/torch-$(TORCH).txt
+# A cache for each torch: its kernels stay between runs and disturb nobody else's.
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor-cache
+
+.PHONY: demo test lint benchmark clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check fxwrap benchmarks examples tests
+	$(BIN)/mypy
+
+benchmark: $(VENV)/.installed
+	$(BIN)/python benchmarks/mlp_overhead.py
+
+$(VENV)/bin/python: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) constraints/common.txt
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv-* build *.egg-info

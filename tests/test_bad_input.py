@@ -1,0 +1,147 @@
+"""Bad input gets a clear error and leaves everything usable."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled
+
+import fxwrap
+from fxwrap.codegen.inductor import inductor_options
+from fxwrap.errors import EmissionError, OptionError, UnsupportedModelError
+from fxwrap.options import Options, parse_options
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"warmupp": 1}, "did you mean 'warmup'"),
+        ({"no_such_thing": 1}, "unknown option 'no_such_thing'"),
+        ({"warmup": "1"}, "int of at least 0"),
+        ({"warmup": True}, "int of at least 0"),
+        ({"warmup": -1}, "int of at least 0"),
+        ({"strict": 1}, "expected: bool"),
+        ({"eager_ops": [1]}, "a string or a sequence of strings"),
+        ({"codegen": int}, "a subclass of fxwrap.FxwrapCodegen"),
+        ({"max_autotune": "yes"}, "Inductor's option 'max_autotune'"),
+        ({"cpp_wrapper": True}, "cannot be used with fxwrap"),
+    ],
+)
+def test_wrong_options(compiled: Any, options: dict[str, Any], said: str) -> None:
+    f: Compiled = compiled(lambda x: x + 1, options=options)
+    with pytest.raises(Exception, match="OptionError") as caught:
+        f(torch.ones(2))
+    assert said in str(caught.value)
+    # The next function compiles.
+    g: Compiled = compiled(lambda x: x + 2)
+    assert torch.equal(g(torch.ones(2)), torch.full((2,), 3.0))
+
+
+def test_unknown_mode(compiled: Any) -> None:
+    with pytest.raises(Exception, match="unknown mode 'fastest'"):
+        compiled(lambda x: x + 1, mode="fastest")(torch.ones(2))
+
+
+def test_modes_and_options_reach_inductor(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fxwrap.codegen.inductor as driver
+
+    seen: dict[str, Any] = {}
+    real = driver.compile_fx
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.update(kwargs["config_patches"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(driver, "compile_fx", spy)
+    compiled(lambda x: x + 1, mode="max-autotune-no-cudagraphs")(torch.ones(2))
+    assert seen["max_autotune"] is True
+    seen.clear()
+    compiled(lambda x: x + 2, options={"epilogue_fusion": False, "strict": True})(torch.ones(2))
+    assert seen == {"epilogue_fusion": False}
+    # Device graphs are fxwrap's own, whatever the mode says.
+    compiled(lambda x: x + 3, mode="reduce-overhead")(torch.ones(2))
+    assert "triton.cudagraphs" not in seen
+
+
+def test_parsing_returns_both_kinds() -> None:
+    own, patches = parse_options({"warmup": 2, "epilogue_fusion": False}, inductor_options())
+    assert own == Options(warmup=2) and patches == {"epilogue_fusion": False}
+
+
+def test_two_accelerators() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fxwrap.codegen.inductor import _check_devices
+
+    with FakeTensorMode():
+        tensors = [torch.empty(2, device="meta") for _ in range(3)]
+    graph = torch.fx.Graph()
+    for position, name in enumerate(("cuda:0", "cuda:1", "cpu")):
+        node = graph.placeholder(f"x{position}")
+        fake = tensors[position].fake_mode.from_tensor(torch.empty(2, device="meta"))
+        fake.fake_device = torch.device(name)
+        node.meta["val"] = fake
+    graph.output(())
+    gm = torch.fx.GraphModule({}, graph)
+    with pytest.raises(UnsupportedModelError, match="cuda:0, cuda:1"):
+        _check_devices(gm, [])
+
+
+def _unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Inductor write three lines that no host graph can hold."""
+    from fxwrap.codegen.emission import FxwrapCodegen
+
+    real = FxwrapCodegen._generate
+
+    def generate(self: Any, is_inference: bool) -> Any:
+        self.lines[:0] = ["while True: pass", "import os", "no_such_function(1)"]
+        return real(self, is_inference)
+
+    monkeypatch.setattr(FxwrapCodegen, "_generate", generate)
+
+
+def test_a_line_that_cannot_be_emitted_falls_back_with_one_warning(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _unreadable(monkeypatch)
+    f: Compiled = compiled(lambda x: x.sin() @ x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = torch.randn(4, 4)
+            torch.testing.assert_close(f(x), x.sin() @ x)
+    ours = [w for w in caught if "fxwrap" in str(w.message)]
+    assert len(ours) == 1 and "while True" in str(ours[0].message)
+    assert len(f.owner.fallbacks) == 1
+    assert any("wrapper line" in reason for reason in fxwrap.stats()["fallbacks"])
+
+
+def test_strict_names_every_line(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _unreadable(monkeypatch)
+    f: Compiled = compiled(lambda x: x.sin() @ x, options={"strict": True})
+    with pytest.raises(Exception, match=EmissionError.__name__) as caught:
+        f(torch.randn(4, 4))
+    for line in ("while True", "import os", "no_such_function"):
+        assert line in str(caught.value)
+
+
+def test_wrong_number_of_inputs(compiled: Any) -> None:
+    f: Compiled = compiled(lambda x: x + 1)
+    f(torch.ones(2))
+    with pytest.raises(fxwrap.InputError, match="wrong number of inputs"):
+        f.program(torch.ones(2), torch.ones(2))
+
+
+def test_stats_of_a_stranger() -> None:
+    with pytest.raises(fxwrap.FxwrapError, match="has no program"):
+        fxwrap.stats(lambda x: x)
+
+
+def test_option_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError):
+        parse_options({"warmup": None}, {})
+    with pytest.raises(OptionError):
+        parse_options({"x": 1}, {})

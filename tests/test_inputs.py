@@ -1,0 +1,183 @@
+"""Inputs: updated in place, moved, refilled, laid out in every way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, assert_same, inductor
+
+
+def test_in_place_update_is_seen_by_the_caller(compiled: Any, device: torch.device) -> None:
+    def g(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        counter.add_(1)
+        x.mul_(2)
+        return x.sum() + counter
+
+    f: Compiled = compiled(g)
+    counter, expected = torch.zeros(3, device=device), torch.zeros(3, device=device)
+    for _ in range(5):
+        x = torch.randn(4, device=device)
+        twin = x.clone()
+        got, want = f(x, counter), g(twin, expected)
+        torch.testing.assert_close(got, want)
+        assert torch.equal(x, twin) and torch.equal(counter, expected)
+    assert f.program.counters.replays == 3
+
+
+def test_batch_norm_keeps_its_statistics(compiled: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    twin = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    twin.load_state_dict(model.state_dict())
+    ours, theirs = compiled(model), torch.compile(twin, backend="inductor")
+    for _ in range(5):
+        x = torch.randn(2, 3, 8, 8)
+        a, b = ours(x), theirs(x)
+        assert_same(a, b)
+        a.sum().backward()
+        b.sum().backward()
+    for p, q in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_an_optimizer_step_between_calls(compiled: Any) -> None:
+    model, twin = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    twin.load_state_dict(model.state_dict())
+    ours, theirs = compiled(model), torch.compile(twin, backend="inductor")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin)]
+    for _ in range(6):
+        x = torch.randn(4, 8)
+        for compiled_model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            compiled_model(x).square().sum().backward()
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_swapped_parameter_memory(compiled: Any, device: torch.device) -> None:
+    """``p.data = new`` moves a parameter: a recording that relied on its address must not be used."""
+    model = torch.nn.Linear(8, 8).to(device)
+    f: Compiled = compiled(model)
+    x = torch.randn(2, 8, device=device)
+    with torch.no_grad():
+        for call in range(12):
+            if call % 4 == 3:
+                model.weight.data = torch.randn(8, 8, device=device)
+            torch.testing.assert_close(f(x), model(x))
+    counters = f.program.counters
+    assert counters.events["an input taken to stay in place has moved"] >= 1
+    assert counters.replays >= 4
+
+
+def test_a_freed_parameter_is_not_kept_alive(compiled: Any) -> None:
+    """A recording knows addresses; it does not hold the tensors there."""
+    import gc
+    import weakref
+
+    model = torch.nn.Linear(8, 8)
+    f: Compiled = compiled(model)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        for _ in range(4):
+            f(x)
+        old = model.weight.untyped_storage()._cdata
+        assert old
+        storage = torch.multiprocessing.reductions.StorageWeakRef(model.weight.untyped_storage())
+        model.weight.data = torch.randn(8, 8)
+        gc.collect()
+        assert storage.expired()
+    assert weakref.ref(model)() is model
+
+
+@pytest.mark.parametrize("layout", ["offset", "transposed", "expanded", "channels_last", "strided"])
+def test_layouts_of_inputs(compiled: Any, device: torch.device, layout: str) -> None:
+    def g(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.reshape(-1, 4) @ w).sum(0) + x.flatten()[:4]
+
+    def make() -> torch.Tensor:
+        if layout == "offset":
+            return torch.randn(48, device=device)[16:32].view(4, 4)
+        if layout == "transposed":
+            return torch.randn(4, 4, device=device).t()
+        if layout == "expanded":
+            return torch.randn(1, 4, device=device).expand(4, 4)
+        if layout == "strided":
+            return torch.randn(4, 8, device=device)[:, ::2]
+        return torch.randn(2, 4, 2, 2, device=device).to(memory_format=torch.channels_last)
+
+    f: Compiled = compiled(g)
+    theirs = inductor(g)
+    w = torch.randn(4, 4, device=device)
+    for _ in range(4):
+        x = make()
+        assert_same(f(x, w), theirs(x, w))
+    assert f.program.counters.replays == 2
+
+
+def test_storage_offset_in_a_library_call(compiled: Any, device: torch.device) -> None:
+    """Stock FX conversion counts view offsets from the start of the storage and is wrong here."""
+    f: Compiled = compiled(lambda x, w: torch.mm(x.view(4, 4), w))
+    w = torch.randn(4, 4, device=device)
+    for _ in range(4):
+        base = torch.randn(64, device=device)
+        x = base[16:32]
+        torch.testing.assert_close(f(x, w), x.view(4, 4) @ w)
+
+
+def test_refilled_input(compiled: Any, device: torch.device) -> None:
+    """The same tensor object with new contents: replay reads what is there now."""
+    f: Compiled = compiled(lambda x: x.sin() @ x)
+    x = torch.empty(4, 4, device=device)
+    for _ in range(5):
+        x.normal_()
+        torch.testing.assert_close(f(x), x.sin() @ x)
+
+
+def test_another_dtype_rank_and_grad_recompile(compiled: Any) -> None:
+    f: Compiled = compiled(lambda x: (x * 2).sum(-1))
+    for make in (
+        lambda: torch.randn(4, 4),
+        lambda: torch.randn(4, 4, dtype=torch.float64),
+        lambda: torch.randn(2, 4, 4),
+        lambda: torch.randn(4, 4, requires_grad=True),
+    ):
+        for _ in range(3):
+            x = make()
+            out = f(x)
+            torch.testing.assert_close(out, (x * 2).sum(-1))
+            if x.requires_grad:
+                out.sum().backward()
+                torch.testing.assert_close(x.grad, torch.full_like(x, 2))
+    assert all(program.counters.replays for program in f.programs)
+
+
+def test_inference_mode_and_back(compiled: Any) -> None:
+    model = torch.nn.Linear(4, 4)
+    f: Compiled = compiled(model)
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        with torch.inference_mode():
+            torch.testing.assert_close(f(x), model(x))
+        with torch.no_grad():
+            torch.testing.assert_close(f(x), model(x))
+        out = f(x)
+        out.sum().backward()
+
+
+def test_random_numbers_follow_the_seed(compiled: Any) -> None:
+    def g(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x)
+
+    f: Compiled = compiled(g)
+    theirs = inductor(g)
+    for seed in range(5):
+        x = torch.randn(32)
+        torch.manual_seed(seed)
+        a = f(x)
+        torch.manual_seed(seed)
+        b = theirs(x)
+        assert_same(a, b)
+        c = f(x)
+        assert not torch.equal(a, c)
