@@ -27,7 +27,7 @@ from fxwrap.options import Options, parse_options
         ({"eager_ops": [1]}, "a string or a sequence of strings"),
         ({"codegen": int}, "a subclass of fxwrap.FxwrapCodegen"),
         ({"max_autotune": "yes"}, "Inductor's option 'max_autotune'"),
-        ({"cpp_wrapper": True}, "cannot be used with fxwrap"),
+        ({"cpp_wrapper": True}, "cannot be set together with fxwrap"),
     ],
 )
 def test_wrong_options(compiled: Any, options: dict[str, Any], said: str) -> None:

@@ -67,7 +67,6 @@ class HostGraphConverter(FxConverter):
         try:
             self._generate_graph_inputs()
             self._generate_graph_constants()
-            self._generate_torchbind_constants()
             self._generate_subgm_getattrs()
             self._generate_graph_input_shapes()
             self._name_symbols()
@@ -95,10 +94,12 @@ class HostGraphConverter(FxConverter):
             if isinstance(expression, sympy.Symbol):
                 self.buffer_to_node.setdefault(str(expression), proxy.node)
 
-    def _generate_torchbind_constants(self) -> None:
-        for name, value in V.graph.torchbind_constants.items():
+    def _generate_graph_constants(self) -> None:
+        for name, value in {**V.graph.constants, **V.graph.torchbind_constants}.items():
             setattr(self.gm, name, value)
-            self.buffer_to_node[name] = self.gm.graph.create_node("get_attr", name)
+            node = self.buffer_to_node[name] = self.gm.graph.create_node("get_attr", name)
+            if isinstance(value, torch.Tensor):
+                node.meta["val"] = V.fake_mode.from_tensor(value)
 
     # -- lines ---------------------------------------------------------------------------------------
 
@@ -282,9 +283,10 @@ class HostGraphConverter(FxConverter):
         """A number read out of a CPU scalar has no fake value; it must be known to depend on data all the same,
         or a device graph would keep the first one."""
         if isinstance(arg, Node) and arg.target is torch.ops.aten.item.default and "val" not in arg.meta:
-            scalar = arg.all_input_nodes[0].meta["val"]
-            whole = not scalar.dtype.is_floating_point
-            arg.meta["val"] = versions.symbolic_value(sympy.Symbol(arg.name, integer=whole, real=True))
+            env = V.graph.sizevars.shape_env
+            fraction = arg.all_input_nodes[0].meta["val"].is_floating_point()
+            with env.ignore_fresh_unbacked_symbols():
+                arg.meta["val"] = env.create_unbacked_symfloat() if fraction else env.create_unbacked_symint()
         return arg
 
     def _portable_call(self, line: Any, tuner: Any, tuned: TunedLaunch | None) -> Node | None:
@@ -292,19 +294,19 @@ class HostGraphConverter(FxConverter):
         if tuned is None:
             return None
         sizes = dict(self.expr_to_proxy)
-        last = next(reversed(self.gm.graph.nodes))
+        last = next(iter(reversed(self.gm.graph.nodes)))
         self._launch_args = tuned.values
         try:
             if line.kernel_name not in self.kernels:
                 self.kernels[line.kernel_name] = TritonKernel(tuner, versions.wrap_for_graph(tuner))
             self._generate_triton_call(line)
-            node = next(reversed(self.gm.graph.nodes))
+            node = next(iter(reversed(self.gm.graph.nodes)))
             tuned.put_into(node)
             return node
         except Exception:
             log.info("%s has no portable form and is launched directly", line.kernel_name, exc_info=True)
             # Take back the arithmetic that was made on the way, and what torch remembers of it.
-            while (node := next(reversed(self.gm.graph.nodes))) is not last:
+            while (node := next(iter(reversed(self.gm.graph.nodes)))) is not last:
                 self.gm.graph.erase_node(node)
             self.expr_to_proxy.clear()
             self.expr_to_proxy.update(sizes)

@@ -33,8 +33,6 @@ _EMISSION = {
     "fx_graph_cache": False,
     "triton.cudagraphs": False,
 }
-_CONFLICTS = {"cpp_wrapper": "the C++ wrapper", "fx_wrapper": "another FX wrapper", "aot_inductor.": "AOTInductor"}
-
 # device_codegens is a process-wide table: one compilation at a time may have its codegen in it.
 _table = threading.RLock()
 
@@ -69,9 +67,15 @@ def compile_with_inductor(
         patches: the user's settings for Inductor.
         owner: passed on in the request; collects the programs that are made.
     """
-    for name, what in _CONFLICTS.items():
-        if any(key.startswith(name) and patches[key] for key in patches):
-            raise OptionError(f"option {name!r} cannot be used with fxwrap", got=f"{what} was asked for")
+    for key, value in patches.items():
+        if key in _EMISSION and value != _EMISSION[key] and key != "triton.cudagraphs":
+            raise OptionError(
+                f"option {key!r} cannot be set together with fxwrap",
+                expected=f"{_EMISSION[key]!r}, which fxwrap sets itself",
+                got=repr(value),
+                remedy=f"leave {key!r} out",
+            )
+    # Modes ask for CUDA graphs by Inductor; fxwrap's own graphs stand in for them.
     patches = {key: value for key, value in patches.items() if key not in _EMISSION}
     _check_devices(gm, example_inputs)
 

@@ -63,8 +63,11 @@ def wrap_for_graph(tuner: Any) -> Any:
     """Enter a Triton kernel into torch's table of kernels for graphs."""
     from torch._library.triton import wrap_triton
 
+    # A kernel that was compiled in another process came back without its Python function.
     if hasattr(tuner, "_ensure_kernel_loaded"):
         tuner._ensure_kernel_loaded()
+    elif tuner.fn.fn is None:
+        tuner.fn = tuner._reload_kernel().fn
     return wrap_triton(tuner.fn)
 
 

@@ -81,9 +81,21 @@ class FlatBuilder:
         elif self.available(node):
             self._lines.append(self._call(node))
 
-    def assign_constant(self, node: Node, function: Callable[[Any], Any], value: Any) -> None:
-        """Append ``node = function(value)`` in place of what the node itself calls."""
-        self._define(node, f"{self._constant(function)}({self._constant(value)})")
+    def assign(self, node: Node, function: Callable[[Any], Any], text: str) -> None:
+        """Append ``node = function(text)`` in place of what the node itself calls.
+
+        Args:
+            text: what ``constant`` or ``register`` returned.
+        """
+        self._define(node, f"{self._constant(function)}({text})")
+
+    def constant(self, value: Any) -> str:
+        """The text that stands for a value."""
+        return self._constant(value)
+
+    def register(self, node: Node) -> str:
+        """The text that stands for what a node's register holds."""
+        return f"r[{self.registers[node]}]"
 
     def build(self, result: Any = None) -> FlatFunction:
         """Finish; the function returns ``result``, in which nodes stand for their values."""
@@ -166,7 +178,7 @@ class FlatBuilder:
             return self._constant(self.bound[node])
         if node not in self._locals:
             if node in self.registers:
-                self._define(node, f"r[{self.registers[node]}]")
+                self._define(node, self.register(node))
             elif kind_of(node) in _ON_DEMAND:
                 self._define(node, self._call(node))
             else:

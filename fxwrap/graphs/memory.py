@@ -86,3 +86,10 @@ def _allocate(device: torch.device, nbytes: int) -> Scratch:
         shift = -whole.data_ptr() % _CPU_ALIGNMENT
         return Scratch(device, nbytes, whole[shift : shift + nbytes])
     return Scratch(device, nbytes, torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value that an operator returned: a tensor, or a tuple or list with tensors."""
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return [value] if isinstance(value, torch.Tensor) and value.layout is torch.strided else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,12 @@ class Program:
                 expected=str(len(self._placeholders)),
                 got=str(len(inputs)),
             )
-        key = self._key(inputs) if self._dynamic or self._on_accelerator else None
+        if self._on_accelerator:
+            with self._guard():
+                return self._run(self._key(inputs), inputs)
+        return self._run(self._key(inputs) if self._dynamic else None, inputs)
+
+    def _run(self, key: Any, inputs: list[Any]) -> Any:
         family = self.families.get(key)
         if family is not None:
             for recording in family.recordings:
@@ -108,7 +114,7 @@ class Program:
             for position, how, dim in self._dynamic
         )
         if self._on_accelerator:
-            return sizes, runtime_stream(self.plan.device)
+            return sizes, torch.get_device_module(self.plan.device).current_stream(self.plan.device)
         return sizes
 
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
@@ -131,7 +137,8 @@ class Program:
             return self._never_recorded
         if family.recordings:
             return ""
-        if family.eager_runs < self.options.warmup:
+        # Hardware cannot capture what happens once only: kernels load and are tuned, libraries make workspaces.
+        if family.eager_runs < max(self.options.warmup, int(self._on_accelerator)):
             return "warm-up"
         if sum(len(other.recordings) for other in self.families.values()) >= self.options.max_recordings:
             return f"more than {self.options.max_recordings} shapes (max_recordings)"
@@ -231,14 +238,13 @@ class Program:
         return "inputs moved"
 
     def _adapt_to_held(self, family: Family, held: list[Recording]) -> str:
-        indices = {index for recording in held for index in recording.held()}
-        sizes = held[0].request.memory.sizes
-        small = {index for index in indices if sizes.get(index, 0) <= self.options.copy_outputs_below}
-        large = indices - small
+        sizes = {index: nbytes for recording in held for index, nbytes in recording.held()}
+        small = {index for index, nbytes in sizes.items() if nbytes <= self.options.copy_outputs_below}
+        large = set(sizes) - small
         with self.counters._lock:
             self.counters.events["an output was still held at the next call"] += 1
         if large and len(family.recordings) >= self.options.max_output_sets:
-            small, large = indices, set()
+            small, large = set(sizes), set()
         if small:
             family.copied |= small
             # Recordings that hand these out uncopied are of no more use.
@@ -296,6 +302,9 @@ class Program:
     def _runtime(self) -> DeviceRuntime:
         return runtime_for(self.plan.device)
 
+    def _guard(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.get_device_module(self.plan.device).device(self.plan.device)
+
     def _stays(self, family: Family, position: int, value: Any) -> bool:
         """Whether to take an input's address as fixed: it was there before, or another recording owns it."""
         if position in family.moved or not isinstance(value, torch.Tensor):
@@ -308,10 +317,6 @@ class Program:
         if address in OUTPUT_ADDRESSES:
             return True
         return not family.addresses or family.addresses[position] == address
-
-
-def runtime_stream(device: torch.device) -> Any:
-    return torch.get_device_module(device).current_stream(device)
 
 
 def _address(value: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ from ..host_graph import Kind, kind_of
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction, checks_on
-from .memory import SCRATCH, Scratch, tensor_at
+from .memory import SCRATCH, Scratch, tensor_at, tensors_in
 from .torch_functions import TorchFunctions
 
 
@@ -81,6 +82,7 @@ class Recording:
         self._steps: list[Callable[[], Any]] = []
         self._memory: dict[Node, torch.Tensor] = {}
         self._apart: dict[Node, torch.Tensor] = {}
+        self._kept: list[Any] = []
         self._check_inputs: Callable[[list[Any]], Any] | None = None
         self._place_pairs: list[tuple[int, torch.Tensor]] = []
         self._updated: list[tuple[int, torch.Tensor]] = []
@@ -174,9 +176,9 @@ class Recording:
         captured = {**common, **self._static_inputs(inputs)}
         for partition in self.plan.partitions:
             if partition.verdict is Verdict.CAPTURED:
-                self._capture(partition, captured, common)
+                self._capture(partition, captured, common, inputs)
             else:
-                self._add_eager(partition, common, captured)
+                self._add_eager(partition, common, captured, inputs)
         self._collect = self._outputs_function(common)
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
@@ -250,11 +252,18 @@ class Recording:
                 )
         return found
 
-    def _capture(self, partition: Partition, captured: dict[Node, Any], common: dict[Node, Any]) -> None:
+    def _capture(
+        self,
+        partition: Partition,
+        captured: dict[Node, Any],
+        common: dict[Node, Any],
+        inputs: Sequence[Any],
+    ) -> None:
         runtime = self.request.runtime
         stores = self._stores.get(partition.index, [])
         flat = self._flat(partition, captured, stores)
         call = _Bound(flat, self._r, self.request.functions.below_autograd)
+        call.inputs = self._inputs_end
         call.stores = [self._registers[node] for node in stores]
         try:
             graph = runtime.new_graph()
@@ -268,51 +277,59 @@ class Recording:
         except Exception as error:
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
-            self._capture_failed(partition, error, common, captured)
+            # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
+            self.eager_reasons[partition.index] = f"capture failed: {type(error).__name__}: {error}"
+            self._add_eager(partition, common, captured, inputs)
             return
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
         self._steps.append(graph.replay)
         if runtime.frozen_addresses:
-            # What operators allocated during capture keeps its address: from here on it is known.
+            # What operators allocated during capture keeps its address: from here on it is known. Held for as
+            # long as the recording lives, or a later capture in the same pool could be given its memory.
             for node in stores:
                 captured[node] = common[node] = self._r[self._registers[node]]
+                self._kept.append(captured[node])
 
-    def _capture_failed(
-        self, partition: Partition, error: Exception, common: dict[Node, Any], captured: dict[Node, Any]
+    def _add_eager(
+        self,
+        partition: Partition,
+        common: dict[Node, Any],
+        captured: dict[Node, Any],
+        inputs: Sequence[Any],
     ) -> None:
-        self.eager_reasons[partition.index] = f"capture failed: {type(error).__name__}: {error}"
-        self._add_eager(partition, common, captured)
-
-    def _add_eager(self, partition: Partition, common: dict[Node, Any], captured: dict[Node, Any]) -> None:
         stores = self._stores.get(partition.index, [])
         call = _Bound(self._flat(partition, common, stores), self._r)
         call()
         self._steps.append(call)
         if not self.request.runtime.frozen_addresses:
             return
-        # A captured partition reads fixed addresses: give what eager work allocates a place to be copied to.
+        # A captured partition reads fixed addresses: give what eager work allocates places to be copied to.
+        places = _Places(self._stable_memory(inputs))
         refresh = []
         for node in stores:
             value = self._r[self._registers[node]]
-            if isinstance(value, torch.Tensor) and not self.plan.verdicts[node].data_dependent:
-                origins = {self.plan.facts.storages[i].origin for i in self.plan.facts.of.get(node, ())}
-                if origins != {Origin.EXTERN}:
-                    captured[node] = common[node] = value  # an alias of memory that stays
-                    continue
-                place = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-                place.copy_(value)
-                captured[node] = common[node] = place
-                refresh.append((self._registers[node], place))
+            if not self.plan.verdicts[node].data_dependent:
+                captured[node] = common[node] = self._r[self._registers[node]] = places.put(value)
+                self._kept.append(captured[node])
+                refresh.append((self._registers[node], captured[node]))
         if refresh:
             r = self._r
 
             def copy_over() -> None:
                 for register, place in refresh:
-                    place.copy_(r[register])
+                    _copy_tensors(r[register], place)
+                    r[register] = place
 
             self._steps.append(copy_over)
+
+    def _stable_memory(self, inputs: Sequence[Any]) -> set[int]:
+        """Addresses of storages that are the same at every call."""
+        known = [*self._memory.values(), *self._kept, *(place for _, place in self._place_pairs)]
+        known += [inputs[position] for position in self.request.bound_inputs]
+        known += list(self._constants().values())
+        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)}
 
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
         builder = FlatBuilder(bound, {n: i for n, i in self._registers.items() if n not in bound})
@@ -322,28 +339,35 @@ class Recording:
     def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
         """Build the function that hands out the outputs, and start watching their storages."""
         output = next(n for n in reversed(self.plan.graph.graph.nodes) if n.op == "output")
-        functions = self.request.functions
-        # Captured results of operators lie in the graph's pool: handed out like planned outputs.
-        pooled = {
-            node: value
-            for node, value in common.items()
-            if self.request.runtime.frozen_addresses and node in self._registers and node.op != "placeholder"
-        }
+        frozen = self.request.runtime.frozen_addresses
         builder = FlatBuilder(*self._from_registers())
-        used = {root for node in output.all_input_nodes for root in _bases(node)}
-        for node, tensor in {**self._apart, **pooled}.items():
-            if node not in used or not isinstance(tensor, torch.Tensor):
-                continue
+        for node in {root: None for value in output.all_input_nodes for root in _bases(value)}:
             indices = self.plan.facts.of.get(node, frozenset())
+            memory = [self._apart[s] for i in indices if (s := self.plan.facts.storages[i].node) in self._apart]
+            if node in self._apart:
+                value, owned = builder.constant(self._apart[node]), memory
+            elif node.op == "placeholder" or node not in self._registers:
+                continue
+            elif frozen and node in common:
+                # Results of operators lie in the graph's pool, or in a place, and stay: like planned outputs.
+                value, owned = builder.constant(common[node]), tensors_in(common[node])
+            elif memory:
+                value, owned = builder.register(node), memory  # an operator returned planned memory
+            else:
+                continue  # new at every call
             copy = bool(indices & self.request.copied)
-            builder.assign_constant(node, _copy_out if copy else functions.fresh_alias, tensor)
+            hand_out = _copy_out if copy else self.request.functions.fresh_alias
+            builder.assign(node, functools.partial(_each, hand_out), value)
             if not copy:
-                self._watch(tensor, min(indices))
-        function = builder.build(output.args[0]).function
-        return function
+                self._watch(owned, min(indices))
+        return builder.build(output.args[0]).function
 
-    def _watch(self, tensor: torch.Tensor, index: int) -> None:
-        self._held_at.append((tensor.untyped_storage(), 0, index))
+    def _watch(self, tensors: Sequence[torch.Tensor], index: int) -> None:
+        known = {storage.data_ptr() for storage, _, _ in self._held_at}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known or not storage.nbytes():
+                self._held_at.append((storage, 0, index))
 
     def _start_watching(self) -> None:
         count = self.request.functions.storage_use_count or (lambda storage: 0)
@@ -378,12 +402,14 @@ class Recording:
         bound = self.request.bound_inputs
         return not bound or self.request.functions.same_data_pointers(inputs, self.bound_addresses, bound)
 
-    def held(self) -> list[int]:
-        """Storages (by index) of outputs handed out before that somebody still holds."""
+    def held(self) -> list[tuple[int, int]]:
+        """Storages (index, bytes) of outputs handed out before that somebody still holds."""
         count = self.request.functions.storage_use_count
-        if count is None:
-            return [index for _, _, index in self._held_at]
-        return [index for storage, baseline, index in self._held_at if count(storage) > baseline]
+        return [
+            (index, storage.nbytes())
+            for storage, baseline, index in self._held_at
+            if count is None or count(storage) > baseline
+        ]
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Replay on ``inputs`` (the lock is held) and hand out the outputs."""
@@ -405,12 +431,16 @@ class Recording:
         return self._collect(self._r)
 
     def _fill_places(self, inputs: Sequence[Any]) -> None:
-        if not self._place_pairs:
-            return
-        torch._foreach_copy_(
-            [place for _, place in self._place_pairs],
-            [_unexpanded(inputs[position]) for position, _ in self._place_pairs],
-        )
+        for places, positions in self._places_by_device():
+            torch._foreach_copy_(places, [_unexpanded(inputs[position]) for position in positions])
+
+    def _places_by_device(self) -> list[tuple[list[torch.Tensor], list[int]]]:
+        groups: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
+        for position, place in self._place_pairs:
+            places, positions = groups.setdefault(place.device, ([], []))
+            places.append(place)
+            positions.append(position)
+        return list(groups.values())
 
     def _clear_registers(self) -> None:
         self._r[:] = self._blank
@@ -431,11 +461,59 @@ class _Bound:
     ) -> None:
         self._function, self.registers, self.source = flat.function, registers, flat.source
         self._context = context
+        self.inputs = 0  # so many registers, the first ones, hold inputs
         self.stores: list[int] = []  # the registers it fills
 
     def __call__(self) -> None:
         with self._context():
             self._function(self.registers)
+
+
+class _Places:
+    """Memory that stays, for values that eager work makes anew at every call.
+
+    Values that share a storage get places that share one.
+    """
+
+    def __init__(self, stable: set[int]) -> None:
+        self._stable = stable
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def put(self, value: Any) -> Any:
+        """The place of a tensor, filled, and of every tensor in a tuple; other values as they are."""
+        if isinstance(value, (tuple, list)):
+            return tuple(self.put(item) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() in self._stable:
+            return value
+        if storage.data_ptr() not in self._storages:
+            new = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
+            self._storages[storage.data_ptr()] = new.untyped_storage()
+        place = torch.empty(0, dtype=value.dtype, device=value.device).set_(
+            self._storages[storage.data_ptr()],  # type: ignore[call-overload]
+            value.storage_offset(),
+            value.size(),
+            value.stride(),
+        )
+        _copy_tensors(value, place)
+        return place
+
+
+def _copy_tensors(source: Any, place: Any) -> None:
+    if isinstance(place, tuple):
+        for item, item_place in zip(source, place, strict=True):
+            _copy_tensors(item, item_place)
+    elif isinstance(place, torch.Tensor) and source is not place:
+        _unexpanded(place).copy_(_unexpanded(source))
+
+
+def _each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``function`` to a tensor or to each of a tuple."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_each(function, item) for item in value)
+    return function(value) if isinstance(value, torch.Tensor) else value
 
 
 def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:

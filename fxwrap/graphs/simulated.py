@@ -13,35 +13,52 @@ from typing import Any
 import torch
 
 from .device_graph import DeviceRuntime, HostGraph
+from .memory import tensors_in
 
 
 class SimulatedGraph(HostGraph):
-    """A host graph whose results keep the addresses they had when they were captured."""
+    """Replays calls on the very values they were captured with, and fills no registers: as hardware does.
+
+    What an operator allocates lands in the memory it had when it was captured.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._results: list[tuple[list[Any], int, torch.Tensor]] = []
-        self.replays = 0
+        self._captured_with: list[list[Any]] = []
 
     def capture_end(self) -> None:
         super().capture_end()
-        for call in self._calls:
-            registers = getattr(call, "registers", [])
-            for index in getattr(call, "stores", ()):
-                if isinstance(registers[index], torch.Tensor):
-                    self._results.append((registers, index, registers[index]))
+        # Inputs are bound or copied to places: a call that reads one from a register would not survive hardware.
+        self._captured_with = [
+            [None] * getattr(call, "inputs", 0) + list(call.registers)[getattr(call, "inputs", 0) :]
+            for call in map(_as_bound, self._calls)
+        ]
 
     def replay(self) -> None:
-        super().replay()
-        self.replays += 1
-        for registers, index, captured in self._results:
-            # What an operator allocates lands where it did during capture.
-            captured.copy_(registers[index])
-            registers[index] = captured
+        if not self._captured:
+            super().replay()  # says what is wrong
+        for call, captured in zip(map(_as_bound, self._calls), self._captured_with, strict=True):
+            now = list(call.registers)
+            call.registers[:] = captured
+            try:
+                call()
+                for index in call.stores:
+                    pairs = zip(tensors_in(call.registers[index]), tensors_in(captured[index]), strict=True)
+                    for made, landed in pairs:
+                        landed.copy_(made)
+            finally:
+                call.registers[:] = now
 
     def reset(self) -> None:
         super().reset()
-        self._results = []
+        self._captured_with = []
+
+
+def _as_bound(call: Any) -> Any:
+    """A call with registers; a plain one has none."""
+    if not hasattr(call, "registers"):
+        call.registers, call.stores = [], []
+    return call
 
 
 SIMULATED = DeviceRuntime(

@@ -63,8 +63,7 @@ def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:
         return []
     overload = schema_of(node)
     if overload is None:
-        # Nothing is declared: it may draw random numbers and may have any effect.
-        return ["effects"] if not isinstance(node.target, torch._ops.OpOverloadPacket) else []
+        return ["random", "effects"]  # nothing is declared: it may do either
     chains = []
     if torch.Tag.nondeterministic_seeded in overload.tags:
         chains.append("random")

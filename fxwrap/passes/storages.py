@@ -30,6 +30,7 @@ class _Analysis:
         self.storages: list[Storage] = []
         self.of: dict[Node, frozenset[int]] = {}
         self.elements: dict[Node, dict[int, frozenset[int]]] = {}
+        self.constants: dict[str, Node] = {}  # the first node that reads an attribute
         self.reads: dict[Node, frozenset[int]] = {}
         self.writes: dict[Node, frozenset[int]] = {}
 
@@ -43,11 +44,10 @@ class _Analysis:
             if not isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat)):
                 self.of[node] = self._new(node, Origin.INPUT)
         elif kind is Kind.CONSTANT:
-            value = _attribute(self.gm, str(node.target))
-            if isinstance(value, torch.Tensor):
-                self.of[node] = self._new(node, Origin.CONSTANT)
-            elif not isinstance(value, (Kernel, torch.nn.Module)):
-                self.of[node] = self._new(node, Origin.CONSTANT)  # a torchbind object: state of its own
+            # Kernels and subgraphs are no memory; a torchbind object is state of its own.
+            if not isinstance(_attribute(self.gm, str(node.target)), (Kernel, torch.nn.Module)):
+                first = self.constants.setdefault(str(node.target), node)
+                self.of[node] = self.of[first] if first in self.of else self._new(node, Origin.CONSTANT)
         elif kind is Kind.ALLOCATION:
             self.of[node] = self._new(node, Origin.ALLOCATION)
         elif kind is Kind.VIEW:
@@ -90,6 +90,7 @@ class _Analysis:
             self._visit_undeclared(node)
             return
         written: frozenset[int] = _NONE
+        inside_lists: frozenset[int] = _NONE
         returned: dict[str, frozenset[int]] = {}
         for argument, value in bound_arguments(schema._schema, node):
             if argument.alias_info is None:
@@ -99,8 +100,14 @@ class _Analysis:
                 written |= storages
             for label in (*argument.alias_info.before_set, *argument.alias_info.after_set):
                 returned[label] = returned.get(label, _NONE) | storages
+            if "*" in argument.alias_info.after_set:
+                # Views of the argument come back inside a list, which carries no label of its own.
+                inside_lists |= storages
         self.writes[node] = written
-        self._visit_results(node, schema._schema.returns, returned)
+        if inside_lists:
+            self.of[node] = inside_lists
+        else:
+            self._visit_results(node, schema._schema.returns, returned)
 
     def _visit_results(self, node: Node, returns: Any, returned: dict[str, frozenset[int]]) -> None:
         val = node.meta.get("val")

@@ -6,6 +6,7 @@ what the operators' fake results show, accesses from walking the graph, overlap 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,10 @@ from ..errors import PlanError
 from ..host_graph import Kernel, Kind, kind_of, launch, reinterpret
 from ..plan import MemoryPlan, StorageFacts
 
+# A storage: who made it, and which of its results it is (None for an only one).
+_Root = tuple[Node, int | None]
+
+_COMMUNICATION = ("c10d", "_c10d_functional", "symm_mem")
 _SHARES = (reinterpret, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
 
 
@@ -41,20 +46,23 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
         for source in memory.sources(node, set(position)):
             if position[source] >= position[node]:
                 _wrong_order(source, node, position, f"{node.name} uses the value of {source.name}")
+    for chain in memory.ordered(required):
+        for before, after in itertools.pairwise(chain):
+            if position[before] >= position[after]:
+                _wrong_order(before, after, position, "random numbers and effects keep program order")
     for root, accesses in memory.accesses(required).items():
         # Program order: reads between two writes form a group; no access may cross a write.
-        latest = -1
         last_writer: Node | None = None
         group: list[Node] = []
         for node, writes in accesses:
             step = position[node]
-            if last_writer is not None and step <= latest and node is not last_writer:
-                _wrong_order(last_writer, node, position, f"{last_writer.name} writes {root.name} first")
+            if last_writer is not None and step <= position[last_writer]:
+                _wrong_order(last_writer, node, position, f"{last_writer.name} writes {_name(root)} first")
             if writes:
                 for reader in group:
-                    if position[reader] >= step and reader is not node:
-                        _wrong_order(reader, node, position, f"{reader.name} reads {root.name} first")
-                latest, last_writer, group = step, node, []
+                    if position[reader] >= step:
+                        _wrong_order(reader, node, position, f"{reader.name} reads {_name(root)} first")
+                last_writer, group = node, []
             else:
                 group.append(node)
 
@@ -87,7 +95,7 @@ def verify_memory(
     spans = _spans(memory, schedule)
     # An input that is returned is the caller's own tensor, whatever its place in the arena.
     returned = (root for node in _output_nodes(gm.graph) for root in memory.roots(node))
-    outputs = {root for root in returned if root.op != "placeholder"}
+    outputs = {root for root in returned if root[0].op != "placeholder"}
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:
@@ -96,7 +104,7 @@ def verify_memory(
         size = _needed(memory, gm.graph, storage.node, numbers)
         known = plan.sizes.get(storage.index, 0)
         size = known if size is None else size
-        name = storage.name
+        name, root = storage.name, (storage.node, storage.element)
         arena = plan.arenas[device]
         if size > known:
             raise PlanError(f"plan: {name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
@@ -110,15 +118,15 @@ def verify_memory(
                 expected=f"bytes within [0, {arena.placement.size})",
                 got=f"[{offset}, {offset + size})",
             )
-        if storage.node in outputs:
+        if root in outputs:
             raise PlanError(
                 f"plan: output {name} lies in an arena that later calls overwrite",
                 expected="memory of its own for every output",
             )
         if storage.node.op == "placeholder":
             span = (0, len(schedule) + 1)
-        elif storage.node in spans:
-            span = spans[storage.node]
+        elif root in spans:
+            span = spans[root]
         else:
             continue
         if size:
@@ -153,9 +161,16 @@ def _check_overlap(items: list[_Placed]) -> None:
         live.append(item)
 
 
-def _spans(memory: _Memory, schedule: Sequence[Node]) -> dict[Node, tuple[int, int]]:
-    spans: dict[Node, tuple[int, int]] = {}
+def _name(root: _Root) -> str:
+    node, element = root
+    return node.name if element is None else f"{node.name}[{element}]"
+
+
+def _spans(memory: _Memory, schedule: Sequence[Node]) -> dict[_Root, tuple[int, int]]:
+    spans: dict[_Root, tuple[int, int]] = {}
     for step, node in enumerate(schedule):
+        if not memory.works(node):
+            continue  # a view or a size touches no bytes
         for operand in node.all_input_nodes:
             for root in memory.roots(operand):
                 spans[root] = (spans.get(root, (step, step))[0], step + 1)
@@ -194,40 +209,84 @@ def _output_nodes(graph: Graph) -> list[Node]:
 
 @dataclass
 class _Memory:
-    """Aliasing and accesses, worked out from the graph. A storage is known by the node that made it."""
+    """Aliasing and accesses, worked out from the graph. A storage is known by who made it."""
 
     graph: Graph
-    _roots: dict[Node, frozenset[Node]] = field(default_factory=dict)
+    _roots: dict[Node, frozenset[_Root]] = field(default_factory=dict)
+    _elements: dict[Node, list[frozenset[_Root]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        by_storage: dict[int, frozenset[Node]] = {}
+        by_storage: dict[int, frozenset[_Root]] = {}
+        attributes: dict[Any, Node] = {}
         for node in self.graph.nodes:
-            self._roots[node] = self._roots_of(node, by_storage)
-            for key in _fake_storages(node.meta.get("val")):
-                by_storage[key] = by_storage.get(key, frozenset()) | self._roots[node]
+            owner = attributes.setdefault(node.target, node) if node.op == "get_attr" else node
+            self._roots[node] = self._roots_of(owner, by_storage) if owner is node else self._roots[owner]
+            elements = self._elements.get(node)
+            for position, key in _fake_storages(node.meta.get("val")):
+                roots = elements[position] if elements and position is not None else self._roots[node]
+                by_storage[key] = by_storage.get(key, frozenset()) | roots
 
-    def _roots_of(self, node: Node, by_storage: Mapping[int, frozenset[Node]]) -> frozenset[Node]:
+    def _roots_of(self, node: Node, by_storage: Mapping[int, frozenset[_Root]]) -> frozenset[_Root]:
         if node.target in _SHARES:
             base = node.args[0]
-            return self._roots.get(base, frozenset()) if isinstance(base, Node) else frozenset()
-        roots = frozenset({node})
-        for key in _fake_storages(node.meta.get("val")):
-            roots |= by_storage.get(key, frozenset())
+            if not isinstance(base, Node):
+                return frozenset()
+            if node.target is operator.getitem and base in self._elements:
+                index = node.args[1]
+                elements = self._elements[base]
+                if isinstance(index, int) and -len(elements) <= index < len(elements):
+                    return elements[index]
+            return self._roots.get(base, frozenset())
         schema = _schema(node)
-        if schema is not None:
-            labels = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
-            for argument, value in _pairs(schema, node):
-                if argument.alias_info is not None and labels & set(argument.alias_info.before_set):
-                    roots |= self.roots_in(value)
-        elif self.works(node) and node.target is not launch:
-            roots |= self.roots_in((node.args, node.kwargs))
+        shared = self._declared_aliases(node, schema)
+        val = node.meta.get("val")
+        count = len(val) if isinstance(val, (tuple, list)) else len(schema.returns) if schema is not None else 1
+        if (count > 1 or isinstance(val, (tuple, list))) and not shared:
+            # Results of one operator are storages of their own, unless their fake values say otherwise.
+            elements = [frozenset({(node, position)}) for position in range(count)]
+            for position, key in _fake_storages(val):
+                if position is not None:
+                    elements[position] |= by_storage.get(key, frozenset())
+            self._elements[node] = elements
+            return frozenset().union(*elements)
+        roots = frozenset({(node, None)}) | shared
+        for _, key in _fake_storages(val):
+            roots |= by_storage.get(key, frozenset())
         return roots
 
-    def roots(self, node: Node) -> frozenset[Node]:
+    def _declared_aliases(self, node: Node, schema: Any) -> frozenset[_Root]:
+        if schema is None:
+            undeclared = self.works(node) and node.target is not launch
+            return self.roots_in((node.args, node.kwargs)) if undeclared else frozenset()
+        labels = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
+        shared: frozenset[_Root] = frozenset()
+        for argument, value in _pairs(schema, node):
+            info = argument.alias_info
+            if info is not None and (labels & set(info.before_set) or "*" in info.after_set):
+                shared |= self.roots_in(value)
+        return shared
+
+    def roots(self, node: Node) -> frozenset[_Root]:
         return self._roots.get(node, frozenset())
 
-    def roots_in(self, value: Any) -> frozenset[Node]:
-        found: set[Node] = set()
+    def ordered(self, work: Sequence[Node]) -> list[list[Node]]:
+        """Nodes that must keep program order although no memory joins them: random draws, and effects."""
+        random: list[Node] = []
+        effects: list[Node] = []
+        for node in work:
+            if node.target is launch:
+                continue
+            schema, overload = _schema(node), node.target
+            tags = overload.tags if isinstance(overload, torch._ops.OpOverload) else ()
+            if schema is None or torch.Tag.nondeterministic_seeded in tags:
+                random.append(node)
+            communicates = schema is not None and schema.name.split("::")[0] in _COMMUNICATION
+            if schema is None or communicates or not (schema.returns or self._written(node)):
+                effects.append(node)
+        return [random, effects]
+
+    def roots_in(self, value: Any) -> frozenset[_Root]:
+        found: set[_Root] = set()
 
         def note(node: Node) -> Node:
             found.update(self.roots(node))
@@ -251,16 +310,16 @@ class _Memory:
                 todo.extend(operand.all_input_nodes)
         return found
 
-    def accesses(self, work: Sequence[Node]) -> dict[Node, list[tuple[Node, bool]]]:
+    def accesses(self, work: Sequence[Node]) -> dict[_Root, list[tuple[Node, bool]]]:
         """For each storage, who touches it in program order, and whether they write."""
-        found: dict[Node, list[tuple[Node, bool]]] = defaultdict(list)
+        found: dict[_Root, list[tuple[Node, bool]]] = defaultdict(list)
         for node in work:
             written = self._written(node)
             for root in self.roots_in((node.args, node.kwargs)):
                 found[root].append((node, root in written))
         return found
 
-    def _written(self, node: Node) -> frozenset[Node]:
+    def _written(self, node: Node) -> frozenset[_Root]:
         if node.target is launch:
             kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]
             assert isinstance(kernel, Kernel)
@@ -289,13 +348,14 @@ def _pairs(schema: Any, node: Node) -> list[tuple[Any, Any]]:
     return pairs + [(named[name], value) for name, value in node.kwargs.items() if name in named]
 
 
-def _fake_storages(val: Any) -> list[int]:
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    found = []
-    for value in values:
+def _fake_storages(val: Any) -> list[tuple[int | None, int]]:
+    """(position in a tuple, storage) of the tensors in a fake value."""
+    whole = not isinstance(val, (tuple, list))
+    found: list[tuple[int | None, int]] = []
+    for position, value in enumerate((val,) if whole else val):
         if isinstance(value, torch.Tensor):
             try:
-                found.append(value.untyped_storage()._cdata)
+                found.append((None if whole else position, value.untyped_storage()._cdata))
             except (NotImplementedError, RuntimeError):
                 continue
     return found

@@ -1,0 +1,253 @@
+"""Emission: what Inductor's wrapper would run becomes a host graph that means the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, assert_same, inductor
+from torch.fx import Graph, GraphModule
+
+import fxwrap
+from fxwrap.codegen.statements import StatementReader, assigned_names
+from fxwrap.errors import EmissionError
+from fxwrap.host_graph import Kind, check, kind_of, launch, select
+from fxwrap.inspection.listing import list_graph
+
+# -- reading statements --------------------------------------------------------------------------------
+
+
+def _read(text: str, **names: Any) -> tuple[Graph, dict[str, Any]]:
+    graph = Graph()
+    for name in ("a", "b"):
+        names.setdefault(name, graph.placeholder(name))
+    reader = StatementReader(
+        graph, names, {"torch": torch, "aten": torch.ops.aten}, {}, lambda *_: None, lambda *_: None
+    )
+    reader.run(text)
+    return graph, names
+
+
+def _calls(graph: Graph) -> list[tuple[Any, tuple[Any, ...]]]:
+    return [(node.target, node.args) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_assignment_call_and_delete() -> None:
+    graph, names = _read("c = aten.add.Tensor(a, b, alpha=2); del a\nd = c[0]  # a comment")
+    assert [target.__name__ for target, _ in _calls(graph)] == ["add.Tensor", "getitem"]
+    assert "a" not in names and names["d"].args == (names["c"], 0)
+
+
+def test_arithmetic_without_nodes_is_evaluated_and_with_nodes_is_shared() -> None:
+    graph, names = _read("x = 2 * 3 + 1\ny = a * 4 + 1\nz = a * 4\nw = max(a, 3) if a > 2 else 7")
+    assert names["x"] == 7
+    targets = [target for target, _ in _calls(graph)]
+    assert sum(target.__name__ == "mul" for target in targets) == 1  # a * 4 stands there twice
+    assert targets[-1] is select
+
+
+def test_methods_of_tensors_and_asserts() -> None:
+    graph, _ = _read("a.copy_(b, False)\nu0 = b.item()\nassert u0 % 2 == 0, f'odd'\ns = a.size(1)")
+    targets = [target for target, _ in _calls(graph)]
+    assert targets[0] is torch.ops.aten.copy_.default
+    assert torch.ops.aten.item.default in targets and check in targets
+    assert targets[-1] is torch.ops.aten.sym_size.int
+
+
+@pytest.mark.parametrize(
+    "text", ["while True: pass", "import os", "x = undefined + 1", "a.backward()", "for i in a: pass", "x = = 1"]
+)
+def test_what_is_not_straight_line_code_is_refused(text: str) -> None:
+    with pytest.raises(EmissionError) as caught:
+        _read(text)
+    assert text.split(maxsplit=1)[0] in str(caught.value)
+
+
+def test_assigned_names() -> None:
+    assert assigned_names("x = 1; y = f(z)") == {"x", "y"}
+    assert assigned_names("not python (") == set()
+
+
+# -- host graphs of real programs ----------------------------------------------------------------------
+
+
+def test_a_host_graph_runs_as_it_is_and_reads_well(compiled: Any) -> None:
+    f: Compiled = compiled(lambda x, w: torch.relu(x @ w) + 1)
+    x, w = torch.randn(2, 4, 4)
+    f(x, w)
+    gm = f.program.plan.graph
+    assert torch.equal(gm(x, w), torch.relu(x @ w) + 1)
+    kinds = [kind_of(node) for node in gm.graph.nodes]
+    assert kinds.count(Kind.LAUNCH) == 1 and kinds.count(Kind.EXTERN) == 1
+    assert (
+        list_graph(gm)
+        == """\
+arg0_1: float32[4, 4] on cpu
+arg1_1: float32[4, 4] on cpu
+buf0 = allocate (4, 4), strides (4, 1), float32, cpu
+aten.mm.out(arg0_1, arg1_1, out=buf0)
+launch cpp_fused_add_relu_0(buf0)
+return buf0"""
+    )
+
+
+def test_asserts_are_kept_and_made(compiled: Any) -> None:
+    """Promise 4: what Inductor would have checked is checked, on eager runs and when recording."""
+    f: Compiled = compiled(lambda x: x.sin() @ x)
+    f(torch.randn(4, 4))
+    checks = [node for node in f.program.plan.graph.graph.nodes if kind_of(node) is Kind.CHECK]
+    assert checks
+    for _ in range(3):
+        with pytest.raises(AssertionError, match="expected size 5==4"):
+            f.program(torch.randn(5, 5))
+        torch.testing.assert_close(f.program(x := torch.randn(4, 4)), x.sin() @ x)
+
+
+def test_a_wrong_stride_prediction_raises_instead_of_giving_wrong_numbers(compiled: Any) -> None:
+    @torch.library.custom_op("fxwrap_test::lies_about_strides", mutates_args=())
+    def lies(x: torch.Tensor) -> torch.Tensor:
+        return x.clone().t()
+
+    @lies.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape)  # contiguous, which the real result is not
+
+    f: Compiled = compiled(lambda x: lies(x * 2) + 1)
+    for _ in range(3):
+        with pytest.raises((AssertionError, RuntimeError), match="stride"):
+            f(torch.randn(4, 4))
+
+
+def _scatter(x: torch.Tensor) -> torch.Tensor:
+    index = torch.tensor([[0, 1, 0, 1]], device=x.device)
+    return torch.zeros(4, 4, device=x.device).scatter_reduce(0, index, x[:1], "sum")
+
+
+def _index_put(x: torch.Tensor) -> torch.Tensor:
+    index = torch.tensor([0, 0, 1], device=x.device)
+    return x.sin().index_put((index,), x[:3], accumulate=True)
+
+
+def _multi_output(x: torch.Tensor) -> torch.Tensor:
+    values, indices = torch.topk(x, 2)
+    q, r = torch.linalg.qr(x)
+    return values.sum() + indices.sum() + (q @ r).sum()
+
+
+def _list_output(x: torch.Tensor) -> list[torch.Tensor]:
+    return [part.sin() for part in torch.ops.aten.unbind(torch.sort(x)[0])]
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    y = x.view(1, 2, 2, 4)
+    return torch.nn.functional.scaled_dot_product_attention(y, y + 1, y * 2)
+
+
+def _fft(x: torch.Tensor) -> torch.Tensor:
+    return torch.fft.ifft(torch.fft.fft(x * 2)).real
+
+
+def _linalg(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.cholesky(x @ x.t() + 8 * torch.eye(4)) + torch.linalg.inv(x + 9 * torch.eye(4))
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return (x.bfloat16() @ x.bfloat16()).float().softmax(0)
+
+
+def _convolution(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.conv2d(x.view(1, 1, 4, 4), x[:3, :3].reshape(1, 1, 3, 3), padding=1).relu()
+
+
+def _constant(x: torch.Tensor) -> torch.Tensor:
+    return x @ torch.arange(16.0).view(4, 4) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def _zero_elements(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:0] @ x, x.cumsum(0)])
+
+
+def _embedding(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding_bag(torch.tensor([[0, 1], [2, 3]]), x).sort()[0]
+
+
+def _views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x.sin()
+    return y[1:], y.t(), y.view(torch.int32), y.view(2, 8)[:, ::2]
+
+
+def _cond(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda v: v.sin() + 1, lambda v: v.cos() @ v, (x,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _scatter, _index_put, _multi_output, _list_output, _attention, _fft, _linalg, _half, _convolution,
+        _constant, _zero_elements, _embedding, _views, _cond,
+    ],
+)  # fmt: skip
+def test_constructs(compiled: Any, function: Callable[..., Any]) -> None:
+    ours: Compiled = compiled(function)
+    theirs = inductor(function)
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        assert_same(ours(x), theirs(x))
+    assert not ours.owner.fallbacks, ours.owner.fallbacks[0]
+    assert ours.program.counters.replays == 2
+
+
+def test_custom_operator_that_mutates_and_returns_nothing(compiled: Any) -> None:
+    @torch.library.custom_op("fxwrap_test::add_one_", mutates_args=("x",))
+    def add_one_(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    def g(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        add_one_(y)
+        return y * 2
+
+    f: Compiled = compiled(g)
+    for _ in range(4):
+        x = torch.randn(4)
+        torch.testing.assert_close(f(x), (x.sin() + 1) * 2)
+    assert not f.owner.fallbacks and f.program.counters.replays == 2
+
+
+# -- subclasses ----------------------------------------------------------------------------------------
+
+
+def test_a_backend_written_against_compile_graph_works_unchanged(compiled: Any) -> None:
+    seen: list[GraphModule] = []
+
+    class Printing(fxwrap.FxwrapCodegen):
+        def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
+            seen.append(gm)
+            return gm.forward
+
+    f: Compiled = compiled(lambda x: x.sin() @ x, options={"codegen": Printing})
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        torch.testing.assert_close(f(x), x.sin() @ x)
+    assert len(seen) == 1 and any(node.target is launch for node in seen[0].graph.nodes)
+
+
+def test_passes_see_the_graph_before_it_is_planned(compiled: Any) -> None:
+    class Negating(fxwrap.FxwrapCodegen):
+        def passes(self) -> Any:
+            def negate(gm: GraphModule) -> None:
+                """Replace every aten.mm.out(a, b) by aten.mm.out(b, a)."""
+                for node in gm.graph.nodes:
+                    if node.target is torch.ops.aten.mm.out:
+                        node.args = (node.args[1], node.args[0])
+                gm.recompile()
+
+            return [negate]
+
+    f: Compiled = compiled(lambda x, y: x @ y, options={"codegen": Negating})
+    for _ in range(4):
+        x, y = torch.randn(2, 4, 4)
+        torch.testing.assert_close(f(x, y), y @ x)
+    assert f.program.counters.replays == 2

@@ -1,0 +1,114 @@
+"""Explanations: golden text, plain data, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import Compiled
+
+import fxwrap
+
+
+def _function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    hidden = torch.relu(x @ w)
+    return (hidden @ w).sin() @ w
+
+
+GOLDEN = """\
+graph 0: inference on cpu --------------------------------------------------------------------------------------------
+arg0_1: float32[8, 8] on cpu
+arg1_1: float32[8, 8] on cpu
+buf0 = allocate (8, 8), strides (8, 1), float32, cpu
+aten.mm.out(arg0_1, arg1_1, out=buf0)
+launch cpp_fused_relu_0(buf0)
+buf2 = allocate (8, 8), strides (8, 1), float32, cpu
+aten.mm.out(buf0, arg1_1, out=buf2)
+launch cpp_fused_sin_1(buf2)
+buf4 = allocate (8, 8), strides (8, 1), float32, cpu
+aten.mm.out(buf2, arg1_1, out=buf4)
+return buf4
+
+partition  verdict   launches  extern calls  reason
+0          captured  2         3             -
+
+arena                   storages  bytes        lower bound  without reuse
+cpu                     2         512          512          512
+outputs, each apart     1         256
+allocated by operators  0         not planned
+
+replays: 0
+recordings: 0
+eager runs: 1 (warm-up)
+"""
+
+
+def test_golden_text() -> None:
+    explanation = fxwrap.explain(_function, torch.randn(8, 8), torch.randn(8, 8))
+    assert str(explanation).strip() == GOLDEN.strip()
+
+
+def test_plain_data_and_page(tmp_path: Path) -> None:
+    explanation = fxwrap.explain(_function, torch.randn(8, 8), torch.randn(8, 8))
+    data = json.loads(json.dumps(explanation.to_dict()))
+    (graph,) = data["graphs"]
+    assert graph["memory"]["arena_bytes"] == graph["memory"]["lower_bound_bytes"] == 512
+    assert graph["partitions"][0]["verdict"] == "captured"
+    assert all(node["verdict"] in ("captured", "eager") for node in graph["nodes"].values())
+    assert any("void kernel" in source or "cpp" in source for source in graph["kernels"].values())
+    explanation.to_html(str(tmp_path / "page.html"))
+    assert "aten.mm.out" in (tmp_path / "page.html").read_text()
+
+
+def test_training_and_graph_breaks_show_every_graph() -> None:
+    model = torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = model(x).relu()
+        torch._dynamo.graph_break()
+        loss = y.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    phases = [graph.phase for graph in fxwrap.explain(step, torch.randn(2, 4)).graphs]
+    assert phases.count("forward") >= 1 and phases.count("backward") >= 1
+
+
+def test_symbolic_sizes_are_shown_and_planned_for_the_shape_at_hand(compiled: Any) -> None:
+    f: Compiled = compiled(_function, dynamic=True)
+    f(torch.randn(6, 8), torch.randn(8, 8))
+    f(torch.randn(6, 8), torch.randn(8, 8))
+    text = str(fxwrap.report(f.call))
+    assert "allocate (s" in text
+    assert f.program.newest_plan.size == 384  # two buffers of 6 * 8 floats
+
+
+def test_explaining_leaves_the_compiled_function_alone(compiled: Any) -> None:
+    f: Compiled = compiled(_function)
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    for _ in range(3):
+        f(x, w)
+    before = f.program.counters.to_dict()
+    for _ in range(12):  # more often than Dynamo compiles one function
+        fxwrap.explain(f.call, x, w)
+    assert f.program.counters.to_dict() == before and len(f.programs) == 1
+
+
+def test_stats_and_report_of_one_function_and_of_all(compiled: Any) -> None:
+    f: Compiled = compiled(torch.nn.Linear(4, 4))
+    g: Compiled = compiled(lambda x: x + 1)
+    with torch.no_grad():
+        for _ in range(4):
+            f(torch.randn(2, 4))
+            g(torch.randn(3))
+    assert fxwrap.stats(f.call)["replays"] == 2
+    assert fxwrap.stats(f.call)["programs"] == 1
+    assert fxwrap.stats()["programs"] >= 2
+    assert len(fxwrap.report(g.call).graphs) == 1
+    assert fxwrap.report(g.call).graphs[0].program is g.program
+
+
+def test_a_function_without_tensors() -> None:
+    assert "nothing was compiled" in str(fxwrap.explain(lambda: 3))

@@ -1,0 +1,505 @@
+"""The verifier: accepts what the passes decide, and catches every fault that is planted here.
+
+A fault is planted in a decision (a schedule, a memory plan, a dependency graph), never in the verifier, and where it
+changes numbers the test shows that it does.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import networkx as nx
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from random_graphs import (
+    ALWAYS_EAGER,
+    CPU,
+    PROPERTY,
+    GraphMaker,
+    Recipe,
+    aten,
+    build,
+    check_calls,
+    expected_of,
+    recipes,
+    reordered,
+    run_schedule,
+    same,
+)
+from torch.fx import GraphModule, Node
+
+import fxwrap.passes.verify as verify_module
+from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.errors import PlanError
+from fxwrap.options import Options
+from fxwrap.passes.dependencies import build_dependency_graph
+from fxwrap.passes.memory_planning import plan_memory, plan_program
+from fxwrap.passes.partition import cut, is_work, judge
+from fxwrap.passes.storages import analyse_storages
+from fxwrap.passes.verify import verify_memory, verify_schedule
+from fxwrap.plan import ArenaPlan, Buffer, MemoryPlan, ProgramPlan
+
+
+def planned(gm: GraphModule, dependencies: nx.DiGraph | None = None) -> ProgramPlan:
+    """What ``compile_host_graph`` decides, without its checks, for any dependency graph."""
+    facts = analyse_storages(gm)
+    verdicts = judge(gm, ALWAYS_EAGER)
+    partitions = cut(dependencies or build_dependency_graph(gm, facts), verdicts, CPU)
+    return ProgramPlan(gm, facts, verdicts, partitions, CPU, frozenset(), "inference")
+
+
+def verify_plan(plan: ProgramPlan, memory: MemoryPlan) -> None:
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+
+
+def work_order(schedule: Sequence[Node]) -> str:
+    return " ".join(node.name for node in schedule)
+
+
+# -- a graph to plant faults in -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sound:
+    """
+    ::
+
+        192 |       b2 b2 b2          x -> k0 -> b0 -> k1 -> b1 -> k2 -> b2 -> k3 -> b3 -> k4 -> out
+        128 |    b1 b1 b1             Every kernel also reads what the one before it read.
+         64 | b0 b0 b0 b3 b3          out, the output, has memory of its own.
+          0 +---------------
+              k0 k1 k2 k3 k4
+    """
+
+    maker: GraphMaker
+    gm: GraphModule
+    plan: ProgramPlan
+    memory: MemoryPlan
+
+    def index(self, name: str) -> int:
+        return next(storage.index for storage in self.plan.facts.storages if storage.name == name)
+
+    def moved(self, name: str, offset: Callable[[int], int]) -> MemoryPlan:
+        """The plan with one storage elsewhere."""
+        index = self.index(name)
+        device, before = self.memory.location.get(index, (CPU, 0))
+        return replace(self.memory, location={**self.memory.location, index: (device, offset(before))})
+
+    def with_arena(self, change: Callable[[ArenaPlan], ArenaPlan]) -> MemoryPlan:
+        return replace(self.memory, arenas={CPU: change(self.memory.arenas[CPU])})
+
+
+@pytest.fixture
+def sound() -> Sound:
+    maker = GraphMaker()
+    value = older = maker.input("x")
+    for i in range(5):
+        out = maker.allocate((4, 4), name=f"b{i}" if i < 4 else "out")
+        maker.launch("mix", value, older, out, name=f"k{i}")
+        older, value = value, out
+    gm = maker.finish([value])
+    plan = planned(gm)
+    found = Sound(maker, gm, plan, plan_program(plan, {}, {}))
+    assert {f"b{i}": found.memory.location[found.index(f"b{i}")][1] for i in range(4)} == {
+        "b0": 0, "b1": 64, "b2": 128, "b3": 0,
+    }  # fmt: skip
+    verify_schedule(gm, plan.schedule)
+    verify_plan(plan, found.memory)
+    return found
+
+
+# -- faults in a memory plan --------------------------------------------------------------------------------
+
+
+def _onto_a_neighbour(sound: Sound) -> MemoryPlan:
+    other = sound.memory.location[sound.index("b0")][1]
+    return sound.moved("b1", lambda _: other)
+
+
+def _into_a_neighbour(sound: Sound) -> MemoryPlan:
+    """The last 4 bytes of b1 and the first of b2; both would be aligned if the alignment were 4."""
+    low, high = sorted(("b0", "b1"), key=lambda name: sound.memory.location[sound.index(name)][1])
+    end = sound.memory.location[sound.index(low)][1] + 64
+    loose = sound.with_arena(lambda arena: replace(arena, alignment=4))
+    return replace(loose, location={**loose.location, sound.index(high): (CPU, end - 4)})
+
+
+def _shorter_life(sound: Sound) -> MemoryPlan:
+    """The plan of a planner that forgot the last use of b0."""
+    buffers = [
+        replace(buffer, end=buffer.end - 1) if buffer.name == "b0" else buffer
+        for buffer in sound.memory.arenas[CPU].buffers.values()
+    ]
+    placement = plan_memory(buffers, 64)
+    location = {sound.index(name): (CPU, offset) for name, offset in placement.offsets.items()}
+    return replace(sound.with_arena(lambda arena: replace(arena, placement=placement)), location=location)
+
+
+def _later_birth(sound: Sound) -> MemoryPlan:
+    """The plan of a planner that forgot that b2 is written before it is read."""
+    buffers = [
+        replace(buffer, begin=buffer.begin + 1) if buffer.name == "b2" else buffer
+        for buffer in sound.memory.arenas[CPU].buffers.values()
+    ]
+    placement = plan_memory(buffers, 64)
+    location = {sound.index(name): (CPU, offset) for name, offset in placement.offsets.items()}
+    return replace(sound.with_arena(lambda arena: replace(arena, placement=placement)), location=location)
+
+
+def _short_arena(sound: Sound) -> MemoryPlan:
+    return sound.with_arena(
+        lambda arena: replace(arena, placement=replace(arena.placement, size=arena.placement.size - 1))
+    )
+
+
+def _before_the_arena(sound: Sound) -> MemoryPlan:
+    return sound.moved("b0", lambda _: -64)
+
+
+def _misaligned(sound: Sound) -> MemoryPlan:
+    roomy = sound.with_arena(lambda arena: replace(arena, placement=replace(arena.placement, size=4096)))
+    return replace(roomy, location={**roomy.location, sound.index("b0"): (CPU, 1024 + 4)})
+
+
+def _output_inside(sound: Sound) -> MemoryPlan:
+    roomy = sound.with_arena(lambda arena: replace(arena, placement=replace(arena.placement, size=4096)))
+    return replace(roomy, location={**roomy.location, sound.index("out"): (CPU, 1024)})
+
+
+def _too_small(sound: Sound) -> MemoryPlan:
+    return replace(sound.memory, sizes={**sound.memory.sizes, sound.index("b1"): 60})
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (_onto_a_neighbour, "b0 and b1 overlap at step 1"),
+        (_into_a_neighbour, "b0 and b1 overlap at step 1"),
+        (_shorter_life, "b0 and b2 overlap at step 2"),
+        (_later_birth, "overlap at step 2"),
+        (_short_arena, "lies outside of its arena"),
+        (_before_the_arena, "b0 lies outside of its arena"),
+        (_misaligned, "b0 is misaligned"),
+        (_output_inside, "output out lies in an arena that later calls overwrite"),
+        (_too_small, "b1 is too small"),
+    ],
+)
+def test_a_fault_in_a_memory_plan_is_caught(plant: Callable[[Sound], MemoryPlan], message: str, sound: Sound) -> None:
+    with pytest.raises(PlanError, match=message):
+        verify_plan(sound.plan, plant(sound))
+
+
+def _view(maker: GraphMaker, updated: Node, x: Node) -> Node:
+    return maker.view(updated, (8,), (1,), 8)
+
+
+def _in_place_result(maker: GraphMaker, updated: Node, x: Node) -> Node:
+    return maker.extern(aten.add_.Tensor, updated, x)
+
+
+def _out_result(maker: GraphMaker, updated: Node, x: Node) -> Node:
+    return maker.extern(aten.mm.out, x, x, out=updated)
+
+
+@pytest.mark.parametrize("values", [True, False], ids=["fake values", "no fake values"])
+@pytest.mark.parametrize("hand_out", [_view, _in_place_result, _out_result])
+def test_an_output_in_an_arena_is_caught_behind_any_alias(
+    hand_out: Callable[[GraphMaker, Node, Node], Node], values: bool
+) -> None:
+    maker = GraphMaker(values)
+    x, inner, b = maker.input("x"), maker.allocate(name="inner"), maker.allocate(name="b")
+    maker.launch("mix", x, x, inner)
+    maker.launch("mix", inner, x, b)
+    plan = planned(maker.finish([hand_out(maker, b, x)]))
+    memory = plan_program(plan, {}, {})
+    verify_plan(plan, memory)
+    index = next(storage.index for storage in plan.facts.storages if storage.name == "b")
+    arena = memory.arenas[CPU]
+    arena = replace(arena, placement=replace(arena.placement, size=128))
+    faulty = replace(memory, arenas={CPU: arena}, location={**memory.location, index: (CPU, 64)})
+    with pytest.raises(PlanError, match="output b lies in an arena"):
+        verify_plan(plan, faulty)
+
+
+def test_memory_too_small_for_a_view_of_it_is_caught() -> None:
+    """
+    ::
+
+        b: 0 1 2 3            4 elements, 16 bytes
+        v:     0 1 2 3        reaches two elements further
+    """
+    maker = GraphMaker()
+    x, b, out = maker.input("x"), maker.allocate((4,), name="b"), maker.allocate(name="out")
+    maker.launch("mix", x, x, b)
+    maker.graph.create_node("call_function", verify_module.reinterpret, (b, (4,), (1,), 2), name="v")
+    maker.launch("mix", b, x, out)
+    plan = planned(maker.finish([out]))
+    with pytest.raises(PlanError, match=r"b is too small\n.*24 bytes\n.*16 bytes"):
+        verify_plan(plan, plan_program(plan, {}, {}))
+
+
+@PROPERTY
+@given(recipes(), st.integers(0, 1000))
+def test_any_two_storages_that_live_together_may_not_share_a_place(recipe: Recipe, choice: int) -> None:
+    plan = planned(build(recipe).gm)
+    memory = plan_program(plan, {}, {})
+    assume(memory.arenas)
+    buffers = memory.arenas[CPU].buffers
+    index = {plan.facts.storages[i].name: i for i in memory.location}
+    together = [
+        (one, two)
+        for one in buffers.values()
+        for two in buffers.values()
+        # The other way around might lie outside of the arena, which is another fault.
+        if one.size > two.size or (one.size == two.size and one.name < two.name)
+        if max(one.begin, two.begin) < min(one.end, two.end)
+    ]
+    assume(together)
+    one, two = random.Random(choice).choice(together)
+    place = memory.location[index[one.name]]
+    faulty = replace(memory, location={**memory.location, index[two.name]: place})
+    with pytest.raises(PlanError, match="overlap at step"):
+        verify_plan(plan, faulty)
+
+
+# -- faults in a schedule -----------------------------------------------------------------------------------
+
+
+def _swapped(schedule: list[Node]) -> list[Node]:
+    schedule[1], schedule[2] = schedule[2], schedule[1]
+    return schedule
+
+
+def _reversed(schedule: list[Node]) -> list[Node]:
+    return schedule[::-1]
+
+
+def _missing(schedule: list[Node]) -> list[Node]:
+    return schedule[:2] + schedule[3:]
+
+
+def _doubled(schedule: list[Node]) -> list[Node]:
+    return [*schedule[:3], schedule[1], *schedule[3:]]
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (_swapped, r"k2 runs before k1\n.*k1 writes b1 first"),
+        (_reversed, "runs before"),
+        (_missing, "k2 never runs"),
+        (_doubled, "k1 runs twice"),
+    ],
+)
+def test_a_fault_in_a_schedule_is_caught(
+    plant: Callable[[list[Node]], list[Node]], message: str, sound: Sound
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        verify_schedule(sound.gm, plant(list(sound.plan.schedule)))
+
+
+@PROPERTY
+@given(recipes(), st.integers(0, 1000))
+def test_the_ends_of_any_dependency_may_not_change_places(recipe: Recipe, choice: int) -> None:
+    plan = planned(build(recipe).gm)
+    dependencies = build_dependency_graph(plan.graph, plan.facts)
+    edges = [
+        (before, after)
+        for before, after, kind in dependencies.edges(data="kind")
+        if is_work(before) and is_work(after) and kind != "order"  # see test_a_dropped_dependency_is_caught
+    ]
+    assume(edges)
+    before, after = random.Random(choice).choice(edges)
+    other = {before: after, after: before}
+    with pytest.raises(PlanError, match="runs before"):
+        verify_schedule(plan.graph, [other.get(node, node) for node in plan.schedule])
+
+
+# -- faults in the dependency graph -------------------------------------------------------------------------
+# One graph for each kind of edge, in which that edge is all that keeps its two nodes in order. Without it, a cut that
+# prefers late nodes to early ones runs them the wrong way around.
+
+
+def _data(maker: GraphMaker) -> list[Node]:
+    """first: s = sin(x) --data--> second: b <- f(s)"""
+    s = maker.extern(aten.sin.default, maker.input("x"), name="first")
+    b = maker.allocate(name="b")
+    maker.launch("mix", s, s, b, name="second")
+    return [b]
+
+
+def _raw(maker: GraphMaker) -> list[Node]:
+    """first: x <- f(y) --raw--> second: b <- f(x)"""
+    x, y, b = maker.input("x"), maker.input("y"), maker.allocate(name="b")
+    maker.launch("update", y, x, name="first")
+    maker.launch("mix", x, x, b, name="second")
+    return [b]
+
+
+def _war(maker: GraphMaker) -> list[Node]:
+    """first: b <- f(x) --war--> second: x <- f(y)"""
+    x, y, b = maker.input("x"), maker.input("y"), maker.allocate(name="b")
+    maker.launch("mix", x, x, b, name="first")
+    maker.launch("update", y, x, name="second")
+    return [b]
+
+
+def _waw(maker: GraphMaker) -> list[Node]:
+    """first: b <- f(x) --waw--> second: b <- f(y)"""
+    x, y, b = maker.input("x"), maker.input("y"), maker.allocate(name="b")
+    maker.launch("mix", x, x, b, name="first")
+    maker.launch("mix", y, y, b, name="second")
+    return [b]
+
+
+def _order(maker: GraphMaker) -> list[Node]:
+    """first: rand --order--> second: rand"""
+    draw = {"dtype": torch.float32, "device": CPU}
+    return [maker.extern(aten.rand.default, [4], name=name, **draw) for name in ("first", "second")]
+
+
+def _dependencies(gm: GraphModule) -> nx.DiGraph:
+    """The dependency graph, from facts in which what a kernel only writes is not read, so that waw edges exist."""
+    facts = analyse_storages(gm)
+    only_written = replace(facts, reads={node: facts.reads[node] - facts.writes[node] for node in facts.reads})
+    return build_dependency_graph(gm, only_written)
+
+
+def _numbers_are_right(gm: GraphModule, schedule: Sequence[Node], inputs: list[torch.Tensor]) -> bool:
+    expected = expected_of(gm, inputs, seed=1)
+    torch.manual_seed(1)
+    try:
+        outputs = run_schedule(gm, schedule, inputs)
+    except AssertionError:  # a value was used before it was there
+        return False
+    return same([*outputs, *inputs], expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("data", _data),
+        ("raw", _raw),
+        ("war", _war),
+        ("waw", _waw),
+        ("order", _order),
+    ],
+)
+def test_a_dropped_dependency_is_caught(kind: str, make: Callable[[GraphMaker], list[Node]]) -> None:
+    maker = GraphMaker()
+    gm = maker.finish(make(maker))
+    dependencies = reordered(_dependencies(gm))
+
+    schedule = planned(gm, dependencies).schedule
+    assert work_order(schedule) == "first second"
+    verify_schedule(gm, schedule)
+    assert _numbers_are_right(gm, schedule, maker.inputs(0))
+
+    dropped = [(before, after) for before, after, found in dependencies.edges(data="kind") if found == kind]
+    dependencies.remove_edges_from(dropped)
+    schedule = planned(gm, dependencies).schedule
+    assert work_order(schedule) == "second first"
+    assert not _numbers_are_right(gm, schedule, maker.inputs(0))
+    with pytest.raises(PlanError, match="second runs before first"):
+        verify_schedule(gm, schedule)
+
+
+# -- no false alarms ----------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(recipes(), st.integers(0, 1000), st.booleans())
+def test_what_the_passes_decide_is_accepted(recipe: Recipe, shuffle: int, places: bool) -> None:
+    """For any order of the nodes, so that schedules and live ranges of all sorts come up; with places for inputs."""
+    gm = build(recipe).gm
+    dependencies = build_dependency_graph(gm, analyse_storages(gm))
+    order = list(dependencies.nodes)
+    random.Random(shuffle).shuffle(order)
+    where: Mapping[Node, tuple[torch.device, int]] = {
+        node: (CPU, 256) for node in gm.graph.nodes if places and node.op == "placeholder"
+    }
+    for nodes in (None, list(dependencies.nodes), order):
+        plan = planned(gm, reordered(dependencies, nodes))
+        verify_schedule(gm, plan.schedule)
+        verify_plan(plan, plan_program(plan, {}, where))
+
+
+def test_storages_of_no_bytes_may_lie_anywhere() -> None:
+    maker = GraphMaker()
+    x, nothing, out = maker.input("x"), maker.allocate((0, 4), name="nothing"), maker.allocate(name="out")
+    maker.launch("mix", x, x, nothing)
+    maker.launch("mix", x, x, out)
+    plan = planned(maker.finish([out]))
+    memory = plan_program(plan, {}, {})
+    assert memory.arenas[CPU].buffers == {"nothing": Buffer("nothing", 0, 0, 1)}
+    verify_plan(plan, memory)
+
+
+@pytest.mark.parametrize("operator", ["var_mean", "split_copy"])
+def test_updates_of_two_pieces_of_a_result_may_change_places(operator: str) -> None:
+    """
+    ::
+
+        var, mean = var_mean(x)                     [ both  second ]        no edge between first and second
+        (first: update of var)      becomes
+        second: update of mean                      ( first )
+    """
+    maker = GraphMaker()
+    x = maker.input("x")
+    if operator == "var_mean":
+        both = maker.extern(aten.var_mean.correction, x, [1], name="both")
+    else:
+        both = maker.extern(aten.split_copy.Tensor, x, 2, name="both")
+    pieces = [maker.getitem(both, index) for index in (0, 1)]
+    maker.launch("host_update", x, pieces[0], name="first")
+    maker.launch("update", x, pieces[1], name="second")
+    gm = maker.finish(pieces)
+    plan = planned(gm)
+    assert work_order(plan.schedule) == "both second first"
+    assert _numbers_are_right(gm, plan.schedule, maker.inputs(0))
+    verify_schedule(gm, plan.schedule)
+
+
+def test_a_view_in_the_schedule_touches_nothing() -> None:
+    """
+    ::
+
+        ( n  v = view(b, n) ) --> [ k0: s   k1: t   k2: b ] --> ( k3 reads v )
+
+        128 |       t  t                v is made before b is written: an address and a size, no bytes.
+         64 |    s  s  b  b             So b may lie where s was.
+          0 +---------------
+              v k0 k1 k2 k3
+    """
+    maker = GraphMaker()
+    x, length = maker.input("x"), maker.input("length", (), torch.int64)
+    h, s, t, b, out = (maker.allocate(name=name) for name in ("h", "s", "t", "b", "out"))
+    maker.launch("host_mix", x, x, h, name="begin")
+    n = maker.integer(length, name="n")
+    maker.launch("mix", h, x, s, name="k0")
+    maker.launch("mix", s, x, t, name="k1")
+    maker.launch("mix", t, x, b, name="k2")
+    v = maker.view(b, (n,), (1,), 0, name="v")
+    maker.launch("mix", v, x, out, name="k3")
+    gm = maker.finish([out])
+    program = compile_host_graph(gm, CompileRequest(options=Options(eager_ops=ALWAYS_EAGER)))
+    assert work_order(program.plan.schedule) == "begin n v k0 k1 k2 k3"
+    check_calls(gm, maker.inputs, program, [False, False, False, True])
+    verify_plan(program.plan, plan_program(program.plan, {}, {}))
+    assert set(program.counters.eager) <= {"warm-up"}
+
+
+# -- independence -------------------------------------------------------------------------------------------
+
+
+def test_the_verifier_shares_nothing_with_what_it_checks() -> None:
+    """A fault in a shared function would be made twice and found never."""
+    tree = ast.parse(Path(verify_module.__file__).read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
+    assert imported <= {"errors", "host_graph", "plan"}
