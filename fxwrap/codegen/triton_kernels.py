@@ -51,7 +51,9 @@ def _device_guard(device_type: str) -> Callable[[int], Any] | None:
     if device_type == "cpu":
         return None
     module = torch.get_device_module(device_type)
-    return module.device if module.device_count() > 1 else None
+    # The smallest device modules of vendors know neither.
+    several = hasattr(module, "device") and hasattr(module, "device_count") and module.device_count() > 1
+    return module.device if several else None
 
 
 def argument_names(tuner: Any, triton_meta: Any, raw_keys: Sequence[Any] | None, count: int) -> tuple[str, ...]:
@@ -122,7 +124,7 @@ def _writes_of_user_kernel(fx_name: str | None) -> set[str] | None:
     for operation in V.graph.operations:
         if not isinstance(operation, ir.UserDefinedTritonKernel):
             continue
-        if getattr(operation.fx_node, "name", None) != fx_name:
+        if fx_name is None or getattr(operation.fx_node, "name", None) != fx_name:
             continue
         buffers = {name for arg in operation.mutable_args for name in _names_of(arg)}
         return {

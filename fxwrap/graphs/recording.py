@@ -83,6 +83,8 @@ class Recording:
         self._memory: dict[Node, torch.Tensor] = {}
         self._apart: dict[Node, torch.Tensor] = {}
         self._kept: list[Any] = []
+        # While recording: the tensors that stand for bound and copied inputs.
+        self._as_seen: dict[int, torch.Tensor] = {}
         self._check_inputs: Callable[[list[Any]], Any] | None = None
         self._place_pairs: list[tuple[int, torch.Tensor]] = []
         self._updated: list[tuple[int, torch.Tensor]] = []
@@ -105,9 +107,11 @@ class Recording:
                 recording._take_memory()
                 recording._record(inputs)
                 # Only now, with everything temporary gone, does a use count tell who else holds an output.
+                recording._as_seen.clear()
                 recording._start_watching()
                 outputs = recording._hand_out(inputs)
             finally:
+                recording._as_seen.clear()
                 recording._clear_registers()
                 recording.release()
         return recording, outputs
@@ -229,7 +233,7 @@ class Recording:
                 place = self._blocks[device].tensor(offset, nbytes, size, stride, value.dtype)
             else:
                 place = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
-            found[node] = place
+            found[node] = self._as_seen[position] = place
             self._place_pairs.append((position, _unexpanded(place)))
             if index in written:
                 self._updated.append((position, place))
@@ -242,14 +246,9 @@ class Recording:
         for position in self.request.bound_inputs:
             value = inputs[position]
             self.bound_addresses[position] = value.data_ptr()
-            if self.request.runtime.frozen_addresses:
-                found[self._placeholders[position]] = value
-            else:
-                reach = 1 + sum((n - 1) * s for n, s in zip(value.size(), value.stride(), strict=True))
-                nbytes = reach * value.element_size() if value.numel() else 0
-                found[self._placeholders[position]] = tensor_at(
-                    value.data_ptr(), nbytes, tuple(value.size()), value.stride(), value.dtype
-                )
+            if not self.request.runtime.frozen_addresses:
+                value = tensor_at(value.data_ptr(), _reach(value), tuple(value.size()), value.stride(), value.dtype)
+            found[self._placeholders[position]] = self._as_seen[position] = value
         return found
 
     def _capture(
@@ -348,6 +347,13 @@ class Recording:
                 value, owned = builder.constant(self._apart[node]), memory
             elif node.op == "placeholder" or node not in self._registers:
                 continue
+            elif (position := self._lent_by(node)) is not None:
+                # An operator returned an input's memory: what the caller gets is the caller's own.
+                value, owned = builder.register(self._placeholders[position]), []
+                template = common[node] if frozen and node in common else self._r[self._registers[node]]
+                base = self._as_seen[position]
+                builder.assign(node, functools.partial(_relay, _views(template, base.data_ptr())), value)
+                continue
             elif frozen and node in common:
                 # Results of operators lie in the graph's pool, or in a place, and stay: like planned outputs.
                 value, owned = builder.constant(common[node]), tensors_in(common[node])
@@ -361,6 +367,19 @@ class Recording:
             if not copy:
                 self._watch(owned, min(indices))
         return builder.build(output.args[0]).function
+
+    def _lent_by(self, node: Node) -> int | None:
+        """The input whose bound memory, or place, an operator's result lies in."""
+        storages = [self.plan.facts.storages[index] for index in self.plan.facts.of.get(node, ())]
+        tensors = tensors_in(self._r[self._registers[node]])
+        for storage in storages:
+            if storage.node.op != "placeholder" or not tensors:
+                continue
+            position = self._registers[storage.node]  # the first registers are the inputs
+            base = self._as_seen.get(position)
+            if base is not None and 0 <= tensors[0].data_ptr() - base.data_ptr() <= _reach(base):
+                return position
+        return None
 
     def _watch(self, tensors: Sequence[torch.Tensor], index: int) -> None:
         known = {storage.data_ptr() for storage, _, _ in self._held_at}
@@ -514,6 +533,40 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_each(function, item) for item in value)
     return function(value) if isinstance(value, torch.Tensor) else value
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    steps = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return (1 + steps) * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor's layout; ``shift`` counts elements from the first one of what it is a view of."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift: int
+    dtype: torch.dtype
+
+
+def _views(value: Any, address: int) -> Any:
+    """The layouts of the tensors in ``value``, counted from ``address``; holds none of them."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_views(item, address) for item in value)
+    shift = (value.data_ptr() - address) // value.element_size()
+    return _View(tuple(value.size()), value.stride(), shift, value.dtype)
+
+
+def _relay(views: Any, base: torch.Tensor) -> Any:
+    """Lay the same views over another tensor."""
+    if isinstance(views, tuple):
+        return tuple(_relay(view, base) for view in views)
+    typed = base if base.dtype is views.dtype else base.view(views.dtype)
+    return typed.as_strided(views.size, views.stride, typed.storage_offset() + views.shift)
 
 
 def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:

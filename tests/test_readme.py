@@ -1,0 +1,46 @@
+"""The README's program prints what the README says, and the benchmarks run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def _run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_smallest_program_prints_what_the_readme_shows() -> None:
+    text = (ROOT / "README.md").read_text()
+    code, shown = re.search(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)\n```", text, re.DOTALL).groups()
+    assert _run("-c", code).strip() == shown.strip()
+
+
+def test_every_option_is_in_the_readme() -> None:
+    from dataclasses import fields
+
+    from fxwrap.options import Options
+
+    text = (ROOT / "README.md").read_text()
+    for option in fields(Options):
+        assert f"| `{option.name}` |" in text, option.name
+
+
+def test_mlp_benchmark_prints_both_sides() -> None:
+    """A short run, for correctness; what it measures is read by people, not by tests."""
+    text = _run("benchmarks/mlp_overhead.py", "--pairs", "4", "--blocks", "3")
+    assert re.search(r"inductor +\d+\.\d us a call", text) and re.search(r"fxwrap +\d+\.\d us a call", text)
+    assert re.search(r"fxwrap / inductor +\d\.\d+", text)
+
+
+def test_demo_in_short() -> None:
+    text = _run("examples/demo.py", "--device", "cpu", "--steps", "6", "--tokens", "6")
+    assert "DIFFERENT" not in text
+    losses = next(line for line in text.splitlines() if "losses like Inductor's" in line)
+    assert "bit for bit" in losses.split("│")[-2]
