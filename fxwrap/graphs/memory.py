@@ -93,3 +93,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return [value] if isinstance(value, torch.Tensor) and value.layout is torch.strided else []
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    steps = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return (1 + steps) * tensor.element_size()

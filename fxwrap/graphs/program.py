@@ -19,7 +19,9 @@ from ..plan import MemoryPlan, Origin, ProgramPlan
 from .counters import Counters
 from .device_graph import DeviceRuntime, runtime_for
 from .flat import FlatBuilder, checks_on
-from .recording import OUTPUT_ADDRESSES, Recording, RecordingRequest
+from .memory import reach
+from .outputs import OUTPUT_ADDRESSES
+from .recording import Recording, RecordingRequest
 from .torch_functions import TorchFunctions
 
 # (concrete sizes, inputs with a place in the arena) -> verified plan; and the sizes of given inputs.
@@ -282,10 +284,7 @@ class Program:
         if runtime.frozen_addresses:
             for position, (node, value) in enumerate(values.items()):
                 if position not in bound and isinstance(value, torch.Tensor):
-                    reach = value.numel() and 1 + sum(
-                        (n - 1) * s for n, s in zip(value.size(), value.stride(), strict=True)
-                    )
-                    places[node] = (value.device, int(reach) * value.element_size())
+                    places[node] = (value.device, reach(value))
         self.newest_plan = self._make_plan(numbers, places)
         return RecordingRequest(
             self.plan,

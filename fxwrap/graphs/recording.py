@@ -6,7 +6,6 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,9 @@ from ..host_graph import Kind, kind_of
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction, checks_on
-from .memory import SCRATCH, Scratch, tensor_at, tensors_in
+from .memory import SCRATCH, Scratch, reach, tensor_at, tensors_in
+from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
+from .places import Places, copy_tensors, unexpanded
 from .torch_functions import TorchFunctions
 
 
@@ -41,28 +42,6 @@ class RecordingRequest:
     bound_inputs: list[int]
     places: Mapping[Node, tuple[torch.device, int]]
     copied: frozenset[int]
-
-
-class OutputAddresses:
-    """Addresses of the outputs of live recordings: the next program may rely on them (saved activations)."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._lock = threading.Lock()
-
-    def add(self, addresses: Sequence[int]) -> None:
-        with self._lock:
-            self._counts.update(addresses)
-
-    def remove(self, addresses: Sequence[int]) -> None:
-        with self._lock:
-            self._counts.subtract(addresses)
-
-    def __contains__(self, address: int) -> bool:
-        return self._counts[address] > 0
-
-
-OUTPUT_ADDRESSES = OutputAddresses()
 
 
 class Recording:
@@ -234,7 +213,7 @@ class Recording:
             else:
                 place = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
             found[node] = self._as_seen[position] = place
-            self._place_pairs.append((position, _unexpanded(place)))
+            self._place_pairs.append((position, unexpanded(place)))
             if index in written:
                 self._updated.append((position, place))
         self._fill_places(inputs)
@@ -247,7 +226,7 @@ class Recording:
             value = inputs[position]
             self.bound_addresses[position] = value.data_ptr()
             if not self.request.runtime.frozen_addresses:
-                value = tensor_at(value.data_ptr(), _reach(value), tuple(value.size()), value.stride(), value.dtype)
+                value = tensor_at(value.data_ptr(), reach(value), tuple(value.size()), value.stride(), value.dtype)
             found[self._placeholders[position]] = self._as_seen[position] = value
         return found
 
@@ -305,7 +284,7 @@ class Recording:
         if not self.request.runtime.frozen_addresses:
             return
         # A captured partition reads fixed addresses: give what eager work allocates places to be copied to.
-        places = _Places(self._stable_memory(inputs))
+        places = Places(self._stable_memory(inputs))
         refresh = []
         for node in stores:
             value = self._r[self._registers[node]]
@@ -318,7 +297,7 @@ class Recording:
 
             def copy_over() -> None:
                 for register, place in refresh:
-                    _copy_tensors(r[register], place)
+                    copy_tensors(r[register], place)
                     r[register] = place
 
             self._steps.append(copy_over)
@@ -352,7 +331,7 @@ class Recording:
                 value, owned = builder.register(self._placeholders[position]), []
                 template = common[node] if frozen and node in common else self._r[self._registers[node]]
                 base = self._as_seen[position]
-                builder.assign(node, functools.partial(_relay, _views(template, base.data_ptr())), value)
+                builder.assign(node, functools.partial(relay, views_of(template, base.data_ptr())), value)
                 continue
             elif frozen and node in common:
                 # Results of operators lie in the graph's pool, or in a place, and stay: like planned outputs.
@@ -362,8 +341,8 @@ class Recording:
             else:
                 continue  # new at every call
             copy = bool(indices & self.request.copied)
-            hand_out = _copy_out if copy else self.request.functions.fresh_alias
-            builder.assign(node, functools.partial(_each, hand_out), value)
+            hand_out = copy_out if copy else self.request.functions.fresh_alias
+            builder.assign(node, functools.partial(each, hand_out), value)
             if not copy:
                 self._watch(owned, min(indices))
         return builder.build(output.args[0]).function
@@ -377,7 +356,7 @@ class Recording:
                 continue
             position = self._registers[storage.node]  # the first registers are the inputs
             base = self._as_seen.get(position)
-            if base is not None and 0 <= tensors[0].data_ptr() - base.data_ptr() <= _reach(base):
+            if base is not None and 0 <= tensors[0].data_ptr() - base.data_ptr() <= reach(base):
                 return position
         return None
 
@@ -451,7 +430,7 @@ class Recording:
 
     def _fill_places(self, inputs: Sequence[Any]) -> None:
         for places, positions in self._places_by_device():
-            torch._foreach_copy_(places, [_unexpanded(inputs[position]) for position in positions])
+            torch._foreach_copy_(places, [unexpanded(inputs[position]) for position in positions])
 
     def _places_by_device(self) -> list[tuple[list[torch.Tensor], list[int]]]:
         groups: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
@@ -467,119 +446,6 @@ class Recording:
     @property
     def graph_count(self) -> int:
         return len(self._graphs)
-
-
-class _Bound:
-    """A flat function with its registers: a call without arguments."""
-
-    def __init__(
-        self,
-        flat: FlatFunction,
-        registers: list[Any],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        self._function, self.registers, self.source = flat.function, registers, flat.source
-        self._context = context
-        self.inputs = 0  # so many registers, the first ones, hold inputs
-        self.stores: list[int] = []  # the registers it fills
-
-    def __call__(self) -> None:
-        with self._context():
-            self._function(self.registers)
-
-
-class _Places:
-    """Memory that stays, for values that eager work makes anew at every call.
-
-    Values that share a storage get places that share one.
-    """
-
-    def __init__(self, stable: set[int]) -> None:
-        self._stable = stable
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def put(self, value: Any) -> Any:
-        """The place of a tensor, filled, and of every tensor in a tuple; other values as they are."""
-        if isinstance(value, (tuple, list)):
-            return tuple(self.put(item) for item in value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        storage = value.untyped_storage()
-        if storage.data_ptr() in self._stable:
-            return value
-        if storage.data_ptr() not in self._storages:
-            new = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
-            self._storages[storage.data_ptr()] = new.untyped_storage()
-        place = torch.empty(0, dtype=value.dtype, device=value.device).set_(
-            self._storages[storage.data_ptr()],  # type: ignore[call-overload]
-            value.storage_offset(),
-            value.size(),
-            value.stride(),
-        )
-        _copy_tensors(value, place)
-        return place
-
-
-def _copy_tensors(source: Any, place: Any) -> None:
-    if isinstance(place, tuple):
-        for item, item_place in zip(source, place, strict=True):
-            _copy_tensors(item, item_place)
-    elif isinstance(place, torch.Tensor) and source is not place:
-        _unexpanded(place).copy_(_unexpanded(source))
-
-
-def _each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``function`` to a tensor or to each of a tuple."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_each(function, item) for item in value)
-    return function(value) if isinstance(value, torch.Tensor) else value
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
-    if not tensor.numel():
-        return 0
-    steps = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
-    return (1 + steps) * tensor.element_size()
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor's layout; ``shift`` counts elements from the first one of what it is a view of."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    shift: int
-    dtype: torch.dtype
-
-
-def _views(value: Any, address: int) -> Any:
-    """The layouts of the tensors in ``value``, counted from ``address``; holds none of them."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_views(item, address) for item in value)
-    shift = (value.data_ptr() - address) // value.element_size()
-    return _View(tuple(value.size()), value.stride(), shift, value.dtype)
-
-
-def _relay(views: Any, base: torch.Tensor) -> Any:
-    """Lay the same views over another tensor."""
-    if isinstance(views, tuple):
-        return tuple(_relay(view, base) for view in views)
-    typed = base if base.dtype is views.dtype else base.view(views.dtype)
-    return typed.as_strided(views.size, views.stride, typed.storage_offset() + views.shift)
-
-
-def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """One element along dimensions that repeat it: copying to every repetition of a place is not allowed."""
-    for dim, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _copy_out(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)
 
 
 def _effective_users(node: Node) -> set[Node]:
@@ -604,3 +470,22 @@ def _bases(node: Node) -> set[Node]:
     if kind_of(node) is not Kind.VIEW:
         return {node}
     return set().union(*(_bases(arg) for arg in node.all_input_nodes))
+
+
+class _Bound:
+    """A flat function with its registers: a call without arguments."""
+
+    def __init__(
+        self,
+        flat: FlatFunction,
+        registers: list[Any],
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._function, self.registers, self.source = flat.function, registers, flat.source
+        self._context = context
+        self.inputs = 0  # so many registers, the first ones, hold inputs
+        self.stores: list[int] = []  # the registers it fills
+
+    def __call__(self) -> None:
+        with self._context():
+            self._function(self.registers)

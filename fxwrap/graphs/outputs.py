@@ -1,0 +1,71 @@
+"""Handing out results: views laid over the caller's own memory, copies, and who may rely on their addresses."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class OutputAddresses:
+    """Addresses of the outputs of live recordings: the next program may rely on them (saved activations)."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, addresses: Sequence[int]) -> None:
+        with self._lock:
+            self._counts.update(addresses)
+
+    def remove(self, addresses: Sequence[int]) -> None:
+        with self._lock:
+            self._counts.subtract(addresses)
+
+    def __contains__(self, address: int) -> bool:
+        return self._counts[address] > 0
+
+
+OUTPUT_ADDRESSES = OutputAddresses()
+
+
+def each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``function`` to a tensor or to each of a tuple."""
+    if isinstance(value, (tuple, list)):
+        return tuple(each(function, item) for item in value)
+    return function(value) if isinstance(value, torch.Tensor) else value
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor's layout; ``shift`` counts elements from the first one of what it is a view of."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift: int
+    dtype: torch.dtype
+
+
+def views_of(value: Any, address: int) -> Any:
+    """The layouts of the tensors in ``value``, counted from ``address``; holds none of them."""
+    if isinstance(value, (tuple, list)):
+        return tuple(views_of(item, address) for item in value)
+    shift = (value.data_ptr() - address) // value.element_size()
+    return View(tuple(value.size()), value.stride(), shift, value.dtype)
+
+
+def relay(views: Any, base: torch.Tensor) -> Any:
+    """Lay the same views over another tensor."""
+    if isinstance(views, tuple):
+        return tuple(relay(view, base) for view in views)
+    typed = base if base.dtype is views.dtype else base.view(views.dtype)
+    return typed.as_strided(views.size, views.stride, typed.storage_offset() + views.shift)
+
+
+def copy_out(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
