@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import has_side_effect
 
 
 class Kind(enum.Enum):
@@ -85,6 +86,11 @@ def check(condition: Any, message: Any = "") -> None:
     """Raise AssertionError unless ``condition``: an ``assert`` statement of Inductor's wrapper."""
     if not condition:
         raise AssertionError(message)
+
+
+# Neither has a result that is used: without this, dead code elimination in somebody's pass would drop them.
+has_side_effect(launch)
+has_side_effect(check)
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
@@ -162,6 +168,7 @@ _SHAPE_READERS = {
     torch.sym_int,
     torch.sym_float,
     torch.sym_ite,
+    torch.sym_sum,
     int,
     float,
     bool,

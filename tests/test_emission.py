@@ -251,3 +251,23 @@ def test_passes_see_the_graph_before_it_is_planned(compiled: Any) -> None:
         x, y = torch.randn(2, 4, 4)
         torch.testing.assert_close(f(x, y), y @ x)
     assert f.program.counters.replays == 2
+
+
+def test_a_pass_that_drops_dead_code_keeps_launches_and_asserts(compiled: Any) -> None:
+    """No result of a launch is used; dropping them would give wrong numbers without a word."""
+
+    class Tidy(fxwrap.FxwrapCodegen):
+        def passes(self) -> Any:
+            def tidy(gm: GraphModule) -> GraphModule:
+                gm.graph.eliminate_dead_code()
+                return GraphModule(gm, gm.graph)
+
+            return [tidy]
+
+    f: Compiled = compiled(lambda x: (x.sin() @ x).relu(), options={"codegen": Tidy})
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        torch.testing.assert_close(f(x), (x.sin() @ x).relu())
+    kinds = [kind_of(node) for node in f.program.plan.graph.graph.nodes]
+    assert Kind.CHECK in kinds
+    assert kinds.count(Kind.LAUNCH) == 2 and f.program.counters.replays == 2

@@ -19,15 +19,18 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
+from torch._dynamo.device_interface import CpuInterface
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_helpers
+from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-Launch = tuple[str, tuple[Any, ...]]
+Launch = tuple[str, tuple[Any, ...]]  # a kernel's name, and its arguments: tensors as (size, strides, dtype)
 
 # The interpreter patches the modules that a kernel names; the functions a kernel calls name others.
 _EVERYWHERE = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
@@ -38,7 +41,7 @@ def triton_on_cpu() -> Iterator[list[Launch]]:
     """Have Inductor emit Triton kernels for CPU tensors, and run them.
 
     Yields:
-        The launches so far: the kernel's name and the arguments its tuner was run with.
+        The launches so far.
     """
     launches: list[Launch] = []
 
@@ -49,8 +52,13 @@ def triton_on_cpu() -> Iterator[list[Launch]]:
     with (
         config.patch(cpu_backend="triton"),
         mock.patch("torch.utils._triton.triton_hash_with_backend", lambda: "NONE"),
+        # Only for kernels that the user wrote: Dynamo asks whether there is Triton, and for what it compiles.
+        mock.patch("torch.utils._triton.has_triton", lambda **_: True),
+        mock.patch.object(CpuInterface, "raise_if_triton_unavailable", lambda *_: None, create=True),
+        mock.patch.object(triton.runtime.driver, "_active", _Driver()),
         mock.patch.object(AsyncCompile, "triton", load),
         mock.patch.object(triton_helpers, "set_driver_to_cpu", lambda: None),
+        mock.patch.object(triton_helpers, "get_backend_options_for_target", lambda target: {}, create=True),
         mock.patch.object(JITFunction, "__call__", _call_device_function),
         # Rewritten functions need names in their modules, which are taken back.
         mock.patch.dict(interpreter.InterpretedFunction.rewritten_fn, clear=True),
@@ -59,31 +67,45 @@ def triton_on_cpu() -> Iterator[list[Launch]]:
         yield launches
 
 
+class _Driver:
+    """Enough of a Triton driver to analyse a kernel."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
 def interpreted(tuner: Any, launches: list[Launch]) -> Any:
     """A tuner as it is after compilation, with one configuration; ``run`` interprets the kernel."""
-    if tuner.configs is None:
-        return tuner  # seen before: modules of kernels are cached
-    choice = tuner.configs[0]
-    tuner.compile_results = [types.SimpleNamespace(config=choice)]
+    if not tuner.compile_results:  # else seen before: modules of kernels are cached
+        tuner.compile_results = [types.SimpleNamespace(config=tuner.configs[0])]
+    choice = tuner.compile_results[0].config
     kernel = interpreter.InterpretedFunction(tuner.fn.fn)
     declared = {parameter.name for parameter in tuner.fn.params if parameter.is_constexpr}
     passed = [name for name in tuner.fn.arg_names if name not in declared]
 
     def run(*args: Any, stream: Any) -> None:
-        launches.append((tuner.fn.__name__, args))
+        launches.append((tuner.fn.__name__, tuple(map(_described, args))))
         _, grid = tuner._interpret_args_grid(args, choice)
         constants = {k: v for k, v in tuner.triton_meta["constants"].items() if k in declared}
         # The grid, where it is an argument, comes last.
         named = dict(zip(passed, args, strict=False))
+        names = kernel.fn.__globals__
+        libdevice = names.get("libdevice")
         patches = interpreter._patch_lang(_EVERYWHERE)
         try:
-            with mock.patch.dict(kernel.fn.__globals__, libdevice=_LIBDEVICE):
-                kernel.run(grid=grid, warmup=False, **named, **{**constants, **choice.kwargs})
+            names["libdevice"] = _LIBDEVICE
+            kernel.run(grid=grid, warmup=False, **named, **{**constants, **choice.kwargs})
         finally:
+            names["libdevice"] = libdevice
             patches.restore()
 
-    tuner.run, tuner.configs = run, None
+    tuner.run = run
     return tuner
+
+
+def _described(arg: Any) -> Any:
+    # Not the tensor itself: outputs must not be held.
+    return (tuple(arg.size()), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else arg
 
 
 def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen, WrapperLine
 from torch._inductor.codegen.wrapper_fxir import FxConverter, TritonKernel
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
+from torch.fx.node import has_side_effect
 
 from ..errors import EmissionError
 from ..host_graph import Kernel, Kind, launch, reinterpret
@@ -354,6 +355,7 @@ class HostGraphConverter(FxConverter):
         self._note(node)
         if getattr(function, "__name__", "").startswith("assert_"):
             node.meta["kind"] = Kind.CHECK
+            has_side_effect(function)  # or dead code elimination would drop it
             return
         overload = getattr(getattr(self._line, "node", None), "op_overload", None)
         is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))

@@ -24,10 +24,12 @@ class FxwrapCodegen(WrapperFxCodegen):
 
     def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
         """Turn a host graph into the callable that runs it, ``callable(*inputs) -> outputs``."""
-        request = current_request()
+        # Lowered first: torch does not know that a portable Triton call has an effect, and a pass that drops dead
+        # code would drop it; of launches torch does know.
+        gm = lower_launches(gm)
         for graph_pass in self.passes():
             gm = graph_pass(gm) or gm
-        return compile_host_graph(lower_launches(gm), request)
+        return compile_host_graph(gm, current_request())
 
     def passes(self) -> Iterable[Callable[[GraphModule], GraphModule | None]]:
         """Passes over the host graph, run in order before it is analysed.

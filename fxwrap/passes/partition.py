@@ -95,9 +95,9 @@ def _operator_reason(node: Node, device: torch.device, listed: set[str]) -> str 
 
 
 def _tensor_device(node: Node) -> torch.device | None:
+    # A CPU scalar counts, too: an operator takes its value, which a device graph would keep.
     val = node.meta.get("val")
-    # A CPU scalar is passed by value, not by address.
-    return val.device if isinstance(val, torch.Tensor) and val.dim() > 0 else None
+    return val.device if isinstance(val, torch.Tensor) else None
 
 
 def _sizes(val: object) -> list[object]:
@@ -119,7 +119,9 @@ def _is_data_dependent(node: Node, verdicts: Mapping[Node, NodeVerdict]) -> bool
     if val is not None:
         return bool(free_unbacked_symbols(_sizes(val)))
     overload = schema_of(node)
-    if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
+    if overload is not None and {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(
+        overload.tags
+    ):
         return True
     if overload is not None and not overload._schema.returns:
         return False
