@@ -79,14 +79,16 @@ class Contender:
     token_us: list[float] = field(default_factory=list)
 
 
-def contender(name: str, model: Decoder, backend: str | None) -> Contender:
-    own = copy.deepcopy(model)
-
-    def call(ids: torch.Tensor) -> torch.Tensor:
-        return own(ids)
-
-    compiled = call if backend is None else torch.compile(call, backend=backend)
-    return Contender(name, own, compiled, torch.optim.AdamW(own.parameters(), lr=3e-3))
+def contenders(model: Decoder) -> list[Contender]:
+    """Three copies of one model. Compiled code hangs on code objects, so each gets a function of its own: with a
+    shared one, whichever compiles last would wait behind the other's guards."""
+    plain, inductor, ours = (copy.deepcopy(model) for _ in range(3))
+    calls = [
+        ("eager", plain, plain),
+        ("inductor", inductor, torch.compile(lambda ids: inductor(ids), backend="inductor")),
+        ("fxwrap", ours, torch.compile(lambda ids: ours(ids), backend="fxwrap")),
+    ]
+    return [Contender(name, own, call, torch.optim.AdamW(own.parameters(), lr=3e-3)) for name, own, call in calls]
 
 
 def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
@@ -206,11 +208,7 @@ def main() -> None:
     data = torch.tensor([alphabet.index(character) for character in TEXT], device=device)
     length = 32
     model = Decoder(len(alphabet), length).to(device)
-    sides = [
-        contender("eager", model, None),
-        contender("inductor", model, "inductor"),
-        contender("fxwrap", model, "fxwrap"),
-    ]
+    sides = contenders(model)
     begin = time.perf_counter()
     run(console, sides, data, length, args.steps, args.tokens)
     report(console, sides, alphabet, length)

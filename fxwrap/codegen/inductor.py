@@ -198,8 +198,8 @@ def _torch_functions() -> Any:
     from . import torch_versions as versions
 
     return TorchFunctions(
-        storage_use_count=versions.storage_use_count,
+        use_counter=versions.use_counter,
         same_data_pointers=versions.same_data_pointers,
-        fresh_alias=versions.fresh_alias,
+        lay_out=versions.lay_out,
         below_autograd=versions.below_autograd,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -91,9 +91,11 @@ def symbolic_value(symbol: sympy.Expr) -> Any:
     return env.create_symfloatnode(symbol, hint=None)
 
 
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storage objects share ``storage``."""
-    return torch._C._storage_Use_Count(storage._cdata)
+def use_counter(storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[int]]:
+    """A function that tells how many tensors and storage objects share each of ``storages``."""
+    handles = [storage._cdata for storage in storages]
+    count = torch._C._storage_Use_Count
+    return lambda: list(map(count, handles))
 
 
 def _same_data_pointers(inputs: Sequence[Any], pointers: Sequence[Any], positions: Sequence[int]) -> bool:
@@ -106,14 +108,9 @@ def _same_data_pointers(inputs: Sequence[Any], pointers: Sequence[Any], position
 same_data_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _same_data_pointers)
 
 
-_reinterpret: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
-
-
-def fresh_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A new tensor object over the same memory, related to ``tensor`` by nothing but its storage."""
-    return _reinterpret(  # sizes as a plain tuple: some versions take nothing else
-        tensor, tuple(tensor.size()), tensor.stride(), 0
-    )
+# (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are
+# plain tuples: some versions take nothing else.
+lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 
 
 def below_autograd() -> Any:

@@ -81,13 +81,14 @@ class FlatBuilder:
         elif self.available(node):
             self._lines.append(self._call(node))
 
-    def assign(self, node: Node, function: Callable[[Any], Any], text: str) -> None:
-        """Append ``node = function(text)`` in place of what the node itself calls.
+    def assign(self, node: Node, function: Callable[..., Any], text: str, *args: Any) -> None:
+        """Append ``node = function(text, *args)`` in place of what the node itself calls.
 
         Args:
             text: what ``constant`` or ``register`` returned.
+            args: plain values.
         """
-        self._define(node, f"{self._constant(function)}({text})")
+        self._define(node, f"{self._constant(function)}({', '.join([text, *map(self._argument, args)])})")
 
     def constant(self, value: Any) -> str:
         """The text that stands for a value."""

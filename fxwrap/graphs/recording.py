@@ -67,7 +67,11 @@ class Recording:
         self._check_inputs: Callable[[list[Any]], Any] | None = None
         self._place_pairs: list[tuple[int, torch.Tensor]] = []
         self._updated: list[tuple[int, torch.Tensor]] = []
-        self._held_at: list[tuple[torch.UntypedStorage, int, int]] = []
+        # Storages of outputs that are handed out uncopied, with their index; what their use counts are when
+        # nobody holds them.
+        self._watched: list[tuple[torch.UntypedStorage, int]] = []
+        self._use_counts: Callable[[], list[int]] | None = None
+        self._unheld: list[int] = []
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
         self._assign_registers()
 
@@ -318,6 +322,7 @@ class Recording:
         """Build the function that hands out the outputs, and start watching their storages."""
         output = next(n for n in reversed(self.plan.graph.graph.nodes) if n.op == "output")
         frozen = self.request.runtime.frozen_addresses
+        lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())
         for node in {root: None for value in output.all_input_nodes for root in _bases(value)}:
             indices = self.plan.facts.of.get(node, frozenset())
@@ -341,8 +346,13 @@ class Recording:
             else:
                 continue  # new at every call
             copy = bool(indices & self.request.copied)
-            hand_out = copy_out if copy else self.request.functions.fresh_alias
-            builder.assign(node, functools.partial(each, hand_out), value)
+            if copy:
+                builder.assign(node, functools.partial(each, copy_out), value)
+            elif node in self._apart:
+                tensor = self._apart[node]
+                builder.assign(node, lay_out, value, tuple(tensor.size()), tensor.stride(), 0)
+            else:
+                builder.assign(node, functools.partial(each, functools.partial(_alias, lay_out)), value)
             if not copy:
                 self._watch(owned, min(indices))
         return builder.build(output.args[0]).function
@@ -361,16 +371,18 @@ class Recording:
         return None
 
     def _watch(self, tensors: Sequence[torch.Tensor], index: int) -> None:
-        known = {storage.data_ptr() for storage, _, _ in self._held_at}
+        known = {storage.data_ptr() for storage, _ in self._watched}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
-                self._held_at.append((storage, 0, index))
+                self._watched.append((storage, index))
 
     def _start_watching(self) -> None:
-        count = self.request.functions.storage_use_count or (lambda storage: 0)
-        self._held_at = [(storage, count(storage), index) for storage, _, index in self._held_at]
-        addresses = [storage.data_ptr() for storage, _, _ in self._held_at]
+        counter = self.request.functions.use_counter
+        if counter is not None:
+            self._use_counts = counter([storage for storage, _ in self._watched])
+            self._unheld = self._use_counts()
+        addresses = [storage.data_ptr() for storage, _ in self._watched]
         OUTPUT_ADDRESSES.add(addresses)
         weakref.finalize(self, OUTPUT_ADDRESSES.remove, addresses)
 
@@ -402,11 +414,15 @@ class Recording:
 
     def held(self) -> list[tuple[int, int]]:
         """Storages (index, bytes) of outputs handed out before that somebody still holds."""
-        count = self.request.functions.storage_use_count
+        if self._use_counts is None:
+            return [(index, storage.nbytes()) for storage, index in self._watched]
+        counts = self._use_counts()
+        if counts == self._unheld:
+            return []
         return [
             (index, storage.nbytes())
-            for storage, baseline, index in self._held_at
-            if count is None or count(storage) > baseline
+            for (storage, index), count, unheld in zip(self._watched, counts, self._unheld, strict=True)
+            if count > unheld
         ]
 
     def run(self, inputs: Sequence[Any]) -> Any:
@@ -489,3 +505,7 @@ class _Bound:
     def __call__(self) -> None:
         with self._context():
             self._function(self.registers)
+
+
+def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return lay_out(tensor, tuple(tensor.size()), tensor.stride(), 0)

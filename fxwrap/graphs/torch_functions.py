@@ -6,15 +6,15 @@ They are looked up in ``codegen/``, where private torch interfaces live, and han
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
+def _lay_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    return tensor.detach().as_strided(size, stride, tensor.storage_offset() + offset)
 
 
 def _same_pointers(inputs: list[Any], pointers: list[int], positions: list[int]) -> bool:
@@ -25,15 +25,15 @@ def _same_pointers(inputs: list[Any], pointers: list[int], positions: list[int])
 class TorchFunctions:
     """
     Attributes:
-        storage_use_count: how many tensors and storage objects share a storage. None where torch cannot tell:
-            then every output counts as held.
+        use_counter: makes a function that tells how many tensors and storage objects share each of some
+            storages. None where torch cannot tell: then every output counts as held.
         same_data_pointers: ``(inputs, pointers, positions)``: whether ``inputs[p]`` is at ``pointers[p]`` for
             every ``p`` in ``positions``.
-        fresh_alias: a new tensor object over the same memory.
+        lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
-    storage_use_count: Callable[[torch.UntypedStorage], int] | None = None
+    use_counter: Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]] | None = None
     same_data_pointers: Callable[[list[Any], list[int], list[int]], bool] = _same_pointers
-    fresh_alias: Callable[[torch.Tensor], torch.Tensor] = _alias
+    lay_out: Callable[..., torch.Tensor] = _lay_out
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
