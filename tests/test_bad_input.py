@@ -145,3 +145,70 @@ def test_option_error_is_a_value_error() -> None:
         parse_options({"warmup": None}, {})
     with pytest.raises(OptionError):
         parse_options({"x": 1}, {})
+
+
+@pytest.mark.parametrize("stage", ["emission", "analysis"])
+def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """An unexpected exception is a fallback like any other, and with strict=True an error that says what broke."""
+    from fxwrap import compiler
+    from fxwrap.codegen import converter
+
+    def broken(*_: Any) -> Any:
+        raise TypeError("planted bug")
+
+    if stage == "emission":
+        monkeypatch.setattr(converter.HostGraphConverter, "_cpp_launch", broken)
+    else:
+        monkeypatch.setattr(compiler, "analyse_storages", broken)
+    f: Compiled = compiled(lambda x: x.sin() @ x)
+    with pytest.warns(UserWarning, match="planted bug"):
+        for _ in range(3):
+            x = torch.randn(4, 4)
+            torch.testing.assert_close(f(x), x.sin() @ x)
+    g: Compiled = compiled(lambda x: x.cos() @ x, options={"strict": True})
+    with pytest.raises(Exception, match="planted bug"):
+        g(torch.randn(4, 4))
+
+
+def test_a_refused_plan_runs_eagerly_and_says_so(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxwrap import compiler
+    from fxwrap.errors import PlanError
+
+    def refuse(*_: Any) -> None:
+        raise PlanError("plan: planted overlap")
+
+    monkeypatch.setattr(compiler, "verify_memory", refuse)
+    f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        torch.testing.assert_close(f(x), (x.sin() @ x).cos() @ x)
+    assert f.program.counters.eager == {"warm-up": 1, "plan: planted overlap": 3}
+    g: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x, options={"strict": True})
+    g(torch.randn(4, 4))
+    with pytest.raises(PlanError):
+        g(torch.randn(4, 4))
+
+
+def test_a_partition_that_hardware_refuses_runs_eagerly(compiled: Any) -> None:
+    """Capture fails on one partition: the call goes on eagerly from there, and so does every later one."""
+    import dataclasses
+
+    from fxwrap.graphs.device_graph import using_runtime
+    from fxwrap.graphs.simulated import SIMULATED, SimulatedGraph
+
+    class Refusing(SimulatedGraph):
+        def capture_begin(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    runtime = dataclasses.replace(SIMULATED, new_graph=Refusing, runs_while_capturing=False)
+    with using_runtime(runtime):
+        f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
+        for _ in range(4):
+            x = torch.randn(4, 4)
+            torch.testing.assert_close(f(x), (x.sin() @ x).cos() @ x)
+        (event,) = f.program.counters.events
+        assert "capture failed" in event and "not permitted" in event
+        g: Compiled = compiled(lambda x: x.cos() @ x, options={"strict": True})
+        g(torch.randn(4, 4))
+        with pytest.raises(fxwrap.CaptureError, match="not permitted"):
+            g(torch.randn(4, 4))
