@@ -29,11 +29,38 @@ Planner = Callable[[Mapping[Node, Any], Mapping[Node, tuple[torch.device, int]]]
 SizeEvaluator = Callable[[Mapping[Node, Any]], dict[Node, Any]]
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """Where an input was, without holding it.
+
+    An address alone says little: what a call allocates often lands where the call before had freed. A storage
+    that is still alive is the same one.
+    """
+
+    address: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, value: Any) -> _Seen | None:
+        """None for what has no address: numbers, opaque tensors."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        try:
+            return cls(value.data_ptr(), StorageWeakRef(value.untyped_storage()))
+        except RuntimeError:
+            return None
+
+    def is_still(self, other: _Seen) -> bool:
+        alive = not self.storage.expired()
+        return alive and self.storage.cdata == other.storage.cdata and self.address == other.address
+
+
 @dataclass(eq=False)
 class Family:
     """The recordings of one shape (and stream), and what was learnt about its inputs and outputs.
 
     Attributes:
+        seen: where the last eager run's static inputs were.
         moved: positions of inputs that were taken to stay where they are, and did not.
         copied: storages of outputs that are copied when handed out, because they were found held.
         warm_outputs: outputs of the last eager run by storage, to see whether the caller holds on to them.
@@ -43,7 +70,7 @@ class Family:
     eager_runs: int = 0
     moved: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
-    addresses: list[int | None] = field(default_factory=list)
+    seen: dict[int, _Seen | None] = field(default_factory=dict)
     warm_outputs: list[tuple[int, int, StorageWeakRef]] = field(default_factory=list)
 
 
@@ -156,7 +183,7 @@ class Program:
         outputs = self._eager(inputs)
         if family is not None:
             family.eager_runs += 1
-            family.addresses = [_address(value) for value in inputs]
+            family.seen = {p: _Seen.of(inputs[p]) for p in self.plan.static_inputs}
             family.warm_outputs = self._weak_outputs(outputs)
         return outputs
 
@@ -306,25 +333,14 @@ class Program:
 
     def _stays(self, family: Family, position: int, value: Any) -> bool:
         """Whether to take an input's address as fixed: it was there before, or another recording owns it."""
-        if position in family.moved or not isinstance(value, torch.Tensor):
+        if position in family.moved or (here := _Seen.of(value)) is None:
             return False
-        if value.layout is not torch.strided:
-            return False
-        address = _address(value)
-        if address is None:
-            return False
-        if address in OUTPUT_ADDRESSES:
+        if here.address in OUTPUT_ADDRESSES:
             return True
-        return not family.addresses or family.addresses[position] == address
-
-
-def _address(value: Any) -> int | None:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    try:
-        return value.data_ptr()
-    except RuntimeError:
-        return None
+        if not family.seen:
+            return True  # no call to compare with (warmup=0): AOTAutograd's word is all there is
+        before = family.seen.get(position)
+        return before is not None and before.is_still(here)
 
 
 def _dynamic_positions(placeholders: Sequence[Node]) -> list[tuple[int, str | None, int]]:
