@@ -121,3 +121,80 @@ def test_dropping_the_function_frees_its_memory(compiled: Any) -> None:
     torch._dynamo.reset()
     gc.collect()
     assert program() is None and scratch() is None
+
+
+def test_interrupts_at_any_moment_leave_nothing_taken(compiled: Any) -> None:
+    """A timer interrupts calls wherever they are; afterwards calls replay as before."""
+    import signal
+
+    f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
+    for _ in range(3):
+        f(torch.randn(8, 8))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    try:
+        for turn in range(300):
+            signal.setitimer(signal.ITIMER_REAL, 20e-6 + turn * 1e-6)
+            try:
+                for _ in range(50):
+                    f(torch.randn(8, 8))
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted
+    for program in f.programs:  # an interrupt inside of Dynamo can make it compile again
+        assert not program._recording.taken()
+        for family in program.families.values():
+            for recording in family.recordings:
+                assert not recording._turn.taken() and not any(s.busy.taken() for s in recording._scratch)
+    for _ in range(3):
+        f(torch.randn(8, 8))
+    replays = sum(f.replays())
+    for _ in range(4):
+        x = torch.randn(8, 8)
+        torch.testing.assert_close(f(x), (x.sin() @ x).cos() @ x, rtol=1e-4, atol=1e-4)
+    assert sum(f.replays()) == replays + 4
+
+
+def test_turns() -> None:
+    from fxwrap.graphs.turn import Call, Turn
+
+    turn, mine, other = Turn(), Call(), Call()
+    assert turn.take(mine) and turn.take(mine) and not turn.take(other)
+    turn.give(other)
+    assert turn.taken()
+    turn.give(mine)
+    assert turn.take(other)
+    del other  # the call is over, however it ended
+    assert not turn.taken()
+    lost = Call()
+    lost.process = -1  # in a child process, a call of the parent's that no thread here will end
+    assert turn.take(lost) and turn.take(mine)
+
+
+def test_outputs_sent_by_a_worker_process_arrive_whole(compiled: Any) -> None:
+    """Pickling for a queue moves an output's memory into shared memory, where no use count of ours reaches."""
+    import time
+
+    from torch.utils.data import DataLoader
+
+    weight = torch.randn(8, 8)
+    f: Compiled = compiled(lambda x: x @ weight)
+    with torch.no_grad():
+        f(torch.randn(3, 8))  # compiled once, before the fork
+
+    def collate(rows: list[torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.02)  # the sender lets go of the batch before
+        return f(torch.stack(rows))
+
+    data = [torch.full((8,), float(i)) for i in range(24)]
+    batches = list(DataLoader(data, batch_size=3, num_workers=1, collate_fn=collate))
+    for start, batch in zip(range(0, 24, 3), batches, strict=True):
+        torch.testing.assert_close(batch, torch.stack(data[start : start + 3]) @ weight)

@@ -199,3 +199,21 @@ def test_an_input_that_lands_where_another_was_freed_is_not_taken_to_stay(compil
     (recording,) = f.program.families[None].recordings
     assert len(recording.request.bound_inputs) == 1  # w
     assert f.program.counters.events == {}
+
+
+def test_conjugated_parameters(compiled: Any) -> None:
+    """Their memory alone does not say what they are: they are not bound by address."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.randn(4, 4, dtype=torch.complex64).conj())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+    model = Model()
+    f: Compiled = compiled(model)
+    for _ in range(5):
+        x = torch.randn(4, 4, dtype=torch.complex64)
+        torch.testing.assert_close(f(x), model(x))

@@ -183,3 +183,30 @@ def test_one_storage_behind_two_outputs_stays_one(compiled: Any, device: torch.d
         assert torch.equal(y.view(-1), flat)
     for y, _, x in kept:
         torch.testing.assert_close(y, x * 2 + 1)
+
+
+def test_an_output_whose_memory_its_holder_moves(compiled: Any) -> None:
+    """Shared with another process (a data loader's worker does it), or grown: the old recording is given up."""
+    f: Compiled = compiled(lambda x: torch.sin(x) + 1)
+    for _ in range(3):
+        f(torch.randn(8))
+    shared = f(x := torch.randn(8))
+    shared.share_memory_()
+    handle = shared.untyped_storage()
+    address = handle.data_ptr()
+    del shared
+    grown = f(torch.randn(8))
+    grown.resize_(4096).fill_(7)
+    del grown
+    for _ in range(3):
+        y = torch.randn(8)
+        torch.testing.assert_close(f(y), torch.sin(y) + 1)
+    freed = f(torch.randn(8))
+    freed.untyped_storage().resize_(0)
+    del freed
+    for _ in range(3):
+        y = torch.randn(8)
+        torch.testing.assert_close(f(y), torch.sin(y) + 1)
+    assert handle.data_ptr() == address
+    torch.testing.assert_close(torch.empty(0).set_(handle)[:8], torch.sin(x) + 1)
+    assert f.program.counters.recordings["an output's holder moved its memory"] >= 1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from .turn import Call, Turn
 
 # Bytes. On a CPU the allocator aligns to 64; asking for more costs a little padding in large blocks only.
 _CPU_ALIGNMENT = 64
@@ -32,13 +35,13 @@ def tensor_at(
 class Scratch:
     """Arena memory for recordings that do not overlap in time: ``nbytes`` on ``device``.
 
-    Who runs in it holds ``busy``.
+    Who runs in it has the turn, ``busy``.
     """
 
     device: torch.device
     nbytes: int
     block: torch.Tensor
-    busy: threading.Lock = field(default_factory=threading.Lock)
+    busy: Turn = field(default_factory=Turn)
 
     def tensor(
         self, offset: int, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
@@ -61,18 +64,20 @@ class ScratchPool:
         self._lock = threading.Lock()
         self._blocks: dict[tuple[torch.device, Any], list[Any]] = {}
 
-    def acquire(self, device: torch.device, nbytes: int, stream: Any) -> Scratch:
-        """A block of at least ``nbytes`` whose ``busy`` lock the caller now holds."""
-        import weakref
-
+    def take(self, device: torch.device, nbytes: int, stream: Any, call: Call, taken: list[Scratch]) -> Scratch:
+        """A block of at least ``nbytes`` that ``call`` now has; it is entered in ``taken``, too."""
         with self._lock:
             blocks = self._blocks.setdefault((device, stream), [])
             alive = [block for ref in blocks if (block := ref()) is not None]
             for scratch in sorted(alive, key=lambda scratch: scratch.nbytes):
-                if scratch.nbytes >= nbytes and scratch.busy.acquire(blocking=False):
+                # Entered first, so that an interrupt cannot come between taking and knowing what to give back.
+                taken.append(scratch)
+                if scratch.nbytes >= nbytes and scratch.busy.take(call):
                     return scratch
+                taken.pop()
             scratch = _allocate(device, nbytes)
-            scratch.busy.acquire()
+            taken.append(scratch)
+            scratch.busy.take(call)
             blocks[:] = [weakref.ref(block) for block in (*alive, scratch)]
             return scratch
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from .memory import reach
 from .outputs import OUTPUT_ADDRESSES
 from .recording import Recording, RecordingRequest
 from .torch_functions import TorchFunctions
+from .turn import Call, Turn
 
 # (concrete sizes, inputs with a place in the arena) -> verified plan; and the sizes of given inputs.
 Planner = Callable[[Mapping[Node, Any], Mapping[Node, tuple[torch.device, int]]], MemoryPlan]
@@ -45,6 +45,8 @@ class _Seen:
         """None for what has no address: numbers, opaque tensors."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
+        if value.is_conj() or value.is_neg():
+            return None  # the memory alone does not say what the value is
         try:
             return cls(value.data_ptr(), StorageWeakRef(value.untyped_storage()))
         except RuntimeError:
@@ -94,7 +96,7 @@ class Program:
         self.families: dict[Any, Family] = {}
         self.newest_plan: MemoryPlan | None = None
         self._make_plan, self._evaluate, self._plan_early = make_plan, evaluate, plan_early
-        self._recording = threading.RLock()
+        self._recording = Turn()
         self._placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
         self._dynamic = _dynamic_positions(self._placeholders)
         self._on_accelerator = plan.device.type != "cpu"
@@ -115,23 +117,30 @@ class Program:
                 expected=str(len(self._placeholders)),
                 got=str(len(inputs)),
             )
-        if self._on_accelerator:
-            with self._guard():
-                return self._run(self._key(inputs), inputs)
-        return self._run(self._key(inputs) if self._dynamic else None, inputs)
+        try:
+            if self._on_accelerator:
+                with self._guard():
+                    return self._run(self._key(inputs), inputs)
+            return self._run(self._key(inputs) if self._dynamic else None, inputs)
+        except BaseException as error:
+            with self.counters._lock:
+                self.counters.events[f"a call raised {type(error).__name__}"] += 1
+            raise
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
         family = self.families.get(key)
         if family is not None:
             for recording in family.recordings:
-                if recording.same_addresses(inputs) and recording.acquire():
-                    try:
-                        if not recording.held():
-                            outputs = recording.run(inputs)
-                            self.counters.replays += 1
-                            return outputs
-                    finally:
-                        recording.release()
+                if not recording.same_addresses(inputs):
+                    continue
+                call = Call()
+                try:
+                    if recording.take(call) and not recording.held() and not recording.spoiled():
+                        outputs = recording.run(inputs)
+                        self.counters.replays += 1
+                        return outputs
+                finally:
+                    recording.give(call)
         return self._not_replayed(key, inputs)
 
     def _key(self, inputs: Sequence[Any]) -> Any:
@@ -147,23 +156,28 @@ class Program:
         return sizes
 
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
-        if not self._recording.acquire(blocking=False):
-            return self._run_eagerly(inputs, "another call is being recorded")
+        call = Call()
         try:
-            family = self.families.setdefault(key, Family())
+            if not self._recording.take(call):
+                return self._run_eagerly(inputs, "another call is being recorded")
+            family = self.families.get(key)
+            if family is None and len(self.families) < self.options.max_recordings:
+                family = self.families[key] = Family()
             reason = self._eager_reason(family)
-            if reason:
+            if reason or family is None:
                 return self._run_eagerly(inputs, reason, family)
             why = self._adapt(family, inputs)
             if not why:
                 return self._run_eagerly(inputs, "called while another call of the program runs")
             return self._record(family, inputs, why)
         finally:
-            self._recording.release()
+            self._recording.give(call)
 
-    def _eager_reason(self, family: Family) -> str:
+    def _eager_reason(self, family: Family | None) -> str:
         if self._never_recorded:
             return self._never_recorded
+        if family is None:
+            return f"more than {self.options.max_recordings} shapes (max_recordings)"
         if family.recordings:
             return ""
         # Hardware cannot capture what happens once only: kernels load and are tuned, libraries make workspaces.
@@ -232,6 +246,13 @@ class Program:
 
     def _adapt(self, family: Family, inputs: list[Any]) -> str:
         """Find out why no recording could be replayed, and change the family's ways; empty if one is busy."""
+        whole = [recording for recording in family.recordings if not recording.spoiled()]
+        if len(whole) < len(family.recordings):
+            # Whoever sends outputs away, or frees them, will do so again: from now on they get copies.
+            for recording in family.recordings:
+                family.copied |= recording.moved_outputs()
+            family.recordings[:] = [r for r in whole if r.request.copied >= family.copied]
+            return "an output's holder moved its memory"
         if not family.recordings:
             # Who kept the warm-up's outputs until now will keep the next ones, too.
             kept = [(index, nbytes) for index, nbytes, ref in family.warm_outputs if not ref.expired()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from .memory import SCRATCH, Scratch, reach, tensor_at, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .places import Places, copy_tensors, unexpanded
 from .torch_functions import TorchFunctions
+from .turn import Call, Turn
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class RecordingRequest:
 class Recording:
     """Made by recording one call (``Recording.record``), then replayed with ``run``.
 
-    Whoever calls ``run`` holds ``lock``; ``accepts`` tells whether that is allowed.
+    Whoever calls ``run`` has the turn (``take``).
     """
 
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
         self.plan = request.plan
-        self.lock = threading.Lock()
+        self._turn = Turn()
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self.eager_reasons: dict[int, str] = {}
         self._scratch: list[Scratch] = []
@@ -70,6 +70,8 @@ class Recording:
         # Storages of outputs that are handed out uncopied, with their index; what their use counts are when
         # nobody holds them.
         self._watched: list[tuple[torch.UntypedStorage, int]] = []
+        self._output_storages: list[torch.UntypedStorage] = []
+        self._output_addresses: list[int] = []
         self._use_counts: Callable[[], list[int]] | None = None
         self._unheld: list[int] = []
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
@@ -81,22 +83,22 @@ class Recording:
     def record(cls, request: RecordingRequest, inputs: Sequence[Any]) -> tuple[Recording, Any]:
         """Capture a program on ``inputs``; returns the recording and the outputs of this first call.
 
-        The recording's lock is free afterwards. On any error nothing is kept.
+        Nobody has the recording's turn afterwards. On any error nothing is kept.
         """
-        recording = cls(request)
-        # Tensors made in inference mode could not be written outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                recording._take_memory()
+        recording, call = cls(request), Call()
+        try:
+            # Tensors made in inference mode could not be written outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                recording._take_memory(call)
                 recording._record(inputs)
-                # Only now, with everything temporary gone, does a use count tell who else holds an output.
-                recording._as_seen.clear()
-                recording._start_watching()
-                outputs = recording._hand_out(inputs)
-            finally:
-                recording._as_seen.clear()
-                recording._clear_registers()
-                recording.release()
+            # Only now, with everything temporary gone, does a use count tell who else holds an output.
+            recording._as_seen.clear()
+            recording._start_watching()
+            outputs = recording._hand_out(inputs)
+        finally:
+            recording._as_seen.clear()
+            recording._clear_registers()
+            recording.give(call)
         return recording, outputs
 
     def _assign_registers(self) -> None:
@@ -124,13 +126,12 @@ class Recording:
             if s.origin is Origin.ALLOCATION and (s.index in memory.location or s.index in memory.sizes)
         ]
 
-    def _take_memory(self) -> None:
+    def _take_memory(self, call: Call) -> None:
         memory, stream = self.request.memory, self.request.stream
         blocks: dict[torch.device, Scratch] = {}
         for device, arena in memory.arenas.items():
             if arena.placement.size:
-                blocks[device] = SCRATCH.acquire(device, arena.placement.size, stream)
-                self._scratch.append(blocks[device])
+                blocks[device] = SCRATCH.take(device, arena.placement.size, stream, call, self._scratch)
         for storage in self.plan.facts.storages:
             if storage.index in memory.location:
                 device, offset = memory.location[storage.index]
@@ -382,35 +383,38 @@ class Recording:
         if counter is not None:
             self._use_counts = counter([storage for storage, _ in self._watched])
             self._unheld = self._use_counts()
-        addresses = [storage.data_ptr() for storage, _ in self._watched]
+        self._output_storages = [storage for storage, _ in self._watched]
+        self._output_addresses = addresses = [storage.data_ptr() for storage, _ in self._watched]
         OUTPUT_ADDRESSES.add(addresses)
         weakref.finalize(self, OUTPUT_ADDRESSES.remove, addresses)
 
     # -- running ----------------------------------------------------------------------------------------
 
-    def acquire(self) -> bool:
-        """Take the recording and its scratch; False when a call that uses either is under way."""
-        if not self.lock.acquire(blocking=False):
-            return False
-        for position, scratch in enumerate(self._scratch):
-            if not scratch.busy.acquire(blocking=False):
-                for taken in self._scratch[:position]:
-                    taken.busy.release()
-                self.lock.release()
-                return False
-        return True
+    def take(self, call: Call) -> bool:
+        """Take the recording and its scratch for one call; False when another call uses either."""
+        return self._turn.take(call) and all(scratch.busy.take(call) for scratch in self._scratch)
 
-    def release(self) -> None:
+    def give(self, call: Call) -> None:
+        """Give back what ``call`` has of them."""
         for scratch in self._scratch:
-            if scratch.busy.locked():
-                scratch.busy.release()
-        if self.lock.locked():
-            self.lock.release()
+            scratch.busy.give(call)
+        self._turn.give(call)
 
     def same_addresses(self, inputs: list[Any]) -> bool:
         """Whether every bound input is where it was."""
         bound = self.request.bound_inputs
         return not bound or self.request.functions.same_data_pointers(inputs, self.bound_addresses, bound)
+
+    def spoiled(self) -> bool:
+        """Whether the memory of an output is not where it was: its holder freed it, grew it, or shared it with
+        another process. To be asked after ``held``: sharing happens while somebody holds it."""
+        return list(map(torch.UntypedStorage.data_ptr, self._output_storages)) != self._output_addresses
+
+    def moved_outputs(self) -> set[int]:
+        """Storages of outputs whose memory is not where it was."""
+        now = map(torch.UntypedStorage.data_ptr, self._output_storages)
+        pairs = zip(self._watched, now, self._output_addresses, strict=True)
+        return {index for (_, index), address, before in pairs if address != before}
 
     def held(self) -> list[tuple[int, int]]:
         """Storages (index, bytes) of outputs handed out before that somebody still holds."""
@@ -426,7 +430,7 @@ class Recording:
         ]
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """Replay on ``inputs`` (the lock is held) and hand out the outputs."""
+        """Replay on ``inputs`` (the caller has the turn) and hand out the outputs."""
         r = self._r
         try:
             r[: self._inputs_end] = inputs
