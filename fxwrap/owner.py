@@ -28,7 +28,7 @@ class Owner:
             _owners.add(self)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 

@@ -123,46 +123,6 @@ def test_dropping_the_function_frees_its_memory(compiled: Any) -> None:
     assert program() is None and scratch() is None
 
 
-def test_interrupts_at_any_moment_leave_nothing_taken(compiled: Any) -> None:
-    """A timer interrupts calls wherever they are; afterwards calls replay as before."""
-    import signal
-
-    f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
-    for _ in range(3):
-        f(torch.randn(8, 8))
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    interrupted = 0
-    try:
-        for turn in range(300):
-            signal.setitimer(signal.ITIMER_REAL, 20e-6 + turn * 1e-6)
-            try:
-                for _ in range(50):
-                    f(torch.randn(8, 8))
-            except KeyboardInterrupt:
-                interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted
-    for program in f.programs:  # an interrupt inside of Dynamo can make it compile again
-        assert not program._recording.taken()
-        for family in program.families.values():
-            for recording in family.recordings:
-                assert not recording._turn.taken() and not any(s.busy.taken() for s in recording._scratch)
-    for _ in range(3):
-        f(torch.randn(8, 8))
-    replays = sum(f.replays())
-    for _ in range(4):
-        x = torch.randn(8, 8)
-        torch.testing.assert_close(f(x), (x.sin() @ x).cos() @ x, rtol=1e-4, atol=1e-4)
-    assert sum(f.replays()) == replays + 4
-
-
 def test_turns() -> None:
     from fxwrap.graphs.turn import Call, Turn
 

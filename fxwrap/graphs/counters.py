@@ -20,7 +20,7 @@ class Counters:
     recordings: Counter[str] = field(default_factory=Counter)
     eager: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         with self._lock:

@@ -61,7 +61,7 @@ class ScratchPool:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._blocks: dict[tuple[torch.device, Any], list[Any]] = {}
 
     def take(self, device: torch.device, nbytes: int, stream: Any, call: Call, taken: list[Scratch]) -> Scratch:

@@ -16,7 +16,8 @@ class OutputAddresses:
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        # Finalizers of recordings come here, too, at any allocation: also inside of add.
+        self._lock = threading.RLock()
 
     def add(self, addresses: Sequence[int]) -> None:
         with self._lock:
