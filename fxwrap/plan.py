@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -167,7 +166,6 @@ class ProgramPlan:
     device: torch.device
     static_inputs: frozenset[int]
     phase: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def schedule(self) -> tuple[Node, ...]:

@@ -463,10 +463,6 @@ class Recording:
     def _clear_registers(self) -> None:
         self._r[:] = self._blank
 
-    @property
-    def graph_count(self) -> int:
-        return len(self._graphs)
-
 
 def _effective_users(node: Node) -> set[Node]:
     """Who uses a value, seen through views and arithmetic, which are made again wherever they are used."""
