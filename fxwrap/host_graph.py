@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 
 
@@ -228,3 +228,8 @@ def user_line(node: Node) -> str:
             code = lines[position + 1] if position + 1 < len(lines) else ""
             return f"{lines[position][5:].split(', in ')[0]}: {code}".replace('"', "")
     return ""
+
+
+def constants(gm: GraphModule) -> dict[Node, Any]:
+    """The values of a host graph's attributes: constants, kernels, subgraphs."""
+    return {node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import linecache
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled
+from conftest import Compiled, tensors_in
 
+from fxwrap.graphs.program import Program
 from fxwrap.graphs.recording import Recording
 
 
@@ -88,6 +93,71 @@ def test_interrupt_during_recording(compiled: Any, monkeypatch: pytest.MonkeyPat
         x = torch.randn(4, 4)
         torch.testing.assert_close(f(x), (x.sin() @ x).cos())
     assert f.program.counters.replays == 2
+
+
+def interrupted_at(position: int, call: Callable[[], Any]) -> Any:
+    """Run ``call`` with an interrupt at its ``position``-th line of fxwrap.graphs; INTERRUPTED if it came so far.
+
+    No interrupt comes between the end of a ``with`` block and the exit of its context: Python looks for signals
+    before and after, while a tracer could raise there, too.
+    """
+    left = position
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if "fxwrap/graphs/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if not line.lstrip().startswith("with "):
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        sys.settrace(None)
+
+
+INTERRUPTED = object()
+
+
+@pytest.mark.parametrize("what", ["replay", "recording"])
+def test_an_interrupt_at_any_line_leaves_nothing_taken(compiled: Any, device: torch.device, what: str) -> None:
+    weight = torch.randn(8, 8, device=device)
+    f: Compiled = compiled(lambda x: (x.sin() @ weight).cos() @ weight)
+    x = torch.randn(8, 8, device=device)
+    expected = (x.sin() @ weight).cos() @ weight
+    f(x)
+    program, calls = f.program, []
+    program.run = lambda inputs: (calls.append(list(inputs)), Program.run(program, inputs))[1]
+    f(x)
+    del program.run
+    run = functools.partial(program, *calls[0])
+    outcome, position = INTERRUPTED, 0
+    while outcome is INTERRUPTED:
+        if what == "recording":
+            program.families.clear()
+            run()
+        outcome = interrupted_at(position, run)
+        position += 1
+        assert not program._recording.taken()
+        for family in program.families.values():
+            for recording in family.recordings:
+                assert not recording._turn.taken()
+                assert not any(scratch.busy.taken() for scratch in recording._scratch)
+        (y,) = tensors_in(run())
+        torch.testing.assert_close(y, expected)
+    assert position > (30 if what == "replay" else 200)
+    before = program.counters.replays
+    for _ in range(3):
+        run()
+    assert program.counters.replays >= before + 2
 
 
 def test_scratch_is_shared_and_means_nothing_between_calls(compiled: Any, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,7 +35,13 @@ class DeviceGraph(Protocol):
     def debug_dump(self, path: str) -> None: ...
 
 
-_capturing: ContextVar[HostGraph | None] = ContextVar("fxwrap_capturing", default=None)
+# A weak reference: a capture that an interrupt cut short ends with its graph.
+_capturing: ContextVar[weakref.ref[HostGraph] | None] = ContextVar("fxwrap_capturing", default=None)
+
+
+def _capturing_graph() -> HostGraph | None:
+    reference = _capturing.get()
+    return reference() if reference is not None else None
 
 
 class HostGraph:
@@ -46,21 +53,20 @@ class HostGraph:
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], Any]] = []
-        self._token: Any = None
         self._captured = False
 
     def capture_begin(self) -> None:
         if self._captured:
             raise CaptureError("host graph: already captured", remedy="call reset() before capturing again")
-        if _capturing.get() is not None:
+        if _capturing_graph() is not None:
             raise CaptureError("host graph: another capture is under way on this thread")
-        self._token = _capturing.set(self)
+        _capturing.set(weakref.ref(self))
 
     def capture_end(self) -> None:
-        if self._token is None:
+        if _capturing_graph() is not self:
             raise CaptureError("host graph: capture_end() without capture_begin()")
-        _capturing.reset(self._token)
-        self._token, self._captured = None, True
+        self._captured = True
+        _capturing.set(None)
 
     def instantiate(self) -> None:
         """Nothing is left to do: the calls are bound."""
@@ -91,7 +97,7 @@ def issue(call: Callable[[], Any]) -> None:
 
     On an accelerator the work that ``call`` launches is what the device's graph captures.
     """
-    graph = _capturing.get()
+    graph = _capturing_graph()
     call()
     if graph is not None:
         graph._calls.append(call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,29 +56,28 @@ class ScratchPool:
     """Scratch by device and stream.
 
     Recordings of all programs on one stream share the largest block that is free; a recording that needs more
-    gets a larger one, which later recordings share. Blocks live as long as a recording uses them.
+    gets a larger one, which later recordings share. Blocks live as long as a recording uses them. There is no
+    lock: threads that find nothing free at the same time allocate one block each.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._blocks: dict[tuple[torch.device, Any], list[Any]] = {}
+        self._blocks: dict[tuple[torch.device, Any], list[weakref.ref[Scratch]]] = {}
 
     def take(self, device: torch.device, nbytes: int, stream: Any, call: Call, taken: list[Scratch]) -> Scratch:
         """A block of at least ``nbytes`` that ``call`` now has; it is entered in ``taken``, too."""
-        with self._lock:
-            blocks = self._blocks.setdefault((device, stream), [])
-            alive = [block for ref in blocks if (block := ref()) is not None]
-            for scratch in sorted(alive, key=lambda scratch: scratch.nbytes):
-                # Entered first, so that an interrupt cannot come between taking and knowing what to give back.
-                taken.append(scratch)
-                if scratch.nbytes >= nbytes and scratch.busy.take(call):
-                    return scratch
-                taken.pop()
-            scratch = _allocate(device, nbytes)
+        blocks = self._blocks.setdefault((device, stream), [])
+        alive = [block for ref in list(blocks) if (block := ref()) is not None]
+        for scratch in sorted(alive, key=lambda scratch: scratch.nbytes):
+            # Entered first, so that an interrupt cannot come between taking and knowing what to give back.
             taken.append(scratch)
-            scratch.busy.take(call)
-            blocks[:] = [weakref.ref(block) for block in (*alive, scratch)]
-            return scratch
+            if scratch.nbytes >= nbytes and scratch.busy.take(call):
+                return scratch
+            taken.pop()
+        scratch = _allocate(device, nbytes)
+        taken.append(scratch)
+        scratch.busy.take(call)
+        blocks.append(weakref.ref(scratch, blocks.remove))
+        return scratch
 
 
 SCRATCH = ScratchPool()

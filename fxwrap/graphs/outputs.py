@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +11,26 @@ import torch
 
 
 class OutputAddresses:
-    """Addresses of the outputs of live recordings: the next program may rely on them (saved activations)."""
+    """Addresses of the outputs of live recordings: the next program may rely on them (saved activations).
+
+    Recordings end at any allocation, also inside of a call here: every step is one atomic step of a dictionary.
+    """
 
     def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        # Finalizers of recordings come here, too, at any allocation: also inside of add.
-        self._lock = threading.RLock()
+        self._by_recording: dict[int, frozenset[int]] = {}
+        self._serial = itertools.count()
 
-    def add(self, addresses: Sequence[int]) -> None:
-        with self._lock:
-            self._counts.update(addresses)
+    def add(self, addresses: Iterable[int]) -> int:
+        """Enter one recording's addresses; returns what ``remove`` takes."""
+        ticket = next(self._serial)
+        self._by_recording[ticket] = frozenset(addresses)
+        return ticket
 
-    def remove(self, addresses: Sequence[int]) -> None:
-        with self._lock:
-            self._counts.subtract(addresses)
+    def remove(self, ticket: int) -> None:
+        self._by_recording.pop(ticket, None)
 
     def __contains__(self, address: int) -> bool:
-        return self._counts[address] > 0
+        return any(address in addresses for addresses in list(self._by_recording.values()))
 
 
 OUTPUT_ADDRESSES = OutputAddresses()

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, PlanError
-from ..host_graph import Kind, kind_of
+from ..host_graph import Kind, constants, kind_of
 from ..options import Options
 from ..plan import MemoryPlan, Origin, ProgramPlan
 from .counters import Counters
@@ -123,8 +123,7 @@ class Program:
                     return self._run(self._key(inputs), inputs)
             return self._run(self._key(inputs) if self._dynamic else None, inputs)
         except BaseException as error:
-            with self.counters._lock:
-                self.counters.events[f"a call raised {type(error).__name__}"] += 1
+            self.counters.count_event(f"a call raised {type(error).__name__}")
             raise
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
@@ -137,7 +136,7 @@ class Program:
                 try:
                     if recording.take(call) and not recording.held() and not recording.spoiled():
                         outputs = recording.run(inputs)
-                        self.counters.replays += 1
+                        self.counters.count_replay()
                         return outputs
                 finally:
                     recording.give(call)
@@ -190,8 +189,7 @@ class Program:
     # -- eager ------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, inputs: list[Any], reason: str, family: Family | None = None) -> Any:
-        with self.counters._lock:
-            self.counters.eager[reason] += 1
+        self.counters.count_eager(reason)
         if self._plan_early and self.newest_plan is None:
             self._recording_request(Family(), inputs)
         outputs = self._eager(inputs)
@@ -204,14 +202,7 @@ class Program:
     def _eager_function(self) -> Callable[[list[Any]], Any]:
         """The whole schedule as one flat function with plain allocations."""
         gm = self.plan.graph
-        bound: dict[Node, Any] = {}
-        for node in gm.graph.nodes:
-            if node.op == "get_attr":
-                value: Any = gm
-                for name in str(node.target).split("."):
-                    value = getattr(value, name)
-                bound[node] = value
-        builder = FlatBuilder(bound, {node: i for i, node in enumerate(self._placeholders)})
+        builder = FlatBuilder(constants(gm), {node: i for i, node in enumerate(self._placeholders)})
         for node in checks_on(self._placeholders):
             if builder.available(node):
                 builder.check(node)
@@ -283,16 +274,14 @@ class Program:
         else:
             family.moved |= moved
         family.recordings.clear()
-        with self.counters._lock:
-            self.counters.events["an input taken to stay in place has moved"] += 1
+        self.counters.count_event("an input taken to stay in place has moved")
         return "inputs moved"
 
     def _adapt_to_held(self, family: Family, held: list[Recording]) -> str:
         sizes = {index: nbytes for recording in held for index, nbytes in recording.held()}
         small = {index for index, nbytes in sizes.items() if nbytes <= self.options.copy_outputs_below}
         large = set(sizes) - small
-        with self.counters._lock:
-            self.counters.events["an output was still held at the next call"] += 1
+        self.counters.count_event("an output was still held at the next call")
         if large and len(family.recordings) >= self.options.max_output_sets:
             small, large = set(sizes), set()
         if small:
@@ -317,10 +306,9 @@ class Program:
                 remedy="list the operators in eager_ops, or leave strict out",
             )
         family.recordings.append(recording)
-        with self.counters._lock:
-            self.counters.recordings[why] += 1
-            for reason in recording.eager_reasons.values():
-                self.counters.events[reason] += 1
+        self.counters.count_recording(why)
+        for reason in recording.eager_reasons.values():
+            self.counters.count_event(reason)
         return outputs
 
     def _recording_request(self, family: Family, inputs: list[Any]) -> RecordingRequest:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kind, kind_of
+from ..host_graph import Kind, constants, kind_of
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction, checks_on
@@ -55,6 +55,7 @@ class Recording:
         self.plan = request.plan
         self._turn = Turn()
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
+        self._constants = constants(self.plan.graph)
         self.eager_reasons: dict[int, str] = {}
         self._scratch: list[Scratch] = []
         self._graphs: list[DeviceGraph] = []
@@ -65,7 +66,8 @@ class Recording:
         # While recording: the tensors that stand for bound and copied inputs.
         self._as_seen: dict[int, torch.Tensor] = {}
         self._check_inputs: Callable[[list[Any]], Any] | None = None
-        self._place_pairs: list[tuple[int, torch.Tensor]] = []
+        # By device: places, and the positions of the inputs that are copied to them.
+        self._places: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         self._updated: list[tuple[int, torch.Tensor]] = []
         # Storages of outputs that are handed out uncopied, with their index; what their use counts are when
         # nobody holds them.
@@ -159,14 +161,14 @@ class Recording:
     def _record(self, inputs: Sequence[Any]) -> None:
         self._r[: self._inputs_end] = inputs
         self._check_inputs = self._input_checks()
-        common = {**self._constants(), **self.request.numbers, **self._memory}
+        common = {**self._constants, **self.request.numbers, **self._memory}
         common.update(self._take_inputs(inputs))
-        captured = {**common, **self._static_inputs(inputs)}
+        known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
             if partition.verdict is Verdict.CAPTURED:
-                self._capture(partition, captured, common, inputs)
+                self._capture(partition, known)
             else:
-                self._add_eager(partition, common, captured, inputs)
+                self._add_eager(partition, known)
         self._collect = self._outputs_function(common)
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
@@ -188,18 +190,8 @@ class Recording:
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
         """Nothing is bound but numbers and constants: inputs are the caller's own."""
-        bound = {**self._constants(), **self.request.numbers}
+        bound = {**self._constants, **self.request.numbers}
         return bound, {n: i for n, i in self._registers.items() if n not in bound}
-
-    def _constants(self) -> dict[Node, Any]:
-        found: dict[Node, Any] = {}
-        for node in self.plan.graph.graph.nodes:
-            if node.op == "get_attr":
-                value: Any = self.plan.graph
-                for name in str(node.target).split("."):
-                    value = getattr(value, name)
-                found[node] = value
-        return found
 
     def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Lay out the places that inputs are copied to, and fill them."""
@@ -218,7 +210,9 @@ class Recording:
             else:
                 place = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
             found[node] = self._as_seen[position] = place
-            self._place_pairs.append((position, unexpanded(place)))
+            places, positions = self._places.setdefault(place.device, ([], []))
+            places.append(unexpanded(place))
+            positions.append(position)
             if index in written:
                 self._updated.append((position, place))
         self._fill_places(inputs)
@@ -235,34 +229,32 @@ class Recording:
             found[self._placeholders[position]] = self._as_seen[position] = value
         return found
 
-    def _capture(
-        self,
-        partition: Partition,
-        captured: dict[Node, Any],
-        common: dict[Node, Any],
-        inputs: Sequence[Any],
-    ) -> None:
+    def _capture(self, partition: Partition, known: _Known) -> None:
         runtime = self.request.runtime
         stores = self._stores.get(partition.index, [])
-        flat = self._flat(partition, captured, stores)
+        flat = self._flat(partition, known.captured, stores)
         call = _Bound(flat, self._r, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
         call.stores = [self._registers[node] for node in stores]
         try:
             graph = runtime.new_graph()
             with runtime.capture_stream():
-                graph.capture_begin()
                 try:
+                    graph.capture_begin()
                     issue(call)
-                finally:
                     graph.capture_end()
+                except BaseException:
+                    # Wherever it came from: a stream, or this thread, must not be left capturing.
+                    with contextlib.suppress(Exception):
+                        graph.capture_end()
+                    raise
             graph.instantiate()
         except Exception as error:
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
             self.eager_reasons[partition.index] = f"capture failed: {type(error).__name__}: {error}"
-            self._add_eager(partition, common, captured, inputs)
+            self._add_eager(partition, known)
             return
         if not runtime.runs_while_capturing:
             graph.replay()
@@ -272,31 +264,24 @@ class Recording:
             # What operators allocated during capture keeps its address: from here on it is known. Held for as
             # long as the recording lives, or a later capture in the same pool could be given its memory.
             for node in stores:
-                captured[node] = common[node] = self._r[self._registers[node]]
-                self._kept.append(captured[node])
+                self._keep(node, self._r[self._registers[node]], known)
 
-    def _add_eager(
-        self,
-        partition: Partition,
-        common: dict[Node, Any],
-        captured: dict[Node, Any],
-        inputs: Sequence[Any],
-    ) -> None:
+    def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._stores.get(partition.index, [])
-        call = _Bound(self._flat(partition, common, stores), self._r)
+        call = _Bound(self._flat(partition, known.common, stores), self._r)
         call()
         self._steps.append(call)
         if not self.request.runtime.frozen_addresses:
             return
         # A captured partition reads fixed addresses: give what eager work allocates places to be copied to.
-        places = Places(self._stable_memory(inputs))
+        places = Places(self._stable_memory(known.inputs))
         refresh = []
         for node in stores:
-            value = self._r[self._registers[node]]
+            register = self._registers[node]
             if not self.plan.verdicts[node].data_dependent:
-                captured[node] = common[node] = self._r[self._registers[node]] = places.put(value)
-                self._kept.append(captured[node])
-                refresh.append((self._registers[node], captured[node]))
+                self._r[register] = places.put(self._r[register])
+                self._keep(node, self._r[register], known)
+                refresh.append((register, self._r[register]))
         if refresh:
             r = self._r
 
@@ -307,11 +292,15 @@ class Recording:
 
             self._steps.append(copy_over)
 
+    def _keep(self, node: Node, value: Any, known: _Known) -> None:
+        known.captured[node] = known.common[node] = value
+        self._kept.append(value)
+
     def _stable_memory(self, inputs: Sequence[Any]) -> set[int]:
         """Addresses of storages that are the same at every call."""
-        known = [*self._memory.values(), *self._kept, *(place for _, place in self._place_pairs)]
+        known = [*self._memory.values(), *self._kept, *(places for places, _ in self._places.values())]
         known += [inputs[position] for position in self.request.bound_inputs]
-        known += list(self._constants().values())
+        known += list(self._constants.values())
         return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)}
 
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
@@ -385,8 +374,7 @@ class Recording:
             self._unheld = self._use_counts()
         self._output_storages = [storage for storage, _ in self._watched]
         self._output_addresses = addresses = [storage.data_ptr() for storage, _ in self._watched]
-        OUTPUT_ADDRESSES.add(addresses)
-        weakref.finalize(self, OUTPUT_ADDRESSES.remove, addresses)
+        weakref.finalize(self, OUTPUT_ADDRESSES.remove, OUTPUT_ADDRESSES.add(addresses))
 
     # -- running ----------------------------------------------------------------------------------------
 
@@ -449,19 +437,26 @@ class Recording:
         return self._collect(self._r)
 
     def _fill_places(self, inputs: Sequence[Any]) -> None:
-        for places, positions in self._places_by_device():
+        for places, positions in self._places.values():
             torch._foreach_copy_(places, [unexpanded(inputs[position]) for position in positions])
-
-    def _places_by_device(self) -> list[tuple[list[torch.Tensor], list[int]]]:
-        groups: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
-        for position, place in self._place_pairs:
-            places, positions = groups.setdefault(place.device, ([], []))
-            places.append(place)
-            positions.append(position)
-        return list(groups.values())
 
     def _clear_registers(self) -> None:
         self._r[:] = self._blank
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known while a recording is made.
+
+    Attributes:
+        inputs: of the call that is recorded.
+        common: values that are the same at every call.
+        captured: what captured partitions may count on: these, and bound inputs.
+    """
+
+    inputs: Sequence[Any]
+    common: dict[Node, Any]
+    captured: dict[Node, Any]
 
 
 def _effective_users(node: Node) -> set[Node]:
