@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .devices import KernelCall, KernelKind, cpp_kernels
 from .errors import (
     CaptureError,
+    DeviceError,
     EmissionError,
     FxwrapError,
     InputError,
@@ -21,23 +23,30 @@ from .passes.memory_planning import plan_memory
 
 if TYPE_CHECKING:
     from .codegen.emission import FxwrapCodegen
+    from .codegen.registration import DeviceRegistration, register_device
     from .inspection.explain import Explanation, explain, report
     from .inspection.stats import stats
 
 __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
+    "DeviceError",
+    "DeviceRegistration",
     "EmissionError",
     "Explanation",
     "FxwrapCodegen",
     "FxwrapError",
     "InputError",
+    "KernelCall",
+    "KernelKind",
     "OptionError",
     "Options",
     "PlanError",
     "UnsupportedModelError",
+    "cpp_kernels",
     "explain",
     "plan_memory",
+    "register_device",
     "report",
     "stats",
 ]
@@ -45,6 +54,8 @@ __all__ = [
 # Inductor takes seconds to import, so what needs it is looked up when it is used.
 _LAZY = {
     "FxwrapCodegen": ".codegen.emission",
+    "DeviceRegistration": ".codegen.registration",
+    "register_device": ".codegen.registration",
     "Explanation": ".inspection.explain",
     "explain": ".inspection.explain",
     "report": ".inspection.explain",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from .devices import device_support
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
@@ -47,8 +48,8 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     """
     facts = analyse_storages(gm)
     dependencies = build_dependency_graph(gm, facts)
-    verdicts = judge(gm, request.options.eager_ops)
     device = main_device(gm)
+    verdicts = judge(gm, request.options.eager_ops, device_support(device.type).eager_reason)
     partitions = cut(dependencies, verdicts, device)
     plan = ProgramPlan(gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase)
     verify_schedule(gm, plan.schedule)

@@ -40,6 +40,10 @@ class EmissionError(FxwrapError):
     """Inductor's wrapper IR holds lines that have no form in a host graph."""
 
 
+class DeviceError(FxwrapError):
+    """A device cannot be registered as asked."""
+
+
 class PlanError(FxwrapError):
     """The verifier refused a schedule or a memory plan. A bug in fxwrap: the plan is not run."""
 

@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 
+from ..devices import KernelCall, kernel_kind
 from ..errors import EmissionError
 from ..host_graph import Kernel, Kind, launch, reinterpret
 from . import torch_versions as versions
@@ -220,24 +221,20 @@ class HostGraphConverter(FxConverter):
     def _line_KernelCallLine(self, line: Any) -> None:
         if line.triton:
             self._triton_launch(line)
-        elif line.device.type == "cpu":
-            self._cpp_launch(line)
-        else:
+            return
+        name = line.kernel_name
+        call = KernelCall(name, self._sources.get(name, ""), line.device, self._loaded(name), line.arg_types, False)
+        kind = kernel_kind(call)
+        if kind is None:
             raise EmissionError(
-                f"kernel {line.kernel_name} on {line.device}",
-                expected="a C++ kernel on the CPU or a Triton kernel",
-                got=f"{line.kernel_name}({', '.join(map(str, line.call_args))})",
+                f"kernel {name} on {line.device}",
+                expected="a Triton kernel, or a kind of kernels that is registered for the device",
+                got=f"{name}({', '.join(map(str, line.call_args))})",
+                remedy="give kernels=[...] to fxwrap.register_device",
             )
-
-    def _cpp_launch(self, line: Any) -> None:
-        types_ = line.arg_types or ["*"] * len(line.call_args)
-        writes = tuple(
-            position
-            for position, ctype in enumerate(types_)
-            if "*" in str(ctype) and not str(ctype).startswith("const ")
-        )
         args = tuple(self._argument(arg) for arg in line.call_args)
-        kernel = self._kernel(line, "cpp", lambda: self._loaded(line.kernel_name), writes)
+        writes = tuple(position for position in kind.writes(call) if position < len(args))
+        kernel = self._kernel(line, kind.name, lambda: kind.load(call), writes)
         self._note(self.gm.graph.call_function(launch, (self._handle(kernel), *args)))
 
     def _argument(self, arg: Any) -> Any:

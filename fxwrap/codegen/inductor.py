@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from ..compiler import CompileRequest
+from ..devices import device_support
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
 from ..options import Options
 from .emission import FxwrapCodegen
@@ -33,8 +34,8 @@ _EMISSION = {
     "fx_graph_cache": False,
     "triton.cudagraphs": False,
 }
-# device_codegens is a process-wide table: one compilation at a time may have its codegen in it.
-_table = threading.RLock()
+# Torch's tables of devices are process-wide: one compilation at a time may have its codegen in them.
+DEVICE_TABLES = threading.RLock()
 
 
 def inductor_options() -> dict[str, Any]:
@@ -77,7 +78,7 @@ def compile_with_inductor(
             )
     # Modes ask for CUDA graphs by Inductor; fxwrap's own graphs stand in for them.
     patches = {key: value for key, value in patches.items() if key not in _EMISSION}
-    _check_devices(gm, example_inputs)
+    patches = _with_settings_of(_devices_in(gm, example_inputs), patches)
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         request = CompileRequest(
@@ -98,13 +99,12 @@ def compile_with_inductor(
 def _compile_program(
     gm: GraphModule, example_inputs: Sequence[Any], args: Any, kwargs: Any, request: CompileRequest
 ) -> Any:
-    codegen = request.options.codegen or FxwrapCodegen
     # Inductor's passes edit the graph, so that a second try needs the first one's input.
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
     kwargs = {**kwargs, "cpp_wrapper": False}
     cudagraphs = kwargs.pop("cudagraphs", None)
     try:
-        with config.patch(_EMISSION), codegen_in_place(codegen), requesting(request):
+        with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request):
             return compile_fx_inner(
                 gm, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs), fx_wrapper=True
             )
@@ -157,40 +157,53 @@ def _phase(kwargs: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def codegen_in_place(codegen: type) -> Iterator[None]:
+def codegen_in_place(codegen: type | None) -> Iterator[None]:
     """Have Inductor emit through ``codegen`` on every device, inside the context only.
 
+    None stands for each device's own, where one is registered, and for FxwrapCodegen elsewhere.
     Only the FX entry of each device is replaced; a compilation by another backend does not read it.
     """
     common.init_backend_registration()
-    with _table:
+    with DEVICE_TABLES:
         before = dict(common.device_codegens)
         for device, entry in before.items():
-            common.device_codegens[device] = dataclasses.replace(entry, fx_wrapper_codegen=codegen)
+            chosen: Any = codegen or device_support(device).codegen or FxwrapCodegen
+            common.device_codegens[device] = dataclasses.replace(entry, fx_wrapper_codegen=chosen)
         try:
             yield
         finally:
             common.device_codegens.update(before)
 
 
-def _check_devices(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+def _devices_in(gm: GraphModule, example_inputs: Sequence[Any]) -> set[torch.device]:
+    """The devices in a graph: at most one accelerator."""
     values = list(example_inputs)
     for node in gm.graph.nodes:
         value = node.meta.get("example_value", node.meta.get("val"))
         values.extend(value if isinstance(value, (tuple, list)) else (value,))
-    devices = {
-        value.device
-        for value in values
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
-    }
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    accelerators = sorted(str(device) for device in devices if device.type not in ("cpu", "meta"))
+    if len(accelerators) > 1:
         raise UnsupportedModelError(
             "the compiled region uses more than one accelerator",
             expected="tensors on one accelerator, and on the CPU beside it",
-            got=names,
+            got=", ".join(accelerators),
             remedy="compile the part of the model on each device by itself",
         )
+    return devices
+
+
+def _with_settings_of(devices: set[torch.device], patches: dict[str, Any]) -> dict[str, Any]:
+    needed = {key: value for device in devices for key, value in device_support(device.type).config.items()}
+    for key, value in needed.items():
+        if patches.get(key, value) != value:
+            raise OptionError(
+                f"option {key!r} cannot be set on this device",
+                expected=f"{value!r}, which the registration of {', '.join(map(str, devices))} sets",
+                got=repr(patches[key]),
+                remedy=f"leave {key!r} out",
+            )
+    return {**patches, **needed}
 
 
 def _torch_functions() -> Any:

@@ -9,9 +9,13 @@ from typing import Any
 
 import sympy
 import torch
+from torch._inductor.codegen import cpp_utils
 from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
+
+# What devices are called in C++; where torch has no such table, a device's op overrides say it.
+CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..devices import DeviceSupport, device_support
 from ..errors import CaptureError
 
 
@@ -200,7 +201,7 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
         return chosen
     if device.type == "cpu":
         return _HOST
-    return _accelerator_runtime(device)
+    return _accelerator_runtime(device, device_support(device.type))
 
 
 @contextlib.contextmanager
@@ -214,9 +215,9 @@ def using_runtime(runtime: DeviceRuntime) -> Iterator[None]:
 
 
 @functools.cache
-def _accelerator_runtime(device: torch.device) -> DeviceRuntime:
+def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> DeviceRuntime:
     failures = []
-    for name, make in _candidates(device):
+    for name, make in _candidates(device, support):
         try:
             first = make(None)
         except Exception as error:
@@ -227,13 +228,17 @@ def _accelerator_runtime(device: torch.device) -> DeviceRuntime:
         return DeviceRuntime(device, functools.partial(make, pool), True, False, name)
     raise CaptureError(
         f"no device graph for {device}",
-        expected="torch.accelerator.Graph, torch.cuda.CUDAGraph or torch.xpu.XPUGraph",
+        expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "
+        "object with its methods (device_graph= of fxwrap.register_device)",
         got="; ".join(failures) or "none of them exists",
-        remedy="programs on this device run eagerly",
+        remedy="until there is one, programs on this device run eagerly; docs/devices.md says how to make one",
     )
 
 
-def _candidates(device: torch.device) -> Iterator[tuple[str, Callable[[Any], DeviceGraph]]]:
+def _candidates(device: torch.device, support: DeviceSupport) -> Iterator[tuple[str, Callable[[Any], DeviceGraph]]]:
+    if support.new_graph is not None:
+        yield f"the graph registered for {device.type}", support.new_graph
+        return
     unified = getattr(torch.accelerator, "Graph", None)
     if unified is not None:
         yield (

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -48,7 +49,8 @@ class FlatBuilder:
         self.bound, self.registers = bound, registers
         self._names = itertools.count()
         self._constants: dict[int, str] = {}
-        self._namespace: dict[str, Any] = {"__builtins__": {}}
+        # Operators may import something; C code does that with the builtins of the Python code that called it.
+        self._namespace: dict[str, Any] = {"__builtins__": builtins}
         self._locals: dict[Node, str] = {}
         self._lines: list[str] = []
         self._last_use: dict[str, int] = {}

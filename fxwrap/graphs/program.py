@@ -191,13 +191,21 @@ class Program:
     def _run_eagerly(self, inputs: list[Any], reason: str, family: Family | None = None) -> Any:
         self.counters.count_eager(reason)
         if self._plan_early and self.newest_plan is None:
-            self._recording_request(Family(), inputs)
+            self._plan_ahead(inputs)
         outputs = self._eager(inputs)
         if family is not None:
             family.eager_runs += 1
             family.seen = {p: _Seen.of(inputs[p]) for p in self.plan.static_inputs}
             family.warm_outputs = self._weak_outputs(outputs)
         return outputs
+
+    def _plan_ahead(self, inputs: list[Any]) -> None:
+        """Plan memory for a report, before anything is recorded; also where nothing can be."""
+        try:
+            self._recording_request(Family(), inputs)
+        except CaptureError:
+            values = dict(zip(self._placeholders, inputs, strict=True))
+            self.newest_plan = self._make_plan(self._evaluate(values), {})
 
     def _eager_function(self) -> Callable[[list[Any]], Any]:
         """The whole schedule as one flat function with plain allocations."""

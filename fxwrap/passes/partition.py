@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import networkx as nx
 import torch
@@ -24,18 +24,25 @@ def is_work(node: Node) -> bool:
     return kind_of(node) in _WORK
 
 
-def judge(gm: GraphModule, eager_ops: Sequence[str] = ()) -> dict[Node, NodeVerdict]:
+def judge(
+    gm: GraphModule,
+    eager_ops: Sequence[str] = (),
+    device_reason: Callable[[Node], str | None] | None = None,
+) -> dict[Node, NodeVerdict]:
     """Give every node a verdict.
 
     Args:
         eager_ops: operators the user wants outside of captured partitions, as ``namespace::name``,
             ``namespace.name`` or ``namespace::name.overload``.
+        device_reason: for work that the device cannot capture, why; else None.
     """
     device = main_device(gm)
     listed = {name.replace("::", ".") for name in eager_ops}
     verdicts: dict[Node, NodeVerdict] = {}
     for node in gm.graph.nodes:
         reason = _eager_reason(node, device, listed, verdicts)
+        if reason is None and device_reason is not None and is_work(node):
+            reason = device_reason(node)
         if reason is None:
             verdicts[node] = _CAPTURED if is_work(node) else _FOLDED
         else:

@@ -1,0 +1,124 @@
+"""What the line knows about devices: one record for each, looked up where a device makes a difference.
+
+``fxwrap.register_device`` (codegen/registration.py) enters records. A device without one is treated by the general
+rules: CUDA and XPU need none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of a compiled kernel, as Inductor's scheduling wrote it.
+
+    Attributes:
+        name: the kernel's name.
+        source: the code Inductor generated.
+        device: where it runs.
+        definition: what the kernel's definition evaluates to: for C++ a function of CPU tensors and numbers.
+        arg_types: the C type of each argument, or what the scheduling gave instead; None where it gave none.
+        triton: whether it is a Triton kernel.
+    """
+
+    name: str
+    source: str
+    device: torch.device
+    definition: Any
+    arg_types: Sequence[Any] | None
+    triton: bool
+
+
+def written_pointers(call: KernelCall) -> tuple[int, ...]:
+    """Positions of the arguments that a C++ kernel writes: pointers without ``const``; all if nothing is known."""
+    types = call.arg_types or ["*"] * 256
+    return tuple(
+        position for position, ctype in enumerate(types) if "*" in str(ctype) and not str(ctype).startswith("const ")
+    )
+
+
+@dataclass(frozen=True)
+class KernelKind:
+    """One kind of compiled kernels on a device: how a launch gets into a host graph, and what runs it.
+
+    Attributes:
+        name: shown in reports: "cpp", "triton", a vendor's own.
+        load: makes, from the first call of a kernel, the callable that launches it: it gets the launch's
+            arguments (tensors on the device, numbers), and issues the work to the device's current stream.
+        accepts: whether a call is of this kind; kinds are asked in the order in which they were registered.
+        writes: positions among the arguments that the kernel writes.
+    """
+
+    name: str
+    load: Callable[[KernelCall], Callable[..., Any]]
+    accepts: Callable[[KernelCall], bool] = lambda call: not call.triton
+    writes: Callable[[KernelCall], Sequence[int]] = written_pointers
+
+
+def cpp_kernels(launch: Callable[..., Any]) -> KernelKind:
+    """Inductor's C++ kernels on a device that reaches host memory.
+
+    Args:
+        launch: ``launch(function, *args)`` runs ``function(*args)`` on the device's current stream, or records it
+            while that stream captures; ``function`` takes CPU tensors over the memory of ``args``.
+    """
+    return KernelKind("cpp", lambda call: functools.partial(launch, call.definition))
+
+
+# Without a stream, running a kernel is calling it.
+HOST_KERNELS = KernelKind("cpp", lambda call: call.definition)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSupport:
+    """What is known about one type of device.
+
+    Attributes:
+        kernels: kinds of compiled kernels besides Triton's, which every device may have.
+        eager_reason: for an operator call that must not be captured, why; else None.
+        new_graph: makes a device graph in a memory pool (None: a pool of its own); by default the unified one.
+        codegen: emits and compiles unless the ``codegen`` option says otherwise.
+        config: Inductor's settings while a graph with this device in it is compiled.
+    """
+
+    device_type: str
+    kernels: tuple[KernelKind, ...] = ()
+    eager_reason: Callable[[Node], str | None] | None = None
+    new_graph: Callable[[Any], Any] | None = None
+    codegen: type | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+_registered: dict[str, DeviceSupport] = {}
+
+
+def device_support(device_type: str) -> DeviceSupport:
+    """The record of a device; an empty one where nothing was registered."""
+    return _registered.get(device_type) or DeviceSupport(device_type)
+
+
+def registered_devices() -> dict[str, DeviceSupport]:
+    """The records entered by ``register_device``; the dictionary itself, for it to edit."""
+    return _registered
+
+
+def kernel_kind(call: KernelCall) -> KernelKind | None:
+    """The first kind of the call's device that accepts it."""
+    kinds = device_support(call.device.type).kernels
+    if call.device.type == "cpu":
+        kinds += (HOST_KERNELS,)
+    return next((kind for kind in kinds if kind.accepts(call)), None)
+
+
+def launch_kernel(device: str, name: str, kernel: Any, *args: Any) -> None:
+    """Launch a kernel as a host graph would: for wrapper code that Inductor runs itself."""
+    call = KernelCall(name, "", torch.device(device), kernel, None, False)
+    kind = kernel_kind(call)
+    (kind.load(call) if kind is not None else kernel)(*args)

@@ -1,0 +1,202 @@
+"""fxwrap.register_device, on devices that every torch has: what is entered, what is taken back, what it refuses.
+
+Whole devices are in examples/: hostsim in C++, pydevice in Python. A process has one out-of-tree device, so that they
+are tested in processes of their own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same, inductor
+from torch._dynamo import device_interface as interfaces
+from torch._inductor.codegen import common
+from torch.fx import Node
+
+import fxwrap
+from fxwrap.codegen.torch_versions import CPP_DEVICE_NAMES
+from fxwrap.devices import device_support, registered_devices
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_directly(function: Any, *args: Any) -> None:
+    function(*args)
+
+
+def model(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() @ x).cos().softmax(-1)
+
+
+def tables() -> list[dict[str, Any]]:
+    return [
+        dict(registered_devices()),
+        dict(interfaces.device_interfaces),
+        dict(common.device_op_overrides_dict),
+        dict(common.device_codegens),
+        dict(CPP_DEVICE_NAMES),
+    ]
+
+
+def test_everything_is_taken_back() -> None:
+    common.init_backend_registration()
+    common.get_device_op_overrides("cpu")
+    interfaces.get_registered_device_interfaces()
+    before = tables()
+    handle = fxwrap.register_device("mtia", scheduling="cpp", kernels=[fxwrap.cpp_kernels(run_directly)])
+    assert device_support("mtia").kernels and before != tables()
+    assert "mtia" in repr(handle)
+    handle.unregister()
+    handle.unregister()
+    assert tables() == before
+    with fxwrap.register_device("cpu"), fxwrap.register_device("mtia"):
+        pass
+    assert tables() == before
+
+
+def test_nothing_leaks_into_other_devices() -> None:
+    """The settings that a device needs reach graphs with that device in them, and no other."""
+    seen = []
+
+    class Codegen(fxwrap.FxwrapCodegen):
+        def compile_graph(self, gm: torch.fx.GraphModule) -> Any:
+            seen.append(torch._inductor.config.loop_ordering_after_fusion)
+            return super().compile_graph(gm)
+
+    usual = torch._inductor.config.loop_ordering_after_fusion
+    with fxwrap.register_device("mtia", scheduling="cpp", kernels=[fxwrap.cpp_kernels(run_directly)]):
+        torch.compile(model, backend="fxwrap", options={"codegen": Codegen})(torch.randn(4, 4))
+    assert seen == [usual]
+
+
+def test_a_kind_of_kernels_of_ones_own(compiled: Any) -> None:
+    """What a vendor does: every launch of a compiled kernel goes through the device's own runtime."""
+    launched = []
+
+    def launch(function: Any, *args: Any) -> None:
+        launched.append(function)
+        function(*args)
+
+    x = torch.randn(8, 8)
+    expected = inductor(lambda x: model(x))(x)
+    with fxwrap.register_device("cpu", kernels=[fxwrap.cpp_kernels(launch)]):
+        f = compiled(model)
+        for _ in range(3):
+            assert_same(f(x), expected)
+    assert f.program.counters.replays == 1
+    launches = sum(partition.launches for partition in f.program.plan.partitions)
+    assert len(launched) == 3 * launches
+    torch._dynamo.reset()
+    launched.clear()
+    compiled(model)(x)
+    assert not launched
+
+
+def test_operators_that_a_device_cannot_capture(compiled: Any) -> None:
+    def reason(node: Node) -> str | None:
+        return "this device has no mm in its graphs" if "mm" in str(node.target) else None
+
+    x = torch.randn(8, 8)
+    expected = inductor(lambda x: model(x))(x)
+    with fxwrap.register_device("cpu", eager_reason=reason):
+        f = compiled(model)
+        for _ in range(3):
+            assert_same(f(x), expected)
+    captured, eager, rest = f.program.plan.partitions
+    assert [captured.reason, rest.reason] == ["", ""]
+    assert "aten::mm: this device has no mm in its graphs" in eager.reason
+
+
+def test_a_device_graph_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``device_graph`` is asked where the device would have been captured by the unified graph."""
+    from fxwrap.errors import CaptureError
+    from fxwrap.graphs.device_graph import runtime_for
+
+    asked = []
+
+    class Graph:
+        def __init__(self, pool: Any) -> None:
+            asked.append(pool)
+
+    monkeypatch.setattr(torch.mtia, "graph_pool_handle", lambda: (0, 7), raising=False)
+    with fxwrap.register_device("mtia", device_graph=Graph):
+        runtime = runtime_for(torch.device("mtia", 0))
+        assert isinstance(runtime.new_graph(), Graph) and runtime.implementation == "the graph registered for mtia"
+    assert asked == [None, (0, 7)]  # tried once, then made in the pool that all share
+    with pytest.raises(CaptureError, match="no device graph for mtia:0"):
+        runtime_for(torch.device("mtia", 0))
+
+
+def test_the_devices_codegen_is_used_and_the_option_goes_before_it(compiled: Any) -> None:
+    made = []
+
+    class OfDevice(fxwrap.FxwrapCodegen):
+        def compile_graph(self, gm: torch.fx.GraphModule) -> Any:
+            made.append("device")
+            return super().compile_graph(gm)
+
+    class OfOption(fxwrap.FxwrapCodegen):
+        def compile_graph(self, gm: torch.fx.GraphModule) -> Any:
+            made.append("option")
+            return super().compile_graph(gm)
+
+    with fxwrap.register_device("cpu", codegen=OfDevice):
+        compiled(lambda x: x.sin())(torch.randn(4))
+        compiled(lambda x: x.sin(), options={"codegen": OfOption})(torch.randn(4))
+    compiled(lambda x: x.sin())(torch.randn(4))
+    assert made == ["device", "option"]
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "message"),
+    [
+        ("toaster", {}, "no device 'toaster' to register"),
+        ("mtia", {"scheduling": "cp"}, "needs a scheduling"),
+        ("mtia", {"scheduling": "cpp"}, "nothing says how they are launched"),
+        ("mtia", {"config": {"no_such_setting": 1}}, "Inductor has no setting 'no_such_setting'"),
+        ("mtia", {"codegen": dict}, "wrong codegen"),
+    ],
+)
+def test_bad_registrations(device: str, arguments: dict[str, Any], message: str) -> None:
+    before = tables()
+    with pytest.raises(fxwrap.DeviceError, match=message):
+        fxwrap.register_device(device, **arguments)
+    assert [len(table) for table in tables()] == [len(table) for table in before] or before[1] == {}
+
+
+def test_registered_twice() -> None:
+    with (
+        fxwrap.register_device("mtia"),
+        pytest.raises(fxwrap.DeviceError, match="'mtia' is registered already"),
+    ):
+        fxwrap.register_device("mtia")
+
+
+def test_an_option_against_the_devices_settings(compiled: Any) -> None:
+    with (
+        fxwrap.register_device("cpu", config={"split_reductions": False}),
+        pytest.raises(Exception, match="option 'split_reductions' cannot be set on this device"),
+    ):
+        compiled(lambda x: x.sin(), options={"split_reductions": True})(torch.randn(4))
+
+
+def test_a_device_in_plain_python() -> None:
+    """Everything but capture works on a device without a line of C++, and what is missing is said."""
+    script = ROOT / "examples" / "pydevice" / "pydevice.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    for line in ("graph 0: inference on pydevice:0", "launch cpp_fused_gelu_0(buf0)", "pydevice:0              3"):
+        assert line in done.stdout
+    assert "'no device graph for pydevice:0': 2" in done.stdout
+
+
+def test_the_line_names_no_device_of_the_examples() -> None:
+    """Adding a device touches no file of the line."""
+    for path in (ROOT / "fxwrap").rglob("*.py"):
+        text = path.read_text(encoding="utf-8").lower()
+        assert "hostsim" not in text and "pydevice" not in text, path
