@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,11 @@ from .owner import Owner
 from .passes.dependencies import build_dependency_graph
 from .passes.memory_planning import plan_program
 from .passes.partition import cut, judge, main_device
+from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
 from .passes.symbols import evaluate_sizes
 from .passes.verify import verify_memory, verify_schedule
-from .plan import MemoryPlan, ProgramPlan
+from .plan import CompiledPartition, MemoryPlan, PartitionGraph, ProgramPlan
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class CompileRequest:
         static_inputs: positions of inputs whose address AOTAutograd expects to stay.
         phase: "inference", "forward" or "backward".
         owner: collects the programs (see ``fxwrap.explain``).
+        compile_partition: may return what runs in a partition's place.
     """
 
     options: Options = field(default_factory=Options)
     static_inputs: tuple[int, ...] = ()
     phase: str = "inference"
     owner: Owner | None = None
+    compile_partition: Callable[[PartitionGraph], Callable[..., Any] | None] | None = None
     torch: TorchFunctions = field(default_factory=TorchFunctions)
 
 
@@ -53,6 +57,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     partitions = cut(dependencies, verdicts, device)
     plan = ProgramPlan(gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase)
     verify_schedule(gm, plan.schedule)
+    plan = dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
     def plan_recording(numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]) -> MemoryPlan:
         memory = plan_program(plan, numbers, places)
@@ -70,3 +75,17 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     if request.owner is not None:
         request.owner.programs.append(program)
     return program
+
+
+def _compiled_elsewhere(plan: ProgramPlan, request: CompileRequest) -> dict[int, CompiledPartition]:
+    """What the request's hook makes of each partition, where it makes something."""
+    compile_partition = request.compile_partition
+    if compile_partition is None:
+        return {}
+    found: dict[int, CompiledPartition] = {}
+    for partition in plan.partitions:
+        graph = partition_graph(plan, partition)
+        call = compile_partition(graph)
+        if call is not None:
+            found[partition.index] = CompiledPartition(call, graph.signature)
+    return found

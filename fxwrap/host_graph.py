@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,3 +233,42 @@ def user_line(node: Node) -> str:
 def constants(gm: GraphModule) -> dict[Node, Any]:
     """The values of a host graph's attributes: constants, kernels, subgraphs."""
     return {node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"}
+
+
+def effective_users(node: Node) -> set[Node]:
+    """Who uses a value, seen through views and arithmetic, which are made again wherever they are used."""
+    found: set[Node] = set()
+    todo = list(node.users)
+    seen = set(todo)
+    while todo:
+        user = todo.pop()
+        if kind_of(user) in (Kind.VIEW, Kind.SYMBOLIC):
+            for further in user.users:
+                if further not in seen:
+                    seen.add(further)
+                    todo.append(further)
+        elif kind_of(user) is not Kind.CHECK:
+            found.add(user)
+    return found
+
+
+def _checks_on(node: Node) -> list[Node]:
+    """The asserts that can be made once ``node`` has run: those on it and on views of it."""
+    found: list[Node] = []
+    todo = list(node.users)
+    while todo:
+        user = todo.pop(0)
+        kind = kind_of(user)
+        if kind is Kind.CHECK and user not in found:
+            found.append(user)
+        elif kind is Kind.VIEW:
+            todo.extend(user.users)
+    return found
+
+
+def checks_on(nodes: Sequence[Node]) -> list[Node]:
+    """The asserts on inputs and other values that exist before any work."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        found.update(dict.fromkeys(_checks_on(node)))
+    return list(found)

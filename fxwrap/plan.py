@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -88,6 +89,45 @@ class Partition:
 
 
 @dataclass(frozen=True)
+class Signature:
+    """What goes into a partition and comes out of it.
+
+    Attributes:
+        inputs: values of the host graph that the partition uses, in order.
+        outputs: values it makes that others use, in order; a value may be a tuple of tensors.
+        updates: positions of inputs whose memory it writes.
+        symbols: positions of inputs that are numbers (sizes).
+        temporaries: storages that live and die inside.
+    """
+
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    updates: tuple[int, ...]
+    symbols: tuple[int, ...]
+    temporaries: frozenset[int]
+
+
+@dataclass(frozen=True)
+class PartitionGraph:
+    """A partition as a graph of its own: ``module(*inputs)`` does its work and returns a tuple of its outputs."""
+
+    module: GraphModule
+    signature: Signature
+    partition: Partition
+
+    def __str__(self) -> str:
+        return str(self.module.graph)
+
+
+@dataclass(frozen=True)
+class CompiledPartition:
+    """A partition that somebody else compiled: ``call(*inputs)`` returns its outputs in order."""
+
+    call: Callable[..., Sequence[Any]]
+    signature: Signature
+
+
+@dataclass(frozen=True)
 class Buffer:
     """Something to place: ``size`` bytes, live in steps ``[begin, end)``: begin inclusive, end exclusive."""
 
@@ -157,7 +197,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """Everything decided about a host graph before shapes are known."""
+    """Everything decided about a host graph before shapes are known.
+
+    ``compiled`` holds the partitions, by index, that somebody else compiled.
+    """
 
     graph: GraphModule
     facts: StorageFacts
@@ -166,6 +209,7 @@ class ProgramPlan:
     device: torch.device
     static_inputs: frozenset[int]
     phase: str
+    compiled: Mapping[int, CompiledPartition] = field(default_factory=dict)
 
     @property
     def schedule(self) -> tuple[Node, ...]:

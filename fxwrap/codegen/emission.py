@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch._inductor.codegen.common import FileBackedGraphModule
@@ -10,6 +11,7 @@ from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch.fx import GraphModule
 
 from ..compiler import compile_host_graph
+from ..plan import PartitionGraph
 from .converter import HostGraphConverter
 from .request import current_request
 from .triton_kernels import lower_launches
@@ -19,7 +21,8 @@ class FxwrapCodegen(WrapperFxCodegen):
     """Emits Inductor's program as a host graph and compiles it.
 
     Subclass it to see or transform what Inductor emits: ``compile_graph`` gets the whole host graph and
-    returns what runs; ``passes`` adds graph passes and keeps the rest of the line.
+    returns what runs; ``passes`` adds graph passes and ``compile_partition`` compiles partitions some other way;
+    both keep the rest of the line.
     """
 
     def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
@@ -29,7 +32,7 @@ class FxwrapCodegen(WrapperFxCodegen):
         gm = lower_launches(gm)
         for graph_pass in self.passes():
             gm = graph_pass(gm) or gm
-        return compile_host_graph(gm, current_request())
+        return compile_host_graph(gm, replace(current_request(), compile_partition=self._partition_hook()))
 
     def passes(self) -> Iterable[Callable[[GraphModule], GraphModule | None]]:
         """Passes over the host graph, run in order before it is analysed.
@@ -37,6 +40,22 @@ class FxwrapCodegen(WrapperFxCodegen):
         A pass gets a valid host graph and leaves one: it edits in place, or returns another GraphModule.
         """
         return ()
+
+    def compile_partition(self, graph: PartitionGraph) -> Callable[..., Any] | None:
+        """Compile one partition some other way, or return None to have it run as usual.
+
+        Args:
+            graph: the partition as a GraphModule with its signature; ``graph.partition`` has the verdict.
+
+        Returns:
+            A function of the signature's inputs that returns a sequence of its outputs and writes the inputs that
+            the signature says it updates. For a captured partition it is called while a device graph captures.
+        """
+        return None
+
+    def _partition_hook(self) -> Callable[[PartitionGraph], Callable[..., Any] | None] | None:
+        overridden = type(self).compile_partition is not FxwrapCodegen.compile_partition
+        return self.compile_partition if overridden else None
 
     def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
         self.run_wrapper_ir_passes(is_inference)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kernel, Kind, kernel_of, kind_of, nodes_in, schema_of
+from ..host_graph import Kernel, Kind, checks_on, kernel_of, kind_of, nodes_in, schema_of
+from ..plan import Partition, ProgramPlan
 
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
@@ -69,11 +70,37 @@ class FlatBuilder:
         for node in nodes:
             self._statement(node)
             if node in kept:
-                self._lines.append(f"r[{self.registers[node]}] = {self._reference(node)}")
-                self._use(self._locals[node])
-            for checker in _checks_on(node):
+                self.keep(node)
+            for checker in checks_on([node]):
                 if not any(arg in scheduled for arg in checker.all_input_nodes if arg not in self._locals):
                     self.check(checker)
+
+    def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
+        """Append a partition: its nodes, or the call of what somebody else made of them."""
+        compiled = plan.compiled.get(partition.index)
+        if compiled is None:
+            self.run(partition.nodes, stores)
+            return
+        self.call(compiled.call, compiled.signature.inputs, compiled.signature.outputs)
+        for node in stores:
+            self.keep(node)
+
+    def call(self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
+        """Append ``*outputs, = function(*inputs)``."""
+        text = f"{self._constant(function)}({', '.join(map(self._argument, inputs))})"
+        names = [f"v{next(self._names)}" for _ in outputs]
+        self._lines.append(f"({', '.join(names)},) = {text}" if names else text)
+        for node, name in zip(outputs, names, strict=True):
+            self._locals[node] = name
+            self._use(name)
+        for node in inputs:
+            if node in self._locals:
+                self._use(self._locals[node])
+
+    def keep(self, node: Node) -> None:
+        """Append a store of a value in its register."""
+        self._lines.append(f"r[{self.registers[node]}] = {self._reference(node)}")
+        self._use(self._locals[node])
 
     def check(self, node: Node) -> None:
         """Append an assert; one on bound values is made now."""
@@ -235,25 +262,3 @@ def _is_default(node: Node, name: str, value: Any) -> bool:
         if argument.name == name and argument.kwarg_only and argument.has_default_value():
             return type(argument.default_value) is type(value) and argument.default_value == value
     return False
-
-
-def _checks_on(node: Node) -> list[Node]:
-    """The asserts that can be made once ``node`` has run: those on it and on views of it."""
-    found: list[Node] = []
-    todo = list(node.users)
-    while todo:
-        user = todo.pop(0)
-        kind = kind_of(user)
-        if kind is Kind.CHECK and user not in found:
-            found.append(user)
-        elif kind is Kind.VIEW:
-            todo.extend(user.users)
-    return found
-
-
-def checks_on(nodes: Sequence[Node]) -> list[Node]:
-    """The asserts on inputs and other values that exist before any work."""
-    found: dict[Node, None] = {}
-    for node in nodes:
-        found.update(dict.fromkeys(_checks_on(node)))
-    return list(found)

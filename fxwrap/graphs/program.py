@@ -12,12 +12,12 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, PlanError
-from ..host_graph import Kind, constants, kind_of
+from ..host_graph import Kind, checks_on, constants, kind_of
 from ..options import Options
 from ..plan import MemoryPlan, Origin, ProgramPlan
 from .counters import Counters
 from .device_graph import DeviceRuntime, runtime_for
-from .flat import FlatBuilder, checks_on
+from .flat import FlatBuilder
 from .memory import reach
 from .outputs import OUTPUT_ADDRESSES
 from .recording import Recording, RecordingRequest
@@ -214,7 +214,8 @@ class Program:
         for node in checks_on(self._placeholders):
             if builder.available(node):
                 builder.check(node)
-        builder.run(self.plan.schedule)
+        for partition in self.plan.partitions:
+            builder.run_partition(self.plan, partition)
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         return builder.build(output.args[0]).function
 

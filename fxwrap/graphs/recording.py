@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kind, constants, kind_of
+from ..host_graph import Kind, checks_on, constants, effective_users, kind_of
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
-from .flat import FlatBuilder, FlatFunction, checks_on
+from .flat import FlatBuilder, FlatFunction
 from .memory import SCRATCH, Scratch, reach, tensor_at, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .places import Places, copy_tensors, unexpanded
@@ -111,7 +111,7 @@ class Recording:
         bound = {storage.node for storage in self._planned_storages()}
         for partition in self.plan.partitions:
             for node in partition.nodes:
-                users = _effective_users(node)
+                users = effective_users(node)
                 leaves = any(producer.get(user) != partition.index for user in users)
                 if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
                     self._registers[node] = len(self._registers)
@@ -305,7 +305,7 @@ class Recording:
 
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
         builder = FlatBuilder(bound, {n: i for n, i in self._registers.items() if n not in bound})
-        builder.run(partition.nodes, [node for node in stores if node not in bound])
+        builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
         return builder.build()
 
     def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
@@ -457,23 +457,6 @@ class _Known:
     inputs: Sequence[Any]
     common: dict[Node, Any]
     captured: dict[Node, Any]
-
-
-def _effective_users(node: Node) -> set[Node]:
-    """Who uses a value, seen through views and arithmetic, which are made again wherever they are used."""
-    found: set[Node] = set()
-    todo = list(node.users)
-    seen = set(todo)
-    while todo:
-        user = todo.pop()
-        if kind_of(user) in (Kind.VIEW, Kind.SYMBOLIC):
-            for further in user.users:
-                if further not in seen:
-                    seen.add(further)
-                    todo.append(further)
-        elif kind_of(user) is not Kind.CHECK:
-            found.add(user)
-    return found
 
 
 def _bases(node: Node) -> set[Node]:

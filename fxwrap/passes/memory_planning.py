@@ -129,7 +129,10 @@ def plan_program(
     apart = output_storages(program)
     sizes: dict[int, int] = {}
     planned: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+    elsewhere = frozenset().union(*(compiled.signature.temporaries for compiled in program.compiled.values()))
     for storage in program.facts.storages:
+        if storage.index in elsewhere:
+            continue  # whoever compiled the partition allocates it
         if storage.origin is Origin.ALLOCATION:
             layout = concrete(storage.node.args[:2], numbers)
             if layout is None:
