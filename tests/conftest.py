@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Parallel jobs on one cache disturb each other. Set before torch is imported.
@@ -18,12 +22,13 @@ import pytest
 import torch
 
 from fxwrap.backend import fxwrap as backend
+from fxwrap.devices import registered_devices
 from fxwrap.graphs.device_graph import using_runtime
 from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.owner import Owner
 
 
-def _accelerator() -> str | None:
+def _gpu() -> str | None:
     for device_type in ("cuda", "xpu"):
         module = getattr(torch, device_type, None)
         if module is not None and module.is_available():
@@ -31,28 +36,76 @@ def _accelerator() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _accelerator() is None:
+@contextlib.contextmanager
+def on_gpu() -> Iterator[torch.device]:
+    yield torch.device(_gpu() or "cuda")
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[torch.device]:
+    yield torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_simulated() -> Iterator[torch.device]:
+    """The CPU with graphs that behave like hardware."""
+    with using_runtime(SIMULATED):
+        yield torch.device("cpu")
+
+
+def out_of_tree(name: str) -> Callable[[], contextlib.AbstractContextManager[torch.device]]:
+    """A device of examples/. A process can have one, and it is the accelerator there: ``pytest --device <name>``."""
+
+    @contextlib.contextmanager
+    def on_device() -> Iterator[torch.device]:
+        sys.path.insert(0, str(EXAMPLES / name))
+        with importlib.import_module(f"{name}.inductor").register():
+            yield torch.device(name, 0)
+
+    return on_device
+
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+# Where programs run. Whatever stands here is tried by every test that asks for a ``device``.
+DEVICES: dict[str, Callable[[], contextlib.AbstractContextManager[torch.device]]] = {
+    "cpu": on_cpu,
+    "simulated": on_simulated,
+    "gpu": on_gpu,
+    "hostsim": out_of_tree("hostsim"),
+}
+IN_ANY_PROCESS = ["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=sorted(DEVICES), help="run the tests that have a device on this one, and no others"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--device")
+        metafunc.parametrize("device", [chosen] if chosen else IN_ANY_PROCESS, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _gpu() is None:
         skip = pytest.mark.skip(reason="no GPU on this machine")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+    if config.getoption("--device"):
+        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
-# Where programs run: on the CPU, on the CPU as if it were hardware, and on a GPU where there is one.
-DEVICES = ["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device of a test; "simulated" is the CPU with graphs that behave like hardware."""
-    if request.param == "gpu":
-        yield torch.device(_accelerator() or "cuda")
-    elif request.param == "simulated":
-        with using_runtime(SIMULATED):
-            yield torch.device("cpu")
-    else:
-        yield torch.device("cpu")
+    """The device of a test."""
+    with DEVICES[request.param]() as device:
+        yield device
 
 
 @pytest.fixture(autouse=True)
@@ -129,4 +182,6 @@ def inductor(fn: Callable[..., Any], **compile_options: Any) -> Callable[..., An
     """The same function through Inductor's own Python wrapper, on code of its own."""
     if isinstance(fn, torch.nn.Module):
         fn = copy.deepcopy(fn)
-    return torch.compile(fn, backend="inductor", **compile_options)
+    # On a device out of the tree Inductor needs the settings of its registration.
+    settings = {key: value for device in registered_devices().values() for key, value in device.config.items()}
+    return torch.compile(fn, backend="inductor", options=settings or None, **compile_options)

@@ -153,7 +153,7 @@ def test_the_devices_codegen_is_used_and_the_option_goes_before_it(compiled: Any
 
 
 @pytest.mark.parametrize(
-    ("device", "arguments", "message"),
+    ("name", "arguments", "message"),
     [
         ("toaster", {}, "no device 'toaster' to register"),
         ("mtia", {"scheduling": "cp"}, "needs a scheduling"),
@@ -162,10 +162,10 @@ def test_the_devices_codegen_is_used_and_the_option_goes_before_it(compiled: Any
         ("mtia", {"codegen": dict}, "wrong codegen"),
     ],
 )
-def test_bad_registrations(device: str, arguments: dict[str, Any], message: str) -> None:
+def test_bad_registrations(name: str, arguments: dict[str, Any], message: str) -> None:
     before = tables()
     with pytest.raises(fxwrap.DeviceError, match=message):
-        fxwrap.register_device(device, **arguments)
+        fxwrap.register_device(name, **arguments)
     assert [len(table) for table in tables()] == [len(table) for table in before] or before[1] == {}
 
 

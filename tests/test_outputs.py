@@ -210,3 +210,23 @@ def test_an_output_whose_memory_its_holder_moves(compiled: Any) -> None:
     assert handle.data_ptr() == address
     torch.testing.assert_close(torch.empty(0).set_(handle)[:8], torch.sin(x) + 1)
     assert f.program.counters.recordings["an output's holder moved its memory"] >= 1
+
+
+def test_nothing_but_holders_counts_as_holding(compiled: Any, device: torch.device) -> None:
+    """What a recording needs while it is made is gone when watching begins, without a garbage collection."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)).to(device)
+    f = compiled(model)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            f(torch.randn(4, 8, device=device)).sum().backward()
+    finally:
+        gc.enable()
+    for program in f.programs:
+        assert program.counters.replays == 2, program.counters.to_dict()
+        for family in program.families.values():
+            for recording in family.recordings:
+                before = list(recording._unheld)
+                gc.collect()
+                assert recording._use_counts() == recording._unheld == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -179,11 +180,22 @@ class DeviceRuntime:
             yield
             return
         module = torch.get_device_module(self.device)
-        current, side = module.current_stream(self.device), module.Stream(self.device)
+        current, side = module.current_stream(self.device), _side_stream(self.device)
         side.wait_stream(current)
         with module.stream(side):
             yield
         current.wait_stream(side)
+
+
+_side_streams = threading.local()
+
+
+def _side_stream(device: torch.device) -> Any:
+    """One stream a thread and device: a pool gives memory that one graph has freed to another on one stream only."""
+    streams: dict[Any, Any] = _side_streams.__dict__
+    if device not in streams:
+        streams[device] = torch.get_device_module(device).Stream(device)
+    return streams[device]
 
 
 _HOST = DeviceRuntime(torch.device("cpu"), HostGraph, False, True, "host graph")

@@ -142,7 +142,8 @@ class FlatBuilder:
         body.append(f"return {returned}")
         source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
         exec(compile(source, "<fxwrap flat function>", "exec"), self._namespace)
-        return FlatFunction(self._namespace["flat"], source)
+        # Not in its own namespace: what is bound goes with the function, not with the next garbage collection.
+        return FlatFunction(self._namespace.pop("flat"), source)
 
     # -- how it becomes text --------------------------------------------------------------------------
 

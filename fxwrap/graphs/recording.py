@@ -219,12 +219,15 @@ class Recording:
         return found
 
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        """Bind inputs whose address stays. On the CPU without holding them: their owner may free them."""
+        """Bind inputs whose address stays, without holding them: their owner may free them, and asks who holds them.
+
+        Hardware keeps the address alone; a host graph keeps what its calls are bound to.
+        """
         found: dict[Node, Any] = {}
         for position in self.request.bound_inputs:
             value = inputs[position]
             self.bound_addresses[position] = value.data_ptr()
-            if not self.request.runtime.frozen_addresses:
+            if value.device.type == "cpu":
                 value = tensor_at(value.data_ptr(), reach(value), tuple(value.size()), value.stride(), value.dtype)
             found[self._placeholders[position]] = self._as_seen[position] = value
         return found
@@ -411,6 +414,8 @@ class Recording:
         counts = self._use_counts()
         if counts == self._unheld:
             return []
+        # Garbage that was not collected when watching began must not pass for nobody later.
+        self._unheld = list(map(min, counts, self._unheld))
         return [
             (index, storage.nbytes())
             for (storage, index), count, unheld in zip(self._watched, counts, self._unheld, strict=True)

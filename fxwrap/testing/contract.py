@@ -1,0 +1,124 @@
+"""The contract between a device and the line: a suite for pytest, in the order in which a device is built."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device under test, and what its maker says about it.
+
+    Attributes:
+        type: as in ``torch.device(type)``.
+        register: makes it known to Inductor and fxwrap (``fxwrap.register_device``); returns the handle.
+        asynchronous: a context in which streams run behind the host. For devices that always do, none is needed.
+        delay: ``delay(stream, seconds)`` keeps a stream busy. By default it is given matrix products to do.
+        rtol, atol: how far from the CPU's numbers results may be.
+    """
+
+    type: str
+    register: Callable[[], Any] | None = None
+    asynchronous: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    delay: Callable[[Any, float], None] | None = None
+    rtol: float = 1e-4
+    atol: float = 1e-5
+
+    @property
+    def first(self) -> torch.device:
+        return torch.device(self.type, 0)
+
+    @property
+    def module(self) -> Any:
+        """``torch.<type>``."""
+        return torch.get_device_module(self.type)
+
+    @contextlib.contextmanager
+    def side_stream(self, side: Any = None) -> Iterator[Any]:
+        """Make a stream current, by default a new one: it waits for the one before, which waits for it afterwards."""
+        current, side = self.module.current_stream(self.first), side or self.module.Stream(self.first)
+        side.wait_stream(current)
+        with self.module.stream(side):
+            yield side
+        current.wait_stream(side)
+
+    def keep_busy(self, stream: Any, seconds: float = 0.05) -> None:
+        """Give a stream something to do that takes about so long."""
+        if self.delay is not None:
+            self.delay(stream, seconds)
+            return
+        with self.module.stream(stream):
+            a = torch.randn(1024, 1024, device=self.first)
+            for _ in range(int(seconds * 2000)):
+                a = (a @ a).clamp(-1, 1)
+
+    def assert_close(self, got: Any, expected: Any) -> None:
+        """Compare a result on the device with the CPU's; both may be nested."""
+        moved = torch.utils._pytree.tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, got)
+        torch.testing.assert_close(moved, expected, rtol=self.rtol, atol=self.atol)
+
+
+class Suite:
+    """What the classes of the contract share. ``contract`` is set by ``device_contract``."""
+
+    contract: Device
+
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        torch.manual_seed(0)
+        yield self.contract
+        torch.accelerator.synchronize()
+
+    @pytest.fixture
+    def registered(self, device: Device) -> Iterator[Device]:
+        """The device, known to Inductor and fxwrap."""
+        torch.compiler.reset()
+        with device.register() if device.register is not None else contextlib.nullcontext():
+            yield device
+        torch.compiler.reset()
+
+
+# One module for each step, in the order in which a device is built.
+STEPS = ("tensors", "streams", "registration", "compilation", "graphs", "programs")
+
+
+def device_contract(
+    device_type: str,
+    *,
+    register: Callable[[], Any] | None = None,
+    asynchronous: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    delay: Callable[[Any, float], None] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> type:
+    """The contract as a class that pytest collects.
+
+    ::
+
+        # test_mydevice.py
+        import mydevice
+        from fxwrap.testing import device_contract
+
+        TestMyDevice = device_contract("mydevice", register=mydevice.register)
+
+    It holds one class for each step (``-k TestTensors``, ``TestStreams``, ``TestRegistration``, ``TestCompilation``,
+    ``TestGraphs``, ``TestPrograms``); docs/devices.md says what to implement for which. A process has one device out
+    of the tree, so the file runs in a process of its own.
+
+    Args:
+        device_type, register, asynchronous, delay, rtol, atol: see ``Device``.
+    """
+    device = Device(device_type, register, asynchronous, delay, rtol, atol)
+    members: dict[str, Any] = {}
+    for step in STEPS:
+        suite = importlib.import_module(f"{__package__}.{step}").SUITE
+        name = f"Test{step.capitalize()}"
+        members[name] = type(name, (suite,), {"contract": device, "__doc__": suite.__doc__})
+    return type(f"Test{device_type.capitalize()}", (), members)

@@ -1,0 +1,219 @@
+"""Step 6: programs. What fxwrap compiles is captured and replayed on the device, and stays right."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fxwrap
+
+from .contract import Device, Suite
+
+
+class Programs(Suite):
+    """Recordings: refilled inputs, held outputs, shapes, host work in between, streams, random numbers, training."""
+
+    @pytest.fixture(autouse=True)
+    def graph(self) -> None:
+        if not hasattr(torch.accelerator, "Graph"):
+            pytest.skip(f"torch {torch.__version__} has no torch.accelerator.Graph; 2.13 and later have it")
+
+    @pytest.fixture(params=["synchronous", "asynchronous"])
+    def registered(self, request: pytest.FixtureRequest) -> Iterator[Device]:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        device = self.contract
+        with device.register() if device.register is not None else contextlib.nullcontext():
+            if request.param == "synchronous":
+                yield device
+            else:
+                with device.asynchronous():
+                    yield device
+                    torch.accelerator.synchronize()
+        torch.compiler.reset()
+
+    def follow(
+        self,
+        device: Device,
+        function: Callable[..., Any],
+        *shapes: tuple[int, ...],
+        calls: int = 5,
+    ) -> Any:
+        """Call a compiled function with fresh inputs, compare with the CPU, and see it replay; returns it."""
+        compiled = torch.compile(function, backend="fxwrap")
+        for _ in range(calls):
+            inputs = [torch.randn(shape) for shape in shapes]
+            device.assert_close(compiled(*(x.to(device.first) for x in inputs)), function(*inputs))
+        assert fxwrap.stats(compiled)["replays"] == calls - 2
+        return compiled
+
+    def test_replays_with_refilled_inputs(self, registered: Device) -> None:
+        f = self.follow(registered, lambda x, w: (x @ w).relu().softmax(-1), (8, 8), (8, 8))
+        (graph,) = fxwrap.report(f).graphs
+        assert [p.verdict.value for p in graph.partitions] == ["captured"]
+        assert set(graph.counters["eager"]) == {"warm-up"} and len(graph.counters["recordings"]) == 1
+
+    def test_held_outputs_keep_their_values(self, registered: Device) -> None:
+        f = torch.compile(lambda x: (x @ x).sin(), backend="fxwrap")
+        inputs = [torch.randn(8, 8) for _ in range(10)]
+        outputs = [f(x.to(registered.first)) for x in inputs]
+        registered.assert_close(outputs, [(x @ x).sin() for x in inputs])
+        assert fxwrap.stats(f)["replays"] > 0
+
+    def test_inputs_are_updated_in_place(self, registered: Device) -> None:
+        def function(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+            total.add_(x.sum())
+            x.mul_(2)
+            return x + total
+
+        f = torch.compile(function, backend="fxwrap")
+        total, expected_total = torch.zeros((), device=registered.first), torch.zeros(())
+        for _ in range(5):
+            x = torch.randn(8)
+            moved = x.to(registered.first)
+            registered.assert_close(f(moved, total), function(x, expected_total))
+            registered.assert_close([moved, total], [x, expected_total])
+        assert fxwrap.stats(f)["replays"] >= 3
+
+    def test_inputs_with_an_offset_and_strides(self, registered: Device) -> None:
+        f = torch.compile(lambda x, w: torch.mm(x.view(4, 4), w), backend="fxwrap")
+        for _ in range(5):
+            base, w = torch.randn(64), torch.randn(4, 8)
+            on_device = base.to(registered.first)
+            result = f(on_device[16:32], w.to(registered.first)[:, ::2])
+            registered.assert_close(result, torch.mm(base[16:32].view(4, 4), w[:, ::2]))
+
+    def test_each_shape_is_recorded_once(self, registered: Device) -> None:
+        f = torch.compile(lambda x: (x @ x.t()).relu(), backend="fxwrap", dynamic=True)
+        for _ in range(4):
+            for size in (3, 5, 9):
+                x = torch.randn(size, 4)
+                registered.assert_close(f(x.to(registered.first)), (x @ x.t()).relu())
+        assert sum(fxwrap.stats(f)["recordings"].values()) == 3
+
+    def test_host_work_splits_the_program(self, registered: Device) -> None:
+        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = (x @ w).relu()
+            n = (y > 0).sum().item()
+            return (y * n) @ w
+
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):  # noqa: TID251
+            f = self.follow(registered, function, (6, 6), (6, 6))
+        (graph,) = fxwrap.report(f).graphs
+        assert [p.verdict.value for p in graph.partitions] == ["captured", "eager", "captured"]
+        assert "aten::item" in graph.partitions[1].reason
+
+    def test_a_part_on_the_cpu(self, registered: Device) -> None:
+        """A table in host memory, dense layers on the device."""
+        table, w = torch.randn(32, 8), torch.randn(8, 8)
+        w_there = w.to(registered.first)
+
+        def function(index: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return (table[index] * 2).to(w.device).relu() @ w
+
+        f = torch.compile(function, backend="fxwrap")
+        for _ in range(5):
+            index = torch.randint(32, (4,))
+            registered.assert_close(f(index, w_there), function(index, w))
+        assert fxwrap.stats(f)["replays"] >= 3
+
+    def test_programs_share_scratch(self, registered: Device) -> None:
+        """Two programs in turn on one arena: neither reads what the other left there."""
+        f = torch.compile(lambda x: ((x @ x).sin() @ x).cos() @ x, backend="fxwrap")
+        g = torch.compile(lambda x: ((x @ x).cos() @ x).sin() @ x, backend="fxwrap")
+        for _ in range(5):
+            for h, first, second in ((f, torch.sin, torch.cos), (g, torch.cos, torch.sin)):
+                x = torch.randn(8, 8) / 4
+                registered.assert_close(h(x.to(registered.first)), second(first(x @ x) @ x) @ x)
+        assert fxwrap.stats(f)["replays"] >= 3 and fxwrap.stats(g)["replays"] >= 3
+
+    def test_another_stream(self, registered: Device) -> None:
+        """Called on a stream that is busy: the program waits its turn there, and what follows there waits for it."""
+        f = torch.compile(lambda x: (x @ x).relu(), backend="fxwrap")
+        for _ in range(4):
+            x = torch.randn(8, 8)
+            with registered.side_stream() as stream:
+                on_device = torch.zeros(8, 8, device=registered.first)
+                source = x.to(registered.first)
+                registered.keep_busy(stream, 0.01)
+                on_device.copy_(source)
+                result = f(on_device) + 1
+                stream.synchronize()
+            registered.assert_close(result, (x @ x).relu() + 1)
+
+    def test_random_numbers_are_new_at_every_replay(self, registered: Device) -> None:
+        f = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5), backend="fxwrap")
+        x = torch.ones(256, device=registered.first)
+        draws = [f(x).cpu() for _ in range(6)]
+        assert all(not torch.equal(a, b) for a, b in itertools.pairwise(draws))
+        assert all(0.3 < draw.ne(0).float().mean() < 0.7 for draw in draws)
+        torch.manual_seed(4)
+        again = [f(x).cpu() for _ in range(2)]
+        torch.manual_seed(4)
+        assert all(map(torch.equal, again, [f(x).cpu() for _ in range(2)]))
+        assert fxwrap.stats(f)["replays"] >= 6
+
+    def test_training(self, registered: Device) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
+        twin = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
+        twin.load_state_dict(model.state_dict())
+        model.to(registered.first)
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+        f = torch.compile(model, backend="fxwrap")
+        for _ in range(6):
+            x = torch.randn(5, 6)
+            for call, optimizer, where in ((f, ours, registered.first), (twin, theirs, torch.device("cpu"))):
+                optimizer.zero_grad()
+                call(x.to(where)).square().mean().backward()
+                optimizer.step()
+        registered.assert_close([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+        stats = fxwrap.stats(f)
+        assert stats["programs"] == 2 and stats["replays"] >= 8
+
+    def test_two_forwards_before_two_backwards(self, registered: Device) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+        twin = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+        twin.load_state_dict(model.state_dict())
+        model.to(registered.first)
+        f = torch.compile(model, backend="fxwrap")
+        for _ in range(4):
+            xs = [torch.randn(5, 6) for _ in range(2)]
+            for call, m, where in ((f, model, registered.first), (twin, twin, torch.device("cpu"))):
+                m.zero_grad()
+                losses = [call(x.to(where)).square().mean() for x in xs]
+                for loss in losses:
+                    loss.backward()
+            registered.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+    def test_an_error_in_an_eager_partition(self, registered: Device) -> None:
+        """The call raises what the operator raised, and the next one is right."""
+        failing = [False]
+
+        @torch.library.custom_op(f"fxwrap_contract::may_fail_{id(failing)}", mutates_args=())
+        def may_fail(x: torch.Tensor) -> torch.Tensor:
+            if failing[0]:
+                raise ValueError("on purpose")
+            return x.clone()
+
+        may_fail.register_fake(torch.empty_like)
+        f = torch.compile(
+            lambda x: (may_fail(x.sin()) @ x).cos(),
+            backend="fxwrap",
+            options={"eager_ops": f"fxwrap_contract::may_fail_{id(failing)}"},
+        )
+        for call in range(6):
+            x = torch.randn(4, 4)
+            failing[0] = call == 3
+            if failing[0]:
+                with pytest.raises(ValueError, match="on purpose"):
+                    f(x.to(registered.first))
+            else:
+                registered.assert_close(f(x.to(registered.first)), (x.sin() @ x).cos())
+
+
+SUITE = Programs

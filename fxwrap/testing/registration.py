@@ -1,0 +1,50 @@
+"""Step 3: registration. One call tells Inductor and fxwrap about the device, and its handle takes everything back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ..devices import registered_devices
+from ..errors import DeviceError
+from .contract import Device, Suite
+
+
+class Registration(Suite):
+    """What ``register`` has to have done."""
+
+    def test_the_backend_is_found_by_name(self, registered: Device) -> None:
+        assert "fxwrap" in torch.compiler.list_backends(exclude_tags=())
+
+    def test_fxwrap_knows_the_device(self, registered: Device) -> None:
+        assert registered_devices()[registered.type].device_type == registered.type
+
+    def test_dynamo_and_inductor_know_the_device(self, registered: Device) -> None:
+        from torch._dynamo.device_interface import get_interface_for_device  # noqa: TID251
+        from torch._inductor.codegen.common import get_device_op_overrides, get_scheduling_for_device  # noqa: TID251
+
+        interface = get_interface_for_device(registered.type)
+        assert interface.is_available() and interface.device_count() == registered.module.device_count()
+        assert interface.current_device() == registered.module.current_device()
+        properties = interface.get_device_properties(registered.first)
+        assert properties.multi_processor_count >= 1
+        assert get_scheduling_for_device(registered.type) is not None
+        assert registered.type in get_device_op_overrides(registered.type).device_guard(0)
+
+    def test_a_second_registration_is_refused(self, registered: Device) -> None:
+        if registered.register is None:
+            pytest.skip("the device registers itself")
+        with pytest.raises(DeviceError, match="registered already"):
+            registered.register()
+
+    def test_the_handle_takes_it_back(self, device: Device) -> None:
+        if device.register is None:
+            pytest.skip("the device registers itself")
+        before = dict(registered_devices())
+        handle = device.register()
+        assert device.type in registered_devices()
+        handle.unregister()
+        assert registered_devices() == before
+
+
+SUITE = Registration

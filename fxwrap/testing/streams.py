@@ -1,0 +1,94 @@
+"""Step 2: streams and events. Work is in order on one stream, and elsewhere only when somebody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from .contract import Device, Suite
+
+
+class Streams(Suite):
+    """Run with streams behind the host, where the device can: a missing wait shows as a wrong number."""
+
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        torch.manual_seed(0)
+        with self.contract.asynchronous():
+            yield self.contract
+            torch.accelerator.synchronize()
+
+    def test_streams_are_made_and_made_current(self, device: Device) -> None:
+        default = device.module.current_stream(device.first)
+        stream = device.module.Stream(device.first)
+        assert stream != default and stream.device == device.first
+        with device.module.stream(stream):
+            assert device.module.current_stream(device.first) == stream
+        assert device.module.current_stream(device.first) == default
+
+    def test_work_on_one_stream_is_in_order(self, device: Device) -> None:
+        stream = device.module.Stream(device.first)
+        with device.module.stream(stream):
+            x = torch.zeros(8, device=device.first)
+            device.keep_busy(stream)
+            for _ in range(5):
+                x.add_(1).mul_(2)
+        stream.synchronize()
+        assert x.cpu().tolist() == [62.0] * 8
+
+    def test_a_stream_waits_for_another(self, device: Device) -> None:
+        first, second = device.module.Stream(device.first), device.module.Stream(device.first)
+        x = torch.zeros(8, device=device.first)
+        torch.accelerator.synchronize()
+        with device.module.stream(first):
+            device.keep_busy(first)
+            x.fill_(3)
+        second.wait_stream(first)
+        with device.module.stream(second):
+            y = x * 2
+        second.synchronize()
+        assert y.cpu().tolist() == [6.0] * 8
+
+    def test_events(self, device: Device) -> None:
+        first, second = device.module.Stream(device.first), device.module.Stream(device.first)
+        x = torch.zeros(8, device=device.first)
+        torch.accelerator.synchronize()
+        event = torch.Event(device=device.type)
+        with device.module.stream(first):
+            device.keep_busy(first)
+            x.fill_(4)
+            event.record(first)
+        event.wait(second)
+        with device.module.stream(second):
+            y = x + 1
+        event.synchronize()
+        assert event.query() and x.cpu().tolist() == [4.0] * 8
+        second.synchronize()
+        assert y.cpu().tolist() == [5.0] * 8
+
+    def test_reading_a_number_waits(self, device: Device) -> None:
+        stream = device.module.current_stream(device.first)
+        x = torch.zeros(8, device=device.first)
+        device.keep_busy(stream)
+        x.fill_(9)
+        assert x.cpu().tolist() == [9.0] * 8
+
+    def test_memory_is_not_reused_while_a_stream_uses_it(self, device: Device) -> None:
+        """``record_stream``: freed on the host, still read on another stream."""
+        side = device.module.Stream(device.first)
+        x = torch.full((1024,), 5.0, device=device.first)
+        side.wait_stream(device.module.current_stream(device.first))
+        with device.module.stream(side):
+            device.keep_busy(side)
+            y = x + 1
+        x.record_stream(side)
+        del x
+        for _ in range(4):
+            torch.full((1024,), -1.0, device=device.first)
+        side.synchronize()
+        assert y.cpu().eq(6).all()
+
+
+SUITE = Streams
