@@ -1,0 +1,51 @@
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+namespace backend {
+
+using c10::MempoolId_t;
+
+// The memory of one pool, over all devices.
+struct PoolStatistics {
+  int64_t allocated = 0;
+  int64_t peak_allocated = 0;
+  int64_t reserved = 0;
+  int64_t peak_reserved = 0;
+  int64_t blocks = 0; // in use
+  int64_t allocations = 0; // ever
+  int64_t graphs = 0; // that keep the pool's memory
+};
+
+c10::DeviceAllocator* device_allocator();
+
+// Grows or shrinks, keeping what the storage holds.
+void resize_storage(c10::StorageImpl* storage, size_t bytes);
+
+// Pools. {0, 0} is the ordinary one; a graph has one of its own or shares one.
+MempoolId_t pool_for_graph();
+MempoolId_t pool_handle();
+void retain_pool(MempoolId_t pool);
+// What is free of a pool that no graph keeps any more is returned.
+void release_pool(MempoolId_t pool);
+PoolStatistics pool_statistics(MempoolId_t pool);
+
+// The block that an address lies in, told apart from any other that ever had the same address; 0 outside of all.
+uint64_t block_at(const void* address);
+MempoolId_t pool_at(const void* address);
+// -1 where an address is not the device's.
+c10::DeviceIndex device_at(const void* address);
+
+// Blocks freed while a stream that used them was captured can be reused once the capture is over.
+void capture_ended();
+
+// Whether fresh memory outside of captures is filled with bytes that read as NaN; inside of them it always is.
+void set_poison(bool value);
+bool poison();
+
+} // namespace backend

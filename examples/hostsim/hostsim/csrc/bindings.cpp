@@ -1,0 +1,87 @@
+// The functions behind device.py: what torch has no common name for, or needs under the device's own.
+
+#include "allocator.h"
+#include "capture.h"
+#include "devices.h"
+#include "faults.h"
+#include "generator.h"
+#include "graph.h"
+#include "host_allocator.h"
+#include "launch.h"
+#include "name.h"
+#include "streams.h"
+
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace {
+
+namespace py = pybind11;
+using namespace backend;
+
+py::dict pool_as_dict(MempoolId_t pool) {
+  const PoolStatistics statistics = pool_statistics(pool);
+  py::dict result;
+  result["allocated"] = statistics.allocated;
+  result["peak_allocated"] = statistics.peak_allocated;
+  result["reserved"] = statistics.reserved;
+  result["peak_reserved"] = statistics.peak_reserved;
+  result["blocks"] = statistics.blocks;
+  result["allocations"] = statistics.allocations;
+  result["graphs"] = statistics.graphs;
+  return result;
+}
+
+py::dict counters_as_dict() {
+  const GraphCounters counters = graph_counters();
+  py::dict result;
+  result["captures"] = counters.captures;
+  result["replays"] = counters.replays;
+  result["nodes_captured"] = counters.nodes_captured;
+  result["nodes_replayed"] = counters.nodes_replayed;
+  result["live_graphs"] = counters.live_graphs;
+  return result;
+}
+
+py::dict faults_as_dict() {
+  py::dict result;
+  for (const FaultDescription& fault : fault_table) {
+    result[fault.name] = fault.effect;
+  }
+  return result;
+}
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("NAME") = DEVICE_NAME;
+
+  m.def("device_count", &device_count);
+  m.def("current_device", &current_device);
+  m.def("set_device", &set_current_device);
+
+  m.def("default_stream", [](c10::DeviceIndex device) { return default_stream(device); });
+  m.def("is_capturing", [](c10::DeviceIndex device) { return capture_of(current_stream(device)) != nullptr; });
+  m.def("asynchronous", &asynchronous);
+  m.def("set_asynchronous", &set_asynchronous);
+  m.def("delay", [](c10::DeviceIndex device, c10::StreamId id, double seconds) {
+    delay(c10::Stream(c10::Stream::UNSAFE, c10::Device(kDevice, device), id), seconds);
+  });
+  m.def("shut_down", &shut_down);
+
+  m.def("graph_pool_handle", &pool_handle);
+  m.def("pool_stats", &pool_as_dict);
+  m.def("poison", &poison);
+  m.def("set_poison", &set_poison);
+
+  m.def("default_generator", [](c10::DeviceIndex device) { return default_generator(device); });
+
+  m.def("graph_counters", &counters_as_dict);
+  m.def("reset_graph_counters", &reset_graph_counters);
+  m.def("launch", &launch);
+
+  m.def("known_faults", &faults_as_dict);
+  m.def("plant_fault", &plant_fault);
+  m.def("clear_faults", &clear_faults);
+  m.def("planted_faults", &planted_faults);
+}

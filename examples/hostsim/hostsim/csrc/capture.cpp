@@ -1,0 +1,221 @@
+#include "capture.h"
+
+#include "faults.h"
+#include "name.h"
+#include "streams.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+namespace backend {
+
+namespace {
+
+// Guards which streams are captured, and by what. Taken before the mutex of a capture.
+std::mutex registry_mutex;
+std::unordered_map<c10::Stream, std::shared_ptr<Capture>> captured_streams;
+std::vector<std::shared_ptr<Capture>> captures;
+// Lets everything that happens without a capture pass with one load.
+std::atomic<size_t> capture_count{0};
+
+Fault fault_that_allows(HostWait kind) {
+  switch (kind) {
+    case HostWait::kRead:
+      return Fault::kCaptureAllowsItem;
+    case HostWait::kPageableCopy:
+      return Fault::kCaptureAllowsPageableCopy;
+    default:
+      return Fault::kCaptureAllowsSynchronize;
+  }
+}
+
+const char* advice(HostWait kind) {
+  switch (kind) {
+    case HostWait::kRead:
+      return "The work is recorded, not run, so that there is no value yet: read it after a replay, or keep it in a "
+             "tensor.";
+    case HostWait::kPageableCopy:
+      return "Copy from and to pinned memory with non_blocking=True, or move the copy out of the capture.";
+    default:
+      return "The work is recorded, not run, so that there is nothing to wait for: synchronise before the capture or "
+             "after a replay, and order streams by events.";
+  }
+}
+
+// Of two reasons why a capture forbids a wait, the one that concerns the stream itself.
+std::shared_ptr<Capture> capture_that_forbids(const c10::Stream& stream) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  const auto found = captured_streams.find(stream);
+  if (found != captured_streams.end()) {
+    return found->second;
+  }
+  for (const auto& capture : captures) {
+    const GraphCaptureMode mode = capture->mode();
+    const bool everywhere = mode == GraphCaptureMode::Global || mode == GraphCaptureMode::Default;
+    const bool here = mode == GraphCaptureMode::ThreadLocal && capture->begun_by_this_thread();
+    if (everywhere || here) {
+      return capture;
+    }
+  }
+  return nullptr;
+}
+
+} // namespace
+
+Capture::Capture(c10::Stream origin, MempoolId_t pool, GraphCaptureMode mode)
+    : origin_(origin), pool_(std::move(pool)), mode_(mode) {
+  clocks_[origin_] = {};
+}
+
+void Capture::check_valid() {
+  TORCH_CHECK(!failure_, "this capture was invalidated before: ", *failure_);
+}
+
+void Capture::record(const c10::Stream& stream, Work work) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_valid();
+  ++clocks_[stream][stream];
+  nodes_.push_back(std::move(work));
+}
+
+void Capture::keep(std::shared_ptr<void> object) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  kept_.push_back(std::move(object));
+}
+
+Clock Capture::clock(const c10::Stream& stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return clocks_[stream];
+}
+
+void Capture::join(const c10::Stream& stream, const Clock& seen) {
+  std::lock_guard<std::mutex> registry_lock(registry_mutex);
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_valid();
+  const bool forked = captured_streams.count(stream) == 0;
+  if (forked) {
+    for (const auto& capture : captures) {
+      if (capture.get() == this) {
+        captured_streams[stream] = capture;
+      }
+    }
+  }
+  Clock& clock = clocks_[stream];
+  for (const auto& [other, count] : seen) {
+    clock[other] = std::max(clock[other], count);
+  }
+  if (forked) {
+    ++clock[stream]; // A fork has to be joined even if nothing was done on it.
+  }
+}
+
+void Capture::invalidate(const std::string& reason) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!failure_) {
+    failure_ = reason;
+  }
+}
+
+std::optional<std::string> Capture::failure() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+std::optional<c10::Stream> Capture::unjoined_stream() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Clock& origin = clocks_[origin_];
+  for (const auto& [stream, clock] : clocks_) {
+    const auto own = clock.find(stream);
+    if (stream == origin_ || own == clock.end()) {
+      continue;
+    }
+    const auto seen = origin.find(stream);
+    if (seen == origin.end() || seen->second < own->second) {
+      return stream;
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<Work> Capture::take_nodes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(nodes_, {});
+}
+
+std::vector<std::shared_ptr<void>> Capture::take_kept() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(kept_, {});
+}
+
+std::shared_ptr<Capture> begin_capture(const c10::Stream& origin, MempoolId_t pool, GraphCaptureMode mode) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  TORCH_CHECK(
+      captured_streams.count(origin) == 0,
+      "capture_begin: ",
+      stream_name(origin),
+      " is being captured already; end that capture first");
+  auto capture = std::make_shared<Capture>(origin, std::move(pool), mode);
+  captured_streams[origin] = capture;
+  captures.push_back(capture);
+  capture_count = captures.size();
+  return capture;
+}
+
+void end_capture(const std::shared_ptr<Capture>& capture) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  for (auto it = captured_streams.begin(); it != captured_streams.end();) {
+    it = it->second == capture ? captured_streams.erase(it) : std::next(it);
+  }
+  captures.erase(std::remove(captures.begin(), captures.end(), capture), captures.end());
+  capture_count = captures.size();
+}
+
+bool any_capture() {
+  return capture_count.load(std::memory_order_relaxed) != 0;
+}
+
+std::shared_ptr<Capture> capture_of(const c10::Stream& stream) {
+  if (!any_capture()) {
+    return nullptr;
+  }
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  const auto found = captured_streams.find(stream);
+  return found == captured_streams.end() ? nullptr : found->second;
+}
+
+void check_host_may_wait(HostWait kind, const std::string& what, const c10::Stream& stream) {
+  if (!any_capture() || planted(fault_that_allows(kind))) {
+    return;
+  }
+  if (const auto capture = capture_that_forbids(stream)) {
+    const std::string where = stream_name(capture->origin());
+    const std::string reason = what + " is not possible while a graph is captured on " + where + ". " + advice(kind);
+    capture->invalidate(reason);
+    TORCH_CHECK(false, reason);
+  }
+}
+
+void check_thread_may_use(const c10::Stream& stream, const std::string& what) {
+  std::shared_ptr<Capture> mine;
+  {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    for (const auto& capture : captures) {
+      if (capture->begun_by_this_thread() && capture->mode() != GraphCaptureMode::Relaxed) {
+        mine = capture;
+      }
+    }
+  }
+  if (mine) {
+    const std::string reason = "'" + what + "' was issued to " + stream_name(stream) +
+        ", outside of the capture on " + stream_name(mine->origin()) +
+        " that this thread has begun: it would be missing in the graph. Let the stream wait for an event recorded in "
+        "the capture first, or work on the captured stream.";
+    mine->invalidate(reason);
+    TORCH_CHECK(false, reason);
+  }
+}
+
+} // namespace backend

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace backend {
+
+// Between device tensors, or between a device tensor and one of the host, with conversion and broadcasting.
+at::Tensor copy_between(const at::Tensor& source, const at::Tensor& destination, bool non_blocking);
+
+} // namespace backend

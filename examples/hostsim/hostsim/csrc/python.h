@@ -1,0 +1,24 @@
+#pragma once
+
+#include <Python.h>
+
+#include <string>
+
+namespace backend {
+
+// Lets other threads run Python while this one waits for the device: what it waits for may be Python itself.
+class ReleaseGil {
+ public:
+  ReleaseGil();
+  ~ReleaseGil();
+  ReleaseGil(const ReleaseGil&) = delete;
+  ReleaseGil& operator=(const ReleaseGil&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
+// The first line of the exception being handled; call it inside of a catch block.
+std::string describe_current_exception();
+
+} // namespace backend

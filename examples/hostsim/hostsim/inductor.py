@@ -1,0 +1,15 @@
+"""What Inductor and fxwrap have to know about the device: all of it is said in one call."""
+
+import fxwrap
+
+from . import device
+from .name import NAME
+
+
+def register() -> fxwrap.DeviceRegistration:
+    """Have `torch.compile(model, backend="fxwrap")` compile for the device; the handle takes it back.
+
+    The device reaches host memory, so that Inductor's C++ kernels run on it as they are; they are launched through
+    the device's streams, which is what makes them part of its graphs.
+    """
+    return fxwrap.register_device(NAME, scheduling="cpp", kernels=[fxwrap.cpp_kernels(device.launch)])

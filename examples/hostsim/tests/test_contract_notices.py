@@ -1,0 +1,116 @@
+"""The contract fails on a faulty device: each fault is noticed, and by the test that is meant for it."""
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("fxwrap", reason="the contract is a part of fxwrap")
+
+import hostsim
+from hostsim import inductor
+
+CONTRACT = Path(__file__).with_name("test_contract.py")
+
+# Fault in the device -> the contract's first test to fail. Poison is a service of the simulator that no device owes.
+FIRST_TO_FAIL = {
+    "storage_offset_dropped": "test_copies_there_and_back",
+    "events_do_not_wait": "test_a_stream_waits_for_another",
+    "non_blocking_copy_too_late": "test_pinned_copies_are_in_the_order_of_their_stream",
+    "record_stream_ignored": "test_memory_is_not_reused_while_a_stream_uses_it",
+    "replay_ignores_refilled_inputs": "test_compiles_and_runs",
+    "replay_skips_last_node": "test_compiles_and_runs",
+    "generator_not_advanced": "test_random_numbers_follow_the_seed",
+    "replay_on_default_stream": "test_replay_runs_on_the_current_stream",
+    "pool_not_shared": "test_graphs_share_a_pool",
+    "pool_memory_not_kept": "test_graphs_share_a_pool",
+    "capture_allows_item": "test_capture_refuses_to_wait",
+    "capture_allows_synchronize": "test_capture_refuses_to_wait",
+    "capture_allows_pageable_copy": "test_capture_refuses_to_wait",
+    "capture_on_default_stream_allowed": "test_capture_refuses_the_default_stream",
+    "recapture_without_reset_allowed": "test_capture_needs_a_reset_in_between",
+    "unjoined_fork_allowed": "test_forked_work_must_join",
+    "no_poison": None,
+}
+
+
+class Failures:
+    """A pytest plugin that notes which tests failed."""
+
+    def __init__(self):
+        self.names, self.passed = [], 0
+
+    def pytest_runtest_logreport(self, report):
+        self.passed += report.passed and report.when == "call"
+        if report.failed:
+            self.names.append(report.nodeid.split("::")[-1].split("[")[0])
+
+
+def run_contract():
+    """Run the contract up to the first failure; its name, or None."""
+    failures = Failures()
+    with contextlib.redirect_stdout(io.StringIO()):
+        sys.modules.pop("test_contract", None)
+        pytest.main(["-x", "-p", "no:cacheprovider", str(CONTRACT)], plugins=[failures])
+    assert failures.names or failures.passed > 100, "the contract did not run"
+    return failures.names[0] if failures.names else None
+
+
+def test_every_fault_is_expected_somewhere(device):
+    assert set(FIRST_TO_FAIL) == set(device.faults())
+
+
+@pytest.mark.parametrize("fault", FIRST_TO_FAIL)
+def test_a_fault_of_the_device(device, fault):
+    device.plant_fault(fault)
+    assert run_contract() == FIRST_TO_FAIL[fault]
+
+
+def test_a_launch_that_the_capture_does_not_see(device, monkeypatch):
+    """Kernels that run at once: right until the first replay."""
+    monkeypatch.setattr(hostsim.device, "launch", lambda function, *args: function(*args))
+    assert run_contract() is not None
+
+
+def test_a_registration_that_stays(device, monkeypatch):
+    class Stays:
+        def __init__(self, handle):
+            self.handle = handle
+
+        def unregister(self):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.handle.unregister()
+
+    register = inductor.register
+    made = []
+
+    def staying():
+        made.append(Stays(register()))
+        return made[-1]
+
+    monkeypatch.setattr(inductor, "register", staying)
+    assert run_contract() == "test_the_handle_takes_it_back"
+    made[-1].handle.unregister()
+
+
+def test_a_fake_device_that_is_lost(device, monkeypatch):
+    """An operator whose fake result is on the CPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = FakeTensorMode.dispatch
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.add.Tensor:
+            args = torch.utils._pytree.tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, args)
+        return real(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
+    assert run_contract() is not None
