@@ -13,13 +13,27 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # A cache for each torch: its kernels stay between runs and disturb nobody else's.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor-cache
 
-.PHONY: demo test lint benchmark clean
+.PHONY: demo test test-hostsim test-vendor lint benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
+# The tests on the simulated accelerator run beside the others: a process has one device out of PyTorch's tree.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(MAKE) --no-print-directory test-hostsim > $(VENV)/hostsim.log 2>&1 & hostsim=$$!; \
+	$(BIN)/python -m pytest $(ARGS); main=$$?; \
+	wait $$hostsim; other=$$?; cat $(VENV)/hostsim.log; exit $$((main + other))
+
+test-hostsim: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
+test-hostsim: export TORCHINDUCTOR_CACHE_DIR := $(TORCHINDUCTOR_CACHE_DIR)-hostsim
+test-hostsim: $(VENV)/.installed-test
+	$(BIN)/python -m pytest examples/hostsim/tests
+	$(BIN)/python -m pytest --device hostsim
+
+# As a vendor would: a copy of the simulated accelerator under another name, built and put to the contract.
+test-vendor: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
+test-vendor: $(VENV)/.installed-test
+	$(BIN)/python -m pytest examples/hostsim/tests -m slow
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

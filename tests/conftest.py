@@ -58,6 +58,8 @@ def out_of_tree(name: str) -> Callable[[], contextlib.AbstractContextManager[tor
 
     @contextlib.contextmanager
     def on_device() -> Iterator[torch.device]:
+        if not hasattr(torch.accelerator, "Graph"):
+            pytest.skip(f"{name} needs torch >= 2.13 with torch.accelerator.Graph; this is torch {torch.__version__}")
         sys.path.insert(0, str(EXAMPLES / name))
         with importlib.import_module(f"{name}.inductor").register():
             yield torch.device(name, 0)
@@ -86,7 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--device")
-        metafunc.parametrize("device", [chosen] if chosen else IN_ANY_PROCESS, indirect=True)
+        beside_the_cpu = metafunc.definition.get_closest_marker("accelerator") is not None
+        usual = IN_ANY_PROCESS[2:] if beside_the_cpu else IN_ANY_PROCESS
+        metafunc.parametrize("device", [chosen] if chosen else usual, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

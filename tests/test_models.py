@@ -61,6 +61,48 @@ def test_training(name: str, compiled: Any) -> None:
     _assert_all_replayed(ours, before)
 
 
+@pytest.mark.accelerator
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("name", MODELS)
+def test_accelerator(name: str, mode: str, device: torch.device, compiled: Any) -> None:
+    """On an accelerator: the CPU's numbers, and every replay is one of its graphs."""
+    model, fresh_inputs = MODELS[name]()
+    model.train(mode == "training")
+    twin = copy.deepcopy(model)
+    model.to(device)
+    # Moving a model to a device out of the tree gives parameters that were one a life of their own.
+    model.tie_weights()
+    ours: Compiled = compiled(model)
+    before: list[int] = []
+    counted = getattr(torch.get_device_module(device), "graph_counters", None)
+    replayed: dict[str, int] = {}
+    for _ in range(3):
+        inputs = fresh_inputs()
+        before = ours.replays()
+        replayed = counted() if counted is not None else {}
+        moved = {key: value.to(device) if hasattr(value, "to") else value for key, value in inputs.items()}
+        with torch.set_grad_enabled(mode == "training"):
+            mine, other = ours(**moved), twin(**inputs)
+        _assert_close(tensors_in(mine), tensors_in(other))
+        if mode == "training":
+            model.zero_grad()
+            twin.zero_grad()
+            _loss(mine).backward()
+            _loss(other).backward()
+            gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, twin)]
+            assert gradients[0]
+            _assert_close(*gradients)
+    _assert_all_replayed(ours, before)
+    if counted is not None:
+        captured = [p for program in ours.programs for p in program.plan.partitions if not p.reason]
+        assert captured and counted()["replays"] == replayed["replays"] + len(captured)
+
+
+def _assert_close(mine: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-4)
+
+
 def _assert_all_replayed(ours: Compiled, before: list[int]) -> None:
     """The last call replayed every program and ran none eagerly."""
     assert not ours.owner.fallbacks

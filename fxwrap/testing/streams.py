@@ -68,6 +68,17 @@ class Streams(Suite):
         second.synchronize()
         assert y.cpu().tolist() == [5.0] * 8
 
+    def test_pinned_copies_are_in_the_order_of_their_stream(self, device: Device) -> None:
+        host, back = torch.full((64,), 3.0).pin_memory(), torch.zeros(64).pin_memory()
+        stream = device.module.Stream(device.first)
+        with device.module.stream(stream):
+            device.keep_busy(stream)
+            x = host.to(device.first, non_blocking=True)
+            y = x * 2
+            back.copy_(y + 1, non_blocking=True)
+        stream.synchronize()
+        assert back.tolist() == [7.0] * 64
+
     def test_reading_a_number_waits(self, device: Device) -> None:
         stream = device.module.current_stream(device.first)
         x = torch.zeros(8, device=device.first)
