@@ -47,25 +47,31 @@ class CompileRequest:
 def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     """Analyse, cut and check a host graph; memory is planned, and checked, when a shape is recorded.
 
+    An operator that turns out not to be capturable has the program cut anew around it.
+
     Raises:
         PlanError: the verifier refused the schedule.
     """
     facts = analyse_storages(gm)
     dependencies = build_dependency_graph(gm, facts)
     device = main_device(gm)
-    verdicts = judge(gm, request.options.eager_ops, device_support(device.type).eager_reason)
-    partitions = cut(dependencies, verdicts, device)
-    plan = ProgramPlan(gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase)
-    verify_schedule(gm, plan.schedule)
-    plan = dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
-    def plan_recording(numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]) -> MemoryPlan:
+    def cut_program(refused: Mapping[str, str]) -> ProgramPlan:
+        verdicts = judge(gm, request.options.eager_ops, device_support(device.type).eager_reason, refused)
+        partitions = cut(dependencies, verdicts, device)
+        plan = ProgramPlan(gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase)
+        verify_schedule(gm, plan.schedule)
+        return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
+
+    def plan_recording(
+        plan: ProgramPlan, numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]
+    ) -> MemoryPlan:
         memory = plan_program(plan, numbers, places)
         verify_memory(gm, plan.schedule, facts, memory, numbers)
         return memory
 
     program = Program(
-        plan,
+        cut_program,
         request.options,
         request.torch,
         plan_recording,

@@ -29,10 +29,23 @@ _LITERALS = (int, bool, str, type(None))
 
 
 class FlatFunction:
-    """The built function; ``source`` is its text."""
+    """The built function; ``source`` is its text.
 
-    def __init__(self, function: Callable[[list[Any]], Any], source: str) -> None:
-        self.function, self.source = function, source
+    Args:
+        nodes: the node behind a line of the source, by line number.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any], source: str, nodes: Mapping[int, Node]) -> None:
+        self.function, self.source, self._nodes = function, source, nodes
+
+    def node_at(self, error: BaseException) -> Node | None:
+        """The node whose call raised ``error``."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is self.function.__code__:
+                return self._nodes.get(trace.tb_lineno)
+            trace = trace.tb_next
+        return None
 
     def __repr__(self) -> str:
         return self.source
@@ -54,6 +67,7 @@ class FlatBuilder:
         self._namespace: dict[str, Any] = {"__builtins__": builtins}
         self._locals: dict[Node, str] = {}
         self._lines: list[str] = []
+        self._working: dict[int, Node] = {}  # by position among the lines
         self._last_use: dict[str, int] = {}
         self._pinned: set[str] = set()
 
@@ -131,19 +145,22 @@ class FlatBuilder:
         """Finish; the function returns ``result``, in which nodes stand for their values."""
         returned = self._argument(result, literal_lists=True)
         body: list[str] = []
+        nodes: dict[int, Node] = {}
         dead: dict[int, list[str]] = {}
         for name, position in self._last_use.items():
             if name not in self._pinned:
                 dead.setdefault(position, []).append(name)
         for position, line in enumerate(self._lines):
             body.append(line)
+            if position in self._working:
+                nodes[len(body) + 1] = self._working[position]  # the first line is the head
             if position in dead:
                 body.append(f"del {', '.join(dead[position])}")
         body.append(f"return {returned}")
         source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
         exec(compile(source, "<fxwrap flat function>", "exec"), self._namespace)
         # Not in its own namespace: what is bound goes with the function, not with the next garbage collection.
-        return FlatFunction(self._namespace.pop("flat"), source)
+        return FlatFunction(self._namespace.pop("flat"), source, nodes)
 
     # -- how it becomes text --------------------------------------------------------------------------
 
@@ -154,6 +171,8 @@ class FlatBuilder:
             self.check(node)
         else:
             self._define(node, self._call(node))
+        if self._lines:
+            self._working[len(self._lines) - 1] = node
 
     def _define(self, node: Node, text: str) -> None:
         name = f"v{next(self._names)}"

@@ -24,8 +24,10 @@ from .recording import Recording, RecordingRequest
 from .torch_functions import TorchFunctions
 from .turn import Call, Turn
 
-# (concrete sizes, inputs with a place in the arena) -> verified plan; and the sizes of given inputs.
-Planner = Callable[[Mapping[Node, Any], Mapping[Node, tuple[torch.device, int]]], MemoryPlan]
+# (the program's plan, concrete sizes, inputs with a place in the arena) -> verified plan.
+Planner = Callable[[ProgramPlan, Mapping[Node, Any], Mapping[Node, tuple[torch.device, int]]], MemoryPlan]
+# Names of operators that captures have failed at -> the program cut around them.
+Cutter = Callable[[Mapping[str, str]], ProgramPlan]
 SizeEvaluator = Callable[[Mapping[Node, Any]], dict[Node, Any]]
 
 
@@ -84,22 +86,23 @@ class Program:
 
     def __init__(
         self,
-        plan: ProgramPlan,
+        cut: Cutter,
         options: Options,
         functions: TorchFunctions,
         make_plan: Planner,
         evaluate: SizeEvaluator,
         plan_early: bool = False,
     ) -> None:
-        self.plan, self.options, self.functions = plan, options, functions
+        self._cut, self._refused = cut, dict[str, str]()
+        self.plan, self.options, self.functions = cut({}), options, functions
         self.counters = Counters()
         self.families: dict[Any, Family] = {}
         self.newest_plan: MemoryPlan | None = None
         self._make_plan, self._evaluate, self._plan_early = make_plan, evaluate, plan_early
         self._recording = Turn()
-        self._placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
+        self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._dynamic = _dynamic_positions(self._placeholders)
-        self._on_accelerator = plan.device.type != "cpu"
+        self._on_accelerator = self.plan.device.type != "cpu"
         self._never_recorded = ""
         self._eager = self._eager_function()
         self._output_nodes = self._tensor_outputs()
@@ -205,7 +208,7 @@ class Program:
             self._recording_request(Family(), inputs)
         except CaptureError:
             values = dict(zip(self._placeholders, inputs, strict=True))
-            self.newest_plan = self._make_plan(self._evaluate(values), {})
+            self.newest_plan = self._make_plan(self.plan, self._evaluate(values), {})
 
     def _eager_function(self) -> Callable[[list[Any]], Any]:
         """The whole schedule as one flat function with plain allocations."""
@@ -314,11 +317,22 @@ class Program:
                 got="; ".join(f"partition {i}: {reason}" for i, reason in recording.eager_reasons.items()),
                 remedy="list the operators in eager_ops, or leave strict out",
             )
-        family.recordings.append(recording)
         self.counters.count_recording(why)
         for reason in recording.eager_reasons.values():
             self.counters.count_event(reason)
+        if recording.refused:
+            self._cut_around(recording.refused)
+        else:
+            family.recordings.append(recording)
         return outputs
+
+    def _cut_around(self, refused: Mapping[str, str]) -> None:
+        """Have the next recordings leave operators out of captured partitions, instead of losing whole ones."""
+        self._refused.update(refused)
+        self.plan = self._cut(self._refused)
+        self._eager = self._eager_function()
+        for family in self.families.values():
+            family.recordings.clear()
 
     def _recording_request(self, family: Family, inputs: list[Any]) -> RecordingRequest:
         values = dict(zip(self._placeholders, inputs, strict=True))
@@ -330,7 +344,7 @@ class Program:
             for position, (node, value) in enumerate(values.items()):
                 if position not in bound and isinstance(value, torch.Tensor):
                     places[node] = (value.device, reach(value))
-        self.newest_plan = self._make_plan(numbers, places)
+        self.newest_plan = self._make_plan(self.plan, numbers, places)
         return RecordingRequest(
             self.plan,
             self.newest_plan,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kind, checks_on, constants, effective_users, kind_of
+from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, operator_name
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
@@ -57,6 +57,8 @@ class Recording:
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._constants = constants(self.plan.graph)
         self.eager_reasons: dict[int, str] = {}
+        # Operators and kernels that a capture failed at, and how: the program can be cut anew around them.
+        self.refused: dict[str, str] = {}
         self._scratch: list[Scratch] = []
         self._graphs: list[DeviceGraph] = []
         self._steps: list[Callable[[], Any]] = []
@@ -256,7 +258,10 @@ class Recording:
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
-            self.eager_reasons[partition.index] = f"capture failed: {type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self.eager_reasons[partition.index] = f"capture failed: {failure}"
+            if (node := flat.node_at(error)) is not None:
+                self.refused[operator_name(node)] = failure
             self._add_eager(partition, known)
             return
         if not runtime.runs_while_capturing:

@@ -28,6 +28,7 @@ def judge(
     gm: GraphModule,
     eager_ops: Sequence[str] = (),
     device_reason: Callable[[Node], str | None] | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> dict[Node, NodeVerdict]:
     """Give every node a verdict.
 
@@ -35,14 +36,17 @@ def judge(
         eager_ops: operators the user wants outside of captured partitions, as ``namespace::name``,
             ``namespace.name`` or ``namespace::name.overload``.
         device_reason: for work that the device cannot capture, why; else None.
+        refused: names of operators and kernels that a capture has failed at, and how.
     """
     device = main_device(gm)
     listed = {name.replace("::", ".") for name in eager_ops}
     verdicts: dict[Node, NodeVerdict] = {}
     for node in gm.graph.nodes:
         reason = _eager_reason(node, device, listed, verdicts)
-        if reason is None and device_reason is not None and is_work(node):
-            reason = device_reason(node)
+        if reason is None and is_work(node):
+            reason = device_reason(node) if device_reason is not None else None
+            if reason is None and refused and (failure := refused.get(operator_name(node))) is not None:
+                reason = f"a capture failed at it: {failure}"
         if reason is None:
             verdicts[node] = _CAPTURED if is_work(node) else _FOLDED
         else:

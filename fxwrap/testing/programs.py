@@ -14,6 +14,8 @@ import fxwrap
 
 from .contract import Device, Suite
 
+_serial = itertools.count()  # operators are registered for good
+
 
 class Programs(Suite):
     """Recordings: refilled inputs, held outputs, shapes, host work in between, streams, random numbers, training."""
@@ -190,11 +192,32 @@ class Programs(Suite):
                     loss.backward()
             registered.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
+    def test_an_operator_that_cannot_be_captured(self, registered: Device) -> None:
+        """It reads a number on the host, which nobody could know before: the program is cut anew around it."""
+        name = f"fxwrap_contract::reads_{next(_serial)}"
+
+        @torch.library.custom_op(name, mutates_args=())
+        def reads(x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item()
+
+        reads.register_fake(torch.empty_like)
+        f = torch.compile(lambda x, w: (reads((x @ w).relu()) @ w).sin(), backend="fxwrap")
+        for _ in range(6):
+            x, w = torch.randn(6, 6), torch.randn(6, 6)
+            y = (x @ w).relu()
+            registered.assert_close(f(x.to(registered.first), w.to(registered.first)), (y * y.sum() @ w).sin())
+        (graph,) = fxwrap.report(f).graphs
+        assert [p.verdict.value for p in graph.partitions] == ["captured", "eager", "captured"]
+        assert f"{name}: a capture failed at it" in graph.partitions[1].reason
+        assert graph.counters["replays"] == 3 and set(graph.counters["eager"]) == {"warm-up"}
+        assert any("capture failed" in event for event in graph.counters["events"])
+
     def test_an_error_in_an_eager_partition(self, registered: Device) -> None:
         """The call raises what the operator raised, and the next one is right."""
         failing = [False]
+        name = f"fxwrap_contract::may_fail_{next(_serial)}"
 
-        @torch.library.custom_op(f"fxwrap_contract::may_fail_{id(failing)}", mutates_args=())
+        @torch.library.custom_op(name, mutates_args=())
         def may_fail(x: torch.Tensor) -> torch.Tensor:
             if failing[0]:
                 raise ValueError("on purpose")
@@ -204,7 +227,7 @@ class Programs(Suite):
         f = torch.compile(
             lambda x: (may_fail(x.sin()) @ x).cos(),
             backend="fxwrap",
-            options={"eager_ops": f"fxwrap_contract::may_fail_{id(failing)}"},
+            options={"eager_ops": name},
         )
         for call in range(6):
             x = torch.randn(4, 4)
