@@ -74,7 +74,7 @@ def test_parsing_returns_both_kinds() -> None:
 def test_two_accelerators() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fxwrap.codegen.inductor import _check_devices
+    from fxwrap.codegen.inductor import _devices_in
 
     with FakeTensorMode():
         tensors = [torch.empty(2, device="meta") for _ in range(3)]
@@ -87,7 +87,7 @@ def test_two_accelerators() -> None:
     graph.output(())
     gm = torch.fx.GraphModule({}, graph)
     with pytest.raises(UnsupportedModelError, match="cuda:0, cuda:1"):
-        _check_devices(gm, [])
+        _devices_in(gm, [])
 
 
 def _unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.Mo
         raise TypeError("planted bug")
 
     if stage == "emission":
-        monkeypatch.setattr(converter.HostGraphConverter, "_cpp_launch", broken)
+        monkeypatch.setattr(converter.HostGraphConverter, "_line_KernelCallLine", broken)
     else:
         monkeypatch.setattr(compiler, "analyse_storages", broken)
     f: Compiled = compiled(lambda x: x.sin() @ x)

@@ -195,6 +195,16 @@ def test_a_device_in_plain_python() -> None:
     assert "'no device graph for pydevice:0': 2" in done.stdout
 
 
+def test_the_contract_before_there_is_a_graph() -> None:
+    """Registration and compilation come before streams and graphs: a device in Python keeps them."""
+    # Autocast and PyTorch's default device need kernels in C++.
+    chosen = "TestRegistration or missing or (TestCompilation and not autocast and not default_device)"
+    folder = ROOT / "examples" / "pydevice"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "test_pydevice.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_line_names_no_device_of_the_examples() -> None:
     """Adding a device touches no file of the line."""
     for path in (ROOT / "fxwrap").rglob("*.py"):

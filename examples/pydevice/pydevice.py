@@ -49,6 +49,9 @@ class Runtime:
     def manual_seed_all(self, seed: int) -> None:
         """Random numbers come from the CPU's generator, which has its seed from torch.manual_seed itself."""
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def current_stream(self, device: Any = None) -> int:
         return 0
 

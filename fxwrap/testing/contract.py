@@ -74,7 +74,7 @@ class Suite:
     def device(self) -> Iterator[Device]:
         torch.manual_seed(0)
         yield self.contract
-        torch.accelerator.synchronize()
+        self.contract.module.synchronize()
 
     @pytest.fixture
     def registered(self, device: Device) -> Iterator[Device]:

@@ -45,7 +45,7 @@ class Graphs(Suite):
         else:
             with self.contract.asynchronous():
                 yield self.contract
-                torch.accelerator.synchronize()
+                self.contract.module.synchronize()
 
     # -- capture and replay -----------------------------------------------------------------------------
 

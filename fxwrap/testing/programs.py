@@ -36,7 +36,7 @@ class Programs(Suite):
             else:
                 with device.asynchronous():
                     yield device
-                    torch.accelerator.synchronize()
+                    device.module.synchronize()
         torch.compiler.reset()
 
     def follow(

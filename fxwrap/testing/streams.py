@@ -18,7 +18,7 @@ class Streams(Suite):
         torch.manual_seed(0)
         with self.contract.asynchronous():
             yield self.contract
-            torch.accelerator.synchronize()
+            self.contract.module.synchronize()
 
     def test_streams_are_made_and_made_current(self, device: Device) -> None:
         default = device.module.current_stream(device.first)
