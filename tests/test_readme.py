@@ -32,6 +32,21 @@ def test_every_option_is_in_the_readme() -> None:
         assert f"| `{option.name}` |" in text, option.name
 
 
+def test_the_examples_of_subclassing_run() -> None:
+    text = _run("examples/subclassing.py")
+    assert "2 allocation, 3 check, 1 constant, 2 extern, 1 launch, 1 output, 3 placeholder, 2 view" in text
+    assert "partition 0: 4 inputs, of which it writes buf2" in text
+    assert "aten::addmm" in text.splitlines()[-2] + text.splitlines()[-1]
+
+
+def test_the_guide_names_every_step_of_the_contract() -> None:
+    from fxwrap.testing.contract import STEPS
+
+    text = (ROOT / "docs" / "devices.md").read_text()
+    for step in STEPS:
+        assert f"| `Test{step.capitalize()}` |" in text, step
+
+
 def test_mlp_benchmark_prints_both_sides() -> None:
     """A short run, for correctness; what it measures is read by people, not by tests."""
     text = _run("benchmarks/mlp_overhead.py", "--pairs", "4", "--blocks", "3")
