@@ -15,6 +15,8 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor-cache
 
 .PHONY: demo test test-hostsim test-vendor lint benchmark clean
 
+# Torch works without NumPy, which nothing here needs, and warns.
+demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 

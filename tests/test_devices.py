@@ -21,6 +21,7 @@ from torch.fx import Node
 import fxwrap
 from fxwrap.codegen.torch_versions import CPP_DEVICE_NAMES
 from fxwrap.devices import device_support, registered_devices
+from fxwrap.host_graph import kernel_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -95,6 +96,37 @@ def test_a_kind_of_kernels_of_ones_own(compiled: Any) -> None:
     launched.clear()
     compiled(model)(x)
     assert not launched
+
+
+def test_kernels_with_a_loader_and_a_launcher_of_their_own(compiled: Any) -> None:
+    """A kind sees what the scheduling wrote, says what a kernel writes, and loads it once."""
+    loaded: list[fxwrap.KernelCall] = []
+
+    def load(call: fxwrap.KernelCall) -> Any:
+        loaded.append(call)
+        return lambda *args: call.definition(*args)
+
+    def everything(call: fxwrap.KernelCall) -> list[int]:
+        assert call.arg_types is not None
+        return [i for i, ctype in enumerate(call.arg_types) if "*" in ctype]
+
+    def only_reductions(call: fxwrap.KernelCall) -> bool:
+        return "softmax" in call.name and not call.triton
+
+    kind = fxwrap.KernelKind("mine", load, only_reductions, everything)
+    x = torch.randn(8, 8)
+    expected = inductor(lambda x: model(x))(x)
+    with fxwrap.register_device("cpu", kernels=[kind]):
+        f = compiled(model)
+        for _ in range(4):
+            assert_same(f(x), expected)
+    assert f.program.counters.replays == 2
+    kernels = {k.name: k for n in f.program.plan.schedule if (k := kernel_of(n)) is not None}
+    languages = {name: kernel.language for name, kernel in kernels.items()}
+    assert set(languages.values()) == {"mine", "cpp"}  # the kinds of the device itself are asked after one's own
+    (call,) = loaded
+    assert languages[call.name] == "mine" and call.device == torch.device("cpu") and "void" in call.source
+    assert len(kernels[call.name].writes) == sum("*" in ctype for ctype in call.arg_types)
 
 
 def test_operators_that_a_device_cannot_capture(compiled: Any) -> None:
