@@ -34,6 +34,28 @@ def _calls(graph: Graph) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(node.target, node.args) for node in graph.nodes if node.op == "call_function"]
 
 
+def test_every_wrapper_line_of_this_torch_is_known() -> None:
+    """A torch with a new kind of line shows here, before it shows as a fallback or as a line that means more than its
+    text says."""
+    from torch._inductor.codegen import cpp_wrapper_cpu, memory_planning, wrapper  # all that define lines
+
+    from fxwrap.codegen.converter import LINES_READ_AS_TEXT, LINES_REFUSED, HostGraphConverter
+
+    assert cpp_wrapper_cpu and memory_planning
+    # Not instantiated by Inductor itself.
+    abstract = {"MemoryPlanningLine", "PoolMemoryPlanningLine"}
+    todo, found = [wrapper.WrapperLine], set()
+    while todo:
+        for line in todo.pop().__subclasses__():
+            todo.append(line)
+            if line.__module__.startswith("torch.") and line.__name__ not in abstract:
+                found.add(line.__name__)
+    assert len(found) > 20
+    for name in sorted(found):
+        answers = [hasattr(HostGraphConverter, f"_line_{name}"), name in LINES_READ_AS_TEXT, name in LINES_REFUSED]
+        assert sum(answers) == 1, f"{name}: handled, read as text, refused: {answers}"
+
+
 def test_assignment_call_and_delete() -> None:
     graph, names = _read("c = aten.add.Tensor(a, b, alpha=2); del a\nd = c[0]  # a comment")
     assert [target.__name__ for target, _ in _calls(graph)] == ["add.Tensor", "getitem"]

@@ -27,6 +27,39 @@ from .triton_kernels import TritonLauncher, TunedLaunch, argument_names, known_w
 log = logging.getLogger(__name__)
 
 
+# Lines whose Python says all there is to know. Others have a ``_line_...`` method below, or are refused; a test
+# compares the three with the lines of the torch that is installed.
+LINES_READ_AS_TEXT = frozenset(
+    [
+        "AllocateLine",
+        "AssertAlignmentLine",
+        "AssertDivByZeroLine",
+        "AssertSizeStrideLine",
+        "DynamicScalarLine",
+        "ExternKernelAllocLine",
+        "ExternKernelMultiOutLine",
+        "ExternKernelOutLine",
+        "GroupedAssertSizeStrideLine",
+        "IndexPutFallbackLine",
+        "MultiOutputLine",
+        "ReinterpretLine",
+        "ReuseLine",
+        "ScatterFallbackLine",
+        "SymbolicCallArgLine",
+        "UnbackedSymbolDefsLine",
+    ]
+)
+LINES_REFUSED = {
+    "AllocFromPoolLine": "Inductor's own memory planning, which fxwrap switches off",
+    "DeallocFromPoolLine": "Inductor's own memory planning, which fxwrap switches off",
+    "EnterCudaMemPoolContextLine": "memory pools inside the compiled region",
+    "ExitCudaMemPoolContextLine": "memory pools inside the compiled region",
+    "DualWrapperCodeLine": "a line of the C++ wrapper",
+    "EnterKernelProfileScopeLine": "a line of the C++ wrapper",
+    "ExitKernelProfileScopeLine": "a line of the C++ wrapper",
+}
+
+
 class SymbolTable(dict):
     """The converter's table of size expressions, which also knows the wrapper's local variables by name."""
 
@@ -144,6 +177,8 @@ class HostGraphConverter(FxConverter):
             return ""
         if isinstance(line, str):
             return line
+        if (reason := LINES_REFUSED.get(type(line).__name__)) is not None:
+            return EmissionError(f"wrapper line {type(line).__name__}", expected=f"a graph without it: {reason}")
         if isinstance(line, WrapperLine):
             if not hasattr(line, "codegen"):
                 return EmissionError(f"wrapper line {type(line).__name__}", expected="a line that prints as Python")
@@ -183,6 +218,8 @@ class HostGraphConverter(FxConverter):
 
     def _line_EnterCudaStreamContextLine(self, line: Any) -> None:
         self._refuse_streams()
+
+    _line_ExitCudaStreamContextLine = _skip  # entering it was refused
 
     def _line_EnterDeviceContextManagerWithStreamInfoLine(self, line: Any) -> None:
         if line.num_streams > 1:
