@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ..backend import fxwrap
+from ..codegen.for_testing import fake_tensors
 from .contract import Device, Suite
 
 
@@ -42,7 +43,7 @@ class Compilation(Suite):
 
         torch.compile(lambda x: (x + 1).sin(), backend=backend)(torch.randn(4, device=registered.first))
         assert seen and set(seen) == {registered.first}
-        with torch._subclasses.FakeTensorMode():  # noqa: TID251
+        with fake_tensors():
             fake = torch.empty(4, device=registered.first)
             assert (fake * 2).device == registered.first and fake.cpu().device.type == "cpu"
 
@@ -93,10 +94,12 @@ class Compilation(Suite):
                 registered.assert_close(f(x.to(registered.first)), (x @ x.t()).softmax(-1))
 
     def test_graph_breaks_at_transfers(self, registered: Device) -> None:
+        @torch.compiler.disable
+        def on_the_host(y: torch.Tensor) -> torch.Tensor:
+            return y * 2
+
         def function(x: torch.Tensor) -> torch.Tensor:
-            y = x.sin().cpu()
-            torch._dynamo.graph_break()  # noqa: TID251
-            return (y * 2).to(registered.first).cos()
+            return on_the_host(x.sin().cpu()).to(registered.first).cos()
 
         f = torch.compile(function, backend="fxwrap")
         for _ in range(4):

@@ -12,6 +12,7 @@ import torch
 
 import fxwrap
 
+from ..codegen.for_testing import numbers_in_graphs
 from .contract import Device, Suite
 
 _serial = itertools.count()  # operators are registered for good
@@ -104,7 +105,7 @@ class Programs(Suite):
             n = (y > 0).sum().item()
             return (y * n) @ w
 
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):  # noqa: TID251
+        with numbers_in_graphs():
             f = self.follow(registered, function, (6, 6), (6, 6))
         (graph,) = fxwrap.report(f).graphs
         assert [p.verdict.value for p in graph.partitions] == ["captured", "eager", "captured"]

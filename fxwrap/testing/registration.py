@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ..codegen.for_testing import known_to_inductor
 from ..devices import registered_devices
 from ..errors import DeviceError
 from .contract import Device, Suite
@@ -20,16 +21,12 @@ class Registration(Suite):
         assert registered_devices()[registered.type].device_type == registered.type
 
     def test_dynamo_and_inductor_know_the_device(self, registered: Device) -> None:
-        from torch._dynamo.device_interface import get_interface_for_device  # noqa: TID251
-        from torch._inductor.codegen.common import get_device_op_overrides, get_scheduling_for_device  # noqa: TID251
-
-        interface = get_interface_for_device(registered.type)
+        interface, op_overrides, scheduling = known_to_inductor(registered.type)
         assert interface.is_available() and interface.device_count() == registered.module.device_count()
         assert interface.current_device() == registered.module.current_device()
         properties = interface.get_device_properties(registered.first)
         assert properties.multi_processor_count >= 1
-        assert get_scheduling_for_device(registered.type) is not None
-        assert registered.type in get_device_op_overrides(registered.type).device_guard(0)
+        assert scheduling is not None and registered.type in op_overrides.device_guard(0)
 
     def test_a_second_registration_is_refused(self, registered: Device) -> None:
         if registered.register is None:

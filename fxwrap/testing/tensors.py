@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ..codegen.torch_versions import use_counter
 from .contract import Device, Suite
 
 
@@ -100,12 +101,12 @@ class Tensors(Suite):
     def test_storage_use_count(self, device: Device) -> None:
         """fxwrap tells by it whether somebody still holds an output."""
         x = torch.empty(8, device=device.first)
-        storage = x.untyped_storage()
-        count = torch._C._storage_Use_Count(storage._cdata)  # noqa: TID251
+        counts = use_counter([x.untyped_storage()])
+        (before,) = counts()
         view = x[2:]
-        assert torch._C._storage_Use_Count(storage._cdata) == count + 1  # noqa: TID251
+        assert counts() == [before + 1]
         del view
-        assert torch._C._storage_Use_Count(storage._cdata) == count  # noqa: TID251
+        assert counts() == [before]
 
     def test_random_numbers_follow_the_seed(self, device: Device) -> None:
         def draw() -> list[torch.Tensor]:
