@@ -68,6 +68,7 @@ class Family:
         moved: positions of inputs that were taken to stay where they are, and did not.
         copied: storages of outputs that are copied when handed out, because they were found held.
         warm_outputs: outputs of the last eager run by storage, to see whether the caller holds on to them.
+        cut_anew: whether its recordings were dropped because the program was cut anew.
     """
 
     recordings: list[Recording] = field(default_factory=list)
@@ -76,6 +77,7 @@ class Family:
     copied: set[int] = field(default_factory=set)
     seen: dict[int, _Seen | None] = field(default_factory=dict)
     warm_outputs: list[tuple[int, int, StorageWeakRef]] = field(default_factory=list)
+    cut_anew: bool = False
 
 
 class Program:
@@ -261,6 +263,9 @@ class Program:
             kept = [(index, nbytes) for index, nbytes, ref in family.warm_outputs if not ref.expired()]
             family.copied |= {index for index, nbytes in kept if nbytes <= self.options.copy_outputs_below}
             family.warm_outputs = []
+            if family.cut_anew:
+                family.cut_anew = False
+                return "cut anew around what could not be captured"
             return "first" if len(self.families) == 1 else "new shape"
         at_place = [recording for recording in family.recordings if recording.same_addresses(inputs)]
         if not at_place:
@@ -333,6 +338,7 @@ class Program:
         self._eager = self._eager_function()
         for family in self.families.values():
             family.recordings.clear()
+            family.cut_anew = True
 
     def _recording_request(self, family: Family, inputs: list[Any]) -> RecordingRequest:
         values = dict(zip(self._placeholders, inputs, strict=True))

@@ -212,6 +212,7 @@ class Programs(Suite):
         assert f"{name}: a capture failed at it" in graph.partitions[1].reason
         assert graph.counters["replays"] == 3 and set(graph.counters["eager"]) == {"warm-up"}
         assert any("capture failed" in event for event in graph.counters["events"])
+        assert graph.counters["recordings"] == {"first": 1, "cut anew around what could not be captured": 1}
 
     def test_an_error_in_an_eager_partition(self, registered: Device) -> None:
         """The call raises what the operator raised, and the next one is right."""
