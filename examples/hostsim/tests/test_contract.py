@@ -4,7 +4,10 @@ import contextlib
 
 import hostsim
 import pytest
+from conftest import UNSUPPORTED
 
+if UNSUPPORTED:
+    pytest.skip(UNSUPPORTED, allow_module_level=True)
 pytest.importorskip("fxwrap", reason="the contract is a part of fxwrap")
 
 from hostsim.inductor import register

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import UNSUPPORTED
 
+if UNSUPPORTED:
+    pytest.skip(UNSUPPORTED, allow_module_level=True)
 pytest.importorskip("fxwrap", reason="the contract is a part of fxwrap")
 
 import hostsim
