@@ -49,7 +49,7 @@ class Device:
             yield side
         current.wait_stream(side)
 
-    def keep_busy(self, stream: Any, seconds: float = 0.05) -> None:
+    def keep_busy(self, stream: Any, seconds: float = 0.2) -> None:
         """Give a stream something to do that takes about so long."""
         if self.delay is not None:
             self.delay(stream, seconds)

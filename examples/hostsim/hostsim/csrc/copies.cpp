@@ -63,7 +63,7 @@ void copy_from_or_to_host(const at::Tensor& source, const at::Tensor& destinatio
     Work work = copy_work(name, source, destination, std::move(pinned));
     if (planted(Fault::kNonBlockingCopyTooLate) && !capture_of(stream)) {
       const c10::Stream late = stream_from_pool(stream.device_index());
-      delay(late, 0.05);
+      delay(late, 0.3);
       issue(late, std::move(work));
       return;
     }
