@@ -13,7 +13,7 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # A cache for each torch: its kernels stay between runs and disturb nobody else's.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor-cache
 
-.PHONY: demo test test-hostsim test-vendor lint benchmark clean
+.PHONY: demo test test-hostsim test-models test-vendor lint benchmark clean
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
@@ -31,6 +31,12 @@ test-hostsim: export TORCHINDUCTOR_CACHE_DIR := $(TORCHINDUCTOR_CACHE_DIR)-hosts
 test-hostsim: $(VENV)/.installed-test
 	$(BIN)/python -m pytest examples/hostsim/tests
 	$(BIN)/python -m pytest --device hostsim
+
+# All ten models on the simulated accelerator, of which test-hostsim runs a sample.
+test-models: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
+test-models: export TORCHINDUCTOR_CACHE_DIR := $(TORCHINDUCTOR_CACHE_DIR)-hostsim
+test-models: $(VENV)/.installed-test
+	$(BIN)/python -m pytest --device hostsim -m "sweep or not sweep" tests/test_models.py
 
 # As a vendor would: a copy of the simulated accelerator under another name, built and put to the contract.
 test-vendor: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
