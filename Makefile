@@ -26,20 +26,18 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS); main=$$?; \
 	wait $$hostsim; other=$$?; cat $(VENV)/hostsim.log; exit $$((main + other))
 
-test-hostsim: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
-test-hostsim: export TORCHINDUCTOR_CACHE_DIR := $(TORCHINDUCTOR_CACHE_DIR)-hostsim
+test-hostsim test-models test-vendor: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
+test-hostsim test-models test-vendor: export TORCHINDUCTOR_CACHE_DIR := $(TORCHINDUCTOR_CACHE_DIR)-hostsim
+
 test-hostsim: $(VENV)/.installed-test
 	$(BIN)/python -m pytest examples/hostsim/tests
 	$(BIN)/python -m pytest --device hostsim
 
 # All ten models on the simulated accelerator, of which test-hostsim runs a sample.
-test-models: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
-test-models: export TORCHINDUCTOR_CACHE_DIR := $(TORCHINDUCTOR_CACHE_DIR)-hostsim
 test-models: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --device hostsim -m "sweep or not sweep" tests/test_models.py
 
 # As a vendor would: a copy of the simulated accelerator under another name, built and put to the contract.
-test-vendor: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
 test-vendor: $(VENV)/.installed-test
 	$(BIN)/python -m pytest examples/hostsim/tests -m slow
 

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 # Results without a value: memory as it was found.
 UNDEFINED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
@@ -67,7 +69,6 @@ class Case:
 
 
 def operator_entries() -> dict[str, Callable[[], Case | None]]:
-    import torch
     from torch.testing._internal.common_methods_invocations import op_db
 
     entries: dict[str, Callable[[], Case | None]] = {}
@@ -79,8 +80,6 @@ def operator_entries() -> dict[str, Callable[[], Case | None]]:
 
 def _operator_case(op: Any) -> Callable[[], Case | None]:
     def case() -> Case | None:
-        import torch
-
         samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
         if not samples:
             return None
@@ -96,7 +95,6 @@ def _operator_case(op: Any) -> Callable[[], Case | None]:
 
 
 def module_entries() -> dict[str, Callable[[], Case | None]]:
-    import torch
     from torch.testing._internal.common_modules import module_db
 
     return {
@@ -109,8 +107,6 @@ def module_entries() -> dict[str, Callable[[], Case | None]]:
 
 def _module_case(info: Any, training: bool) -> Callable[[], Case | None]:
     def case() -> Case | None:
-        import torch
-
         inputs = info.module_inputs_func(
             info, device="cpu", dtype=torch.float32, requires_grad=training, training=training
         )
@@ -133,8 +129,6 @@ def _module_case(info: Any, training: bool) -> Callable[[], Case | None]:
 
 
 def _clone(value: Any) -> Any:
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return value
     clone = value.detach().clone()
@@ -150,8 +144,6 @@ def _clone(value: Any) -> Any:
 def examine(name: str, make_case: Callable[[], Case | None], dynamic: bool) -> Outcome:
     """Compile an entry with both, call it, compare."""
     import functools
-
-    import torch
 
     from fxwrap.backend import fxwrap
     from fxwrap.owner import Owner
@@ -189,8 +181,6 @@ def examine(name: str, make_case: Callable[[], Case | None], dynamic: bool) -> O
 
 def attempt(case: Case, backend: Any, dynamic: bool) -> Any:
     """Results and gradients of each call, or the exception."""
-    import torch
-
     torch._dynamo.reset()
     # A function object of its own: two backends on one code object disturb each other's guards.
     function = torch.compile(lambda *args, **kwargs: case.function(*args, **kwargs), backend=backend, dynamic=dynamic)
@@ -201,8 +191,6 @@ def attempt(case: Case, backend: Any, dynamic: bool) -> Any:
 
 
 def calls(case: Case, function: Callable[..., Any]) -> list[tuple[list[Any], list[Any]]]:
-    import torch
-
     outcomes = []
     for call in range(CALLS):
         args, kwargs = case.make()
@@ -220,15 +208,11 @@ def calls(case: Case, function: Callable[..., Any]) -> list[tuple[list[Any], lis
 
 
 def leaves(value: Any) -> list[Any]:
-    import torch
-
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def compare(mine: list[Any], theirs: list[Any]) -> str:
     """What differs first; empty if nothing does. NaN equals NaN."""
-    import torch
-
     if len(mine) != len(theirs):
         return f"{len(mine)} tensors, expected {len(theirs)}"
     for position, (a, b) in enumerate(zip(mine, theirs, strict=True)):
@@ -243,8 +227,6 @@ def compare(mine: list[Any], theirs: list[Any]) -> str:
 
 def plain(tensor: Any) -> Any:
     """A dense real tensor with the same numbers."""
-    import torch
-
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
@@ -262,8 +244,6 @@ def _first_line(error: BaseException) -> str:
 
 def work(names: list[str], arguments: argparse.Namespace) -> None:
     """In a worker process: examine entries, a line of JSON each on standard output."""
-    import torch
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     entries = module_entries() if arguments.modules else operator_entries()
@@ -367,7 +347,6 @@ def _read(path: Path | None) -> dict[str, Outcome]:
 
 def show(found: list[Outcome]) -> None:
     """The table: how many of each verdict, then every entry that is not equal."""
-    import torch
     from rich.console import Console
     from rich.table import Table
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of a compiled kernel, as Inductor's scheduling wrote it.
+    """One launch of a compiled kernel that is not Triton's, as Inductor's scheduling wrote it.
 
     Attributes:
         name: the kernel's name.
@@ -25,7 +25,6 @@ class KernelCall:
         device: where it runs.
         definition: what the kernel's definition evaluates to: for C++ a function of CPU tensors and numbers.
         arg_types: the C type of each argument, or what the scheduling gave instead; None where it gave none.
-        triton: whether it is a Triton kernel.
     """
 
     name: str
@@ -33,7 +32,6 @@ class KernelCall:
     device: torch.device
     definition: Any
     arg_types: Sequence[Any] | None
-    triton: bool
 
 
 def written_pointers(call: KernelCall) -> tuple[int, ...]:
@@ -58,7 +56,7 @@ class KernelKind:
 
     name: str
     load: Callable[[KernelCall], Callable[..., Any]]
-    accepts: Callable[[KernelCall], bool] = lambda call: not call.triton
+    accepts: Callable[[KernelCall], bool] = lambda call: True
     writes: Callable[[KernelCall], Sequence[int]] = written_pointers
 
 
@@ -119,6 +117,6 @@ def kernel_kind(call: KernelCall) -> KernelKind | None:
 
 def launch_kernel(device: str, name: str, kernel: Any, *args: Any) -> None:
     """Launch a kernel as a host graph would: for wrapper code that Inductor runs itself."""
-    call = KernelCall(name, "", torch.device(device), kernel, None, False)
+    call = KernelCall(name, "", torch.device(device), kernel, None)
     kind = kernel_kind(call)
     (kind.load(call) if kind is not None else kernel)(*args)

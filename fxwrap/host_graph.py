@@ -230,6 +230,11 @@ def user_line(node: Node) -> str:
     return ""
 
 
+def output_node(gm: GraphModule) -> Node:
+    """The node that returns the host graph's results."""
+    return next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+
+
 def constants(gm: GraphModule) -> dict[Node, Any]:
     """The values of a host graph's attributes: constants, kernels, subgraphs."""
     return {node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"}

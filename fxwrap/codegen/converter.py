@@ -260,7 +260,7 @@ class HostGraphConverter(FxConverter):
             self._triton_launch(line)
             return
         name = line.kernel_name
-        call = KernelCall(name, self._sources.get(name, ""), line.device, self._loaded(name), line.arg_types, False)
+        call = KernelCall(name, self._sources.get(name, ""), line.device, self._loaded(name), line.arg_types)
         kind = kernel_kind(call)
         if kind is None:
             raise EmissionError(

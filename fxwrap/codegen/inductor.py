@@ -68,14 +68,8 @@ def compile_with_inductor(
         patches: the user's settings for Inductor.
         owner: passed on in the request; collects the programs that are made.
     """
-    for key, value in patches.items():
-        if key in _EMISSION and value != _EMISSION[key] and key != "triton.cudagraphs":
-            raise OptionError(
-                f"option {key!r} cannot be set together with fxwrap",
-                expected=f"{_EMISSION[key]!r}, which fxwrap sets itself",
-                got=repr(value),
-                remedy=f"leave {key!r} out",
-            )
+    own = {key: value for key, value in _EMISSION.items() if key != "triton.cudagraphs"}
+    _refuse_others(patches, own, "together with fxwrap", "which fxwrap sets itself")
     # Modes ask for CUDA graphs by Inductor; fxwrap's own graphs stand in for them.
     patches = {key: value for key, value in patches.items() if key not in _EMISSION}
     patches = _with_settings_of(_devices_in(gm, example_inputs), patches)
@@ -193,16 +187,22 @@ def _devices_in(gm: GraphModule, example_inputs: Sequence[Any]) -> set[torch.dev
     return devices
 
 
-def _with_settings_of(devices: set[torch.device], patches: dict[str, Any]) -> dict[str, Any]:
-    needed = {key: value for device in devices for key, value in device_support(device.type).config.items()}
-    for key, value in needed.items():
+def _refuse_others(patches: dict[str, Any], settings: dict[str, Any], where: str, who: str) -> None:
+    """Raise if the user asks for another value of a setting that is taken."""
+    for key, value in settings.items():
         if patches.get(key, value) != value:
             raise OptionError(
-                f"option {key!r} cannot be set on this device",
-                expected=f"{value!r}, which the registration of {', '.join(map(str, devices))} sets",
+                f"option {key!r} cannot be set {where}",
+                expected=f"{value!r}, {who}",
                 got=repr(patches[key]),
                 remedy=f"leave {key!r} out",
             )
+
+
+def _with_settings_of(devices: set[torch.device], patches: dict[str, Any]) -> dict[str, Any]:
+    needed = {key: value for device in devices for key, value in device_support(device.type).config.items()}
+    names = ", ".join(map(str, devices))
+    _refuse_others(patches, needed, "on this device", f"which the registration of {names} sets")
     return {**patches, **needed}
 
 

@@ -188,9 +188,10 @@ def _check(support: DeviceSupport, scheduling: Any) -> None:
             f"device {name!r}: Inductor has no setting {', '.join(map(repr, wrong))}",
             expected="settings of torch._inductor.config",
         )
-    for role, value, method in (("codegen", support.codegen, "compile_graph"),):
-        if value is not None and not hasattr(value, method):
-            raise DeviceError(f"device {name!r}: wrong {role}", expected=f"a class with {method}()", got=repr(value))
+    if support.codegen is not None and not hasattr(support.codegen, "compile_graph"):
+        raise DeviceError(
+            f"device {name!r}: wrong codegen", expected="a class with compile_graph()", got=repr(support.codegen)
+        )
     if scheduling == "cpp" and not support.kernels:
         raise DeviceError(
             f"device {name!r} runs C++ kernels, and nothing says how they are launched",

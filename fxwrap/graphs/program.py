@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, PlanError
-from ..host_graph import Kind, checks_on, constants, kind_of
+from ..host_graph import Kind, checks_on, constants, kind_of, output_node
 from ..options import Options
 from ..plan import MemoryPlan, Origin, ProgramPlan
 from .counters import Counters
@@ -221,13 +221,11 @@ class Program:
                 builder.check(node)
         for partition in self.plan.partitions:
             builder.run_partition(self.plan, partition)
-        output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-        return builder.build(output.args[0]).function
+        return builder.build(output_node(gm).args[0]).function
 
     def _tensor_outputs(self) -> list[tuple[int, int]]:
         """(position among the outputs, storage) of outputs in memory that a recording would own."""
-        output = next(n for n in reversed(self.plan.graph.graph.nodes) if n.op == "output")
-        values = output.args[0]
+        values = output_node(self.plan.graph).args[0]
         values = values if isinstance(values, (list, tuple)) else [values]
         found = []
         for position, value in enumerate(values):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, operator_name
+from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, operator_name, output_node
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
@@ -318,7 +318,7 @@ class Recording:
 
     def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
         """Build the function that hands out the outputs, and start watching their storages."""
-        output = next(n for n in reversed(self.plan.graph.graph.nodes) if n.op == "output")
+        output = output_node(self.plan.graph)
         frozen = self.request.runtime.frozen_addresses
         lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kind, kind_of, nodes_in
+from ..host_graph import nodes_in, output_node
 from ..plan import ArenaPlan, Buffer, MemoryPlan, Origin, Placement, ProgramPlan
 from .symbols import concrete, storage_bytes
 
@@ -180,7 +180,7 @@ def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
 
 def output_storages(program: ProgramPlan) -> frozenset[int]:
     """Allocated storages that values handed to the caller live in."""
-    output = next(node for node in reversed(program.graph.graph.nodes) if kind_of(node) is Kind.OUTPUT)
+    output = output_node(program.graph)
     found: Collection[frozenset[int]] = [program.facts.of.get(node, frozenset()) for node in nodes_in(output.args)]
     storages = program.facts.storages
     return frozenset(index for index in frozenset().union(*found) if storages[index].origin is Origin.ALLOCATION)

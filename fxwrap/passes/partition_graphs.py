@@ -7,6 +7,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..host_graph import Kind, checks_on, effective_users, is_symbolic_value, kind_of
 from ..plan import Origin, Partition, PartitionGraph, ProgramPlan, Signature
+from .memory_planning import output_storages
 
 
 def partition_graph(plan: ProgramPlan, partition: Partition) -> PartitionGraph:
@@ -44,12 +45,10 @@ class _Cutter:
         """Allocated storages that nothing outside touches, and that are not handed out."""
         facts = self.plan.facts
         outside = [facts.touched(node) for node in self.plan.schedule if node not in self.inside]
-        output = next(n for n in reversed(self.plan.graph.graph.nodes) if n.op == "output")
-        outside += [facts.of.get(node, frozenset()) for node in output.all_input_nodes]
         touched = frozenset().union(*(facts.touched(node) for node in self.inside))
         return frozenset(
             index
-            for index in touched.difference(*outside)
+            for index in touched.difference(output_storages(self.plan), *outside)
             if facts.storages[index].origin is Origin.ALLOCATION and facts.storages[index].node not in self.inside
         )
 
@@ -65,12 +64,11 @@ class _Cutter:
 
     def _checks_after(self, node: Node) -> list[Node]:
         """Asserts on a value that this partition makes; they stay with it."""
-        return [
-            check
-            for check in checks_on([node])
-            if all(arg in self.inside or self._is_remade(arg) or is_symbolic_value(arg.meta.get("val"))
-                   for arg in check.all_input_nodes)
-        ]  # fmt: skip
+
+        def comes_along(arg: Node) -> bool:
+            return arg in self.inside or self._is_remade(arg) or is_symbolic_value(arg.meta.get("val"))
+
+        return [check for check in checks_on([node]) if all(map(comes_along, check.all_input_nodes))]
 
     def _collect(self, node: Node, seen: set[Node]) -> None:
         for arg in node.all_input_nodes:

@@ -71,10 +71,16 @@ class Suite:
     contract: Device
 
     @pytest.fixture
-    def device(self) -> Iterator[Device]:
+    def mode(self) -> str:
+        """Whether streams run behind the host: "synchronous" or "asynchronous", where the device can do both."""
+        return "synchronous"
+
+    @pytest.fixture
+    def device(self, mode: str) -> Iterator[Device]:
         torch.manual_seed(0)
-        yield self.contract
-        self.contract.module.synchronize()
+        with self.contract.asynchronous() if mode == "asynchronous" else contextlib.nullcontext():
+            yield self.contract
+            self.contract.module.synchronize()
 
     @pytest.fixture
     def registered(self, device: Device) -> Iterator[Device]:
@@ -83,6 +89,19 @@ class Suite:
         with device.register() if device.register is not None else contextlib.nullcontext():
             yield device
         torch.compiler.reset()
+
+
+class GraphSuite(Suite):
+    """Classes that need ``torch.accelerator.Graph``; they run in both modes."""
+
+    @pytest.fixture(autouse=True)
+    def unified_graph(self) -> None:
+        if not hasattr(torch.accelerator, "Graph"):
+            pytest.skip(f"torch {torch.__version__} has no torch.accelerator.Graph; 2.13 and later have it")
+
+    @pytest.fixture(params=["synchronous", "asynchronous"])
+    def mode(self, request: pytest.FixtureRequest) -> str:
+        return request.param
 
 
 # One module for each step, in the order in which a device is built.

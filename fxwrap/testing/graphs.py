@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from .contract import Device, Suite
+from .contract import Device, GraphSuite
 
 
 def capture(device: Device, work: Callable[[], Any], stream: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -29,23 +29,8 @@ def record_and_wait(event: torch.Event) -> None:
     event.synchronize()
 
 
-class Graphs(Suite):
+class Graphs(GraphSuite):
     """Capture, replay, pools, random numbers, streams, and the errors that capture must raise."""
-
-    @pytest.fixture(autouse=True)
-    def unified(self) -> None:
-        if not hasattr(torch.accelerator, "Graph"):
-            pytest.skip(f"torch {torch.__version__} has no torch.accelerator.Graph; 2.13 and later have it")
-
-    @pytest.fixture(params=["synchronous", "asynchronous"])
-    def device(self, request: pytest.FixtureRequest) -> Iterator[Device]:
-        torch.manual_seed(0)
-        if request.param == "synchronous":
-            yield self.contract
-        else:
-            with self.contract.asynchronous():
-                yield self.contract
-                self.contract.module.synchronize()
 
     # -- capture and replay -----------------------------------------------------------------------------
 

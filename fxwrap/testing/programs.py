@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,32 +12,13 @@ import torch
 import fxwrap
 
 from ..codegen.for_testing import numbers_in_graphs
-from .contract import Device, Suite
+from .contract import Device, GraphSuite
 
 _serial = itertools.count()  # operators are registered for good
 
 
-class Programs(Suite):
+class Programs(GraphSuite):
     """Recordings: refilled inputs, held outputs, shapes, host work in between, streams, random numbers, training."""
-
-    @pytest.fixture(autouse=True)
-    def graph(self) -> None:
-        if not hasattr(torch.accelerator, "Graph"):
-            pytest.skip(f"torch {torch.__version__} has no torch.accelerator.Graph; 2.13 and later have it")
-
-    @pytest.fixture(params=["synchronous", "asynchronous"])
-    def registered(self, request: pytest.FixtureRequest) -> Iterator[Device]:
-        torch.manual_seed(0)
-        torch.compiler.reset()
-        device = self.contract
-        with device.register() if device.register is not None else contextlib.nullcontext():
-            if request.param == "synchronous":
-                yield device
-            else:
-                with device.asynchronous():
-                    yield device
-                    device.module.synchronize()
-        torch.compiler.reset()
 
     def follow(
         self,

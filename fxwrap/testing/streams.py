@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,11 +12,8 @@ class Streams(Suite):
     """Run with streams behind the host, where the device can: a missing wait shows as a wrong number."""
 
     @pytest.fixture
-    def device(self) -> Iterator[Device]:
-        torch.manual_seed(0)
-        with self.contract.asynchronous():
-            yield self.contract
-            self.contract.module.synchronize()
+    def mode(self) -> str:
+        return "asynchronous"
 
     def test_streams_are_made_and_made_current(self, device: Device) -> None:
         default = device.module.current_stream(device.first)

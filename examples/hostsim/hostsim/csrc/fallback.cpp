@@ -112,6 +112,7 @@ class Call {
 
  private:
   void find_device();
+  void check_same_device(bool same, const at::Tensor& tensor) const;
   bool returns_values() const;
   bool returns_views() const;
   size_t argument_returned_as(const c10::Argument& result) const;
@@ -132,33 +133,30 @@ class Call {
   c10::DeviceIndex device_ = -1;
 };
 
+void Call::check_same_device(bool same, const at::Tensor& tensor) const {
+  TORCH_CHECK(
+      same,
+      name_,
+      ": expected all tensors to be on the same device, but found ",
+      DEVICE_NAME ":",
+      static_cast<int>(device_),
+      " and ",
+      tensor.device());
+}
+
 void Call::find_device() {
   const bool takes_cpu_tensors = is_one_of(op_, kTakesCpuTensors);
   for (const IValue& argument : arguments_) {
     for (const at::Tensor& tensor : tensors_in(argument)) {
       if (is_device_tensor(tensor)) {
-        TORCH_CHECK(
-            device_ == -1 || device_ == tensor.device().index(),
-            name_,
-            ": expected all tensors to be on the same device, but found ",
-            DEVICE_NAME ":",
-            static_cast<int>(device_),
-            " and ",
-            tensor.device());
+        check_same_device(device_ == -1 || device_ == tensor.device().index(), tensor);
         device_ = tensor.device().index();
       }
     }
   }
   for (const IValue& argument : arguments_) {
     for (const at::Tensor& tensor : tensors_in(argument)) {
-      TORCH_CHECK(
-          is_device_tensor(tensor) || device_ == -1 || takes_cpu_tensors || tensor.dim() == 0,
-          name_,
-          ": expected all tensors to be on the same device, but found ",
-          DEVICE_NAME ":",
-          static_cast<int>(device_),
-          " and ",
-          tensor.device());
+      check_same_device(is_device_tensor(tensor) || device_ == -1 || takes_cpu_tensors || tensor.dim() == 0, tensor);
     }
     if (device_ == -1 && argument.isDevice()) {
       device_ = checked_device(argument.toDevice().index());
