@@ -298,6 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one of N entries, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, help="stop after so long; the order is shuffled by --seed")
+    parser.add_argument("--at-least", type=int, default=0, metavar="N", help="entries that --seconds waits for")
     parser.add_argument("--results", type=Path, help="file of what is done, read first and added to")
     parser.add_argument("--part", type=int, default=40, help="entries that one worker process takes")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -332,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(asdict(outcome)), file=file, flush=True)
             if outcome.verdict not in ("equal", "Inductor failed", "no sample"):
                 progress.console.print(f"{outcome.name}: {outcome.verdict}: {outcome.reason}", soft_wrap=True)
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is not None and time.monotonic() > deadline and len(found) >= arguments.at_least:
                 break
     show(found)
     return 1 if any(o.verdict in ("different", "fell back", "fxwrap failed", "crashed") for o in found) else 0

@@ -101,7 +101,6 @@ def select(condition: Any, if_true: Any, if_false: Any) -> Any:
 _VIEWS = {
     reinterpret,
     operator.getitem,
-    torch.as_strided,
     torch.ops.aten.as_strided.default,
     torch.ops.aten.view.dtype,
 }
@@ -132,6 +131,20 @@ def kind_of(node: Node) -> Kind:
     if is_symbolic_value(node.meta.get("val")) and not _reads_data(node):
         return Kind.SYMBOLIC
     return Kind.EXTERN
+
+
+def counts_from_storage(node: Node) -> bool:
+    """Whether a call finds elements by their distance from the start of its operand's storage.
+
+    That may lie before the operand's own first element: there the call reads what the operand does not hold.
+    """
+    if node.op != "call_function" or (overload := schema_of(node)) is None:
+        return False
+    for position, argument in enumerate(overload._schema.arguments):
+        if argument.name == "storage_offset":
+            given = node.kwargs.get("storage_offset", node.args[position] if position < len(node.args) else None)
+            return given is not None
+    return False
 
 
 def nodes_in(value: Any) -> list[Node]:

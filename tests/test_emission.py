@@ -24,7 +24,7 @@ def _read(text: str, **names: Any) -> tuple[Graph, dict[str, Any]]:
     for name in ("a", "b"):
         names.setdefault(name, graph.placeholder(name))
     reader = StatementReader(
-        graph, names, {"torch": torch, "aten": torch.ops.aten}, {}, lambda *_: None, lambda *_: None
+        graph, names, {"torch": torch, "aten": torch.ops.aten}, {}, lambda node, _: node, lambda *_: None
     )
     reader.run(text)
     return graph, names

@@ -217,3 +217,30 @@ def test_conjugated_parameters(compiled: Any) -> None:
     for _ in range(5):
         x = torch.randn(4, 4, dtype=torch.complex64)
         torch.testing.assert_close(f(x), model(x))
+
+
+def test_an_offset_that_counts_from_the_start_of_a_planned_storage(compiled: Any, device: torch.device) -> None:
+    """``as_strided`` finds its elements by their place in the storage, and a planned one is a part of an arena."""
+
+    def g(x: torch.Tensor) -> torch.Tensor:
+        first, second = x * 2j, x * 3j
+        return torch.view_as_real(torch.as_strided_copy(second, (2, 2), (6, 1), 3) + first[:2, :2])
+
+    f: Compiled = compiled(g)
+    for _ in range(4):
+        x = torch.randn(6, 6, dtype=torch.complex64, device=device)
+        torch.testing.assert_close(f(x), g(x))
+    assert f.program.counters.replays == 2
+
+
+@pytest.mark.parametrize("operator", [torch.as_strided, torch.as_strided_copy])
+def test_an_offset_that_counts_from_the_start_of_an_inputs_storage(
+    compiled: Any, device: torch.device, operator: Any
+) -> None:
+    """It may reach what lies before the input itself, of which a recording with fixed addresses has no copy."""
+    f: Compiled = compiled(lambda x: torch.view_as_real(operator(x, (2, 2), (6, 1), 3) * 1j))
+    for _ in range(4):
+        x = torch.randn(8, 6, dtype=torch.complex64, device=device)[2:]
+        torch.testing.assert_close(f(x), torch.view_as_real(torch.as_strided(x, (2, 2), (6, 1), 3) * 1j))
+    counters = f.program.counters
+    assert counters.replays == 2 or any("start of an input's storage" in reason for reason in counters.eager)

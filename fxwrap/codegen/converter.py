@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -21,6 +21,7 @@ from ..devices import KernelCall, kernel_kind
 from ..errors import EmissionError
 from ..host_graph import Kernel, Kind, launch, reinterpret
 from . import torch_versions as versions
+from .out_forms import OutForm, out_form
 from .statements import StatementReader, UndefinedName, assigned_names
 from .triton_kernels import TritonLauncher, TunedLaunch, argument_names, known_writes, written_arguments
 
@@ -113,7 +114,7 @@ class HostGraphConverter(FxConverter):
                 names,
                 vars(self.module),
                 self._rewrites(),
-                self._describe_call,
+                self._finish_call,
                 self._name_value,
             )
             self._read_lines([(text, text) for text in versions.prefix_asserts(self.wrapper)])
@@ -384,6 +385,62 @@ class HostGraphConverter(FxConverter):
     def _allocate_pinned(self, size: Any, stride: Any, dtype: torch.dtype) -> Node:
         return self._allocate(size, stride, dtype, pin_memory=True)
 
+    def _finish_call(self, node: Node, function: Any) -> Any:
+        """What a call's result is: the node, or the buffers that it was made to write into."""
+        self._describe_call(node, function)
+        return self._into_buffers(node)
+
+    def _into_buffers(self, node: Node) -> Any:
+        """Have a functional operator write into buffers of its own, so that its results are planned.
+
+        ::
+
+            buf3 = aten.topk(x, 2)              values, indices = allocate ..., allocate ...
+            buf4 = buf3[0]                 ->   aten.topk.values(x, 2, values=values, indices=indices)
+            buf5 = buf3[1]
+
+        Where that is impossible, ``node.meta["outside_plan"]`` says why.
+        """
+        overload, value = node.target, node.meta.get("val")
+        if not isinstance(overload, torch._ops.OpOverload) or value is None:
+            return node
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if not all(isinstance(result, torch.Tensor) for result in values):
+            return node
+        form = out_form(overload, values[0].device.type)
+        buffers = self._with_buffers(node, form, values) if isinstance(form, OutForm) else form
+        if isinstance(buffers, str):
+            node.meta["outside_plan"] = buffers
+            return node
+        return buffers if isinstance(value, (tuple, list)) else buffers[0]
+
+    def _with_buffers(self, node: Node, form: OutForm, values: Sequence[torch.Tensor]) -> tuple[Node, ...] | str:
+        """Make ``node`` the call of its out= form and return the buffers, or say why not."""
+        if any(v.layout is not torch.strided or v.is_conj() or v.is_neg() for v in values):
+            return "its results have no plain memory"
+        try:
+            layouts = [(self._sizes(value.size()), self._sizes(value.stride())) for value in values]
+        except UndefinedName:
+            return "the size of its result depends on data"
+        buffers = []
+        for layout, value in zip(layouts, values, strict=True):
+            kwargs: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            buffers.append(self._note(self.gm.graph.call_function(torch.empty_strided, layout, kwargs)))
+        buffers[-1].append(node)
+        node.target = form.overload
+        node.kwargs = {**node.kwargs, **dict(zip(form.results, buffers, strict=True))}
+        node.meta["op_overload"] = form.overload
+        node.meta.pop("call", None)
+        results = tuple(buffer.meta["val"] for buffer in buffers)
+        node.meta["val"] = results if len(results) > 1 else results[0]
+        return tuple(buffers)
+
+    def _sizes(self, sizes: Sequence[int | torch.SymInt]) -> tuple[Any, ...]:
+        return tuple(
+            size if isinstance(size, int) else self.reader.value(versions.python_expression(size.node.expr))
+            for size in sizes
+        )
+
     def _describe_call(self, node: Node, function: Any) -> None:
         """Attach to a call what analysis and execution need beyond its target."""
         self._note(node)
@@ -402,6 +459,8 @@ class HostGraphConverter(FxConverter):
                 node.target = overload
         if isinstance(function, torch._ops.OpOverload):
             node.meta["op_overload"] = function
+            if versions.is_plain_view(function):
+                node.meta["kind"] = Kind.VIEW
 
     def _note(self, node: Node) -> Node:
         """Remember which user code the line comes from."""

@@ -213,6 +213,7 @@ def _torch_functions() -> Any:
     return TorchFunctions(
         use_counter=versions.use_counter,
         same_data_pointers=versions.same_data_pointers,
+        storage_at=versions.storage_at,
         lay_out=versions.lay_out,
         below_autograd=versions.below_autograd,
     )

@@ -71,7 +71,8 @@ class StatementReader:
         names: the wrapper's local variables so far; updated by assignments and ``del``.
         namespace: the wrapper module's globals (``torch``, ``aten``, ``extern_kernels``, ...).
         rewrites: functions of the namespace that have another form in host graphs.
-        on_call: told of every node made for a call, with the function the text named.
+        on_call: told of every node made for a call, with the function the text named; returns what the call's
+            result is from then on.
         on_assign: told of every node that gets a name.
     """
 
@@ -81,7 +82,7 @@ class StatementReader:
         names: dict[str, Any],
         namespace: Mapping[str, Any],
         rewrites: Mapping[Any, Callable[..., Any]],
-        on_call: Callable[[Node, Any], None],
+        on_call: Callable[[Node, Any], Any],
         on_assign: Callable[[str, Node], None],
     ) -> None:
         self.graph, self.names, self.namespace = graph, names, namespace
@@ -101,11 +102,13 @@ class StatementReader:
 
     def value(self, text: str) -> Any:
         """Read one expression and return what it stands for: a node, or plain Python."""
-        self._text = text
+        statement, self._text = self._text, text
         try:
             return self._expression(ast.parse(text.strip(), mode="eval").body)
         except SyntaxError:
             self._refuse("an expression")
+        finally:
+            self._text = statement
 
     def _refuse(self, expected: str) -> NoReturn:
         raise EmissionError(
@@ -159,7 +162,7 @@ class StatementReader:
             case ast.Attribute(value=base, attr=attribute):
                 return self._attribute(read(base), attribute)
             case ast.Subscript(value=base, slice=index):
-                return self._emit_or_evaluate(operator.getitem, (read(base), read(index)), {})
+                return self._element(read(base), read(index))
             case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
                 return self._emit_or_evaluate(_UNARY[type(op)], (read(operand),), {})
             case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -180,6 +183,11 @@ class StatementReader:
                 )
             case _:
                 self._refuse("an expression of names, calls and arithmetic")
+
+    def _element(self, base: Any, index: Any) -> Any:
+        if isinstance(base, tuple) and isinstance(index, int):
+            return base[index]
+        return self._emit_or_evaluate(operator.getitem, (base, index), {})
 
     def _name(self, name: str) -> Any:
         if name in self.names:
@@ -234,12 +242,11 @@ class StatementReader:
                 return self._arithmetic[key]
         return self._emit(function, args, kwargs)
 
-    def _emit(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _emit(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node = self.graph.call_function(function, args, kwargs)
         if function is check:
             node.meta["kind"] = Kind.CHECK
-        self._on_call(node, function)
-        return node
+        return self._on_call(node, function)
 
 
 class UndefinedName(EmissionError):

@@ -76,6 +76,18 @@ def wrap_for_graph(tuner: Any) -> Any:
 
 
 @functools.cache
+def is_plain_view(overload: torch._ops.OpOverload) -> bool:
+    """Whether an operator always returns a view of its first argument, and does nothing else.
+
+    Operators that torch composes of others (``reshape``, ``contiguous``) may return a copy under the same schema.
+    """
+    schema = overload._schema
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    composed = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return overload.namespace == "aten" and overload.is_view and len(schema.returns) == 1 and not composed
+
+
+@functools.cache
 def _extern_functions(count: int) -> frozenset[Any]:
     return frozenset(value for value in vars(_extern_kernels).values() if callable(value))
 
@@ -115,6 +127,10 @@ same_data_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _s
 # (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are
 # plain tuples: some versions take nothing else.
 lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
+
+
+# (address, device, bytes) -> a storage over memory that somebody else owns and keeps.
+storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer")  # noqa: B009
 
 
 def below_autograd() -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +16,23 @@ _CPU_ALIGNMENT = 64
 
 
 def tensor_at(
-    address: int, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    storage_at: Callable[[int, torch.device, int], torch.UntypedStorage],
+    address: int,
+    nbytes: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """A CPU tensor over memory that somebody else owns and keeps.
+    """A tensor over memory that somebody else owns and keeps.
 
     It has a storage of its own that starts at ``address``, so that an operator which counts offsets from the
     start of the storage finds what it expects, and holding it does not hold the owner.
     """
     if nbytes == 0:
-        return torch.empty_strided(size, stride, dtype=dtype)
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)  # type: ignore[call-overload]
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.set_(storage_at(address, device, nbytes), 0, size, stride)  # type: ignore[call-overload]
 
 
 @dataclass(eq=False)
@@ -42,14 +47,9 @@ class Scratch:
     block: torch.Tensor
     busy: Turn = field(default_factory=Turn)
 
-    def tensor(
-        self, offset: int, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """A tensor at ``offset`` bytes."""
-        if self.device.type == "cpu":
-            return tensor_at(self.block.data_ptr() + offset, nbytes, size, stride, dtype)
-        empty = torch.empty(0, dtype=dtype, device=self.device)
-        return empty.set_(self.block.untyped_storage(), offset // dtype.itemsize, size, stride)  # type: ignore[call-overload]
+    def address(self, offset: int) -> int:
+        """Where ``offset`` bytes into the block are."""
+        return self.block.data_ptr() + offset
 
 
 class ScratchPool:

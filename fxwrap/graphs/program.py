@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, PlanError
-from ..host_graph import Kind, checks_on, constants, kind_of, output_node
+from ..host_graph import Kind, checks_on, constants, counts_from_storage, kind_of, operator_name, output_node
 from ..options import Options
 from ..plan import MemoryPlan, Origin, ProgramPlan
 from .counters import Counters
@@ -108,6 +108,7 @@ class Program:
         self._never_recorded = ""
         self._eager = self._eager_function()
         self._output_nodes = self._tensor_outputs()
+        self._whole_storage = self._inputs_counted_from_their_storage()
 
     # -- calling ----------------------------------------------------------------------------------------
 
@@ -235,6 +236,16 @@ class Program:
                         found.append((position, index))
         return found
 
+    def _inputs_counted_from_their_storage(self) -> dict[Node, str]:
+        """Inputs of which an operator may read what lies before their first element, and that operator."""
+        facts, found = self.plan.facts, dict[Node, str]()
+        for node in self.plan.graph.graph.nodes:
+            if counts_from_storage(node):
+                for index in facts.of.get(node.all_input_nodes[0], ()):
+                    if facts.storages[index].origin is Origin.INPUT:
+                        found[facts.storages[index].node] = operator_name(node)
+        return found
+
     def _weak_outputs(self, outputs: Any) -> list[tuple[int, int, StorageWeakRef]]:
         values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         found = []
@@ -347,6 +358,11 @@ class Program:
         if runtime.frozen_addresses:
             for position, (node, value) in enumerate(values.items()):
                 if position not in bound and isinstance(value, torch.Tensor):
+                    if node in self._whole_storage:
+                        raise CaptureError(
+                            f"{self._whole_storage[node]} counts from the start of an input's storage, of which a "
+                            "device graph would have a part",
+                        )
                     places[node] = (value.device, reach(value))
         self.newest_plan = self._make_plan(self.plan, numbers, places)
         return RecordingRequest(

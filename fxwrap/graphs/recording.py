@@ -56,6 +56,7 @@ class Recording:
         self._turn = Turn()
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._constants = constants(self.plan.graph)
+        self._tensor_at = functools.partial(tensor_at, request.functions.storage_at)
         self.eager_reasons: dict[int, str] = {}
         # Operators and kernels that a capture failed at, and how: the program can be cut anew around them.
         self.refused: dict[str, str] = {}
@@ -143,12 +144,9 @@ class Recording:
                     continue  # laid out when the input is seen
                 size, stride = self._layout(storage.node)
                 nbytes = memory.sizes[storage.index]
-                dtype = storage.node.kwargs["dtype"]
-                self._memory[storage.node] = (
-                    blocks[device].tensor(offset, nbytes, size, stride, dtype)  # type: ignore[arg-type]
-                    if device in blocks
-                    else torch.empty_strided(size, stride, dtype=dtype, device=device)  # type: ignore[arg-type]
-                )
+                dtype: Any = storage.node.kwargs["dtype"]
+                address = blocks[device].address(offset) if device in blocks else 0
+                self._memory[storage.node] = self._tensor_at(address, nbytes, size, stride, dtype, device)
             elif storage.origin is Origin.ALLOCATION and storage.index in memory.sizes:
                 size, stride = self._layout(storage.node)
                 tensor = torch.empty_strided(size, stride, **storage.node.kwargs)  # type: ignore[arg-type]
@@ -207,10 +205,8 @@ class Recording:
             value = inputs[position]
             size, stride = tuple(value.size()), value.stride()
             nbytes = self.request.memory.sizes[index]
-            if device in self._blocks:
-                place = self._blocks[device].tensor(offset, nbytes, size, stride, value.dtype)
-            else:
-                place = torch.empty_strided(size, stride, dtype=value.dtype, device=device)
+            address = self._blocks[device].address(offset) if device in self._blocks else 0
+            place = self._tensor_at(address, nbytes, size, stride, value.dtype, device)
             found[node] = self._as_seen[position] = place
             places, positions = self._places.setdefault(place.device, ([], []))
             places.append(unexpanded(place))
@@ -230,7 +226,8 @@ class Recording:
             value = inputs[position]
             self.bound_addresses[position] = value.data_ptr()
             if value.device.type == "cpu":
-                value = tensor_at(value.data_ptr(), reach(value), tuple(value.size()), value.stride(), value.dtype)
+                layout = tuple(value.size()), value.stride(), value.dtype, value.device
+                value = self._tensor_at(value.data_ptr(), reach(value), *layout)
             found[self._placeholders[position]] = self._as_seen[position] = value
         return found
 

@@ -6,11 +6,14 @@ They are looked up in ``codegen/``, where private torch interfaces live, and han
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..errors import CaptureError
 
 
 def _lay_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
@@ -21,6 +24,13 @@ def _same_pointers(inputs: list[Any], pointers: list[int], positions: list[int])
     return all(inputs[p].data_ptr() == pointers[p] for p in positions)
 
 
+def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    if device.type != "cpu":
+        raise CaptureError(f"this torch makes no storage over memory on {device}")
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
 @dataclass(frozen=True)
 class TorchFunctions:
     """
@@ -29,11 +39,13 @@ class TorchFunctions:
             storages. None where torch cannot tell: then every output counts as held.
         same_data_pointers: ``(inputs, pointers, positions)``: whether ``inputs[p]`` is at ``pointers[p]`` for
             every ``p`` in ``positions``.
+        storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
     use_counter: Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]] | None = None
     same_data_pointers: Callable[[list[Any], list[int], list[int]], bool] = _same_pointers
+    storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = _storage_at
     lay_out: Callable[..., torch.Tensor] = _lay_out
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

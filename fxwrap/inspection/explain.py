@@ -20,9 +20,9 @@ from ..backend import fxwrap as backend
 from ..codegen.dynamo import owners_of, with_own_code
 from ..errors import FxwrapError
 from ..graphs.program import Program
-from ..host_graph import Kernel, kind_of
+from ..host_graph import Kernel, kind_of, operator_name
 from ..owner import Owner, live_owners
-from ..plan import MemoryPlan, Origin, Partition
+from ..plan import MemoryPlan, Origin, Partition, StorageFacts
 from .listing import list_graph
 
 _WIDTH = 118
@@ -90,7 +90,7 @@ class GraphReport:
                 "lower_bound_bytes": memory.lower_bound,
                 "without_reuse_bytes": memory.plain,
                 "output_bytes": output_bytes(memory),
-                "outside_the_plan": [s.name for s in self.program.plan.facts.storages if s.origin is Origin.EXTERN],
+                "outside_the_plan": outside_the_plan(self.program.plan.facts),
             },
             "kernels": {kernel.name: kernel.source for kernel in self.kernels},
             "counters": self.counters,
@@ -180,6 +180,16 @@ def output_bytes(memory: MemoryPlan) -> int:
     return sum(memory.sizes.get(index, 0) for index in memory.apart)
 
 
+def outside_the_plan(facts: StorageFacts) -> dict[str, str]:
+    """Storages that operators allocate by themselves: name -> operator and why it cannot be given memory."""
+    return {
+        storage.name: f"{operator_name(storage.node)}: "
+        + storage.node.meta.get("outside_plan", "nothing tells what it returns")
+        for storage in facts.storages
+        if storage.origin is Origin.EXTERN
+    }
+
+
 def _render(number: int, report: GraphReport) -> RenderableType:
     parts: list[RenderableType] = [
         Rule(f"graph {number}: {report.phase} on {report.program.plan.device}", align="left", characters="-"),
@@ -204,7 +214,7 @@ def _partition_table(partitions: tuple[Partition, ...]) -> Table:
     return table
 
 
-def _memory_table(report: GraphReport, memory: MemoryPlan) -> Table:
+def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
     table = Table("arena", "storages", "bytes", "lower bound", "without reuse", box=None, pad_edge=False)
     for device, arena in memory.arenas.items():
         table.add_row(
@@ -214,10 +224,11 @@ def _memory_table(report: GraphReport, memory: MemoryPlan) -> Table:
             f"{arena.placement.lower_bound:,}",
             f"{arena.plain:,}",
         )
-    outside = sum(s.origin is Origin.EXTERN for s in report.program.plan.facts.storages)
+    outside = outside_the_plan(report.program.plan.facts)
     table.add_row("outputs, each apart", str(len(memory.apart)), f"{output_bytes(memory):,}", "", "")
-    table.add_row("allocated by operators", str(outside), "not planned", "", "")
-    return table
+    table.add_row("allocated by operators", str(len(outside)), "not planned", "", "")
+    why = [Text(f"  {count} by {reason}") for reason, count in Counter(outside.values()).items()]
+    return Group(table, *why)
 
 
 def _counter_lines(counters: Mapping[str, Any]) -> Text:

@@ -1,0 +1,100 @@
+"""Which operators can write into memory that the plan owns: their ``out=`` forms."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+
+# Operators whose out= form runs on the device, and gains nothing or computes something else. Measured over torch's
+# own table of operators (tests/test_out_forms.py measures again).
+_NO_GAIN = {
+    "aten::_fft_c2c": "its out= form computes elsewhere and copies",
+    "aten::_fft_c2r": "its out= form computes elsewhere and copies",
+    "aten::_fft_r2c": "its out= form computes elsewhere and copies",
+    "aten::cholesky": "its out= form computes elsewhere and copies",
+    "aten::huber_loss": "its out= form computes elsewhere and copies",
+    "aten::mvlgamma": "its out= form computes elsewhere and copies",
+    "aten::binary_cross_entropy": "its out= form rounds differently",
+    "aten::mse_loss": "its out= form has its result grow for a while",
+    "aten::smooth_l1_loss": "its out= form has its result grow for a while",
+}
+# What later stages ask of an operator.
+_TAGS = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.cudagraph_unsafe,
+)
+
+
+@dataclass(frozen=True)
+class OutForm:
+    """An operator's form that writes its results into tensors it is given.
+
+    Attributes:
+        overload: takes the functional form's arguments, and the results.
+        results: names of its arguments for the results, in order.
+    """
+
+    overload: OpOverload
+    results: tuple[str, ...]
+
+
+@functools.cache
+def out_form(overload: OpOverload, device_type: str) -> OutForm | str:
+    """The ``out=`` form of a functional operator on a device, or why its results cannot be planned.
+
+    Only forms that compute in place are of use, and only if they give the functional form's numbers. Torch makes
+    the missing half of most operators: an ``out=`` form that runs the functional one and copies, which its
+    registration for every device tells; or a functional form that allocates and runs the ``out=`` one
+    ("structured" operators), which is what is looked for. Where somebody wrote both, the device must have an
+    ``out=`` kernel of its own. A custom operator's author says with a tag that both do the same.
+    """
+    schema = overload._schema
+    name = _full_name(overload)
+    if any(argument.alias_info is not None for argument in schema.arguments):
+        return "it writes or returns an argument"
+    if not schema.returns or any(str(declared.type) != "Tensor" for declared in schema.returns):
+        return "it does not return a fixed number of tensors"
+    form = _sibling(overload)
+    if form is None:
+        return "it has no out= form"
+    if schema.name in _NO_GAIN:
+        return _NO_GAIN[schema.name]
+    if overload.namespace != "aten":
+        tagged = getattr(torch.Tag, "out", None) in form.overload.tags
+        return form if tagged else "its out= form is not tagged torch.Tag.out"
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    sibling = _full_name(form.overload)
+    structured = has_kernel(name, "CompositeExplicitAutogradNonFunctional")
+    composite = has_kernel(sibling, "CompositeExplicitAutograd")
+    own = has_kernel(sibling, torch._C._dispatch_key_for_device(device_type))
+    if not own and (composite or not structured):
+        return "its out= form computes elsewhere and copies"
+    if any(tag in overload.tags and tag not in form.overload.tags for tag in _TAGS):
+        return "its out= form does not declare what it does"
+    return form
+
+
+def _sibling(overload: OpOverload) -> OutForm | None:
+    """The overload that takes the same arguments and as many tensors to write as there are results."""
+    arguments = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+    packet = overload._overloadpacket
+    for name in packet.overloads():
+        candidate: OpOverload = getattr(packet, name)
+        written = [a for a in candidate._schema.arguments if a.is_write]
+        others = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_write]
+        given = len(written) == len(overload._schema.returns) and all(
+            a.kwarg_only and str(a.type) == "Tensor" for a in written
+        )
+        if given and others == arguments:
+            return OutForm(candidate, tuple(argument.name for argument in written))
+    return None
+
+
+def _full_name(overload: OpOverload) -> str:
+    schema = overload._schema
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
