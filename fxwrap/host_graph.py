@@ -208,6 +208,43 @@ def operator_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+_COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
+
+
+def communicates(node: Node) -> bool:
+    """Whether a node talks to other processes, which expect it in the order of the program."""
+    overload = schema_of(node)
+    return overload is not None and overload.namespace in _COMMUNICATION
+
+
+def waits(node: Node) -> bool:
+    """Whether a node waits until the communication that fills its operands is over.
+
+    A functional collective returns at once and goes on until then: it reads what it was given, and nobody else may
+    read or write what it fills. Schemas say nothing of this, nor that waiting returns the operand itself.
+    """
+    overload = schema_of(node)
+    return overload is not None and overload._schema.name in _WAITS
+
+
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+
+
+def must_be_awaited(node: Node) -> bool:
+    """Whether a node begins a communication that is over only when somebody waits for it."""
+    overload = schema_of(node)
+    return overload is not None and overload.namespace == "_c10d_functional" and not waits(node)
+
+
+def receives(node: Node) -> bool:
+    """Whether a node fills its operands although its schema does not say so."""
+    overload = schema_of(node)
+    return overload is not None and overload._schema.name in _RECEIVERS
+
+
+_RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
+
+
 def kernel_of(node: Node) -> Kernel | None:
     """The kernel that a launch runs."""
     if node.op != "call_function" or node.target is not launch:

@@ -58,13 +58,21 @@ class Storage:
 class StorageFacts:
     """Which storages each node's value lives in, and which storages each node reads and writes.
 
-    Only nodes that do work (launches, extern calls) read and write; a view reads nothing.
+    Only nodes that do work (launches, extern calls) read and write; a view reads nothing. A communication works on
+    its storages until it is waited for: the node that waits reads what the communication reads, and writes what it
+    fills.
+
+    Attributes:
+        ends: for nodes that wait, the communications that are over then.
+        in_flight: storages that a communication works on before the graph begins, or after it ends.
     """
 
     storages: tuple[Storage, ...]
     of: Mapping[Node, frozenset[int]]
     reads: Mapping[Node, frozenset[int]]
     writes: Mapping[Node, frozenset[int]]
+    ends: Mapping[Node, frozenset[Node]] = field(default_factory=dict)
+    in_flight: frozenset[int] = frozenset()
 
     def touched(self, node: Node) -> frozenset[int]:
         return self.reads.get(node, frozenset()) | self.writes.get(node, frozenset())

@@ -18,6 +18,7 @@ import networkx as nx
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from lazy_group import LAZY_GROUP
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -30,6 +31,7 @@ from fxwrap.plan import Partition
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
 
 # The same examples on every run, so that no test fails by chance; FXWRAP_EXAMPLES=2000 looks at that many others.
 _examples = os.environ.get("FXWRAP_EXAMPLES")
@@ -352,13 +354,32 @@ class _Value:
     handed_out: bool = True
 
 
+@dataclass(frozen=True)
+class _Communication:
+    """A collective that is under way.
+
+    Attributes:
+        results: what to wait for, and how many elements that has.
+        into: the value it updates in place, if it does.
+        reads: the storage it was given.
+    """
+
+    results: tuple[tuple[Node, int], ...]
+    reads: int
+    into: _Value | None = None
+
+
 @dataclass
 class _Steps:
-    """Turns steps into nodes. Operands are always initialised memory, and views stay inside of their storage."""
+    """Turns steps into nodes. Operands are always initialised memory, and views stay inside of their storage.
+
+    What a collective that is under way reads is not written, and what it fills is not used.
+    """
 
     maker: GraphMaker
     values: list[_Value] = field(default_factory=list)
     storages: int = 0
+    under_way: list[_Communication] = field(default_factory=list)
 
     def start(self) -> None:
         for name, size in (("x", (4, 4)), ("y", (8, 8)), ("z", (4, 4))):
@@ -384,9 +405,25 @@ class _Steps:
         for index in (0, 1):
             self.add(self.maker.getitem(results, index), reach)
 
-    def pick(self, pick: int, suits: Callable[[_Value], bool] = lambda value: True) -> _Value:
-        found = [value for value in self.values if suits(value)]
+    def pick(self, pick: int, suits: Callable[[_Value], bool] = lambda value: True, write: bool = False) -> _Value:
+        filled = {one.into.storage for one in self.under_way if one.into is not None}
+        lent = {one.reads for one in self.under_way}
+
+        def may_be_used(value: _Value) -> bool:
+            if value.storage in filled or (write and value.storage in lent):
+                return False
+            return suits(value) and (value.writable or not write)
+
+        found = [value for value in self.values if may_be_used(value)]
+        if not found:
+            self.finish()
+            return self.pick(pick, suits, write)
         return found[-1 - pick % len(found)]
+
+    def finish(self) -> None:
+        """Wait for every collective."""
+        while self.under_way:
+            self._op_wait(0, 0, 0)
 
     def square(self, value: _Value, pick: int) -> Node:
         """A 4 by 4 view of a value that has 16 elements, straight or transposed, somewhere inside of it."""
@@ -416,10 +453,10 @@ class _Steps:
         self._mix("host_mix", a, b, c)
 
     def _op_update(self, a: int, b: int, c: int) -> None:
-        self.maker.launch("update", self.pick(a).node, self.pick(b, _writable).node)
+        self.maker.launch("update", self.pick(a).node, self.pick(b, write=True).node)
 
     def _op_host_update(self, a: int, b: int, c: int) -> None:
-        self.maker.launch("host_update", self.pick(a).node, self.pick(b, _writable).node)
+        self.maker.launch("host_update", self.pick(a).node, self.pick(b, write=True).node)
 
     def _op_pair(self, a: int, b: int, c: int) -> None:
         source = self.pick(a).node
@@ -442,7 +479,7 @@ class _Steps:
 
     def _into(self, target: Callable[..., Any], a: int, b: int, c: int) -> None:
         # Torch refuses operands that overlap what is written in part, so the two come from different memory.
-        into = self.pick(a, lambda value: _square(value) and value.writable)
+        into = self.pick(a, _square, write=True)
         source = self.pick(b, lambda value: _square(value) and value.storage != into.storage)
         result = self.maker.extern(target, self.square(into, c), self.square(source, b))
         self.add_alias(result, 16, into)
@@ -488,12 +525,36 @@ class _Steps:
         self.add(out, reach)
 
     def _op_halve(self, a: int, b: int, c: int) -> None:
-        base = self.pick(a, lambda value: _square(value) and value.writable)
+        base = self.pick(a, _square, write=True)
         self.add_alias(self.maker.extern(halve, self.square(base, b)), 16, base)
 
+    def _op_gather(self, a: int, b: int, c: int) -> None:
+        source = self.pick(a, _square)
+        gathered = self.maker.extern(collectives.all_gather_into_tensor.default, self.square(source, b), 2, LAZY_GROUP)
+        self.under_way.append(_Communication(((gathered, 32),), source.storage))
 
-def _writable(value: _Value) -> bool:
-    return value.writable
+    def _op_gather_two(self, a: int, b: int, c: int) -> None:
+        source = self.pick(a, _square)
+        pieces = [self.square(source, b), self.square(source, c)]
+        both = self.maker.extern(collectives.all_gather_into_tensor_coalesced.default, pieces, 2, LAZY_GROUP)
+        results = tuple((self.maker.getitem(both, index), 32) for index in (0, 1))
+        self.under_way.append(_Communication(results, source.storage))
+
+    def _op_reduce(self, a: int, b: int, c: int) -> None:
+        into = self.pick(a, _square, write=True)
+        square = self.square(into, 3 * b + 1)  # what is reduced in place is contiguous
+        self.maker.extern(collectives.all_reduce_.default, square, "sum", LAZY_GROUP)
+        self.under_way.append(_Communication(((square, 16),), into.storage, into))
+
+    def _op_wait(self, a: int, b: int, c: int) -> None:
+        if not self.under_way:
+            return
+        ended = self.under_way.pop(-1 - a % len(self.under_way))
+        for result, reach in ended.results:
+            waited = self.maker.extern(collectives.wait_tensor.default, result)
+            if ended.into is None:
+                # Inductor goes on with the tensor itself; what wait_tensor returns is the same one.
+                self.add((result, waited)[b % 2], reach)
 
 
 def _square(value: _Value) -> bool:
@@ -510,6 +571,7 @@ def build(recipe: Recipe) -> RandomGraph:
     steps.start()
     for step in recipe.steps:
         steps.run(step)
+    steps.finish()
     outputs = [steps.pick(pick, lambda value: value.handed_out).node for pick in recipe.outputs]
     options = Options(eager_ops=(*ALWAYS_EAGER, *recipe.eager))
     return RandomGraph(maker.finish(outputs), options, maker.inputs)

@@ -73,8 +73,12 @@ class FlatBuilder:
 
     # -- what goes in ---------------------------------------------------------------------------------
 
-    def run(self, nodes: Iterable[Node], stores: Iterable[Node] = ()) -> None:
+    def run(
+        self, nodes: Iterable[Node], stores: Iterable[Node] = (), ends: Mapping[Node, Iterable[Node]] | None = None
+    ) -> None:
         """Append the work of ``nodes``, in order, and keep the values of ``stores`` in their registers.
+
+        ``ends`` are the communications that a node waits for: what they were given lives until then.
 
         A check belongs to the value it checks: it is made as soon as that is there, unless it needs something
         that only data decides; then it stands among the nodes itself.
@@ -83,6 +87,9 @@ class FlatBuilder:
         kept, scheduled = set(stores), set(nodes)
         for node in nodes:
             self._statement(node)
+            for begun in (ends or {}).get(node, ()):
+                for name in self._names_in(begun):
+                    self._use(name)
             if node in kept:
                 self.keep(node)
             for checker in checks_on([node]):
@@ -93,7 +100,7 @@ class FlatBuilder:
         """Append a partition: its nodes, or the call of what somebody else made of them."""
         compiled = plan.compiled.get(partition.index)
         if compiled is None:
-            self.run(partition.nodes, stores)
+            self.run(partition.nodes, stores, plan.facts.ends)
             return
         self.call(compiled.call, compiled.signature.inputs, compiled.signature.outputs)
         for node in stores:

@@ -110,6 +110,7 @@ class Recording:
         """Registers hold what changes between calls: first the inputs, then values that leave a partition."""
         self._registers = {node: position for position, node in enumerate(self._placeholders)}
         self._stores: dict[int, list[Node]] = {}
+        self._complete: dict[int, list[Node]] = {}  # the same values, where they can be copied
         producer = {node: p.index for p in self.plan.partitions for node in p.nodes}
         bound = {storage.node for storage in self._planned_storages()}
         for partition in self.plan.partitions:
@@ -119,9 +120,22 @@ class Recording:
                 if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
                     self._registers[node] = len(self._registers)
                     self._stores.setdefault(partition.index, []).append(node)
+                    self._complete.setdefault(self._complete_after(node, producer), []).append(node)
         self._r: list[Any] = [None] * len(self._registers)
         self._inputs_end = len(self._placeholders)
         self._blank = tuple(self._r)
+
+    def _complete_after(self, node: Node, producer: Mapping[Node, int]) -> int:
+        """The partition after which a value is there: a communication may fill it beyond the end of its own."""
+        facts, last = self.plan.facts, producer[node]
+        waits = {wait: begun for wait, begun in facts.ends.items() if facts.writes[wait] & facts.of[node]}
+        while later := [
+            producer[wait]
+            for wait, begun in waits.items()
+            if producer[wait] > last and any(producer[one] <= last for one in begun)
+        ]:
+            last = max(later)
+        return last
 
     def _planned_storages(self) -> list[Any]:
         memory = self.request.memory
@@ -281,7 +295,7 @@ class Recording:
         # A captured partition reads fixed addresses: give what eager work allocates places to be copied to.
         places = Places(self._stable_memory(known.inputs))
         refresh = []
-        for node in stores:
+        for node in self._complete.get(partition.index, []):
             register = self._registers[node]
             if not self.plan.verdicts[node].data_dependent:
                 self._r[register] = places.put(self._r[register])

@@ -8,7 +8,7 @@ import networkx as nx
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kind, kind_of, schema_of
+from ..host_graph import Kind, communicates, kind_of, schema_of
 from ..plan import StorageFacts
 
 
@@ -68,6 +68,6 @@ def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:
     if torch.Tag.nondeterministic_seeded in overload.tags:
         chains.append("random")
     silent = not overload._schema.returns and not facts.writes.get(node)
-    if silent or overload.namespace in ("c10d", "_c10d_functional", "symm_mem"):
+    if silent or communicates(node):
         chains.append("effects")
     return chains

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..errors import PlanError
 from ..host_graph import nodes_in, output_node
 from ..plan import ArenaPlan, Buffer, MemoryPlan, Origin, Placement, ProgramPlan
 from .symbols import concrete, storage_bytes
@@ -124,7 +125,18 @@ def plan_program(
     Args:
         numbers: concrete sizes (``evaluate_sizes``).
         places: inputs that are copied to a place in the arena: device and bytes.
+
+    Raises:
+        PlanError: a communication is under way before the program begins or after it ends.
     """
+    if program.facts.in_flight:
+        # An arena is used by others between calls, and an input or output that is copied too early is wrong.
+        names = sorted(program.facts.storages[index].name for index in program.facts.in_flight)
+        raise PlanError(
+            f"a communication on {', '.join(names)} is under way at a call's begin or end",
+            expected="every collective to be waited for in the graph that begins it",
+            remedy="wait for it inside of the compiled region, with wait_tensor",
+        )
     ranges = live_ranges(program)
     apart = output_storages(program)
     sizes: dict[int, int] = {}

@@ -11,7 +11,16 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..host_graph import Kind, device_of, is_symbolic_value, kind_of, operator_name, schema_of, user_line
+from ..host_graph import (
+    Kind,
+    communicates,
+    device_of,
+    is_symbolic_value,
+    kind_of,
+    operator_name,
+    schema_of,
+    user_line,
+)
 from ..plan import NodeVerdict, Partition, Verdict
 
 _WORK = (Kind.LAUNCH, Kind.EXTERN)
@@ -94,7 +103,7 @@ def _operator_reason(node: Node, device: torch.device, listed: set[str]) -> str 
         return "the size of its result depends on data"
     if torch.Tag.cudagraph_unsafe in tags:
         return "tagged as unsafe to capture (cudagraph_unsafe)"
-    if overload is not None and overload.namespace in ("c10d", "_c10d_functional", "symm_mem"):
+    if communicates(node):
         return "a collective runs on the process group's own stream"
     if device.type != "cpu":
         devices = {d.type for arg in (node, *node.all_input_nodes) if (d := _tensor_device(arg)) is not None}

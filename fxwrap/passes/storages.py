@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kernel, Kind, kernel_of, kind_of, nodes_in, schema_of
+from ..host_graph import (
+    Kernel,
+    Kind,
+    communicates,
+    kernel_of,
+    kind_of,
+    must_be_awaited,
+    nodes_in,
+    receives,
+    schema_of,
+    waits,
+)
 from ..plan import Origin, Storage, StorageFacts
 
 _NONE: frozenset[int] = frozenset()
@@ -33,11 +44,16 @@ class _Analysis:
         self.constants: dict[str, Node] = {}  # the first node that reads an attribute
         self.reads: dict[Node, frozenset[int]] = {}
         self.writes: dict[Node, frozenset[int]] = {}
+        self.ends: dict[Node, frozenset[Node]] = {}
+        self.under_way: dict[int, frozenset[Node]] = {}  # the latest communications that fill a storage
+        self.not_awaited: frozenset[int] = _NONE
+        self.begun_before: frozenset[int] = _NONE
 
     def run(self) -> StorageFacts:
         for node in self.gm.graph.nodes:
             self._visit(node, kind_of(node))
-        return StorageFacts(tuple(self.storages), self.of, self.reads, self.writes)
+        in_flight = self.not_awaited | self.begun_before
+        return StorageFacts(tuple(self.storages), self.of, self.reads, self.writes, self.ends, in_flight)
 
     def _visit(self, node: Node, kind: Kind) -> None:
         if kind is Kind.PLACEHOLDER:
@@ -86,13 +102,36 @@ class _Analysis:
     def _visit_extern(self, node: Node) -> None:
         self.reads[node] = self._storages_in((node.args, node.kwargs))
         schema = schema_of(node)
-        if schema is None:
+        if waits(node):
+            self._visit_wait(node)
+        elif schema is None or receives(node):
             self._visit_undeclared(node)
-            return
+        else:
+            self._visit_declared(node, schema._schema)
+        if communicates(node) and not waits(node):
+            filled = self.writes[node] or self.of.get(node, _NONE)
+            self.under_way.update(dict.fromkeys(filled, frozenset({node})))
+            if must_be_awaited(node):
+                self.not_awaited |= filled
+
+    def _visit_wait(self, node: Node) -> None:
+        (operand,) = (*node.args, *node.kwargs.values())
+        filled = self.reads[node]
+        ended = frozenset[Node]().union(*(self.under_way.get(index, ()) for index in filled))
+        self.of[node] = self.writes[node] = filled
+        if isinstance(operand, (tuple, list)):
+            self.elements[node] = {i: self._storages_in(item) for i, item in enumerate(operand)}
+        self.reads[node] = filled.union(*(self.reads[begun] for begun in ended))
+        self.ends[node] = ended
+        self.not_awaited -= filled
+        if not ended:
+            self.begun_before |= {index for index in filled if self.storages[index].origin is Origin.INPUT}
+
+    def _visit_declared(self, node: Node, schema: Any) -> None:
         written: frozenset[int] = _NONE
         inside_lists: frozenset[int] = _NONE
         returned: dict[str, frozenset[int]] = {}
-        for argument, value in bound_arguments(schema._schema, node):
+        for argument, value in bound_arguments(schema, node):
             if argument.alias_info is None:
                 continue
             storages = self._storages_in(value)
@@ -107,7 +146,7 @@ class _Analysis:
         if inside_lists:
             self.of[node] = inside_lists
         else:
-            self._visit_results(node, schema._schema.returns, returned)
+            self._visit_results(node, schema.returns, returned)
 
     def _visit_results(self, node: Node, returns: Any, returned: dict[str, frozenset[int]]) -> None:
         val = node.meta.get("val")

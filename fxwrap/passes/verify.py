@@ -23,7 +23,9 @@ from ..plan import MemoryPlan, StorageFacts
 # A storage: who made it, and which of its results it is (None for an only one).
 _Root = tuple[Node, int | None]
 
-_COMMUNICATION = ("c10d", "_c10d_functional", "symm_mem")
+_COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+_RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
 _SHARES = (reinterpret, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
 
 
@@ -89,9 +91,15 @@ def verify_memory(
 
     Raises:
         PlanError: naming the two storages, the step and the byte ranges; or the storage that is misaligned,
-            outside of its arena, smaller than what is accessed, or an output inside an arena.
+            outside of its arena, smaller than what is accessed, or an output inside an arena, or one that a
+            communication works on beyond the program.
     """
     memory = _Memory(gm.graph)
+    for root in memory.in_flight:
+        raise PlanError(
+            f"plan: a communication on {_name(root)} is under way beyond the program",
+            expected="every collective to be waited for in the graph that begins it",
+        )
     spans = _spans(memory, schedule)
     # An input that is returned is the caller's own tensor, whatever its place in the arena.
     returned = (root for node in _output_nodes(gm.graph) for root in memory.roots(node))
@@ -171,9 +179,8 @@ def _spans(memory: _Memory, schedule: Sequence[Node]) -> dict[_Root, tuple[int, 
     for step, node in enumerate(schedule):
         if not memory.works(node):
             continue  # a view or a size touches no bytes
-        for operand in node.all_input_nodes:
-            for root in memory.roots(operand):
-                spans[root] = (spans.get(root, (step, step))[0], step + 1)
+        for root in memory.touched(node):
+            spans[root] = (spans.get(root, (step, step))[0], step + 1)
     return spans
 
 
@@ -214,6 +221,9 @@ class _Memory:
     graph: Graph
     _roots: dict[Node, frozenset[_Root]] = field(default_factory=dict)
     _elements: dict[Node, list[frozenset[_Root]]] = field(default_factory=dict)
+    # What communications read that are over with a wait, and what some still work on at the end, or did before.
+    _lent: dict[Node, frozenset[_Root]] = field(default_factory=dict)
+    in_flight: set[_Root] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         by_storage: dict[int, frozenset[_Root]] = {}
@@ -225,6 +235,28 @@ class _Memory:
             for position, key in _fake_storages(node.meta.get("val")):
                 roots = elements[position] if elements and position is not None else self._roots[node]
                 by_storage[key] = by_storage.get(key, frozenset()) | roots
+        self._follow_communications()
+
+    def _follow_communications(self) -> None:
+        """From its begin until somebody waits, a communication reads what it was given and fills what it returns
+        or writes."""
+        given: dict[_Root, frozenset[_Root]] = {}
+        for node in self.graph.nodes:
+            name = _qualified_name(node)
+            if name.split("::")[0] not in _COMMUNICATION:
+                continue
+            operands = self.roots_in((node.args, node.kwargs))
+            if name in _WAITS:
+                known = [given[root] for root in operands if root in given]
+                self._lent[node] = frozenset().union(*known)
+                self.in_flight -= operands
+                if not known:
+                    self.in_flight |= {root for root in operands if root[0].op == "placeholder"}
+                continue
+            for root in self._written(node) or self.roots(node):
+                given[root] = operands
+                if name.startswith("_c10d_functional::"):
+                    self.in_flight.add(root)
 
     def _roots_of(self, node: Node, by_storage: Mapping[int, frozenset[_Root]]) -> frozenset[_Root]:
         if node.target in _SHARES:
@@ -238,6 +270,11 @@ class _Memory:
                     return elements[index]
             return self._roots.get(base, frozenset())
         schema = _schema(node)
+        if _qualified_name(node) in _WAITS:
+            operand = (*node.args, *node.kwargs.values())[0]
+            if isinstance(operand, (tuple, list)):
+                self._elements[node] = [self.roots_in(item) for item in operand]
+            return self.roots_in(operand)
         shared = self._declared_aliases(node, schema)
         val = node.meta.get("val")
         count = len(val) if isinstance(val, (tuple, list)) else len(schema.returns) if schema is not None else 1
@@ -255,7 +292,7 @@ class _Memory:
         return roots
 
     def _declared_aliases(self, node: Node, schema: Any) -> frozenset[_Root]:
-        if schema is None:
+        if schema is None or _qualified_name(node) in _RECEIVERS:
             undeclared = self.works(node) and node.target is not launch
             return self.roots_in((node.args, node.kwargs)) if undeclared else frozenset()
         labels = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
@@ -280,7 +317,7 @@ class _Memory:
             tags = overload.tags if isinstance(overload, torch._ops.OpOverload) else ()
             if schema is None or torch.Tag.nondeterministic_seeded in tags:
                 random.append(node)
-            communicates = schema is not None and schema.name.split("::")[0] in _COMMUNICATION
+            communicates = _qualified_name(node).split("::")[0] in _COMMUNICATION
             if schema is None or communicates or not (schema.returns or self._written(node)):
                 effects.append(node)
         return [random, effects]
@@ -310,12 +347,16 @@ class _Memory:
                 todo.extend(operand.all_input_nodes)
         return found
 
+    def touched(self, node: Node) -> frozenset[_Root]:
+        """The storages that a node reads or writes, or that a communication it waits for does."""
+        return self.roots_in((node.args, node.kwargs)) | self._lent.get(node, frozenset())
+
     def accesses(self, work: Sequence[Node]) -> dict[_Root, list[tuple[Node, bool]]]:
         """For each storage, who touches it in program order, and whether they write."""
         found: dict[_Root, list[tuple[Node, bool]]] = defaultdict(list)
         for node in work:
             written = self._written(node)
-            for root in self.roots_in((node.args, node.kwargs)):
+            for root in self.touched(node):
                 found[root].append((node, root in written))
         return found
 
@@ -324,8 +365,8 @@ class _Memory:
             kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]
             assert isinstance(kernel, Kernel)
             return self.roots_in([node.args[1 + position] for position in kernel.writes])
-        schema = _schema(node)
-        if schema is None:
+        schema, name = _schema(node), _qualified_name(node)
+        if schema is None or name in _WAITS or name in _RECEIVERS:
             return self.roots_in((node.args, node.kwargs))
         return frozenset().union(
             *(
@@ -339,6 +380,11 @@ class _Memory:
 def _schema(node: Node) -> Any:
     overload = node.target if isinstance(node.target, torch._ops.OpOverload) else node.meta.get("op_overload")
     return overload._schema if overload is not None else None
+
+
+def _qualified_name(node: Node) -> str:
+    schema = _schema(node)
+    return schema.name if schema is not None else ""
 
 
 def _pairs(schema: Any, node: Node) -> list[tuple[Any, Any]]:
