@@ -530,7 +530,9 @@ class _Steps:
 
     def _op_gather(self, a: int, b: int, c: int) -> None:
         source = self.pick(a, _square)
-        gathered = self.maker.extern(collectives.all_gather_into_tensor.default, self.square(source, b), 2, LAZY_GROUP)
+        gathered = self.maker.extern(
+            collectives.all_gather_into_tensor.default, self.square(source, b), 2, LAZY_GROUP
+        )
         self.under_way.append(_Communication(((gathered, 32),), source.storage))
 
     def _op_gather_two(self, a: int, b: int, c: int) -> None:

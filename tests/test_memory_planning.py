@@ -6,6 +6,7 @@ The drawings show an arena: steps go to the right, bytes go up, one row is 64 by
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from random_graphs import (
     build,
     by_name,
     check_calls,
+    collectives,
     halve,
     recipes,
 )
@@ -336,7 +338,15 @@ def test_an_input_copied_to_the_arena_stays_for_the_whole_call() -> None:
 
 def accesses_by_hand(plan: ProgramPlan) -> dict[Node, tuple[int, int]]:
     """First and last step that works on each allocation, by following values from argument to argument."""
-    returns_its_operand = (aten.add_.Tensor, aten.copy_.default, aten.split.Tensor, halve)
+    returns_its_operand = (
+        aten.add_.Tensor,
+        aten.copy_.default,
+        aten.split.Tensor,
+        halve,
+        collectives.all_reduce_.default,
+        collectives.wait_tensor.default,
+    )
+    gathers = (collectives.all_gather_into_tensor.default, collectives.all_gather_into_tensor_coalesced.default)
     made_of: dict[Node, set[Node]] = {}
     for node in plan.graph.graph.nodes:
         if kind_of(node) is Kind.ALLOCATION:
@@ -345,7 +355,12 @@ def accesses_by_hand(plan: ProgramPlan) -> dict[Node, tuple[int, int]]:
             made_of[node] = set(made_of.get(node.args[0], ()))
     found: dict[Node, tuple[int, int]] = {}
     for step, node in enumerate(plan.schedule):
-        for operand in node.all_input_nodes:
+        operands = node.all_input_nodes
+        if node.target is collectives.wait_tensor.default:
+            begun = operands[0].args[0] if operands[0].target is operator.getitem else operands[0]
+            if begun.target in gathers:  # which read what they were given until now
+                operands = operands + begun.all_input_nodes
+        for operand in operands:
             for memory in made_of.get(operand, ()):
                 found[memory] = (found.get(memory, (step, step))[0], step)
     return found

@@ -212,6 +212,10 @@ class Program:
         except CaptureError:
             values = dict(zip(self._placeholders, inputs, strict=True))
             self.newest_plan = self._make_plan(self.plan, self._evaluate(values), {})
+        except PlanError as error:
+            if self.options.strict:
+                raise
+            self._never_recorded = str(error.subject)
 
     def _eager_function(self) -> Callable[[list[Any]], Any]:
         """The whole schedule as one flat function with plain allocations."""

@@ -128,7 +128,8 @@ class Recording:
     def _complete_after(self, node: Node, producer: Mapping[Node, int]) -> int:
         """The partition after which a value is there: a communication may fill it beyond the end of its own."""
         facts, last = self.plan.facts, producer[node]
-        waits = {wait: begun for wait, begun in facts.ends.items() if facts.writes[wait] & facts.of[node]}
+        storages = facts.of.get(node, frozenset())
+        waits = {wait: begun for wait, begun in facts.ends.items() if facts.writes[wait] & storages}
         while later := [
             producer[wait]
             for wait, begun in waits.items()

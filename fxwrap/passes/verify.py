@@ -95,9 +95,10 @@ def verify_memory(
             communication works on beyond the program.
     """
     memory = _Memory(gm.graph)
-    for root in memory.in_flight:
+    if memory.in_flight:
+        names = ", ".join(sorted(map(_name, memory.in_flight)))
         raise PlanError(
-            f"plan: a communication on {_name(root)} is under way beyond the program",
+            f"plan: a communication on {names} is under way beyond the program",
             expected="every collective to be waited for in the graph that begins it",
         )
     spans = _spans(memory, schedule)
