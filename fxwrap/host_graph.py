@@ -5,7 +5,7 @@ A host graph is a ``torch.fx.GraphModule`` whose nodes are, besides placeholders
 =========== ==================================================================================
 allocation  ``torch.empty_strided(size, stride, dtype=..., device=...)``
 launch      ``launch(kernel, *args)``: a compiled kernel writes into existing buffers
-extern      a call of an ATen or custom operator
+extern      a call of an ATen or custom operator; ``switch`` and ``while_loop``, which call subgraphs
 view        ``reinterpret``, ``operator.getitem``, a dtype view: shares its operand's storage
 symbolic    arithmetic on sizes
 check       ``assert_size_stride`` and other asserts Inductor makes
@@ -68,7 +68,7 @@ def launch(kernel: Kernel, *args: Any) -> None:
 
     The one operation through which kernels of every device are launched from a host graph.
     """
-    if any(hasattr(arg, "fake_mode") for arg in args):
+    if any(map(_is_fake, args)):
         return
     kernel.call(*args)
 
@@ -88,14 +88,92 @@ def check(condition: Any, message: Any = "") -> None:
         raise AssertionError(message)
 
 
-# Neither has a result that is used: without this, dead code elimination in somebody's pass would drop them.
-has_side_effect(launch)
-has_side_effect(check)
+def require(condition: Any, message: str) -> None:
+    """Raise RuntimeError unless ``condition``: what the user asserted of a number that data decides."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any]) -> Any:
+    """Run the branch that ``selector`` (a number, or a tensor with one) names; False is the first, True the next."""
+    if _is_fake(selector):
+        return branches[0](*operands)  # results of all branches look the same
+    return branches[int(selector)](*operands)
+
+
+def while_loop(
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    carried: Sequence[Any],
+    additional: Sequence[Any] = (),
+    stacked: bool = False,
+) -> list[Any]:
+    """Run ``body(*carried, *additional) -> carried`` while ``condition`` of the same values holds.
+
+    Args:
+        stacked: return what was carried out of every iteration, not of the last alone.
+    """
+    values = list(carried)
+    history: list[list[Any]] = []
+    fake = any(map(_is_fake, (*carried, *additional)))  # then one iteration shows what results look like
+    while not history if fake else condition(*values, *additional)[0]:
+        values = list(body(*values, *additional))
+        history.append(values)
+    if stacked:
+        steps = zip(*history, strict=True) if history else ([value] for value in carried)
+        return [torch.stack(list(step)) for step in steps]
+    return values if history else [value.clone() for value in carried]
+
+
+def _is_fake(value: Any) -> bool:
+    return hasattr(value, "fake_mode")
+
+
+# Not all have a result that is used: without this, dead code elimination in somebody's pass would drop them.
+for function in (launch, check, require, switch, while_loop):
+    has_side_effect(function)
+
+
+@dataclass(frozen=True)
+class ControlFlow:
+    """A node that calls subgraphs, depending on data.
+
+    Attributes:
+        subgraphs: those whose results the node returns.
+        operands: what each of ``subgraphs`` is called with, by position.
+        repeats: whether results of one call are operands of the next.
+    """
+
+    subgraphs: tuple[GraphModule, ...]
+    operands: tuple[Any, ...]
+    repeats: bool
+
+
+def control_flow_of(node: Node) -> ControlFlow | None:
+    """What a ``switch`` or ``while_loop`` calls; None for other nodes."""
+    gm = node.graph.owning_module
+    if node.op != "call_function" or node.target not in (switch, while_loop) or gm is None:
+        return None
+    args: Any = node.args
+
+    def subgraph(handle: Any) -> GraphModule:
+        return operator.attrgetter(str(handle.target))(gm)
+
+    if node.target is switch:
+        _, operands, *branches = args
+        return ControlFlow(tuple(map(subgraph, branches)), tuple(operands), False)
+    _, body, carried, additional, *_ = args
+    return ControlFlow((subgraph(body),), (*carried, *additional), True)
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
     """The conditional expression of Inductor's wrapper, with both sides evaluated (they are arithmetic)."""
     return if_true if condition else if_false
+
+
+def format_text(text: str, *args: Any, **kwargs: Any) -> str:
+    """``str.format``, as a function that a graph can name."""
+    return text.format(*args, **kwargs)
 
 
 _VIEWS = {
@@ -121,7 +199,7 @@ def kind_of(node: Node) -> Kind:
         return Kind.LAUNCH
     if node.target is torch.empty_strided:
         return Kind.ALLOCATION
-    if node.target is check:
+    if node.target in (check, require):
         return Kind.CHECK
     if node.target is operator.getitem:
         # An index into a tuple of sizes is arithmetic; into a tuple of tensors, a view.
@@ -271,7 +349,11 @@ def device_of(node: Node) -> torch.device | None:
 
 def user_line(node: Node) -> str:
     """The line of user code a node comes from, as ``file:line, code``; empty where torch does not know."""
-    trace = node.meta.get("stack_trace") or ""
+    return last_frame(node.meta.get("stack_trace") or "")
+
+
+def last_frame(trace: str) -> str:
+    """The innermost line of a stack trace, as ``file:line, code``."""
     lines = [line.strip() for line in trace.strip().splitlines()]
     for position in range(len(lines) - 1, -1, -1):
         if lines[position].startswith("File "):
@@ -308,7 +390,7 @@ def effective_users(node: Node) -> set[Node]:
 
 
 def _checks_on(node: Node) -> list[Node]:
-    """The asserts that can be made once ``node`` has run: those on it and on views of it."""
+    """The asserts that can be made once ``node`` has run: those on it, on views of it and on its sizes."""
     found: list[Node] = []
     todo = list(node.users)
     while todo:
@@ -316,7 +398,7 @@ def _checks_on(node: Node) -> list[Node]:
         kind = kind_of(user)
         if kind is Kind.CHECK and user not in found:
             found.append(user)
-        elif kind is Kind.VIEW:
+        elif kind in (Kind.VIEW, Kind.SYMBOLIC):
             todo.extend(user.users)
     return found
 

@@ -176,10 +176,20 @@ def assert_same(got: Any, expected: Any) -> None:
     for a, b in zip(mine, theirs, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
         assert a.stride() == b.stride()
-        if a.is_floating_point() or a.is_complex():
-            assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
+        assert a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+        x, y = _as_comparable(a.detach()), _as_comparable(b.detach())
+        if x.is_floating_point():
+            assert torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) and torch.equal(x.isnan(), y.isnan())
         else:
-            assert torch.equal(a, b)
+            assert torch.equal(x, y)
+
+
+def _as_comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits in a dtype that can be compared."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    narrow = tensor.is_floating_point() and tensor.itemsize == 1
+    return tensor.view(torch.uint8) if narrow else tensor
 
 
 def inductor(fn: Callable[..., Any], **compile_options: Any) -> Callable[..., Any]:
@@ -188,4 +198,5 @@ def inductor(fn: Callable[..., Any], **compile_options: Any) -> Callable[..., An
         fn = copy.deepcopy(fn)
     # On a device out of the tree Inductor needs the settings of its registration.
     settings = {key: value for device in registered_devices().values() for key, value in device.config.items()}
-    return torch.compile(fn, backend="inductor", options=settings or None, **compile_options)
+    options = {**settings, **compile_options.pop("options", {})}
+    return torch.compile(fn, backend="inductor", options=options or None, **compile_options)

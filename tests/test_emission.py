@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, assert_same, inductor
+from conftest import Compiled
 from torch.fx import Graph, GraphModule
 
 import fxwrap
@@ -140,102 +140,6 @@ def test_a_wrong_stride_prediction_raises_instead_of_giving_wrong_numbers(compil
     for _ in range(3):
         with pytest.raises((AssertionError, RuntimeError), match="stride"):
             f(torch.randn(4, 4))
-
-
-def _scatter(x: torch.Tensor) -> torch.Tensor:
-    index = torch.tensor([[0, 1, 0, 1]], device=x.device)
-    return torch.zeros(4, 4, device=x.device).scatter_reduce(0, index, x[:1], "sum")
-
-
-def _index_put(x: torch.Tensor) -> torch.Tensor:
-    index = torch.tensor([0, 0, 1], device=x.device)
-    return x.sin().index_put((index,), x[:3], accumulate=True)
-
-
-def _multi_output(x: torch.Tensor) -> torch.Tensor:
-    values, indices = torch.topk(x, 2)
-    q, r = torch.linalg.qr(x)
-    return values.sum() + indices.sum() + (q @ r).sum()
-
-
-def _list_output(x: torch.Tensor) -> list[torch.Tensor]:
-    return [part.sin() for part in torch.ops.aten.unbind(torch.sort(x)[0])]
-
-
-def _attention(x: torch.Tensor) -> torch.Tensor:
-    y = x.view(1, 2, 2, 4)
-    return torch.nn.functional.scaled_dot_product_attention(y, y + 1, y * 2)
-
-
-def _fft(x: torch.Tensor) -> torch.Tensor:
-    return torch.fft.ifft(torch.fft.fft(x * 2)).real
-
-
-def _linalg(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.cholesky(x @ x.t() + 8 * torch.eye(4)) + torch.linalg.inv(x + 9 * torch.eye(4))
-
-
-def _half(x: torch.Tensor) -> torch.Tensor:
-    return (x.bfloat16() @ x.bfloat16()).float().softmax(0)
-
-
-def _convolution(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.conv2d(x.view(1, 1, 4, 4), x[:3, :3].reshape(1, 1, 3, 3), padding=1).relu()
-
-
-def _constant(x: torch.Tensor) -> torch.Tensor:
-    return x @ torch.arange(16.0).view(4, 4) + torch.tensor([1.0, 2.0, 3.0, 4.0])
-
-
-def _zero_elements(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x[:0] @ x, x.cumsum(0)])
-
-
-def _embedding(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.embedding_bag(torch.tensor([[0, 1], [2, 3]]), x).sort()[0]
-
-
-def _views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x.sin()
-    return y[1:], y.t(), y.view(torch.int32), y.view(2, 8)[:, ::2]
-
-
-def _cond(x: torch.Tensor) -> torch.Tensor:
-    return torch.cond(x.sum() > 0, lambda v: v.sin() + 1, lambda v: v.cos() @ v, (x,))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        _scatter, _index_put, _multi_output, _list_output, _attention, _fft, _linalg, _half, _convolution,
-        _constant, _zero_elements, _embedding, _views, _cond,
-    ],
-)  # fmt: skip
-def test_constructs(compiled: Any, function: Callable[..., Any]) -> None:
-    ours: Compiled = compiled(function)
-    theirs = inductor(function)
-    for _ in range(4):
-        x = torch.randn(4, 4)
-        assert_same(ours(x), theirs(x))
-    assert not ours.owner.fallbacks, ours.owner.fallbacks[0]
-    assert ours.program.counters.replays == 2
-
-
-def test_custom_operator_that_mutates_and_returns_nothing(compiled: Any) -> None:
-    @torch.library.custom_op("fxwrap_test::add_one_", mutates_args=("x",))
-    def add_one_(x: torch.Tensor) -> None:
-        x.add_(1)
-
-    def g(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin()
-        add_one_(y)
-        return y * 2
-
-    f: Compiled = compiled(g)
-    for _ in range(4):
-        x = torch.randn(4)
-        torch.testing.assert_close(f(x), (x.sin() + 1) * 2)
-    assert not f.owner.fallbacks and f.program.counters.replays == 2
 
 
 # -- subclasses ----------------------------------------------------------------------------------------

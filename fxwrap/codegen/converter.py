@@ -5,13 +5,21 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+from torch._higher_order_ops.effects import has_effects
+from torch._inductor import config, ir
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.common import IndentedBuffer
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen, WrapperLine
+from torch._inductor.codegen.wrapper import (
+    KernelCallLine,
+    KernelDefinitionLine,
+    PythonWrapperCodegen,
+    WrapperLine,
+)
 from torch._inductor.codegen.wrapper_fxir import FxConverter, TritonKernel
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
@@ -19,7 +27,7 @@ from torch.fx.node import has_side_effect
 
 from ..devices import KernelCall, kernel_kind
 from ..errors import EmissionError
-from ..host_graph import Kernel, Kind, launch, reinterpret
+from ..host_graph import Kernel, Kind, last_frame, launch, output_node, reinterpret, require, switch, while_loop
 from . import torch_versions as versions
 from .out_forms import OutForm, out_form
 from .statements import StatementReader, UndefinedName, assigned_names
@@ -61,6 +69,23 @@ LINES_REFUSED = {
 }
 
 
+@dataclass
+class WhileLoopLine(WrapperLine):
+    """A loop over subgraphs, which Inductor's Python wrapper writes out as several plain strings."""
+
+    wrapper: PythonWrapperCodegen
+    node: Any
+    stacked: bool
+
+
+@dataclass
+class InvokeSubgraphLine(WrapperLine):
+    """A call of a subgraph, which Inductor's Python wrapper writes out as several plain strings."""
+
+    wrapper: PythonWrapperCodegen
+    node: Any
+
+
 class SymbolTable(dict):
     """The converter's table of size expressions, which also knows the wrapper's local variables by name."""
 
@@ -98,12 +123,12 @@ class HostGraphConverter(FxConverter):
         names: dict[str, Any] = self.buffer_to_node  # type: ignore[assignment]
         self.expr_to_proxy = SymbolTable(names, lambda node: torch.fx.Proxy(node, tracer=self.tracer))
         self._line: Any = None
+        self._predicted: Any = None  # the fake value of a node that is about to be copied
         self._handles: dict[str, Node] = {}
         self.gm._register_create_node_hook(self._infer_value)
         try:
             self._generate_graph_inputs()
             self._generate_graph_constants()
-            self._generate_subgm_getattrs()
             self._generate_graph_input_shapes()
             self._name_symbols()
             # Printing lines can add imports to the wrapper's module, so it is loaded after that.
@@ -117,6 +142,7 @@ class HostGraphConverter(FxConverter):
                 self._finish_call,
                 self._name_value,
             )
+            self._pending_asserts = versions.scalar_asserts()
             self._read_lines([(text, text) for text in versions.prefix_asserts(self.wrapper)])
             self._read_lines(lines)
             self.gm.graph.output(self._outputs())
@@ -124,6 +150,18 @@ class HostGraphConverter(FxConverter):
             self.gm._unregister_create_node_hook(self._infer_value)
         self.gm.recompile()
         return self.gm
+
+    def _generate_graph_inputs(self) -> None:
+        for name, value in self.graph_inputs.items():
+            node = self.gm.graph.placeholder(str(value) if isinstance(value, sympy.Symbol) else name)
+            self.buffer_to_node[name] = node
+            if isinstance(value, (int, float, sympy.Integer, sympy.Float)):
+                node.meta["val"] = value
+            elif isinstance(value, sympy.Expr):
+                node.meta["val"] = versions.symbolic_value(value)
+                self._generate_size_proxy(node, value)
+            elif isinstance(value, ir.TensorBox):
+                node.meta["val"] = self._get_buffer(value).get_example()  # type: ignore[union-attr]
 
     def _name_symbols(self) -> None:
         for expression, proxy in self.expr_to_proxy.items():
@@ -140,24 +178,38 @@ class HostGraphConverter(FxConverter):
     # -- lines ---------------------------------------------------------------------------------------
 
     def _read_lines(self, lines: Iterable[tuple[Any, str | EmissionError]]) -> None:
-        failures: list[EmissionError] = []
+        failures: list[str] = []
         lost: set[str] = set()  # what refused lines would have defined
         for line, text in lines:
             self._line = line
             try:
                 self._read_line(line, text)
+                if self._pending_asserts:
+                    self._emit_scalar_asserts()
             except EmissionError as error:
                 # A line that only misses what a refused line defines is no offender of its own.
                 if not (isinstance(error, UndefinedName) and error.name in lost):
-                    failures.append(error)
+                    failures.append(self._describe_failure(error))
                 lost |= assigned_names(text) if isinstance(text, str) else set()
         if failures:
             raise EmissionError(
-                f"{len(failures)} wrapper line(s) have no form in a host graph:\n  "
-                + "\n  ".join(str(failure.subject) for failure in failures),
-                expected="; ".join(sorted({failure.expected for failure in failures})),
-                remedy="the graph runs through Inductor's own wrapper unless strict=True",
+                "\n  ".join([f"{len(failures)} wrapper line(s) have no form in a host graph:", *failures]),
+                remedy="report the lines; without strict=True the graph runs through Inductor's own wrapper; with "
+                "this code out of the compiled region (torch.compiler.disable) the rest of it runs here",
             )
+
+    def _describe_failure(self, error: EmissionError) -> str:
+        """What is wrong with the present line, on which operator, in which line of the user's."""
+        kind = type(self._line).__name__
+        named = not isinstance(self._line, WrapperLine) or kind in error.subject
+        parts = [error.subject if named else f"{error.subject} ({kind})"]
+        if operators := versions.operators(self._line):
+            parts.append(f"operator {', '.join(operators)}")
+        if (traces := versions.stack_traces(self._line)) and (where := last_frame(traces[0])):
+            parts.append(where)
+        if error.expected:
+            parts.append(f"expected: {error.expected}")
+        return "\n    ".join(parts)
 
     def _read_line(self, line: Any, text: str | EmissionError) -> None:
         if isinstance(text, EmissionError):
@@ -167,6 +219,14 @@ class HostGraphConverter(FxConverter):
             handler(line)
         else:
             self.reader.run(text)
+
+    def _emit_scalar_asserts(self) -> None:
+        """Make the asserts on numbers that are known by now."""
+        known = [entry for entry in self._pending_asserts if entry[0] <= self.reader.names.keys()]
+        self._pending_asserts = [entry for entry in self._pending_asserts if entry not in known]
+        for _, condition, message in known:
+            node = self.gm.graph.call_function(require, (self.reader.value(condition), message))
+            node.meta["kind"] = Kind.CHECK
 
     def _handler(self, line: Any) -> Callable[[Any], None] | None:
         return getattr(self, f"_line_{type(line).__name__}", None)
@@ -211,11 +271,70 @@ class HostGraphConverter(FxConverter):
     _line_FreeLine = _skip
     _line_FreeIfNotReusedLine = _skip
 
+    # -- subgraphs -----------------------------------------------------------------------------------
+
     def _line_ConditionalLine(self, line: Any) -> None:
-        self._generate_conditional(line)
+        node = line.node
+        self._control_flow(switch, node.predicate, node.operands, node.false_subgraph, node.true_subgraph)
 
     def _line_SwitchLine(self, line: Any) -> None:
-        self._generate_switch(line)  # type: ignore[attr-defined]
+        node = line.node
+        self._control_flow(switch, node.selector, node.operands, *node.branches)
+
+    def _line_WhileLoopLine(self, line: Any) -> None:
+        node = line.node
+        operands = node.carried_inputs, node.additional_inputs
+        stacked = (True,) if line.stacked else ()
+        self._control_flow(while_loop, node.cond_subgraph, node.body_subgraph, *operands, *stacked)
+
+    def _control_flow(self, function: Callable[..., Any], *args: Any) -> None:
+        """Emit a call of subgraphs that is decided on the host."""
+        owner = self._line.node
+        node = self.gm.graph.create_node("call_function", function, tuple(map(self._operand, args)))
+        node.meta["val"] = [_example(output) for output in owner.outputs]
+        self._note(node)
+        self.reader.assign(owner.get_name(), node)
+
+    def _operand(self, arg: Any) -> Any:
+        if isinstance(arg, (tuple, list)):
+            return tuple(map(self._operand, arg))
+        if isinstance(arg, ir.Subgraph):
+            return self._subgraph(arg)
+        return self.reader.value(arg.codegen_reference()) if isinstance(arg, ir.IRNode) else arg
+
+    def _subgraph(self, subgraph: Any) -> Node:
+        """The constant node that holds a subgraph, which is a host graph of its own."""
+        name = subgraph.graph.name
+        return self._held(name, self.subgms[name])
+
+    def _held(self, name: str, value: Any) -> Node:
+        """The constant node that holds ``value``."""
+        if name not in self._handles:
+            setattr(self.gm, name, value)
+            self._handles[name] = self.gm.graph.create_node("get_attr", name)
+        return self._handles[name]
+
+    def _line_InvokeSubgraphLine(self, line: Any) -> None:
+        """Copy the subgraph's nodes into this graph, where they are planned and captured like others."""
+        subgraph = self.subgms[line.node.subgraph.graph.name]
+        inputs = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
+        values: dict[Node, Any] = dict(zip(inputs, map(self._operand, line.node.inputs), strict=True))
+        for node in subgraph.graph.nodes:
+            if node.op == "get_attr":
+                value = getattr(subgraph, str(node.target))
+                own = isinstance(value, Kernel)  # kernels have names of their own, constants those of their graph
+                values[node] = self._held(value.name if own else f"{line.node.subgraph.name}_{node.target}", value)
+                values[node].meta.update(node.meta)
+            elif node.op == "call_function":
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                self._predicted = node.meta.get("val")
+                values[node] = copy = self.gm.graph.create_node(
+                    "call_function", node.target, args, kwargs, name=f"{line.node.get_name()}_{node.name}"
+                )
+                self._predicted = None
+                copy.meta = {**node.meta, **copy.meta}
+        (results,) = output_node(subgraph).args
+        self.reader.assign(line.node.get_name(), torch.fx.map_arg(results, values.__getitem__))
 
     def _line_EnterCudaStreamContextLine(self, line: Any) -> None:
         self._refuse_streams()
@@ -240,7 +359,14 @@ class HostGraphConverter(FxConverter):
 
     def _load_kernels(self) -> None:
         """Load every kernel definition in one module, so that they compile side by side as Inductor's do."""
-        definitions: list[Any] = [line for line in self.lines if type(line).__name__ == "KernelDefinitionLine"]
+        known = getattr(self.wrapper, "kernel_definitions", {})
+        found: dict[str, Any] = {}
+        for line in self.lines:
+            if isinstance(line, KernelDefinitionLine):
+                found[line.kernel_name] = line
+            elif isinstance(line, KernelCallLine) and line.kernel_name in known:
+                found[line.kernel_name] = known[line.kernel_name]
+        definitions = list(found.values())
         code = [
             PythonWrapperCodegen._format_kernel_definition(line.kernel_name, line.kernel_body, metadata=line.metadata)
             for line in definitions
@@ -292,9 +418,7 @@ class HostGraphConverter(FxConverter):
 
     def _handle(self, kernel: Kernel) -> Node:
         """The constant node that holds a kernel."""
-        if kernel.name not in self._handles:
-            self._handles[kernel.name] = self.gm.graph.create_node("get_attr", kernel.name)
-        return self._handles[kernel.name]
+        return self._held(kernel.name, kernel)
 
     def _triton_launch(self, line: Any) -> None:
         """Emit the portable call, which ``lower_launches`` turns into the tuned launch.
@@ -316,13 +440,17 @@ class HostGraphConverter(FxConverter):
         self._note(node)
 
     def _by_value(self, arg: Any) -> Any:
-        """A number read out of a CPU scalar has no fake value; it must be known to depend on data all the same,
-        or a device graph would keep the first one."""
+        """A number read out of a tensor has no fake value; it must be known to depend on data all the same, or a
+        device graph would keep the first one."""
         if isinstance(arg, Node) and arg.target is torch.ops.aten.item.default and "val" not in arg.meta:
             env = V.graph.sizevars.shape_env
-            fraction = arg.all_input_nodes[0].meta["val"].is_floating_point()
+            source = arg.all_input_nodes[0].meta["val"]
             with env.ignore_fresh_unbacked_symbols():
-                arg.meta["val"] = env.create_unbacked_symfloat() if fraction else env.create_unbacked_symint()
+                if source.dtype is torch.bool:
+                    arg.meta["val"] = env.create_unbacked_symbool()
+                else:
+                    fraction = source.is_floating_point()
+                    arg.meta["val"] = env.create_unbacked_symfloat() if fraction else env.create_unbacked_symint()
         return arg
 
     def _portable_call(self, line: Any, tuner: Any, tuned: TunedLaunch | None) -> Node | None:
@@ -444,9 +572,12 @@ class HostGraphConverter(FxConverter):
     def _describe_call(self, node: Node, function: Any) -> None:
         """Attach to a call what analysis and execution need beyond its target."""
         self._note(node)
-        if getattr(function, "__name__", "").startswith("assert_"):
+        if function is print:
+            has_side_effect(print)  # or dead code elimination would drop it
+            return
+        if _is_assert(function):
             node.meta["kind"] = Kind.CHECK
-            has_side_effect(function)  # or dead code elimination would drop it
+            has_side_effect(function)
             return
         overload = getattr(getattr(self._line, "node", None), "op_overload", None)
         is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
@@ -461,12 +592,16 @@ class HostGraphConverter(FxConverter):
             node.meta["op_overload"] = function
             if versions.is_plain_view(function):
                 node.meta["kind"] = Kind.VIEW
+        if has_effects(node.meta.get("op_overload", node.target)):
+            node.meta["effect"] = True  # what nothing in its schema shows
 
     def _note(self, node: Node) -> Node:
         """Remember which user code the line comes from."""
         traces = versions.stack_traces(self._line)
         if traces:
             node.meta["stack_trace"] = traces[0]
+        if names := versions.origins(self._line):
+            node.meta["origins"] = names
         return node
 
     def _infer_value(self, node: Node) -> None:
@@ -477,7 +612,9 @@ class HostGraphConverter(FxConverter):
         """
         if node.op != "call_function" or "val" in node.meta or node.meta.get("kind") is Kind.CHECK:
             return
-        if node.target is launch or getattr(node.target, "__name__", "").startswith("assert_"):
+        if node.target in (launch, switch, while_loop, print) or _is_assert(node.target):
+            return
+        if node.target is reinterpret and "val" not in node.args[0].meta:  # type: ignore[union-attr]
             return
         missing = [arg for arg in node.all_input_nodes if "val" not in arg.meta]
         overload = node.target
@@ -496,6 +633,9 @@ class HostGraphConverter(FxConverter):
 
     def _value_from_layout(self, node: Node) -> None:
         """The value Inductor's layout predicts: sizes that only data decides have names there."""
+        if self._predicted is not None:
+            node.meta["val"] = _apart(self._predicted)
+            return
         owner = getattr(self._line, "node", None)
         symbol = getattr(owner, "sym", None)
         if symbol is not None:
@@ -505,10 +645,10 @@ class HostGraphConverter(FxConverter):
         if origin is not None and "val" in origin.meta:
             node.meta["val"] = origin.meta["val"]
             return
-        try:
-            node.meta["val"] = owner.get_example()  # type: ignore[union-attr]
-        except Exception:
-            return
+        if node.target is torch.ops.aten.item.default:
+            self._by_value(node)
+        elif (example := _example(owner)) is not None:
+            node.meta["val"] = example
 
     def _name_value(self, name: str, node: Node) -> None:
         """A size that only data decides has one name in Inductor's program; give its node that value."""
@@ -526,5 +666,28 @@ class HostGraphConverter(FxConverter):
         for reference in self.wrapper.get_output_refs():
             value = self.reader.value(reference)
             values.append(value)
+            if config.nan_asserts and isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor):
+                self.reader.run(f"assert not {reference}.isnan().any().item()")
+                self.reader.run(f"assert not {reference}.isinf().any().item()")
         # The convention of Inductor's FX wrapper: one output comes bare, except from a subgraph.
         return values[0] if len(values) == 1 and not self.is_subgraph else values
+
+
+def _is_assert(function: Any) -> bool:
+    return getattr(function, "__name__", "").startswith("assert_")
+
+
+def _example(owner: Any) -> Any:
+    """The fake value that a node of Inductor's IR predicts; None where it has no layout."""
+    try:
+        return owner.get_example()
+    except Exception:
+        return None
+
+
+def _apart(value: Any) -> Any:
+    """Fake values like these, in storages of their own."""
+    with V.fake_mode:
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device), value
+        )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch._inductor.codegen.common import FileBackedGraphModule
+from torch._inductor.codegen.wrapper import KernelCallLine, KernelDefinitionLine
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch.fx import GraphModule
 
 from ..compiler import compile_host_graph
 from ..passes.view_copies import view_needless_copies
 from ..plan import PartitionGraph
-from .converter import HostGraphConverter
+from . import torch_versions as versions
+from .converter import HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
 from .request import current_request
 from .triton_kernels import lower_launches
 
@@ -57,6 +60,31 @@ class FxwrapCodegen(WrapperFxCodegen):
     def _partition_hook(self) -> Callable[[PartitionGraph], Callable[..., Any] | None] | None:
         overridden = type(self).compile_partition is not FxwrapCodegen.compile_partition
         return self.compile_partition if overridden else None
+
+    def writeline(self, line: Any) -> None:
+        if isinstance(line, KernelCallLine):
+            # What a kernel computes is known while its call is written; the call itself names buffers only.
+            line.scheduled = versions.scheduled_nodes(line.device)  # type: ignore[attr-defined]
+        elif isinstance(line, KernelDefinitionLine):
+            self.kernel_definitions[line.kernel_name] = line
+        super().writeline(line)
+
+    @functools.cached_property
+    def kernel_definitions(self) -> dict[str, Any]:
+        """Kernels of the whole program by name: a subgraph may call one that another part of it defines."""
+        parent = getattr(self, "parent_wrapper", None)
+        return {} if parent is None else parent.kernel_definitions
+
+    # Inductor writes these as strings with loops in them; a branch has a line of its own in every version.
+
+    def codegen_while_loop(self, while_loop: Any, stack_output: bool) -> None:
+        self.writeline(WhileLoopLine(self, while_loop, stack_output))
+        for subgraph in (while_loop.cond_subgraph, while_loop.body_subgraph):
+            self.codegen_subgraph_common(subgraph)
+
+    def codegen_invoke_subgraph(self, invoke_subgraph: Any) -> None:
+        self.writeline(InvokeSubgraphLine(self, invoke_subgraph))
+        self.codegen_subgraph_common(invoke_subgraph.subgraph)
 
     def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
         self.run_wrapper_ir_passes(is_inference)

@@ -11,6 +11,7 @@ EmissionError that quotes the line.
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 import textwrap
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..errors import EmissionError
-from ..host_graph import Kind, check, nodes_in, reinterpret, select
+from ..host_graph import Kind, check, format_text, nodes_in, reinterpret, select
 
 _BINARY: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -51,10 +52,15 @@ _UNARY: dict[type, Callable[..., Any]] = {
 }
 _ARITHMETIC = {*_BINARY.values(), *_COMPARE.values(), *_UNARY.values(), max, min, select}
 
+_BUILTINS: dict[str, Any] = {f.__name__: f for f in (max, min, int, float, bool, slice, print)}
+
 # Methods that Inductor's wrapper calls on tensors and on sizes, and the functions they stand for.
 _METHODS: dict[str, Callable[..., Any]] = {
     "copy_": torch.ops.aten.copy_.default,
     "zero_": torch.ops.aten.zero_.default,
+    "isnan": torch.ops.aten.isnan.default,
+    "isinf": torch.ops.aten.isinf.default,
+    "any": torch.ops.aten.any.default,
     "item": torch.ops.aten.item.default,
     "size": torch.ops.aten.sym_size.int,
     "stride": torch.ops.aten.sym_stride.int,
@@ -130,7 +136,7 @@ class StatementReader:
                         self._refuse("del of plain names")
                     self.names.pop(target.id, None)
             case ast.Assert(test=test, msg=message):
-                self._emit(check, (self._expression(test), self._message(message)), {})
+                self._emit(check, (self._expression(test), ast.unparse(message or test)), {})
             case ast.Pass():
                 pass
             case _:
@@ -142,9 +148,6 @@ class StatementReader:
             value._rename(name)
             value.meta["named"] = True
             self._on_assign(name, value)
-
-    def _message(self, message: ast.expr | None) -> str:
-        return "" if message is None else ast.unparse(message)
 
     def _expression(self, expression: ast.expr) -> Any:
         read = self._expression
@@ -166,9 +169,12 @@ class StatementReader:
             case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
                 return self._emit_or_evaluate(_UNARY[type(op)], (read(operand),), {})
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return self._emit_or_evaluate(operator.not_, (read(operand),), {})
+                return self._emit_or_evaluate(torch.sym_not, (read(operand),), {})
             case ast.BinOp(left=left, op=op, right=right):
                 return self._emit_or_evaluate(_BINARY[type(op)], (read(left), read(right)), {})
+            case ast.BoolOp(op=op, values=values):
+                both = operator.and_ if isinstance(op, ast.And) else operator.or_
+                return functools.reduce(lambda a, b: self._emit_or_evaluate(both, (a, b), {}), map(read, values))
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
                 return self._emit_or_evaluate(_COMPARE[type(op)], (read(left), read(right)), {})
             case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -185,7 +191,7 @@ class StatementReader:
                 self._refuse("an expression of names, calls and arithmetic")
 
     def _element(self, base: Any, index: Any) -> Any:
-        if isinstance(base, tuple) and isinstance(index, int):
+        if isinstance(base, (list, tuple)) and isinstance(index, int):
             return base[index]
         return self._emit_or_evaluate(operator.getitem, (base, index), {})
 
@@ -194,9 +200,8 @@ class StatementReader:
             return self.names[name]
         if name in self.namespace:
             return self.namespace[name]
-        builtin = {"max": max, "min": min, "int": int, "float": float, "bool": bool, "slice": slice}
-        if name in builtin:
-            return builtin[name]
+        if name in _BUILTINS:
+            return _BUILTINS[name]
         raise UndefinedName(name, self._text)
 
     def _attribute(self, base: Any, attribute: str) -> Any:
@@ -210,6 +215,10 @@ class StatementReader:
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(function, _Method):
             return self._method(function, args, kwargs)
+        if isinstance(owner := getattr(function, "__self__", None), str):
+            if function.__name__ != "format":
+                self._refuse("format() of strings")
+            function, args = format_text, (owner, *args)
         rewrite = self._rewrites.get(function) if _hashable(function) else None
         if rewrite is not None:
             return rewrite(*args, **kwargs)
@@ -279,6 +288,10 @@ class _Method:
 
 def _is_plain(function: Any) -> bool:
     """Whether a call without tensors is just a Python value (``torch.device("cpu")``, ``float("inf")``)."""
+    if function is print:
+        return False
+    if function is format_text:
+        return True
     return isinstance(function, type) or getattr(function, "__module__", None) in ("math", "builtins", "cmath")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._inductor import config, ir, sizevars
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
@@ -45,22 +46,78 @@ def python_expression(expression: Any) -> str:
     return repr(expression)
 
 
+def scheduled_nodes(device: torch.device) -> list[Any]:
+    """Inductor's IR nodes in the kernel whose call is being written."""
+    from torch._inductor.virtualized import V
+
+    scheduler = V.graph.scheduler
+    # C++ kernels are written when a group of loops is complete, after the scheduler has moved on.
+    group = getattr(scheduler.get_backend(device), "kernel_group", None)
+    scheduled = getattr(group, "scheduled_nodes", None) or [scheduler.current_node]
+    return [part.node for node in scheduled if node is not None for part in node.get_nodes() if part.node is not None]
+
+
+def _ir_nodes(line: Any) -> list[Any]:
+    """The IR nodes behind a wrapper line."""
+    node = getattr(line, "node", None)
+    return [node] if node is not None else list(getattr(line, "scheduled", ()))
+
+
 def stack_traces(line: Any) -> list[str]:
     """The user's stack traces behind a wrapper line, newest frame last; empty where torch keeps none."""
-    node = getattr(line, "node", None)
-    getter = getattr(node, "get_stack_traces", None)
-    if getter is not None:
-        try:
-            return [trace for trace in getter() if trace]
-        except Exception:
-            return []
-    return []
+    found: dict[str, None] = {}
+    for node in _ir_nodes(line):
+        getter = getattr(node, "get_stack_traces", None)
+        with contextlib.suppress(Exception):
+            found.update(dict.fromkeys(getter() if getter is not None else ()))
+    return [trace for trace in found if trace]
+
+
+def _fx_nodes(line: Any) -> list[torch.fx.Node]:
+    found = (origin for node in _ir_nodes(line) for origin in getattr(node, "origins", None) or ())
+    return list(dict.fromkeys(found))
+
+
+def origins(line: Any) -> list[str]:
+    """Names of the nodes of Inductor's input graph that a wrapper line comes from."""
+    return [node.name for node in _fx_nodes(line)]
+
+
+def operators(line: Any) -> list[str]:
+    """The operators behind a wrapper line, as torch names them."""
+    overloads = [getattr(node, "op_overload", None) for node in _ir_nodes(line)]
+    targets = [overload for overload in overloads if overload is not None] or [
+        node.target for node in _fx_nodes(line) if node.op == "call_function"
+    ]
+    return list(dict.fromkeys(map(str, targets)))
 
 
 def prefix_asserts(wrapper: PythonWrapperCodegen) -> list[str]:
-    """Asserts on inputs that some versions write before the first line instead of among the lines."""
-    lines = wrapper.prefix.getvalue().splitlines()
-    return [line.strip() for line in lines if line.strip().startswith("assert_size_stride(")]
+    """Asserts on inputs that are written before the first line: NaN asserts, in some versions those on sizes, too."""
+    lines = map(str.strip, wrapper.prefix.getvalue().splitlines())
+    return [line for line in lines if line.startswith(("assert_size_stride(", "assert "))]
+
+
+def scalar_asserts() -> list[tuple[set[str], str, str]]:
+    """Asserts on sizes that only data decides: the names each needs, its condition as Python, its message.
+
+    Inductor drops them where it emits graphs.
+    """
+    from torch._inductor.virtualized import V
+
+    if not config.scalar_asserts:
+        return []
+    is_range_bound: Any = getattr(sizevars, "is_range_bound", None)
+    skips_ranges = is_range_bound is not None and getattr(config, "unsafe_skip_scalar_range_asserts", False)
+    found = []
+    for operation in V.graph.operations:
+        if not isinstance(operation, ir.AssertScalar) or (skips_ranges and is_range_bound(operation.scalar)):
+            continue
+        # Not simplified: Inductor takes what is asserted for granted, and would find it to be true.
+        text = V.graph.wrapper_code.codegen_python_sizevar(operation.scalar, simplify=False)
+        names = {str(symbol) for symbol in operation.get_free_symbol_uses(unbacked_only=False)}
+        found.append((names, text, operation.msg))
+    return found
 
 
 def wrap_for_graph(tuner: Any) -> Any:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from ..host_graph import Kernel, Kind, checks_on, kernel_of, kind_of, nodes_in, schema_of
+from ..host_graph import Kernel, Kind, checks_on, constants, kernel_of, kind_of, nodes_in, output_node, schema_of
 from ..plan import Partition, ProgramPlan
 
 # Values without work of their own are made where they are first used.
@@ -276,8 +276,26 @@ class FlatBuilder:
         if name is None:
             name = f"c{len(self._constants)}"
             self._constants[id(value)] = name
-            self._namespace[name] = value
+            self._namespace[name] = flat_subgraph(value) if isinstance(value, GraphModule) else value
         return name
+
+
+def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
+    """A subgraph (a branch, the body of a loop) as a flat function of its inputs."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    builder = FlatBuilder(constants(gm), {node: position for position, node in enumerate(inputs)})
+    work = [node for node in gm.graph.nodes if kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)]
+    with_their_values = set(checks_on([*inputs, *work]))
+    for node in checks_on(inputs):
+        if builder.available(node):
+            builder.check(node)
+    builder.run(
+        node
+        for node in gm.graph.nodes
+        if node in work or (kind_of(node) is Kind.CHECK and node not in with_their_values)
+    )
+    function = builder.build(output_node(gm).args[0]).function
+    return lambda *values: function(list(values))
 
 
 def _is_default(node: Node, name: str, value: Any) -> bool:

@@ -189,7 +189,10 @@ class Recording:
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
         """Make the asserts on bound inputs now, and return those that every call has to make."""
         bound = {self._placeholders[position] for position in self.request.bound_inputs}
-        once, always = FlatBuilder(*self._from_registers()), FlatBuilder(*self._from_registers())
+        # An assert on a later value may name an input, too (a size): no work has run, so only inputs are there.
+        known, registers = self._from_registers()
+        registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
+        once, always = FlatBuilder(dict(known), registers), FlatBuilder(dict(known), registers)
         found = 0
         for node in checks_on(self._placeholders):
             if once.available(node):

@@ -68,6 +68,6 @@ def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:
     if torch.Tag.nondeterministic_seeded in overload.tags:
         chains.append("random")
     silent = not overload._schema.returns and not facts.writes.get(node)
-    if silent or communicates(node):
+    if silent or "effect" in node.meta or communicates(node):
         chains.append("effects")
     return chains

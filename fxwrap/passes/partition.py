@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ..host_graph import (
     Kind,
     communicates,
+    control_flow_of,
     device_of,
     is_symbolic_value,
     kind_of,
@@ -94,8 +95,10 @@ def _operator_reason(node: Node, device: torch.device, listed: set[str]) -> str 
         spellings.add(f"{overload._schema.name.replace('::', '.')}.{overload._overloadname}")
     if listed & spellings:
         return "listed in eager_ops"
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or control_flow_of(node) is not None:
         return "control flow is decided on the host"
+    if overload is None and not isinstance(node.target, torch._ops.OpOverloadPacket) and _is_host_only(node):
+        return "what it does, it does on the host"
     tags = overload.tags if overload is not None else []
     if torch.Tag.data_dependent_output in tags or is_symbolic_value(node.meta.get("val")):
         return "reads a number out of a tensor on the host"
@@ -112,6 +115,14 @@ def _operator_reason(node: Node, device: torch.device, listed: set[str]) -> str 
         if (own := device_of(node)) is not None and own.type == "cpu":
             return "works on the host"
     return None
+
+
+def _is_host_only(node: Node) -> bool:
+    """Whether no tensor goes into a call, and none comes out (``print``)."""
+    values = [arg.meta.get("val") for arg in (node, *node.all_input_nodes)]
+    return kind_of(node) is Kind.EXTERN and not any(
+        isinstance(value, (torch.Tensor, tuple, list)) for value in values
+    )
 
 
 def _tensor_device(node: Node) -> torch.device | None:

@@ -13,10 +13,12 @@ from ..host_graph import (
     Kernel,
     Kind,
     communicates,
+    control_flow_of,
     kernel_of,
     kind_of,
     must_be_awaited,
     nodes_in,
+    output_node,
     receives,
     schema_of,
     waits,
@@ -172,6 +174,9 @@ class _Analysis:
             self.of[node] = _NONE.union(*self.elements[node].values())
 
     def _visit_undeclared(self, node: Node) -> None:
+        if control_flow_of(node) is not None:
+            self._visit_control_flow(node)
+            return
         target = node.target
         if isinstance(target, torch._ops.OpOverloadPacket):
             schemas = [getattr(target, name)._schema for name in target.overloads()]
@@ -188,6 +193,35 @@ class _Analysis:
             return
         self.writes[node] = self.reads[node]
         self.of[node] = self.reads[node] | self._new(node, Origin.EXTERN)
+
+    def _visit_control_flow(self, node: Node) -> None:
+        """What a branch or a loop writes and hands back of its operands is what its subgraphs do."""
+        flow = control_flow_of(node)
+        assert flow is not None
+        written: frozenset[int] = _NONE
+        handed_back: list[list[frozenset[int]]] = []
+        for subgraph in flow.subgraphs:
+            facts = analyse_storages(subgraph)
+            inputs = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
+            operand = {n: self._storages_in(value) for n, value in zip(inputs, flow.operands, strict=True)}
+
+            def outside(
+                indices: frozenset[int], facts: StorageFacts = facts, operand: Any = operand
+            ) -> frozenset[int]:
+                return _NONE.union(*(operand.get(facts.storages[index].node, _NONE) for index in indices))
+
+            written |= outside(_NONE.union(*facts.writes.values()))
+            results: Any = output_node(subgraph).args[0]
+            handed_back.append([outside(facts.of.get(value, _NONE)) for value in results])
+        shared = [_NONE.union(*sets) for sets in zip(*handed_back, strict=True)]
+        if flow.repeats:
+            # What comes back in one place may have gone in at another, an iteration before.
+            everything = self._storages_in(flow.operands)
+            shared = [everything] * len(shared) if any(shared) else shared
+            written = everything if written else written
+        self.writes[node] = written
+        self.elements[node] = {i: old | self._new(node, Origin.EXTERN, i) for i, old in enumerate(shared)}
+        self.of[node] = _NONE.union(*self.elements[node].values())
 
 
 def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import Kernel, Kind, kind_of, launch, reinterpret
+from ..host_graph import ControlFlow, Kernel, Kind, control_flow_of, is_symbolic_value, kind_of, launch, reinterpret
 from ..plan import MemoryPlan, StorageFacts
 
 # A storage: who made it, and which of its results it is (None for an only one).
@@ -260,6 +260,8 @@ class _Memory:
                     self.in_flight.add(root)
 
     def _roots_of(self, node: Node, by_storage: Mapping[int, frozenset[_Root]]) -> frozenset[_Root]:
+        if is_symbolic_value(node.meta.get("val")):
+            return frozenset()  # a number is no memory
         if node.target in _SHARES:
             base = node.args[0]
             if not isinstance(base, Node):
@@ -270,6 +272,12 @@ class _Memory:
                 if isinstance(index, int) and -len(elements) <= index < len(elements):
                     return elements[index]
             return self._roots.get(base, frozenset())
+        if (flow := control_flow_of(node)) is not None:
+            elements = [
+                frozenset({(node, position)}) | roots for position, roots in enumerate(self._handed_back(flow))
+            ]
+            self._elements[node] = elements
+            return frozenset().union(*elements)
         schema = _schema(node)
         if _qualified_name(node) in _WAITS:
             operand = (*node.args, *node.kwargs.values())[0]
@@ -319,7 +327,8 @@ class _Memory:
             if schema is None or torch.Tag.nondeterministic_seeded in tags:
                 random.append(node)
             communicates = _qualified_name(node).split("::")[0] in _COMMUNICATION
-            if schema is None or communicates or not (schema.returns or self._written(node)):
+            declared = communicates or "effect" in node.meta
+            if schema is None or declared or not (schema.returns or self._written(node)):
                 effects.append(node)
         return [random, effects]
 
@@ -366,6 +375,8 @@ class _Memory:
             kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]
             assert isinstance(kernel, Kernel)
             return self.roots_in([node.args[1 + position] for position in kernel.writes])
+        if (flow := control_flow_of(node)) is not None:
+            return self._written_by(flow)
         schema, name = _schema(node), _qualified_name(node)
         if schema is None or name in _WAITS or name in _RECEIVERS:
             return self.roots_in((node.args, node.kwargs))
@@ -376,6 +387,36 @@ class _Memory:
                 if argument.alias_info is not None and argument.alias_info.is_write
             )
         )
+
+    # -- subgraphs: what they do to their inputs, they do to the operands of the node that calls them ----
+
+    def _written_by(self, flow: ControlFlow) -> frozenset[_Root]:
+        found: frozenset[_Root] = frozenset()
+        for subgraph in flow.subgraphs:
+            inner = _Memory(subgraph.graph)
+            work = [node for node in subgraph.graph.nodes if inner.works(node)]
+            written = frozenset().union(*map(inner._written, work))
+            found |= self._outside(written, subgraph, flow)
+        # From one iteration to the next values change places.
+        return self.roots_in(flow.operands) if found and flow.repeats else found
+
+    def _handed_back(self, flow: ControlFlow) -> list[frozenset[_Root]]:
+        """For each result, the operands that it may be, or may be a view of."""
+        found: list[frozenset[_Root]] = []
+        for subgraph in flow.subgraphs:
+            inner = _Memory(subgraph.graph)
+            (results,) = next(node for node in reversed(subgraph.graph.nodes) if node.op == "output").args
+            for position, result in enumerate(results):  # type: ignore[union-attr,arg-type]
+                found += [frozenset()] * (position + 1 - len(found))
+                found[position] |= self._outside(inner.roots_in(result), subgraph, flow)
+        if flow.repeats and any(found):
+            return [self.roots_in(flow.operands)] * len(found)
+        return found
+
+    def _outside(self, roots: frozenset[_Root], subgraph: GraphModule, flow: ControlFlow) -> frozenset[_Root]:
+        placeholders = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
+        found = (self.roots_in(flow.operands[placeholders.index(n)]) for n, _ in roots if n.op == "placeholder")
+        return frozenset().union(*found)
 
 
 def _schema(node: Node) -> Any:
