@@ -292,6 +292,7 @@ class HostGraphConverter(FxConverter):
         owner = self._line.node
         node = self.gm.graph.create_node("call_function", function, tuple(map(self._operand, args)))
         node.meta["val"] = [_example(output) for output in owner.outputs]
+        node.meta["outside_plan"] = "its subgraphs allocate what it returns"
         self._note(node)
         self.reader.assign(owner.get_name(), node)
 

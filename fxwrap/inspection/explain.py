@@ -20,7 +20,7 @@ from ..backend import fxwrap as backend
 from ..codegen.dynamo import owners_of, with_own_code
 from ..errors import FxwrapError
 from ..graphs.program import Program
-from ..host_graph import Kernel, kind_of, operator_name
+from ..host_graph import Kernel, constants, kind_of, operator_name
 from ..owner import Owner, live_owners
 from ..plan import MemoryPlan, Origin, Partition, StorageFacts
 from .listing import list_graph
@@ -54,9 +54,10 @@ class GraphReport:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels, with their source."""
-        found = [getattr(self.graph, str(n.target), None) for n in self.graph.graph.nodes if n.op == "get_attr"]
-        return tuple(kernel for kernel in found if isinstance(kernel, Kernel))
+        """The kernels, with their source; those of branches and loops, too."""
+        graphs = [module for module in self.graph.modules() if isinstance(module, GraphModule)]
+        found = (value for gm in graphs for value in constants(gm).values())
+        return tuple(dict.fromkeys(kernel for kernel in found if isinstance(kernel, Kernel)))
 
     @property
     def counters(self) -> dict[str, Any]:

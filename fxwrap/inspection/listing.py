@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..host_graph import Kind, kind_of
 
 
 def list_graph(gm: GraphModule, checks: bool = False) -> str:
-    """Print a host graph: allocations, launches, extern calls, views, arithmetic.
+    """Print a host graph, branches and loop bodies included: allocations, launches, extern calls, views, arithmetic.
 
     Args:
         checks: also list the asserts.
@@ -21,18 +22,20 @@ def list_graph(gm: GraphModule, checks: bool = False) -> str:
         kind = kind_of(node)
         if kind is Kind.CHECK and not checks:
             continue
-        line = _line(node, kind)
+        line = _line(node, kind, checks)
         if line:
             lines.append(line)
     return "\n".join(lines)
 
 
-def _line(node: Node, kind: Kind) -> str:
+def _line(node: Node, kind: Kind, checks: bool) -> str:
     if kind is Kind.PLACEHOLDER:
         return f"{node.name}: {_type_of(node.meta.get('val'))}"
     if kind is Kind.CONSTANT:
         # A kernel is named where it is launched.
         value = getattr(node.graph.owning_module, str(node.target).split(".")[0], None)
+        if isinstance(value, GraphModule):
+            return f"{node.name} = graph\n{textwrap.indent(list_graph(value, checks), '    ')}"
         return f"{node.name} = constant {_type_of(value)}" if isinstance(value, torch.Tensor) else ""
     if kind is Kind.OUTPUT:
         return f"return {_value(node.args[0])}"
