@@ -1,0 +1,247 @@
+"""A Triton backend for devices on host memory: it compiles kernels with Triton's front end, and interprets them.
+
+It is plugged in where every vendor's is, in ``triton.backends``, so that all of Inductor's own machinery works: the
+tuner compiles, benchmarks, chooses, and launches with the options of the chosen configuration. ``TRITON_INTERPRET``
+leaves all of that out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.backends import Backend, backends
+from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.backends.driver import DriverBase
+from triton.compiler import ASTSource
+from triton.language.extra.cuda import libdevice
+from triton.runtime import driver, interpreter
+from triton.runtime.jit import JITFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One run of a kernel.
+
+    Attributes:
+        kernel: its name.
+        grid: how many instances ran.
+        arguments: what it got, by name; tensors as (size, strides, dtype), for they must not be held.
+        options: what it was compiled with: ``num_warps``, ``num_stages``, ...
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def run_now(function: Callable[..., None], *args: Any) -> None:
+    function(*args)
+
+
+@contextlib.contextmanager
+def interpreted_triton(
+    device_type: str, *, launch: Callable[..., None] = run_now, current_device: Callable[[], int] = lambda: 0
+) -> Iterator[list[Launch]]:
+    """Have Triton kernels run on a device on host memory, inside the context only.
+
+    Kernels that were compiled inside of the context must not be launched outside of it. Inductor has to compile in
+    this process (``compile_threads=1``): others know nothing of the context.
+
+    Args:
+        launch: ``launch(function, *args)`` runs ``function(*args)`` on the device's current stream, with CPU tensors
+            over the same memory, or records it while that stream captures.
+
+    Yields:
+        The runs so far: those of a captured launch when it is replayed.
+    """
+    launches: list[Launch] = []
+
+    class Driver(_Driver):
+        def __init__(self) -> None:
+            self.device_type, self.get_current_device = device_type, current_device
+            self.launcher_cls = functools.partial(_Launcher, launch, launches)
+
+    class Compiler(_Compiler):
+        @staticmethod
+        def supports_target(target: GPUTarget) -> bool:
+            return target.backend == device_type
+
+    make_ir = ASTSource.make_ir
+
+    @functools.wraps(make_ir)  # torch looks at its parameters
+    def make_ir_alone(*args: Any, **kwargs: Any) -> Any:
+        with _LANGUAGE:
+            return make_ir(*args, **kwargs)
+
+    with (
+        mock.patch.dict(backends, {device_type: Backend(Compiler, Driver)}, clear=True),
+        mock.patch.object(driver, "_active", Driver()),
+        mock.patch.object(ASTSource, "make_ir", make_ir_alone),
+        # Whether a kernel that the user wrote is one. Torch keeps the answer from before, and some versions have a
+        # list of devices for which it can be yes.
+        mock.patch("torch.utils._triton.has_triton", lambda **_: True),
+    ):
+        yield launches
+
+
+class _Driver(DriverBase):
+    """The device, as Triton sees it."""
+
+    device_type: str
+    get_current_device: Callable[[], int]
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    @property
+    def utils(self) -> Any:
+        return self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 2**20}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        # Without a module there is nothing to unload when a kernel goes, which may be outside of the context.
+        module, function, registers, spills, most_threads = None, None, 0, 0, 2**20
+        return module, function, registers, spills, most_threads
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget(self.device_type, "", 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device(self.device_type, self.get_current_device())
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is compiled to C++")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("the time that the interpreter takes says nothing about kernels")
+
+
+class _Options(types.SimpleNamespace):
+    """Whatever a configuration says is kept, and a part of the compiled kernel's identity."""
+
+    def hash(self) -> str:
+        return hashlib.sha256(repr(sorted(vars(self).items(), key=repr)).encode()).hexdigest()
+
+
+class _Compiler(BaseBackend):
+    """Triton's front end, and no further: a kernel that it refuses would compile nowhere."""
+
+    binary_ext = "ttir"
+
+    def hash(self) -> str:
+        return f"fxwrap-interpreter-{self.target.backend}"
+
+    def parse_options(self, options: dict[str, Any]) -> _Options:
+        usual = {"num_warps": 4, "num_ctas": 1, "num_stages": 3, "cluster_dims": (1, 1, 1), "ir_override": None}
+        given = {name: value for name, value in options.items() if value is not None}
+        return _Options(**{**dataclasses.asdict(interpreter.InterpreterOptions()), **usual, **given})
+
+    def add_stages(self, stages: dict[str, Any], options: Any, language: Any = None) -> None:
+        stages["ttir"] = self._finish
+
+    def _finish(self, module: Any, metadata: dict[str, Any]) -> bytes:
+        metadata.update(name=module.get_entry_func_name(), shared=0, warp_size=32)
+        return str(module).encode()
+
+    def load_dialects(self, context: Any) -> None:
+        pass
+
+    def get_codegen_implementation(self, options: Any) -> dict[str, Any]:
+        return {"min_dot_size": lambda *types: (1, 1, 1)}
+
+    def get_module_map(self) -> dict[str, types.ModuleType]:
+        return {"triton.language.extra.libdevice": libdevice}
+
+    def pack_metadata(self, metadata: Any) -> Any:
+        return metadata
+
+
+class _Launcher:
+    """What Inductor's launcher calls, with a grid and with every argument of the kernel, constants too."""
+
+    def __init__(self, launch: Callable[..., None], launches: list[Launch], source: Any, metadata: Any) -> None:
+        self._launch, self._launches = launch, launches
+        self._kernel: JITFunction = source.fn
+        self._options = {name: value for name, value in metadata._asdict().items() if name not in ("hash", "target")}
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *more: Any) -> None:
+        _packed, _launch_metadata, _enter_hook, _exit_hook, *args = more
+        if x * y * z > 0:
+            self._launch(functools.partial(self._run, (x, y, z)), *args)
+
+    def _run(self, grid: tuple[int, int, int], *args: Any) -> None:
+        named = dict(zip(self._kernel.arg_names, args, strict=True))
+        described = {name: _described(arg) for name, arg in named.items()}
+        self._launches.append(Launch(self._kernel.__name__, grid, described, self._options))
+        with _LANGUAGE, mock.patch.object(JITFunction, "__call__", _call_device_function):
+            interpretable = _interpretable(self._kernel.fn)
+            interpreter.GridExecutor(interpretable, self._kernel.arg_names, grid)(**named)
+
+
+# Interpreting replaces functions of Triton's language, in which another thread may be compiling.
+_LANGUAGE = threading.RLock()
+
+
+def _described(arg: Any) -> Any:
+    if hasattr(arg, "block_shape"):  # a tensor descriptor
+        return _described(arg.base), tuple(arg.block_shape)
+    return (tuple(arg.size()), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else arg
+
+
+def _call_device_function(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    return _interpretable(self.fn)(*args, **kwargs)
+
+
+@functools.cache
+def _interpretable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function rewritten for the interpreter, which it does in the function's own globals: in a copy of them."""
+    names = dict(function.__globals__)
+    if "libdevice" in names:
+        names["libdevice"] = _LIBDEVICE
+    # The interpreter replaces the functions of the modules that it finds here; device functions name others.
+    names = {"tl": tl, "core": tl.core, **names}
+    copy = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__module__ = function.__kwdefaults__, function.__module__
+    copy.__annotations__ = inspect.get_annotations(function)
+    return interpreter.FunctionRewriter(copy).rewrite_ast()
+
+
+def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A libdevice function: the interpreter has no ``extern_elementwise``, torch has the same functions."""
+
+    def apply(*args: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, tl.tensor)]
+        operands = [torch.from_numpy(np.ascontiguousarray(arg.handle.data)) for arg in tensors]
+        first = tensors[0]
+        data = function(*operands).numpy().reshape(first.handle.data.shape)
+        return tl.tensor(interpreter.TensorHandle(data, first.handle.dtype), first.type)
+
+    return apply
+
+
+def _libdevice(names: Sequence[str]) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**{name: _elementwise(getattr(torch, name)) for name in names})
+
+
+_LIBDEVICE = _libdevice(["erf", "exp", "log", "log1p", "pow", "rsqrt", "sin", "sqrt", "tanh"])
