@@ -110,7 +110,7 @@ def register_device(
         enter(registered_devices(), device_type, support)
         # What torch knows of a device in its tree stays, unless the caller says otherwise.
         if interface is not None or device_type not in interfaces.device_interfaces:
-            interface = interface or _interface(device_type)
+            interface = interface or _interface(device_type, _is_triton(scheduling))
             for name in (device_type, *(f"{device_type}:{index}" for index in range(_device_count(device_type)))):
                 enter(interfaces.device_interfaces, name, interface)
         if op_overrides is not None or device_type not in common.device_op_overrides_dict:
@@ -210,6 +210,10 @@ def _scheduling_class(scheduling: Any) -> Any:
     return _SCHEDULING[scheduling][0] if isinstance(scheduling, str) else scheduling
 
 
+def _is_triton(scheduling: Any) -> bool:
+    return scheduling is not None and issubclass(_scheduling_class(scheduling), TritonScheduling)
+
+
 def _device_count(device_type: str) -> int:
     count = getattr(torch.get_device_module(device_type), "device_count", None)
     return count() if count is not None else 1
@@ -275,7 +279,7 @@ class _OpOverrides(common.DeviceOpOverrides):
         return f"torch.{self._name}.device({device_idx})"
 
 
-def _interface(device_type: str) -> type:
+def _interface(device_type: str, triton: bool) -> type:
     """Dynamo's view of a device, made from ``torch.<device type>``; what the module lacks stays unimplemented."""
     module: Any = torch.get_device_module(device_type)
 
@@ -317,6 +321,7 @@ def _interface(device_type: str) -> type:
             lambda including_emulation=False: getattr(module, "is_bf16_supported", lambda: True)()
         ),
         "get_compute_capability": staticmethod(lambda device=None: ""),
+        "is_triton_capable": staticmethod(lambda device=None: triton),
     }
     names = "current_device set_device device stream current_stream set_stream synchronize memory_allocated"
     for name in names.split():

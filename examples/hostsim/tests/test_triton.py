@@ -133,3 +133,10 @@ def test_a_kernel_that_is_launched_without_a_compiler_is_captured(mode, device, 
         graph.replay()
         assert_equal(out, refill + y.cpu())
     assert [launch.grid for launch in launches] == [(3, 1, 1)] * 2
+
+
+def test_dynamo_is_told_whether_kernels_are_tritons(device):
+    for scheduling, kernels in (("triton", []), ("cpp", [fxwrap.cpp_kernels(device.launch)])):
+        with fxwrap.register_device(name(), scheduling=scheduling, kernels=kernels):
+            interface = torch._dynamo.device_interface.get_interface_for_device(name())
+            assert interface.is_triton_capable() == (scheduling == "triton")
