@@ -162,6 +162,8 @@ class HostGraphConverter(FxConverter):
                 self._generate_size_proxy(node, value)
             elif isinstance(value, ir.TensorBox):
                 node.meta["val"] = self._get_buffer(value).get_example()  # type: ignore[union-attr]
+            elif (known := getattr(value, "value", None)) is not None:
+                node.meta["val"] = known  # a process group, a generator, an object of C++
 
     def _name_symbols(self) -> None:
         for expression, proxy in self.expr_to_proxy.items():

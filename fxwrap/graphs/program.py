@@ -12,7 +12,16 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, PlanError
-from ..host_graph import Kind, checks_on, constants, counts_from_storage, kind_of, operator_name, output_node
+from ..host_graph import (
+    Kind,
+    checks_on,
+    constants,
+    counts_from_storage,
+    is_symbolic_value,
+    kind_of,
+    operator_name,
+    output_node,
+)
 from ..options import Options
 from ..plan import MemoryPlan, Origin, ProgramPlan
 from .counters import Counters
@@ -410,6 +419,6 @@ def _dynamic_positions(placeholders: Sequence[Node]) -> list[tuple[int, str | No
                     found.append((position, "size", dim))
                 if not isinstance(val.stride(dim), int):
                     found.append((position, "stride", dim))
-        elif val is not None and not isinstance(val, torch.Tensor):
+        elif is_symbolic_value(val):
             found.append((position, None, 0))
     return found
