@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -803,23 +804,24 @@ def test_channels_last() -> None:
     compare(convolve, make, gradients=True)
 
 
-def test_inputs_that_share_memory() -> None:
+def overlapping_views() -> tuple[torch.Tensor, ...]:
+    base = torch.randn(8, 4)
+    return base[:4], base[2:6]
+
+
+def one_tensor_twice() -> tuple[torch.Tensor, ...]:
+    return square() * 2
+
+
+@pytest.mark.parametrize("make", [overlapping_views, one_tensor_twice])
+def test_inputs_that_share_memory(make: Make) -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.mul_(2)
         return y.sin() @ x
 
-    def overlapping_views() -> tuple[torch.Tensor, ...]:
-        base = torch.randn(8, 4)
-        return base[:4], base[2:6]
-
-    def one_tensor_twice() -> tuple[torch.Tensor, ...]:
-        x = torch.randn(4, 4)
-        return x, x
-
-    # Inductor's cache takes programs for one another that were compiled for views of different tensors.
+    # Torch's cache takes programs for views of another base to be the same.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        for make in (overlapping_views, one_tensor_twice):
-            compare(function, make)
+        compare(function, make)
 
 
 # -- checks --------------------------------------------------------------------------------------------
@@ -860,6 +862,38 @@ def test_asserts_on_numbers_out_of_tensors_are_made_at_replays(unbacked: None) -
         errors = [raised_by(g, *inputs) for g in (f, theirs)]
         assert (errors[0] is None) == (errors[1] is None) == (count in (2, 3, 4)), count
     assert f.program.counters.replays >= 2 and not f.owner.fallbacks
+
+
+@torch.library.custom_op("fxwrap_constructs::misaligned", mutates_args=())
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:1], x])[1:]
+
+
+misaligned.register_fake(torch.empty_like)
+
+
+def test_asserts_on_alignment() -> None:
+    errors = []
+    for f in (Compiled(lambda x: misaligned(x.sin()) + 1), inductor(lambda x: misaligned(x.sin()) + 1)):
+        for _ in range(3):
+            with pytest.raises(AssertionError, match="align") as caught:
+                f(torch.randn(5))
+            errors.append(str(caught.value))
+    assert len(set(errors)) == 1
+
+
+def test_division_by_zero_is_raised_at_replays() -> None:
+    header = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "inductor" / "cpp_prefix.h"
+    if "integer_div_error" not in header.read_text():
+        pytest.skip("a division by zero ends the process in kernels of this torch")
+    f, theirs = Compiled(lambda x, n: x // n), inductor(lambda x, n: x // n)
+    for zeros in (0, 0, 0, 1, 0):
+        errors = []
+        for g in (f, theirs):
+            n = torch.tensor([1 - zeros, 2, 3])
+            errors.append(raised_by(g, torch.arange(3), n))
+        assert errors == [RuntimeError if zeros else None] * 2
+    assert f.program.counters.replays >= 2
 
 
 def test_a_convolution_that_is_not_laid_out_as_predicted() -> None:
@@ -974,7 +1008,7 @@ def test_nodes_know_the_code_and_the_nodes_they_come_from() -> None:
 def test_explanations_name_the_users_code() -> None:
     explanation = fxwrap.explain(loop_then_branch, *squares())
     assert "test_constructs.py" in str(explanation) and "while_loop" in str(explanation)
-    assert "torch.cond(y.sum() > 0" in " ".join(str(explanation).split())  # however the lines are broken
+    assert "torch.cond(y.sum() > 0" in str(explanation)
     (graph,) = explanation.graphs
     listing = list_graph(graph.graph)
     assert "while_loop_body_graph_0 = graph\n    " in listing
