@@ -42,6 +42,8 @@ def triton_on_cpu(cost: Callable[[Launch], float] = usual_cost) -> Iterator[list
     with (
         interpreted_triton("cpu") as launches,
         config.patch(cpu_backend="triton", compile_threads=1),
+        # Descriptors are for some GPUs only, about which torch asks CUDA.
+        mock.patch("torch.utils._triton.has_triton_tensor_descriptor_host_tma", lambda: True),
         mock.patch.object(benchmarker, "benchmark", benchmark),
     ):
         # Kernels that were compiled for another of these contexts know its launches.

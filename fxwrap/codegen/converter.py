@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch._higher_order_ops.effects import has_effects
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import config, ir
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.common import IndentedBuffer
@@ -31,7 +32,14 @@ from ..host_graph import Kernel, Kind, last_frame, launch, output_node, reinterp
 from . import torch_versions as versions
 from .out_forms import OutForm, out_form
 from .statements import StatementReader, UndefinedName, assigned_names
-from .triton_kernels import TritonLauncher, TunedLaunch, argument_names, known_writes, written_arguments
+from .triton_kernels import (
+    TritonLauncher,
+    TunedLaunch,
+    argument_names,
+    is_descriptor,
+    known_writes,
+    written_arguments,
+)
 
 log = logging.getLogger(__name__)
 
@@ -374,6 +382,9 @@ class HostGraphConverter(FxConverter):
             PythonWrapperCodegen._format_kernel_definition(line.kernel_name, line.kernel_body, metadata=line.metadata)
             for line in definitions
         ]
+        if any(getattr(line, "triton", False) for line in self.lines):
+            # As printing a call would have done: descriptors name the module.
+            self.wrapper.write_triton_header_once()
         prologue = [self.wrapper.imports.getvalue(), self.wrapper.header.getvalue()]
         self.module: types.ModuleType = PyCodeCache.load("\n".join([*prologue, *code]))
         self._sources = {line.kernel_name: line.kernel_body for line in definitions}
@@ -582,6 +593,9 @@ class HostGraphConverter(FxConverter):
             node.meta["kind"] = Kind.CHECK
             has_side_effect(function)
             return
+        if is_descriptor(function):
+            node.meta["kind"] = Kind.VIEW
+            return
         overload = getattr(getattr(self._line, "node", None), "op_overload", None)
         is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
         if isinstance(overload, torch._ops.OpOverload) and node.meta.get("kind") is None:
@@ -615,7 +629,8 @@ class HostGraphConverter(FxConverter):
         """
         if node.op != "call_function" or "val" in node.meta or node.meta.get("kind") is Kind.CHECK:
             return
-        if node.target in (launch, switch, while_loop, print) or _is_assert(node.target):
+        without_value = (launch, switch, while_loop, print, triton_kernel_wrapper_mutation)
+        if node.target in without_value or _is_assert(node.target):
             return
         if node.target is reinterpret and "val" not in node.args[0].meta:  # type: ignore[union-attr]
             return

@@ -56,6 +56,11 @@ def _device_guard(device_type: str) -> Callable[[int], Any] | None:
     return module.device if several else None
 
 
+def is_descriptor(function: Any) -> bool:
+    """Whether a function describes a tensor to a kernel: Triton's descriptors of tiles."""
+    return str(getattr(function, "__module__", "")).startswith("triton.tools.")
+
+
 def argument_names(tuner: Any, triton_meta: Any, raw_keys: Sequence[Any] | None, count: int) -> tuple[str, ...]:
     """The kernel's own names of a launch's arguments, by position; empty where Inductor added an argument.
 
@@ -127,13 +132,13 @@ def _writes_of_user_kernel(fx_name: str | None) -> set[str] | None:
         if fx_name is None or getattr(operation.fx_node, "name", None) != fx_name:
             continue
         buffers = {name for arg in operation.mutable_args for name in _names_of(arg)}
-        return {
-            name
-            for name, value in operation.kwargs.items()
-            # A descriptor has a name of its own, not that of the tensor it describes.
-            if isinstance(value, ir.TMADescriptor) or (isinstance(value, ir.IRNode) and _names_of(value) & buffers)
-        }
+        return {name for name, value in operation.kwargs.items() if _names_of(_described(value)) & buffers}
     return None
+
+
+def _described(value: Any) -> Any:
+    """The tensor behind a descriptor, which has a name of its own."""
+    return value.tensor if isinstance(value, ir.TMADescriptor) else value
 
 
 def _names_of(buffer: Any) -> set[str]:

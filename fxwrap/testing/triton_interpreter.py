@@ -188,6 +188,7 @@ class _Launcher:
         if x * y * z > 0:
             self._launch(functools.partial(self._run, (x, y, z)), *args)
 
+    @torch.compiler.disable  # or Dynamo would compile the interpreter, where a launch is outside of compiled code
     def _run(self, grid: tuple[int, int, int], *args: Any) -> None:
         named = dict(zip(self._kernel.arg_names, args, strict=True))
         described = {name: _described(arg) for name, arg in named.items()}
