@@ -15,6 +15,7 @@ if UNSUPPORTED:
     pytest.skip(UNSUPPORTED, allow_module_level=True)
 pytest.importorskip("fxwrap", reason="needs fxwrap, which compiles for the device")
 pytest.importorskip("triton", reason="needs Triton")
+pytest.importorskip("numpy", reason="needs NumPy, with which Triton interprets")
 
 import triton
 import triton.language as tl
