@@ -23,7 +23,7 @@ from fxwrap.owner import Owner
 
 WORLD = 2
 # Of one collective, so that a process that is alone says so before the test gives up.
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=120)
 
 # -- training -----------------------------------------------------------------------------------------------
 

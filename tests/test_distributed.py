@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 # A process that lost its partner says so; but nobody needs to wait until the collective gives up.
 GRACE_S = 5
 
