@@ -335,6 +335,22 @@ def test_dynamic_shapes(fn: Any, compiled: Any, launches: list[Launch]) -> None:
     assert not f.owner.fallbacks
 
 
+@pytest.mark.parametrize("fn", [softmax, matmul, users_autograd], ids=lambda fn: fn.__name__)
+def test_gradients_with_dynamic_shapes(fn: Any, compiled: Any, launches: list[Launch]) -> None:
+    f: Compiled = compiled(fn, dynamic=True)
+    for _ in range(3):
+        for rows, columns in ((5, 7), (9, 3)):
+            args = [torch.randn(rows, columns, requires_grad=True) for _ in range(2)]
+            out, expected = f(*args), EXPECTED[fn](*args)
+            weight = torch.randn_like(out)
+            torch.testing.assert_close(
+                torch.autograd.grad((out * weight).sum(), args), torch.autograd.grad((expected * weight).sum(), args)
+            )
+            del out
+    assert [bool(count) for count in f.replays()] == [True, True]
+    assert not f.owner.fallbacks
+
+
 def test_a_descriptor_is_a_view_made_anew_for_every_input(
     compiled: Any, launches: list[Launch], runtime: None
 ) -> None:
