@@ -78,3 +78,25 @@ def test_more_shapes_than_may_be_recorded_run_eagerly_and_are_counted(compiled: 
     assert sum(counters.recordings.values()) == 2
     assert counters.eager == {"warm-up": 2, "more than 2 shapes (max_recordings)": 9}
     assert len(f.program.families) == 2  # nothing grows with the shapes that are not recorded
+
+
+def test_a_backward_that_takes_an_expression_of_sizes(compiled: Any, device: torch.device) -> None:
+    """What a forward saved of its shape is an input of the backward."""
+
+    class TimesCount(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.count = x.numel()
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad * ctx.count
+
+    f: Compiled = compiled(lambda x: TimesCount.apply(x) * 2, dynamic=True)
+    for _ in range(4):
+        for shape in ((5, 7), (9, 3)):
+            x = torch.randn(*shape, device=device, requires_grad=True)
+            f(x).sum().backward()
+            assert torch.equal(x.grad.cpu(), torch.full(shape, 2.0 * x.numel()))  # type: ignore[union-attr]
+    assert not f.owner.fallbacks and all(f.replays()) and len(f.programs) == 2
