@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .devices import KernelCall, KernelKind, cpp_kernels
+from .devices import CaptureCost, KernelCall, KernelKind, cpp_kernels
+from .eager_rules import EagerRule
 from .errors import (
     CaptureError,
     DeviceError,
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CaptureCost",
     "CaptureError",
     "DeviceError",
     "DeviceRegistration",
+    "EagerRule",
     "EmissionError",
     "Explanation",
     "FxwrapCodegen",

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .devices import device_support
+from .devices import capture_cost, device_support
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
 from .owner import Owner
 from .passes.dependencies import build_dependency_graph
-from .passes.memory_planning import plan_program
-from .passes.partition import cut, judge, main_device
+from .passes.memory_planning import hinted_sizes, inner_storages, plan_program
+from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
 from .passes.symbols import evaluate_sizes
+from .passes.verdicts import judge, main_device
 from .passes.verify import verify_memory, verify_schedule
+from .passes.worth import weigh
 from .plan import CompiledPartition, MemoryPlan, PartitionGraph, ProgramPlan
 
 
@@ -54,12 +56,16 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     """
     facts = analyse_storages(gm)
     dependencies = build_dependency_graph(gm, facts)
-    device = main_device(gm)
+    device, sizes = main_device(gm), hinted_sizes(facts)
+    inside = {index: sizes[index] for index in inner_storages(gm, facts) if index in sizes}
 
     def cut_program(refused: Mapping[str, str]) -> ProgramPlan:
-        verdicts = judge(gm, request.options.eager_ops, device_support(device.type).eager_reason, refused)
-        partitions = cut(dependencies, verdicts, device)
-        plan = ProgramPlan(gm, facts, verdicts, partitions, device, frozenset(request.static_inputs), request.phase)
+        options = request.options
+        eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops)
+        verdicts = judge(gm, eager_ops, refused)
+        found = cut(dependencies, verdicts, device, facts, inside, options.peak_budget)
+        plan = ProgramPlan(gm, facts, verdicts, found, device, frozenset(request.static_inputs), request.phase)
+        plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches)
         verify_schedule(gm, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 

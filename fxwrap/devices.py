@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
+
+from .eager_rules import EagerRule
 
 
 @dataclass(frozen=True)
@@ -74,24 +75,52 @@ def cpp_kernels(launch: Callable[..., Any]) -> KernelKind:
 HOST_KERNELS = KernelKind("cpp", lambda call: call.definition)
 
 
+@dataclass(frozen=True)
+class CaptureCost:
+    """What issuing work costs the host on a device, in microseconds; estimates say whether a capture is worth it.
+
+    The defaults are round numbers for a GPU behind a driver, with which Python is compared: what is saved is the
+    way to the launch, not the work.
+
+    Attributes:
+        launch: a kernel's launch out of a host graph.
+        extern: a library call out of a host graph.
+        replay: the replay of a device graph, whatever is in it.
+        copy: one copy of an input to its place, or of what eager work hands over.
+        bytes: how many bytes such a copy moves in a microsecond.
+    """
+
+    launch: float = 5.0
+    extern: float = 10.0
+    replay: float = 10.0
+    copy: float = 4.0
+    bytes: float = 500_000.0
+
+
+# A graph of the CPU calls what it would call otherwise, with everything bound, and copies nothing.
+_HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=float("inf"))
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceSupport:
     """What is known about one type of device.
 
     Attributes:
         kernels: kinds of compiled kernels besides Triton's, which every device may have.
-        eager_reason: for an operator call that must not be captured, why; else None.
+        eager_ops: operators that must not be captured, and rules.
         new_graph: makes a device graph in a memory pool (None: a pool of its own); by default the unified one.
         codegen: emits and compiles unless the ``codegen`` option says otherwise.
         config: Inductor's settings while a graph with this device in it is compiled.
+        cost: what issuing work costs; None for the usual.
     """
 
     device_type: str
     kernels: tuple[KernelKind, ...] = ()
-    eager_reason: Callable[[Node], str | None] | None = None
+    eager_ops: tuple[str | EagerRule, ...] = ()
     new_graph: Callable[[Any], Any] | None = None
     codegen: type | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    cost: CaptureCost | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}
@@ -100,6 +129,11 @@ _registered: dict[str, DeviceSupport] = {}
 def device_support(device_type: str) -> DeviceSupport:
     """The record of a device; an empty one where nothing was registered."""
     return _registered.get(device_type) or DeviceSupport(device_type)
+
+
+def capture_cost(device_type: str) -> CaptureCost:
+    """What issuing work costs on a device."""
+    return device_support(device_type).cost or (_HOST_COST if device_type == "cpu" else CaptureCost())
 
 
 def registered_devices() -> dict[str, DeviceSupport]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .eager_rules import EagerRule
 from .errors import OptionError
 
 
-def _option(default: Any, doc: str, *, minimum: int | None = None) -> Any:
-    return field(default=default, metadata={"doc": doc, "minimum": minimum})
+def _option(default: Any, doc: str, *, minimum: int | None = None, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"doc": doc, "minimum": minimum, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,21 @@ class Options:
     max_recordings: int = _option(
         64, "recordings one program may keep; further shapes run eagerly and are counted", minimum=1
     )
-    eager_ops: tuple[str, ...] = _option(
-        (), "operators that must not be captured, such as 'aten::nonzero' or 'mylib::lookup'"
+    eager_ops: tuple[str | EagerRule, ...] = _option(
+        (), "operators that must not be captured, such as 'aten::nonzero' or 'mylib::lookup', and fxwrap.EagerRule"
+    )
+    capture: str = _option(
+        "auto",
+        "'auto' captures partitions that an estimate says are worth it, 'always' all that can be, 'never' none",
+        choices=("auto", "always", "never"),
+    )
+    min_launches: int = _option(
+        1, "launches and library calls that a captured partition has at least; smaller ones run eagerly", minimum=1
+    )
+    peak_budget: float = _option(
+        1.1,
+        "how many times the memory of program order fewer partitions may take, at the sizes compiled for",
+        minimum=1,
     )
     copy_outputs_below: int = _option(
         1 << 20,
@@ -80,7 +94,7 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
     default, doc = spec.default, spec.metadata["doc"]
     error = OptionError(
         f"wrong value for option {name!r} ({doc})",
-        expected=_expectation(name, default, spec.metadata["minimum"]),
+        expected=_expectation(name, default, spec.metadata["minimum"], spec.metadata["choices"]),
         got=repr(value),
         remedy=f"leave it out for the default, {default!r}",
     )
@@ -89,23 +103,31 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
             raise error
         return value
     if isinstance(default, tuple):
-        items = (value,) if isinstance(value, str) else value
-        if not isinstance(items, (tuple, list, set, frozenset)) or not all(isinstance(item, str) for item in items):
+        items = (value,) if isinstance(value, (str, EagerRule)) else value
+        if not isinstance(items, (tuple, list, set, frozenset)) or not all(
+            isinstance(item, (str, EagerRule)) for item in items
+        ):
             raise error
         return tuple(items)
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
     # bool is an int in Python, but a user who writes strict=3 or warmup=True has made a mistake.
     if type(value) is not type(default):
         raise error
-    if spec.metadata["minimum"] is not None and value < spec.metadata["minimum"]:
+    if spec.metadata["minimum"] is not None and not value >= spec.metadata["minimum"]:
+        raise error
+    if spec.metadata["choices"] and value not in spec.metadata["choices"]:
         raise error
     return value
 
 
-def _expectation(name: str, default: Any, minimum: int | None) -> str:
+def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[str, ...]) -> str:
+    if choices:
+        return "one of " + ", ".join(map(repr, choices))
     if name == "codegen":
         return "a subclass of fxwrap.FxwrapCodegen"
     if isinstance(default, tuple):
-        return "a string or a sequence of strings"
+        return "a string, a fxwrap.EagerRule, or a sequence of these"
     kind = type(default).__name__
     return f"{kind} of at least {minimum}" if minimum is not None else kind
 

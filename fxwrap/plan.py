@@ -18,11 +18,19 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """Where a node runs, and why. ``data_dependent``: its value or size is known only once data is."""
+    """Where a node runs, and why.
+
+    Attributes:
+        data_dependent: its value or size is known only once data is.
+        remedy: what would have to change for an eager one to be captured.
+        inherited: it is eager because of what it works on, and would be captured if that were.
+    """
 
     verdict: Verdict
     reason: str
     data_dependent: bool = False
+    remedy: str = ""
+    inherited: bool = False
 
 
 class Origin(enum.Enum):
@@ -85,6 +93,7 @@ class Partition:
     Attributes:
         reason: why it is eager; empty for a captured one.
         device: where a captured partition runs.
+        worth: what capturing it is estimated to save; None for one that cannot be captured.
     """
 
     index: int
@@ -94,6 +103,62 @@ class Partition:
     device: torch.device
     launches: int
     externs: int
+    worth: Worth | None = None
+
+
+@dataclass(frozen=True)
+class Worth:
+    """An estimate of what capturing a partition saves the host at every call, in microseconds.
+
+    Attributes:
+        saved: the ways to its launches and library calls.
+        replay: the replay itself.
+        copies: copies of inputs, and of what eager work hands over, to the addresses that were captured.
+    """
+
+    saved: float
+    replay: float
+    copies: float
+
+    @property
+    def pays(self) -> bool:
+        return self.saved > self.replay + self.copies
+
+    def __str__(self) -> str:
+        costs = f"{self.replay:.0f} us of replay and {self.copies:.0f} us of copies"
+        return f"saves {self.saved:.0f} us of calls for {costs}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The partitions of a program, and what was weighed.
+
+    Attributes:
+        fewest: captured partitions that the dependencies demand; no order has fewer.
+        chosen: captured partitions of the order that was chosen, before any was found not to be worth it.
+        in_program_order: captured partitions if nothing were reordered.
+        peak: bytes of planned storages that are alive at most, at the sizes the program was compiled for; 0 if
+            they are not known.
+        program_order_peak: the same, in program order.
+        peak_budget: how many times that was allowed.
+    """
+
+    partitions: tuple[Partition, ...]
+    fewest: int
+    chosen: int
+    in_program_order: int
+    peak: int = 0
+    program_order_peak: int = 0
+    peak_budget: float = 1.1
+
+    @property
+    def captured(self) -> int:
+        return sum(partition.verdict is Verdict.CAPTURED for partition in self.partitions)
+
+    @property
+    def partitions_cost_memory(self) -> bool:
+        """Whether there would be fewer captured partitions if memory were no matter."""
+        return self.chosen > self.fewest
 
 
 @dataclass(frozen=True)
@@ -213,11 +278,15 @@ class ProgramPlan:
     graph: GraphModule
     facts: StorageFacts
     verdicts: Mapping[Node, NodeVerdict]
-    partitions: tuple[Partition, ...]
+    cut: Cut
     device: torch.device
     static_inputs: frozenset[int]
     phase: str
     compiled: Mapping[int, CompiledPartition] = field(default_factory=dict)
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        return self.cut.partitions
 
     @property
     def schedule(self) -> tuple[Node, ...]:

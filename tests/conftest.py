@@ -131,9 +131,11 @@ class Compiled:
     compile_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.call = torch.compile(
-            self.fn, backend=functools.partial(backend, owner=self.owner), **self.compile_options
-        )
+        # What is tested is small; whether it is worth a capture is a test of its own.
+        settings = dict(self.compile_options)
+        if "mode" not in settings:
+            settings["options"] = {"capture": "always", **settings.get("options", {})}
+        self.call = torch.compile(self.fn, backend=functools.partial(backend, owner=self.owner), **settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)

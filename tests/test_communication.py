@@ -43,8 +43,9 @@ from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.options import Options
 from fxwrap.passes.dependencies import build_dependency_graph
 from fxwrap.passes.memory_planning import live_ranges, plan_program
-from fxwrap.passes.partition import cut, judge
+from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
+from fxwrap.passes.verdicts import judge
 from fxwrap.passes.verify import verify_memory, verify_schedule
 from fxwrap.plan import ProgramPlan, StorageFacts
 
@@ -60,8 +61,8 @@ def wait(maker: GraphMaker, value: Node, name: str = "wait") -> Node:
 def plan_of(gm: GraphModule, facts: StorageFacts | None = None) -> ProgramPlan:
     facts = facts or analyse_storages(gm)
     verdicts = judge(gm, ALWAYS_EAGER)
-    partitions = cut(build_dependency_graph(gm, facts), verdicts, CPU)
-    return ProgramPlan(gm, facts, verdicts, partitions, CPU, frozenset(), "inference")
+    found = cut(build_dependency_graph(gm, facts), verdicts, CPU)
+    return ProgramPlan(gm, facts, verdicts, found, CPU, frozenset(), "inference")
 
 
 def forgetful(facts: StorageFacts) -> StorageFacts:
@@ -249,7 +250,8 @@ def test_what_a_collective_was_given_is_not_freed_before_the_wait() -> None:
     t = maker.extern(torch.ops.aten.cos.default, x, name="t")
     wait(maker, g)
     gm = maker.finish([g, t])
-    (partition,) = cut(build_dependency_graph(gm, analyse_storages(gm)), judge(gm, ("aten::sin", "aten::cos")), CPU)
+    dependencies = build_dependency_graph(gm, analyse_storages(gm))
+    (partition,) = cut(dependencies, judge(gm, ("aten::sin", "aten::cos")), CPU).partitions
     builder = FlatBuilder({}, {by_name(gm)["x"]: 0})
     builder.run_partition(plan_of(gm), partition)
     lines = [line.strip() for line in builder.build([by_name(gm)["g"], by_name(gm)["t"]]).source.splitlines()]

@@ -30,8 +30,8 @@ from random_graphs import (
 from torch.fx import GraphModule
 
 from fxwrap.passes.dependencies import build_dependency_graph
-from fxwrap.passes.partition import is_work
 from fxwrap.passes.storages import analyse_storages
+from fxwrap.passes.verdicts import is_work
 from fxwrap.plan import StorageFacts
 
 

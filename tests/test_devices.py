@@ -133,9 +133,10 @@ def test_operators_that_a_device_cannot_capture(compiled: Any) -> None:
     def reason(node: Node) -> str | None:
         return "this device has no mm in its graphs" if "mm" in str(node.target) else None
 
+    rule = fxwrap.EagerRule("not on this device", predicate=reason)
     x = torch.randn(8, 8)
     expected = inductor(lambda x: model(x))(x)
-    with fxwrap.register_device("cpu", eager_reason=reason):
+    with fxwrap.register_device("cpu", eager_ops=[rule]):
         f = compiled(model)
         for _ in range(3):
             assert_same(f(x), expected)

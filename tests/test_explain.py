@@ -32,7 +32,7 @@ aten.mm.out(buf2, arg1_1, out=buf4)
 return buf4
 
 partition  verdict   launches  extern calls  reason
-0          captured  2         3             -
+0          captured  2         3             estimate: saves 8 us of calls for 0 us of replay and 0 us of copies
 
 arena                   storages  bytes        lower bound  without reuse
 cpu                     2         512          512          512

@@ -26,10 +26,13 @@ from random_graphs import (
     build,
     by_name,
     check_calls,
+    expected_of,
     picture,
     random_recipe,
     recipes,
     reordered,
+    run_schedule,
+    same,
 )
 from torch.fx import GraphModule, Node
 
@@ -40,8 +43,9 @@ from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.options import Options
 from fxwrap.passes.dependencies import build_dependency_graph
 from fxwrap.passes.memory_planning import plan_program
-from fxwrap.passes.partition import cut, is_work, judge
+from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
+from fxwrap.passes.verdicts import is_work, judge
 from fxwrap.passes.verify import verify_schedule
 from fxwrap.plan import NodeVerdict, Partition, Verdict
 
@@ -346,7 +350,7 @@ def test_the_cut_reaches_the_lower_bound(recipe: Recipe, shuffle: int) -> None:
     shuffled = list(dependencies.nodes)
     random.Random(shuffle).shuffle(shuffled)
     for order in (list(dependencies.nodes), shuffled):
-        partitions = cut(reordered(dependencies, order), verdicts, CPU)
+        partitions = cut(reordered(dependencies, order), verdicts, CPU).partitions
         assert captured_in(partitions) == lower_bound(dependencies, verdicts)
         assert sorted(node.name for p in partitions for node in p.nodes) == sorted(
             node.name for node in dependencies if colour(node, verdicts) is not None
@@ -364,9 +368,31 @@ def test_no_order_at_all_is_better(recipe: Recipe) -> None:
     dependencies = build_dependency_graph(graph.gm, analyse_storages(graph.gm))
     verdicts = judge(graph.gm, graph.options.eager_ops)
     assume(sum(colour(node, verdicts) is not None for node in dependencies) <= 10)
-    partitions = cut(dependencies, verdicts, CPU)
+    partitions = cut(dependencies, verdicts, CPU).partitions
     assert best_by_search(dependencies, verdicts) == (captured_in(partitions), len(partitions))
     assert lower_bound(dependencies, verdicts) == captured_in(partitions)
+
+
+# pytest -m sweep tests/test_partition.py
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.sweep)])
+def test_random_graphs_of_all_sizes(count: int) -> None:
+    """Minimal, in an order that the checker accepts, and with the graph's own numbers; 2 to 200 nodes."""
+    sizes = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        graph = build(random_recipe(draw, draw.choice([1, 4, 14, 40, 70])))
+        dependencies = build_dependency_graph(graph.gm, analyse_storages(graph.gm))
+        verdicts = judge(graph.gm, graph.options.eager_ops)
+        found = cut(dependencies, verdicts, CPU)
+        assert found.captured == found.fewest == lower_bound(dependencies, verdicts)
+        schedule = [node for partition in found.partitions for node in partition.nodes]
+        verify_schedule(graph.gm, schedule)
+        inputs = graph.inputs(seed)
+        expected = expected_of(graph.gm, inputs, seed)
+        torch.manual_seed(seed)
+        assert same([*run_schedule(graph.gm, schedule, inputs), *inputs], expected)
+        sizes.append(sum(node.op == "call_function" for node in graph.gm.graph.nodes))
+    assert min(sizes) <= 3 and max(sizes) >= 100
 
 
 # -- the numbers --------------------------------------------------------------------------------------------

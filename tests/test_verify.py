@@ -40,8 +40,9 @@ from fxwrap.errors import PlanError
 from fxwrap.options import Options
 from fxwrap.passes.dependencies import build_dependency_graph
 from fxwrap.passes.memory_planning import plan_memory, plan_program
-from fxwrap.passes.partition import cut, is_work, judge
+from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
+from fxwrap.passes.verdicts import is_work, judge
 from fxwrap.passes.verify import verify_memory, verify_schedule
 from fxwrap.plan import ArenaPlan, Buffer, MemoryPlan, ProgramPlan
 
@@ -50,8 +51,8 @@ def planned(gm: GraphModule, dependencies: nx.DiGraph | None = None) -> ProgramP
     """What ``compile_host_graph`` decides, without its checks, for any dependency graph."""
     facts = analyse_storages(gm)
     verdicts = judge(gm, ALWAYS_EAGER)
-    partitions = cut(dependencies or build_dependency_graph(gm, facts), verdicts, CPU)
-    return ProgramPlan(gm, facts, verdicts, partitions, CPU, frozenset(), "inference")
+    found = cut(dependencies or build_dependency_graph(gm, facts), verdicts, CPU)
+    return ProgramPlan(gm, facts, verdicts, found, CPU, frozenset(), "inference")
 
 
 def verify_plan(plan: ProgramPlan, memory: MemoryPlan) -> None:

@@ -21,6 +21,7 @@ from ..devices import device_support
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
 from ..options import Options
 from .emission import FxwrapCodegen
+from .host_scalars import copy_host_scalars
 from .request import requesting
 
 # What a host graph needs from Inductor. Reuse is off so that the planner sees every buffer; graph_partition,
@@ -97,6 +98,7 @@ def _compile_program(
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
     kwargs = {**kwargs, "cpp_wrapper": False}
     cudagraphs = kwargs.pop("cudagraphs", None)
+    copy_host_scalars(gm)
     try:
         with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request):
             return compile_fx_inner(

@@ -15,9 +15,9 @@ from torch._inductor.codegen import common
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
-from torch.fx import Node
 
-from ..devices import DeviceSupport, KernelKind, registered_devices
+from ..devices import CaptureCost, DeviceSupport, KernelKind, registered_devices
+from ..eager_rules import EagerRule
 from ..errors import DeviceError
 from .emission import FxwrapCodegen
 from .inductor import DEVICE_TABLES
@@ -70,8 +70,9 @@ def register_device(
     cpp_device: str | None = None,
     config: Mapping[str, Any] | None = None,
     device_graph: Callable[[Any], Any] | None = None,
-    eager_reason: Callable[[Node], str | None] | None = None,
+    eager_ops: Iterable[str | EagerRule] = (),
     kernels: Iterable[KernelKind] = (),
+    cost: CaptureCost | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 
@@ -87,8 +88,9 @@ def register_device(
         config: Inductor's settings while a graph with this device in it is compiled; no other graph sees them.
         device_graph: ``device_graph(pool)`` makes an object with the methods of ``torch.accelerator.Graph``; by
             default that class itself.
-        eager_reason: for a node of a host graph that must not be captured, why; else None.
+        eager_ops: operators that its graphs cannot capture, by name or as ``EagerRule``.
         kernels: kinds of compiled kernels (``KernelKind``); Triton's need none.
+        cost: what issuing work costs the host, from which it is estimated whether a capture is worth it.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.
@@ -99,10 +101,11 @@ def register_device(
     support = DeviceSupport(
         device_type,
         tuple(kernels),
-        eager_reason,
+        tuple(eager_ops),
         device_graph,
         codegen,
         {**_settings(scheduling), **(config or {})},
+        cost,
     )
     _check(support, scheduling)
     with DEVICE_TABLES, contextlib.ExitStack() as undo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 from collections import Counter
@@ -20,9 +21,10 @@ from ..backend import fxwrap as backend
 from ..codegen.dynamo import owners_of, with_own_code
 from ..errors import FxwrapError
 from ..graphs.program import Program
-from ..host_graph import Kernel, constants, kind_of, operator_name
+from ..host_graph import Kernel, constants, kind_of, operator_name, user_line
 from ..owner import Owner, live_owners
-from ..plan import MemoryPlan, Origin, Partition, StorageFacts
+from ..passes.verdicts import is_work
+from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, StorageFacts, Verdict
 from .listing import list_graph
 
 _WIDTH = 118
@@ -76,12 +78,27 @@ class GraphReport:
                     "extern_calls": p.externs,
                     "device": str(p.device),
                     "reason": p.reason,
+                    "worth_us": None if p.worth is None else dataclasses.asdict(p.worth),
                     "nodes": [node.name for node in p.nodes],
                 }
                 for p in self.partitions
             ],
+            "cut": {
+                "captured": self.program.plan.cut.captured,
+                "fewest_possible": self.program.plan.cut.fewest,
+                "in_program_order": self.program.plan.cut.in_program_order,
+                "peak_bytes": self.program.plan.cut.peak,
+                "peak_bytes_in_program_order": self.program.plan.cut.program_order_peak,
+            },
             "nodes": {
-                node.name: {"kind": kind_of(node).value, "verdict": v.verdict.value, "reason": v.reason}
+                node.name: {
+                    "kind": kind_of(node).value,
+                    "operator": operator_name(node) if is_work(node) else "",
+                    "verdict": v.verdict.value,
+                    "reason": v.reason,
+                    "to_capture_it": v.remedy,
+                    "user_line": user_line(node),
+                }
                 for node, v in self.program.plan.verdicts.items()
             },
             "memory": None
@@ -197,6 +214,7 @@ def _render(number: int, report: GraphReport) -> RenderableType:
         Text(list_graph(report.graph)),
         Text(),
         _partition_table(report.partitions),
+        *_cut_lines(report.program.plan),
         Text(),
     ]
     memory = report.memory
@@ -211,8 +229,33 @@ def _render(number: int, report: GraphReport) -> RenderableType:
 def _partition_table(partitions: tuple[Partition, ...]) -> Table:
     table = Table("partition", "verdict", "launches", "extern calls", "reason", box=None, pad_edge=False)
     for p in partitions:
-        table.add_row(str(p.index), p.verdict.value, str(p.launches), str(p.externs), Text(p.reason or "-"))
+        reason = p.reason or (f"estimate: {p.worth}" if p.worth is not None else "-")
+        table.add_row(str(p.index), p.verdict.value, str(p.launches), str(p.externs), Text(reason))
     return table
+
+
+def _cut_lines(plan: ProgramPlan) -> list[Text]:
+    """How good the cut is, and what would have to change for more to be captured."""
+    lines = []
+    cut = plan.cut
+    if cut.in_program_order > 1 or cut.fewest > 1:
+        reordered = f"{cut.fewest} is the least that dependencies allow, program order has {cut.in_program_order}"
+        lines.append(f"captured partitions: {cut.captured}; {reordered}")
+    if cut.partitions_cost_memory:
+        lines.append(
+            f"peak_budget={cut.peak_budget} decided: fewer partitions need more than {cut.peak:,} bytes, program "
+            f"order {cut.program_order_peak:,}"
+        )
+    remedies = dict.fromkeys(
+        f"{operator_name(node)}: {plan.verdicts[node].remedy}"
+        for p in plan.partitions
+        if p.verdict is Verdict.EAGER
+        for node in p.nodes
+        if plan.verdicts[node].remedy and not plan.verdicts[node].inherited and is_work(node)
+    )
+    if remedies:
+        lines += ["to have more captured:", *(f"  {remedy}" for remedy in remedies)]
+    return [Text(line) for line in lines]
 
 
 def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:

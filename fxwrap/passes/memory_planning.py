@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..errors import PlanError
 from ..host_graph import nodes_in, output_node
-from ..plan import ArenaPlan, Buffer, MemoryPlan, Origin, Placement, ProgramPlan
-from .symbols import concrete, storage_bytes
+from ..plan import ArenaPlan, Buffer, MemoryPlan, Origin, Placement, ProgramPlan, StorageFacts
+from .symbols import concrete, hint, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
 _ALIGNMENT = {"cpu": 64}
@@ -188,6 +188,30 @@ def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
             begin, _ = ranges.get(index, (step, step))
             ranges[index] = (begin, step + 1)
     return ranges
+
+
+def hinted_sizes(facts: StorageFacts) -> dict[int, int]:
+    """Bytes of storages at the sizes a program was compiled for; those that only data decides are missing."""
+    sizes = {}
+    for storage in facts.storages:
+        value = storage.node.meta.get("val")
+        if storage.element is not None and isinstance(value, (tuple, list)):
+            value = value[storage.element]
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            size, stride = [hint(n) for n in value.size()], [hint(n) for n in value.stride()]
+            if None not in size and None not in stride:
+                sizes[storage.index] = storage_bytes(tuple(size), tuple(stride), value.dtype)  # type: ignore[arg-type]
+    return sizes
+
+
+def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
+    """Storages that live and die inside a program; the others live anyway, whatever the order."""
+    handed_out = frozenset[int]().union(*(facts.of.get(n, ()) for n in nodes_in(output_node(gm).args)))
+    return frozenset(
+        storage.index
+        for storage in facts.storages
+        if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in handed_out
+    )
 
 
 def output_storages(program: ProgramPlan) -> frozenset[int]:

@@ -1,219 +1,259 @@
-"""CUT: a verdict with its reason for every node, and as few captured partitions as the dependencies allow."""
+"""CUT: as few captured partitions as the dependencies allow, within what memory allows."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import networkx as nx
 import torch
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx import Node
 
-from ..host_graph import (
-    Kind,
-    communicates,
-    control_flow_of,
-    device_of,
-    is_symbolic_value,
-    kind_of,
-    operator_name,
-    schema_of,
-    user_line,
-)
-from ..plan import NodeVerdict, Partition, Verdict
+from ..host_graph import Kind, kind_of, operator_name, user_line
+from ..plan import Cut, NodeVerdict, Partition, StorageFacts, Verdict
+from .verdicts import is_work
 
-_WORK = (Kind.LAUNCH, Kind.EXTERN)
-_CAPTURED = NodeVerdict(Verdict.CAPTURED, "")
-_FOLDED = NodeVerdict(Verdict.CAPTURED, "settled when recorded")
-
-
-def is_work(node: Node) -> bool:
-    """Whether a node does something at run time (a launch or an extern call)."""
-    return kind_of(node) in _WORK
-
-
-def judge(
-    gm: GraphModule,
-    eager_ops: Sequence[str] = (),
-    device_reason: Callable[[Node], str | None] | None = None,
-    refused: Mapping[str, str] | None = None,
-) -> dict[Node, NodeVerdict]:
-    """Give every node a verdict.
-
-    Args:
-        eager_ops: operators the user wants outside of captured partitions, as ``namespace::name``,
-            ``namespace.name`` or ``namespace::name.overload``.
-        device_reason: for work that the device cannot capture, why; else None.
-        refused: names of operators and kernels that a capture has failed at, and how.
-    """
-    device = main_device(gm)
-    listed = {name.replace("::", ".") for name in eager_ops}
-    verdicts: dict[Node, NodeVerdict] = {}
-    for node in gm.graph.nodes:
-        reason = _eager_reason(node, device, listed, verdicts)
-        if reason is None and is_work(node):
-            reason = device_reason(node) if device_reason is not None else None
-            if reason is None and refused and (failure := refused.get(operator_name(node))) is not None:
-                reason = f"a capture failed at it: {failure}"
-        if reason is None:
-            verdicts[node] = _CAPTURED if is_work(node) else _FOLDED
-        else:
-            dependent = _is_data_dependent(node, verdicts)
-            verdicts[node] = NodeVerdict(Verdict.EAGER, reason, dependent)
-    return verdicts
-
-
-def main_device(gm: GraphModule) -> torch.device:
-    """The device whose graphs capture the program: the accelerator if any node works there, else the CPU."""
-    devices = [device for node in gm.graph.nodes if (device := device_of(node)) is not None]
-    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
-    return accelerators[0] if accelerators else torch.device("cpu")
-
-
-def _eager_reason(
-    node: Node, device: torch.device, listed: set[str], verdicts: Mapping[Node, NodeVerdict]
-) -> str | None:
-    kind = kind_of(node)
-    operands = [arg for arg in node.all_input_nodes if arg in verdicts and verdicts[arg].data_dependent]
-    if kind in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
-        return None
-    if kind not in _WORK:
-        return f"depends on {operands[0].name}, which only data decides" if operands else None
-    reason = _operator_reason(node, device, listed)
-    if reason is None and operands:
-        reason = f"works on {operands[0].name}, whose value or size only data decides"
-    return reason
-
-
-def _operator_reason(node: Node, device: torch.device, listed: set[str]) -> str | None:
-    name = operator_name(node)
-    overload = schema_of(node)
-    spellings = {name.replace("::", "."), str(node.target), f"{name.replace('::', '.')}.default"}
-    if overload is not None:
-        spellings.add(f"{overload._schema.name.replace('::', '.')}.{overload._overloadname}")
-    if listed & spellings:
-        return "listed in eager_ops"
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or control_flow_of(node) is not None:
-        return "control flow is decided on the host"
-    if overload is None and not isinstance(node.target, torch._ops.OpOverloadPacket) and _is_host_only(node):
-        return "what it does, it does on the host"
-    tags = overload.tags if overload is not None else []
-    if torch.Tag.data_dependent_output in tags or is_symbolic_value(node.meta.get("val")):
-        return "reads a number out of a tensor on the host"
-    if torch.Tag.dynamic_output_shape in tags or free_unbacked_symbols(_sizes(node.meta.get("val"))):
-        return "the size of its result depends on data"
-    if torch.Tag.cudagraph_unsafe in tags:
-        return "tagged as unsafe to capture (cudagraph_unsafe)"
-    if communicates(node):
-        return "a collective runs on the process group's own stream"
-    if device.type != "cpu":
-        devices = {d.type for arg in (node, *node.all_input_nodes) if (d := _tensor_device(arg)) is not None}
-        if len(devices) > 1:
-            return "moves data between host and device"
-        if (own := device_of(node)) is not None and own.type == "cpu":
-            return "works on the host"
-    return None
-
-
-def _is_host_only(node: Node) -> bool:
-    """Whether no tensor goes into a call, and none comes out (``print``)."""
-    values = [arg.meta.get("val") for arg in (node, *node.all_input_nodes)]
-    return kind_of(node) is Kind.EXTERN and not any(
-        isinstance(value, (torch.Tensor, tuple, list)) for value in values
-    )
-
-
-def _tensor_device(node: Node) -> torch.device | None:
-    # A CPU scalar counts, too: an operator takes its value, which a device graph would keep.
-    val = node.meta.get("val")
-    return val.device if isinstance(val, torch.Tensor) else None
-
-
-def _sizes(val: object) -> list[object]:
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    found: list[object] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.extend(value.shape)
-        elif is_symbolic_value(value):
-            found.append(value)
-    return found
-
-
-def _is_data_dependent(node: Node, verdicts: Mapping[Node, NodeVerdict]) -> bool:
-    """Whether a node's value (a number) or size (a tensor) is known only once data is."""
-    val = node.meta.get("val")
-    if is_symbolic_value(val):
-        return True  # numbers of eager nodes come out of data, by the rules above
-    if val is not None:
-        return bool(free_unbacked_symbols(_sizes(val)))
-    overload = schema_of(node)
-    if overload is not None and {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(
-        overload.tags
-    ):
-        return True
-    if overload is not None and not overload._schema.returns:
-        return False
-    return any(verdicts[arg].data_dependent for arg in node.all_input_nodes if arg in verdicts)
+# Bytes that are not worth a partition, whatever the budget says.
+_NEGLIGIBLE = 1 << 20
 
 
 def cut(
-    dependencies: nx.DiGraph, verdicts: Mapping[Node, NodeVerdict], device: torch.device
-) -> tuple[Partition, ...]:
+    dependencies: nx.DiGraph,
+    verdicts: Mapping[Node, NodeVerdict],
+    device: torch.device,
+    facts: StorageFacts | None = None,
+    sizes: Mapping[int, int] | None = None,
+    peak_budget: float = 1.1,
+) -> Cut:
     """Order the work and group it into partitions, with the fewest captured ones.
-
-    One colour is drained before the other is touched, which for two colours gives as many groups as the longest
-    chain of colour changes in the DAG has, the least possible; of the two colours to begin with, the better is
-    taken. Inside a partition program order is kept.
 
     ::
 
         a(captured)  b(eager)  c(captured)      a, c, b  or  a, b, c      independent work is pulled
             |           |          |       ->   ------------------   ->   together: [a c] [b]
+
+    A partition's number, from the front, is at least the longest chain of colour changes in front of it. Giving every
+    node exactly that number reaches the fewest partitions, and so does the longest chain behind it, counted from
+    the back; anything in between that respects the dependencies does, too. Of these cuts the one whose memory peaks
+    lowest is taken. If that peak is above ``peak_budget`` times the peak of program order, the program is cut in
+    pieces of program order, as large as the budget allows. Inside a partition program order is kept.
+
+    Linear in nodes and dependencies, but for sorting.
+
+    Args:
+        facts: what each node reads and writes.
+        sizes: bytes of storages that live inside the program; without them memory is not looked at.
+        peak_budget: how much higher memory may peak than in program order for the sake of fewer partitions.
     """
-    orders = [_drain(dependencies, verdicts, first) for first in (Verdict.CAPTURED, Verdict.EAGER)]
-    best = min(orders, key=lambda groups: (sum(v is Verdict.CAPTURED for v, _ in groups), len(groups)))
-    return tuple(
-        _partition(index, verdict, tuple(nodes), verdicts, device) for index, (verdict, nodes) in enumerate(best)
+    work = _Work.of(dependencies, verdicts)
+    fewest = work.grouped(_fewest(work, range(len(work))))
+    chosen, in_order = fewest, work.grouped(work.program_order())
+    peak = order_peak = 0
+    if sizes and facts is not None:
+        lifetimes = _Lifetimes.of(work, facts, sizes)
+        order_peak = lifetimes.peak(in_order)
+        equal = [work.grouped(levels) for levels in _equally_few(work, lifetimes)]
+        if len(in_order) == len(fewest):
+            equal.append(in_order)
+        chosen = min(equal, key=lifetimes.peak)
+        allowed = max(peak_budget * order_peak, order_peak + _NEGLIGIBLE)
+        pieces = 1
+        while (peak := lifetimes.peak(chosen)) > allowed and chosen is not in_order:
+            pieces *= 2
+            chosen = work.grouped(_in_pieces(work, pieces)) if pieces < len(work) else in_order
+    partitions = tuple(
+        _partition(index, verdict, tuple(work.nodes[i] for i in group), verdicts, device)
+        for index, (verdict, group) in enumerate(chosen)
     )
+    return Cut(partitions, _captured(fewest), _captured(chosen), _captured(in_order), peak, order_peak, peak_budget)
 
 
-def _drain(
-    dependencies: nx.DiGraph, verdicts: Mapping[Node, NodeVerdict], first: Verdict
-) -> list[tuple[Verdict, list[Node]]]:
-    order = {node: position for position, node in enumerate(dependencies.nodes)}
-    nodes = list(order)
-    waiting = {node: dependencies.in_degree(node) for node in nodes}
-    ready: dict[Verdict | None, list[int]] = {None: [], Verdict.CAPTURED: [], Verdict.EAGER: []}
+Groups = list[tuple[Verdict, list[int]]]
 
-    def colour(node: Node) -> Verdict | None:
-        # What is settled when recorded belongs to no partition.
-        if is_work(node) or verdicts[node].verdict is Verdict.EAGER:
-            return verdicts[node].verdict
-        return None
 
-    for node in nodes:
-        if waiting[node] == 0:
-            heapq.heappush(ready[colour(node)], order[node])
-    groups: list[tuple[Verdict, list[Node]]] = []
-    current = first
-    while any(ready.values()):
-        queue = ready[None] or ready[current]
-        if not queue:
-            current = Verdict.EAGER if current is Verdict.CAPTURED else Verdict.CAPTURED
-            continue
-        node = nodes[heapq.heappop(queue)]
-        if colour(node) is not None:
-            if not groups or groups[-1][0] is not current:
-                groups.append((current, []))
-            groups[-1][1].append(node)
-        for successor in dependencies.successors(node):
+def _captured(groups: Groups) -> int:
+    return sum(verdict is Verdict.CAPTURED for verdict, _ in groups)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What has a colour, in program order, and how it depends on each other, seen through everything else.
+
+    Nodes are positions. What is settled when recorded (views, sizes) stands among them with the colour None.
+    """
+
+    nodes: list[Node]
+    colours: list[Verdict | None]
+    before: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @classmethod
+    def of(cls, dependencies: nx.DiGraph, verdicts: Mapping[Node, NodeVerdict]) -> _Work:
+        nodes = _in_order(dependencies)
+        position = {node: index for index, node in enumerate(nodes)}
+        colours = [
+            verdicts[node].verdict if is_work(node) or verdicts[node].verdict is Verdict.EAGER else None
+            for node in nodes
+        ]
+        before: list[list[int]] = [[] for _ in nodes]
+        for one, other in dependencies.edges:
+            before[position[other]].append(position[one])
+        return cls(nodes, colours, before)
+
+    def program_order(self) -> list[int]:
+        """Partitions as they come."""
+        levels, level, last = [], 0, None
+        for colour in self.colours:
+            if colour is not None:
+                level += last is not None and colour is not last
+                last = colour
+            levels.append(level)
+        return levels
+
+    def grouped(self, levels: Sequence[int]) -> Groups:
+        """The partitions, given each node's; neighbours of one colour are one."""
+        groups: Groups = []
+        by_level = sorted((level, i) for i, level in enumerate(levels) if self.colours[i] is not None)
+        for _, i in by_level:
+            colour = self.colours[i]
+            assert colour is not None
+            if not groups or groups[-1][0] is not colour:
+                groups.append((colour, []))
+            groups[-1][1].append(i)
+        return groups
+
+
+def _in_order(dependencies: nx.DiGraph) -> list[Node]:
+    """The nodes as they stand in the graph, as far as that respects the dependencies."""
+    nodes = list(dependencies.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    behind: list[list[int]] = [[] for _ in nodes]
+    waiting = [0] * len(nodes)
+    for one, other in dependencies.edges:
+        behind[position[one]].append(position[other])
+        waiting[position[other]] += 1
+    ready = [index for index, count in enumerate(waiting) if not count]
+    found = []
+    while ready:
+        index = heapq.heappop(ready)
+        found.append(nodes[index])
+        for successor in behind[index]:
             waiting[successor] -= 1
-            if waiting[successor] == 0:
-                heapq.heappush(ready[colour(successor)], order[successor])
-    return groups
+            if not waiting[successor]:
+                heapq.heappush(ready, successor)
+    return found
+
+
+def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, int]:
+    """The number of colour changes in front of each node, if the first partition has the colour ``first``.
+
+    Partitions of one colour have even numbers, those of the other odd ones.
+    """
+    levels: dict[int, int] = {}
+    for i in piece:
+        level = 0
+        for other in work.before[i]:
+            if levels.get(other, 0) > level:
+                level = levels[other]
+        colour = work.colours[i]
+        if colour is not None:
+            level += (level % 2 == 0) is not (colour is first)
+        levels[i] = level
+    return levels
+
+
+def _fewest(work: _Work, piece: range) -> list[int]:
+    """The partition of each node of a piece, beginning with the colour that needs fewer."""
+    best: tuple[tuple[int, int], list[int]] | None = None
+    for first in Verdict:
+        levels = _earliest(work, piece, first)
+        used = {levels[i] for i in piece if work.colours[i] is not None}
+        captured = sum((level % 2 == 0) is (first is Verdict.CAPTURED) for level in used)
+        cost = (captured, len(used))
+        if best is None or cost < best[0]:
+            best = cost, [levels[i] for i in piece]
+    assert best is not None
+    return best[1]
+
+
+def _in_pieces(work: _Work, pieces: int) -> list[int]:
+    """Every piece of program order cut by itself."""
+    levels: list[int] = []
+    size = -(-len(work) // pieces)
+    for begin in range(0, len(work), size):
+        base = max(levels, default=-1) + 1
+        levels += [base + level for level in _fewest(work, range(begin, min(begin + size, len(work))))]
+    return levels
+
+
+def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
+    """Cuts with the fewest partitions: everything early, everything late, and what makes memory late."""
+    early = _fewest(work, range(len(work)))
+    yield early
+    yield _later(work, early, [True] * len(work))
+    yield _later(work, early, [lifetimes.change(i) > 0 for i in range(len(work))])
+
+
+def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]:
+    """Move nodes to the last partition of their colour in front of everything that depends on them."""
+    last = max((level for level, colour in zip(early, work.colours, strict=True) if colour is not None), default=0)
+    levels, limits = list(early), [last] * len(work)
+    for i in range(len(work) - 1, -1, -1):
+        if work.colours[i] is None:
+            levels[i] = limits[i]  # in no partition: it holds nobody back
+        elif late[i]:
+            levels[i] = limits[i] - (limits[i] - early[i]) % 2  # partitions of one colour have every other number
+        for other in work.before[i]:
+            limits[other] = min(limits[other], levels[i])
+    return levels
+
+
+@dataclass(frozen=True)
+class _Lifetimes:
+    """When storages are touched, to tell how much memory an order needs."""
+
+    touched: list[tuple[int, ...]]
+    sizes: Mapping[int, int]
+    first: dict[int, int]
+    last: dict[int, int]
+
+    @classmethod
+    def of(cls, work: _Work, facts: StorageFacts, sizes: Mapping[int, int]) -> _Lifetimes:
+        touched, first, last = [], dict[int, int](), dict[int, int]()
+        for i, node in enumerate(work.nodes):
+            counted = tuple(index for index in facts.touched(node) if index in sizes)
+            touched.append(counted if work.colours[i] is not None else ())
+            for index in touched[-1]:
+                first.setdefault(index, i)
+                last[index] = i
+        return cls(touched, sizes, first, last)
+
+    def change(self, i: int) -> int:
+        """Bytes that begin to live with a node, less those that it is the last to use, in program order."""
+        begun = sum(self.sizes[index] for index in self.touched[i] if self.first[index] == i)
+        return begun - sum(self.sizes[index] for index in self.touched[i] if self.last[index] == i)
+
+    def peak(self, groups: Groups) -> int:
+        """The most bytes alive at any step."""
+        order = [i for _, group in groups for i in group]
+        left = Counter(index for i in order for index in self.touched[i])
+        alive: set[int] = set()
+        live = peak = 0
+        for i in order:
+            for index in self.touched[i]:
+                if index not in alive:
+                    alive.add(index)
+                    live += self.sizes[index]
+            peak = max(peak, live)
+            for index in self.touched[i]:
+                left[index] -= 1
+                if not left[index]:
+                    live -= self.sizes[index]
+        return peak
 
 
 def _partition(

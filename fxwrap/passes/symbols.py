@@ -45,6 +45,17 @@ def concrete(value: Any, numbers: Mapping[Node, Any]) -> Any:
     return None if missing else result
 
 
+def hint(number: Any) -> int | None:
+    """The size that a symbolic one had when the program was compiled; None for one that only data decides."""
+    if isinstance(number, int):
+        return number
+    try:
+        found = number.node.hint
+    except Exception:
+        return None
+    return int(found) if found is not None else None
+
+
 def storage_bytes(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes a strided tensor reaches from its first element on."""
     if 0 in size:

@@ -16,6 +16,9 @@ from .contract import Device, GraphSuite
 
 _serial = itertools.count()  # operators are registered for good
 
+# Whatever is small, and however little a capture of it would save.
+CAPTURED: Any = {"backend": "fxwrap", "options": {"capture": "always"}}
+
 
 class Programs(GraphSuite):
     """Recordings: refilled inputs, held outputs, shapes, host work in between, streams, random numbers, training."""
@@ -28,7 +31,7 @@ class Programs(GraphSuite):
         calls: int = 5,
     ) -> Any:
         """Call a compiled function with fresh inputs, compare with the CPU, and see it replay; returns it."""
-        compiled = torch.compile(function, backend="fxwrap")
+        compiled = torch.compile(function, **CAPTURED)
         for _ in range(calls):
             inputs = [torch.randn(shape) for shape in shapes]
             device.assert_close(compiled(*(x.to(device.first) for x in inputs)), function(*inputs))
@@ -42,7 +45,7 @@ class Programs(GraphSuite):
         assert set(graph.counters["eager"]) == {"warm-up"} and len(graph.counters["recordings"]) == 1
 
     def test_held_outputs_keep_their_values(self, registered: Device) -> None:
-        f = torch.compile(lambda x: (x @ x).sin(), backend="fxwrap")
+        f = torch.compile(lambda x: (x @ x).sin(), **CAPTURED)
         inputs = [torch.randn(8, 8) for _ in range(10)]
         outputs = [f(x.to(registered.first)) for x in inputs]
         registered.assert_close(outputs, [(x @ x).sin() for x in inputs])
@@ -54,7 +57,7 @@ class Programs(GraphSuite):
             x.mul_(2)
             return x + total
 
-        f = torch.compile(function, backend="fxwrap")
+        f = torch.compile(function, **CAPTURED)
         total, expected_total = torch.zeros((), device=registered.first), torch.zeros(())
         for _ in range(5):
             x = torch.randn(8)
@@ -64,7 +67,7 @@ class Programs(GraphSuite):
         assert fxwrap.stats(f)["replays"] >= 3
 
     def test_inputs_with_an_offset_and_strides(self, registered: Device) -> None:
-        f = torch.compile(lambda x, w: torch.mm(x.view(4, 4), w), backend="fxwrap")
+        f = torch.compile(lambda x, w: torch.mm(x.view(4, 4), w), **CAPTURED)
         for _ in range(5):
             base, w = torch.randn(64), torch.randn(4, 8)
             on_device = base.to(registered.first)
@@ -72,7 +75,7 @@ class Programs(GraphSuite):
             registered.assert_close(result, torch.mm(base[16:32].view(4, 4), w[:, ::2]))
 
     def test_each_shape_is_recorded_once(self, registered: Device) -> None:
-        f = torch.compile(lambda x: (x @ x.t()).relu(), backend="fxwrap", dynamic=True)
+        f = torch.compile(lambda x: (x @ x.t()).relu(), dynamic=True, **CAPTURED)
         for _ in range(4):
             for size in (3, 5, 9):
                 x = torch.randn(size, 4)
@@ -99,7 +102,7 @@ class Programs(GraphSuite):
         def function(index: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return (table[index] * 2).to(w.device).relu() @ w
 
-        f = torch.compile(function, backend="fxwrap")
+        f = torch.compile(function, **CAPTURED)
         for _ in range(5):
             index = torch.randint(32, (4,))
             registered.assert_close(f(index, w_there), function(index, w))
@@ -107,8 +110,8 @@ class Programs(GraphSuite):
 
     def test_programs_share_scratch(self, registered: Device) -> None:
         """Two programs in turn on one arena: neither reads what the other left there."""
-        f = torch.compile(lambda x: ((x @ x).sin() @ x).cos() @ x, backend="fxwrap")
-        g = torch.compile(lambda x: ((x @ x).cos() @ x).sin() @ x, backend="fxwrap")
+        f = torch.compile(lambda x: ((x @ x).sin() @ x).cos() @ x, **CAPTURED)
+        g = torch.compile(lambda x: ((x @ x).cos() @ x).sin() @ x, **CAPTURED)
         for _ in range(5):
             for h, first, second in ((f, torch.sin, torch.cos), (g, torch.cos, torch.sin)):
                 x = torch.randn(8, 8) / 4
@@ -117,7 +120,7 @@ class Programs(GraphSuite):
 
     def test_another_stream(self, registered: Device) -> None:
         """Called on a stream that is busy: the program waits its turn there, and what follows there waits for it."""
-        f = torch.compile(lambda x: (x @ x).relu(), backend="fxwrap")
+        f = torch.compile(lambda x: (x @ x).relu(), **CAPTURED)
         for _ in range(4):
             x = torch.randn(8, 8)
             with registered.side_stream() as stream:
@@ -130,7 +133,7 @@ class Programs(GraphSuite):
             registered.assert_close(result, (x @ x).relu() + 1)
 
     def test_random_numbers_are_new_at_every_replay(self, registered: Device) -> None:
-        f = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5), backend="fxwrap")
+        f = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5), **CAPTURED)
         x = torch.ones(256, device=registered.first)
         draws = [f(x).cpu() for _ in range(6)]
         assert all(not torch.equal(a, b) for a, b in itertools.pairwise(draws))
@@ -147,7 +150,7 @@ class Programs(GraphSuite):
         twin.load_state_dict(model.state_dict())
         model.to(registered.first)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
-        f = torch.compile(model, backend="fxwrap")
+        f = torch.compile(model, **CAPTURED)
         for _ in range(6):
             x = torch.randn(5, 6)
             for call, optimizer, where in ((f, ours, registered.first), (twin, theirs, torch.device("cpu"))):
@@ -163,7 +166,7 @@ class Programs(GraphSuite):
         twin = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
         twin.load_state_dict(model.state_dict())
         model.to(registered.first)
-        f = torch.compile(model, backend="fxwrap")
+        f = torch.compile(model, **CAPTURED)
         for _ in range(4):
             xs = [torch.randn(5, 6) for _ in range(2)]
             for call, m, where in ((f, model, registered.first), (twin, twin, torch.device("cpu"))):
@@ -182,7 +185,7 @@ class Programs(GraphSuite):
             return x * x.sum().item()
 
         reads.register_fake(torch.empty_like)
-        f = torch.compile(lambda x, w: (reads((x @ w).relu()) @ w).sin(), backend="fxwrap")
+        f = torch.compile(lambda x, w: (reads((x @ w).relu()) @ w).sin(), **CAPTURED)
         for _ in range(6):
             x, w = torch.randn(6, 6), torch.randn(6, 6)
             y = (x @ w).relu()
@@ -209,7 +212,7 @@ class Programs(GraphSuite):
         f = torch.compile(
             lambda x: (may_fail(x.sin()) @ x).cos(),
             backend="fxwrap",
-            options={"eager_ops": name},
+            options={"capture": "always", "eager_ops": name},
         )
         for call in range(6):
             x = torch.randn(4, 4)

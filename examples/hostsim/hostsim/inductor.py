@@ -12,4 +12,10 @@ def register() -> fxwrap.DeviceRegistration:
     The device reaches host memory, so that Inductor's C++ kernels run on it as they are; they are launched through
     the device's streams, which is what makes them part of its graphs.
     """
-    return fxwrap.register_device(NAME, scheduling="cpp", kernels=[fxwrap.cpp_kernels(device.launch)])
+    return fxwrap.register_device(
+        NAME,
+        scheduling="cpp",
+        kernels=[fxwrap.cpp_kernels(device.launch)],
+        # No driver stands between: a replay, and a copy, cost little beside a call out of Python.
+        cost=fxwrap.CaptureCost(launch=2, extern=5, replay=1, copy=1),
+    )
