@@ -58,6 +58,7 @@ def test_a_recorded_launch_keeps_its_function_and_not_its_tensors(device):
             tensor.add_(1)
 
     kernel, tensor = Kernel(), zeros(1000)
+    gc.collect()  # of the tests before
     allocated = device.memory_allocated()
     graph, _ = capture(functools.partial(device.launch, kernel, tensor))
     alive = weakref.ref(kernel)
