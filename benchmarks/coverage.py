@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,7 +46,8 @@ CALLS = 3
 class Outcome:
     """What became of one entry.
 
-    ``verdict``: "equal", "different", "fell back", "fxwrap failed", "Inductor failed", "crashed" or "no sample".
+    ``verdict``: "equal", "different", "fell back", "fxwrap failed", "Inductor failed", "crashed", "nothing compiled"
+    (Dynamo handed nothing to either, and the numbers are equal), or "no sample".
     """
 
     name: str
@@ -117,6 +119,9 @@ def _module_case(info: Any, training: bool) -> Callable[[], Case | None]:
         construct = sample.constructor_input
         torch.manual_seed(0)
         module = info.module_cls(*construct.args, **construct.kwargs).to(torch.float32).train(training)
+        if any(map(torch.nn.parameter.is_lazy, module.parameters())):
+            # A lazy module gets its parameters at its first call.
+            module(*sample.forward_input.args, **sample.forward_input.kwargs)
         state = copy.deepcopy(module.state_dict())
 
         def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -176,7 +181,7 @@ def examine(name: str, make_case: Callable[[], Case | None], dynamic: bool) -> O
                 return outcome("different", f"{what} of call {call + 1}: {difference}")
     if owner.fallbacks:
         return outcome("fell back", "; ".join(" ".join(reason.split()) for reason in owner.fallbacks))
-    return outcome("equal")
+    return outcome("equal" if owner.programs else "nothing compiled")
 
 
 def attempt(case: Case, backend: Any, dynamic: bool) -> Any:
@@ -188,6 +193,25 @@ def attempt(case: Case, backend: Any, dynamic: bool) -> Any:
         return calls(case, function)
     except Exception as error:
         return error
+
+
+@contextlib.contextmanager
+def everything_in_graphs() -> Iterator[None]:
+    """Have Dynamo compile what reads numbers and sizes out of data, and what torch's table seeds in a wrapper.
+
+    Seeds are set here before every call; the table's wrapper is no code that Dynamo takes.
+    """
+    from torch.testing._internal import common_methods_invocations
+
+    def unseeded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with (
+        torch._dynamo.config.patch(settings),
+        mock.patch.object(common_methods_invocations, "wrapper_set_seed", unseeded),
+    ):
+        yield
 
 
 def calls(case: Case, function: Callable[..., Any]) -> list[tuple[list[Any], list[Any]]]:
@@ -250,7 +274,11 @@ def work(names: list[str], arguments: argparse.Namespace) -> None:
     for name in names:
         print(json.dumps({"begun": name}), flush=True)
         try:
-            outcome = examine(name, entries[name], arguments.dynamic or None)
+            with everything_in_graphs():
+                outcome = examine(name, entries[name], arguments.dynamic or None)
+            if outcome.verdict == "Inductor failed":
+                # Perhaps only at what Dynamo would have left out.
+                outcome = examine(name, entries[name], arguments.dynamic or None)
         except Exception as error:
             outcome = Outcome(name, "no sample", _first_line(error))
         print(json.dumps(asdict(outcome)), flush=True)
@@ -331,7 +359,7 @@ def main(argv: list[str] | None = None) -> int:
             progress.update(task, advance=1, description=outcome.name)
             if file is not None:
                 print(json.dumps(asdict(outcome)), file=file, flush=True)
-            if outcome.verdict not in ("equal", "Inductor failed", "no sample"):
+            if outcome.verdict not in ("equal", "nothing compiled", "Inductor failed", "no sample"):
                 progress.console.print(f"{outcome.name}: {outcome.verdict}: {outcome.reason}", soft_wrap=True)
             if deadline is not None and time.monotonic() > deadline and len(found) >= arguments.at_least:
                 break

@@ -196,7 +196,8 @@ def hinted_sizes(facts: StorageFacts) -> dict[int, int]:
     for storage in facts.storages:
         value = storage.node.meta.get("val")
         if storage.element is not None and isinstance(value, (tuple, list)):
-            value = value[storage.element]
+            # A loop has storages for what its body hands over, besides those of its results.
+            value = value[storage.element] if storage.element < len(value) else None
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             size, stride = [hint(n) for n in value.size()], [hint(n) for n in value.stride()]
             if None not in size and None not in stride:

@@ -65,7 +65,7 @@ def users(x, weight, bias):
 @pytest.mark.parametrize("fn", [block, users])
 def test_a_host_graph_is_captured_once_and_replayed(fn, mode, device, launches):
     owner = Owner()
-    mine = torch.compile(fn, backend=functools.partial(backend, owner=owner))
+    mine = torch.compile(fn, backend=functools.partial(backend, owner=owner), options={"capture": "always"})
     theirs = torch.compile(fn, backend="inductor", options={"compile_threads": 1})
     device.reset_graph_counters()
     for _ in range(5):
@@ -88,7 +88,7 @@ EXPECTED = {block: block, users: lambda x, weight, bias: (x + weight) * bias}
 
 def test_gradients(mode, device, launches):
     owner = Owner()
-    mine = torch.compile(block, backend=functools.partial(backend, owner=owner))
+    mine = torch.compile(block, backend=functools.partial(backend, owner=owner), options={"capture": "always"})
     for _ in range(5):
         arguments = [on_device(7, 7), on_device(7, 7), on_device(7)]
         on_cpu = [argument.cpu().requires_grad_() for argument in arguments]
