@@ -20,7 +20,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .options import Options
-from .passes.memory_planning import plan_memory
+from .packing import plan_memory
 
 if TYPE_CHECKING:
     from .codegen.emission import FxwrapCodegen

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from .devices import capture_cost, device_support
 from .graphs.program import Program
+from .graphs.provision import Planners
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
 from .owner import Owner
 from .passes.dependencies import build_dependency_graph
-from .passes.memory_planning import hinted_sizes, inner_storages, plan_program
+from .passes.memory_planning import hinted_sizes, inner_storages, plan_pair, plan_program
 from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
@@ -24,7 +25,7 @@ from .passes.symbols import evaluate_sizes
 from .passes.verdicts import judge, main_device
 from .passes.verify import verify_memory, verify_schedule
 from .passes.worth import weigh
-from .plan import CompiledPartition, MemoryPlan, PartitionGraph, ProgramPlan
+from .plan import CompiledPartition, MemoryPlan, PartitionGraph, Planned, ProgramPlan, Suggestion, Taken
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,18 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
     def plan_recording(
-        plan: ProgramPlan, numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]
+        planned: Planned, taken: Callable[[torch.device], Sequence[Taken]], suggestion: Suggestion | None
     ) -> MemoryPlan:
-        memory = plan_program(plan, numbers, places)
-        verify_memory(gm, plan.schedule, facts, memory, numbers)
+        memory = plan_program(planned, taken, suggestion)
+        verify_memory(gm, planned.program.schedule, facts, memory, planned.numbers)
         return memory
 
     program = Program(
         cut_program,
         request.options,
         request.torch,
-        plan_recording,
+        Planners(plan_recording, plan_pair),
         lambda inputs: evaluate_sizes(gm, inputs),
-        plan_early=request.owner is not None and request.owner.plan_early,
     )
     if request.owner is not None:
         request.owner.programs.append(program)

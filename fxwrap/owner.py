@@ -15,12 +15,10 @@ class Owner:
         programs: programs in the order in which they were made; a backward program may come much later.
         fallbacks: reasons of graphs that run through Inductor's own wrapper.
         module: the module that was compiled, if it was one.
-        plan_early: plan memory at the first call already, for a report.
     """
 
     programs: list[Any] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
-    plan_early: bool = False
     module: weakref.ref[Any] | None = None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from .packing import Buffer, Placement
+
 
 class Verdict(enum.Enum):
     CAPTURED = "captured"
@@ -201,25 +203,16 @@ class CompiledPartition:
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """Something to place: ``size`` bytes, live in steps ``[begin, end)``: begin inclusive, end exclusive."""
+class Taken:
+    """Bytes ``[low, high)`` of an arena in which an output of another recording lives while a program runs.
 
-    name: str
-    size: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Offsets in bytes into one arena of ``size`` bytes.
-
-    ``lower_bound`` is the largest number of (aligned) bytes live in any one step: no arena can be smaller.
+    Attributes:
+        nodes: the inputs as which the program gets it, if nobody else has it: free after their last use.
     """
 
-    offsets: Mapping[str, int]
-    size: int
-    lower_bound: int
+    low: int
+    high: int
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,6 +223,7 @@ class ArenaPlan:
         buffers: what was placed, by storage name.
         alignment: bytes.
         plain: bytes that separate allocations without any reuse would take.
+        taken: what was in the arena already.
     """
 
     device: torch.device
@@ -237,6 +231,19 @@ class ArenaPlan:
     placement: Placement
     alignment: int
     plain: int
+    taken: tuple[Taken, ...] = ()
+
+    @property
+    def footprint(self) -> list[tuple[int, int]]:
+        """The bytes that a program works on, as spans ``[low, high)`` that do not touch, in order."""
+        spans: list[tuple[int, int]] = []
+        offsets = self.placement.offsets
+        for low, size in sorted((offsets[name], buffer.size) for name, buffer in self.buffers.items()):
+            if spans and low <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(spans[-1][1], low + size)
+            elif size:
+                spans.append((low, low + size))
+        return spans
 
 
 @dataclass(frozen=True)
@@ -246,14 +253,16 @@ class MemoryPlan:
     Attributes:
         arenas: one per device.
         location: storage index -> its device and its offset in that device's arena, in bytes.
-        apart: storages that outputs live in; each has memory of its own.
+        outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
         sizes: concrete sizes in bytes of every storage with an allocation node.
+        anew: storages that are allocated at every call.
     """
 
     arenas: Mapping[torch.device, ArenaPlan]
     location: Mapping[int, tuple[torch.device, int]]
-    apart: frozenset[int]
+    outputs: frozenset[int]
     sizes: Mapping[int, int]
+    anew: frozenset[int] = frozenset()
 
     @property
     def size(self) -> int:
@@ -292,3 +301,34 @@ class ProgramPlan:
     def schedule(self) -> tuple[Node, ...]:
         """Every work node, in the order in which it runs."""
         return tuple(node for partition in self.partitions for node in partition.nodes)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A program at concrete sizes.
+
+    Attributes:
+        numbers: concrete sizes (``evaluate_sizes``).
+        places: inputs that are copied to a place in an arena: device and bytes.
+        frozen: whether a graph freezes addresses; else storages may be allocated anew at every call.
+        anew: storages that shall be.
+    """
+
+    program: ProgramPlan
+    numbers: Mapping[Node, Any]
+    places: Mapping[Node, tuple[torch.device, int]]
+    frozen: bool = True
+    anew: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A plan for a program together with another.
+
+    Attributes:
+        placements: by device: offsets by name; the size and the lower bound are those of both programs.
+        anew: names of storages that are allocated at every call.
+    """
+
+    placements: Mapping[torch.device, Placement]
+    anew: frozenset[str]

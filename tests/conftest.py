@@ -202,3 +202,12 @@ def inductor(fn: Callable[..., Any], **compile_options: Any) -> Callable[..., An
     settings = {key: value for device in registered_devices().values() for key, value in device.config.items()}
     options = {**settings, **compile_options.pop("options", {})}
     return torch.compile(fn, backend="inductor", options=options or None, **compile_options)
+
+
+@pytest.fixture
+def own_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arenas that no other test has recorded in."""
+    from fxwrap.graphs import provision
+    from fxwrap.graphs.memory import ArenaPool
+
+    monkeypatch.setattr(provision, "ARENAS", ArenaPool())

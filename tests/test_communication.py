@@ -47,7 +47,7 @@ from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import judge
 from fxwrap.passes.verify import verify_memory, verify_schedule
-from fxwrap.plan import ProgramPlan, StorageFacts
+from fxwrap.plan import Planned, ProgramPlan, StorageFacts
 
 
 def gather(maker: GraphMaker, source: Node, name: str = "g") -> Node:
@@ -180,7 +180,7 @@ def test_what_is_received_is_written() -> None:
     assert facts.writes[nodes["receive"]] == facts.of[nodes["b"]] and not facts.in_flight
     assert edge(gm, "wait", "read") == "raw"
     verify_schedule(gm, plan_of(gm).schedule)
-    verify_memory(gm, plan_of(gm).schedule, facts, plan_program(plan_of(gm), {}, {}), {})
+    verify_memory(gm, plan_of(gm).schedule, facts, plan_program(Planned(plan_of(gm), {}, {})), {})
 
 
 def test_a_schedule_that_reads_too_early_is_caught(overlap: Overlap) -> None:
@@ -201,10 +201,10 @@ def test_what_a_collective_reads_keeps_its_bytes_until_the_wait() -> None:
     """
     ::
 
-         64 |       c  c  c         the gather is the last node that names b, and reads it until the wait is over
-          0 | b  b  b  b
-            +---------------
-              k0 g  k1 w  k2
+        128 | b  b  b  b  out out       the gather is the last node that names b, and reads it until the wait is over
+         64 |       c  c  c  c
+          0 +--------------------
+              k0 g  k1 w  k2 (after)
     """
     maker = GraphMaker()
     x, b, c, out = maker.input("x"), *(maker.allocate(name=name) for name in ("b", "c", "out"))
@@ -214,16 +214,16 @@ def test_what_a_collective_reads_keeps_its_bytes_until_the_wait() -> None:
     maker.launch("host_mix", x, x, c, name="k1")
     wait(maker, g, "w")
     maker.launch("mix", g, c, out, name="k2")
-    gm = maker.finish([out])
+    gm = maker.finish([c, out])
     plan = plan_of(gm)
     assert [node.name for node in plan.schedule] == ["k0", "g", "k1", "w", "k2"]
     index = {storage.name: storage.index for storage in plan.facts.storages}
     assert live_ranges(plan)[index["b"]] == (0, 4)
-    memory = plan_program(plan, {}, {})
+    memory = plan_program(Planned(plan, {}, {}))
     verify_memory(gm, plan.schedule, plan.facts, memory, {})
 
     forgotten = replace(plan, facts=forgetful(plan.facts))
-    faulty = plan_program(forgotten, {}, {})
+    faulty = plan_program(Planned(forgotten, {}, {}))
     assert live_ranges(forgotten)[index["b"]] == (0, 2)
     with pytest.raises(PlanError, match="b and c overlap at step 2"):
         verify_memory(gm, plan.schedule, plan.facts, faulty, {})
@@ -260,6 +260,24 @@ def test_what_a_collective_was_given_is_not_freed_before_the_wait() -> None:
     (waits,) = [i for i, line in enumerate(lines) if line.endswith(f"({gathers.split(' =')[0]})")]
     (freed,) = [i for i, line in enumerate(lines) if line.startswith("del") and given in line]
     assert freed > waits > lines.index(gathers)
+
+
+def test_what_a_collective_was_given_is_not_freed_before_a_wait_in_another_partition(overlap: Overlap) -> None:
+    """
+    ::
+
+        ( begin  g = all_gather(x) )   [ k ]   ( s  wait_g  wait_s )   [ read  last ]
+                 x is named here last ----------> and read until here
+    """
+    program = compile_host_graph(overlap.gm, CompileRequest(Options(eager_ops=ALWAYS_EAGER)))
+    for call in range(2):
+        program(*overlap.maker.inputs(call))
+    (family,) = program.families.values()
+    (recording,) = family.recordings
+    index = {node.name: p.index for p in program.plan.partitions for node in p.nodes}
+    # Where a register is emptied; one that is not listed is emptied when the call is over.
+    emptied = recording._last_reader.get(by_name(overlap.gm)["x"], len(index))
+    assert emptied >= index["wait_g"] > index["g"]
 
 
 # -- beyond the program -------------------------------------------------------------------------------------
@@ -302,6 +320,6 @@ def test_what_is_under_way_beyond_the_program_is_never_recorded(make: Callable[[
 def test_a_plan_for_what_is_under_way_beyond_the_program_is_caught(make: Callable[[GraphMaker], GraphModule]) -> None:
     gm = make(GraphMaker())
     plan = plan_of(gm)
-    faulty = plan_program(replace(plan, facts=replace(plan.facts, in_flight=frozenset())), {}, {})
+    faulty = plan_program(Planned(replace(plan, facts=replace(plan.facts, in_flight=frozenset())), {}, {}))
     with pytest.raises(PlanError, match="a communication on g is under way beyond the program"):
         verify_memory(gm, plan.schedule, plan.facts, faulty, {})

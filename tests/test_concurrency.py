@@ -150,7 +150,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_taken(compiled: Any, device: to
         for family in program.families.values():
             for recording in family.recordings:
                 assert not recording._turn.taken()
-                assert not any(scratch.busy.taken() for scratch in recording._scratch)
+                assert not any(arena.busy.taken() for arena in recording.request.arenas.values())
         (y,) = tensors_in(run())
         torch.testing.assert_close(y, expected)
     assert position > (30 if what == "replay" else 200)
@@ -160,37 +160,40 @@ def test_an_interrupt_at_any_line_leaves_nothing_taken(compiled: Any, device: to
     assert program.counters.replays >= before + 2
 
 
-def test_scratch_is_shared_and_means_nothing_between_calls(compiled: Any, device: torch.device) -> None:
-    """Two programs on one block; a third party scribbles over it between the calls."""
+def test_the_arena_is_shared_and_means_nothing_between_calls(compiled: Any, device: torch.device) -> None:
+    """Two programs in one arena; a third party scribbles over it between the calls."""
+
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
     g: Compiled = compiled(lambda x: (x.cos() @ x).sin() @ x)
-    blocks = set()
+    arenas = set()
     for _ in range(5):
         for h, first, second in ((f, torch.sin, torch.cos), (g, torch.cos, torch.sin)):
             x = torch.randn(8, 8, device=device)
             torch.testing.assert_close(h(x), second(first(x) @ x) @ x)
             for family in h.program.families.values():
                 for recording in family.recordings:
-                    for scratch in recording._scratch:
-                        scratch.block.fill_(0xFF)
-                        blocks.add(id(scratch))
-    assert len(blocks) == 1
+                    for arena in recording.request.arenas.values():
+                        torch.empty(0, dtype=torch.uint8, device=device).set_(arena.storage(0, arena.nbytes)).fill_(
+                            0xFF
+                        )
+                        arenas.add(id(arena))
+    assert len(arenas) == 1
     assert f.program.counters.replays == 3
 
 
-def test_dropping_the_function_frees_its_memory(compiled: Any) -> None:
+def test_dropping_the_function_frees_its_memory(compiled: Any, own_arenas: None) -> None:
     import gc
     import weakref
 
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
     for _ in range(4):
-        f(torch.randn(300, 300))  # more than any other test needs, so that the block is its own
+        f(torch.randn(8, 8))
     program = weakref.ref(f.program)
-    scratch = weakref.ref(f.program.families[None].recordings[0]._scratch[0])
+    (arena,) = map(weakref.ref, f.program.families[None].recordings[0].request.arenas.values())
     del f
     torch._dynamo.reset()
     gc.collect()
-    assert program() is None and scratch() is None
+    assert program() is None and arena() is None
 
 
 def test_turns() -> None:

@@ -21,7 +21,8 @@ def test_eight_batch_sizes(compiled: Any, device: torch.device, dynamic: bool | 
     ours: Compiled = compiled(model, dynamic=dynamic)
     theirs = inductor(model, dynamic=dynamic)
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(5):
+            before = ours.replays()
             for batch in range(2, 10):
                 x = torch.randn(batch, 16, device=device)
                 assert_same(ours(x), theirs(x))
@@ -29,9 +30,10 @@ def test_eight_batch_sizes(compiled: Any, device: torch.device, dynamic: bool | 
     # Automatic dynamic shapes compile the first size by itself, turn dynamic at the second, and take the first
     # one through the dynamic program when it comes again: one round less for it.
     assert len(program.families) == 8
-    assert sum(program.counters.recordings.values()) == 8
+    # A size that needs a larger arena than was foreseen ends what was recorded in it.
+    assert set(program.counters.recordings) <= {"first", "new shape", "the arena moved"}
     assert program.counters.eager == {"warm-up": 8}
-    assert program.counters.replays == (8 if dynamic else 7)
+    assert sum(ours.replays()) - sum(before) == 8, "the last round replays every size"
 
 
 def test_training_with_varying_batch(compiled: Any) -> None:

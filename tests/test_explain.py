@@ -35,8 +35,8 @@ partition  verdict   launches  extern calls  reason
 0          captured  2         3             estimate: saves 8 us of calls for 0 us of replay and 0 us of copies
 
 arena                   storages  bytes        lower bound  without reuse
-cpu                     2         512          512          512
-outputs, each apart     1         256
+cpu                     3         512          512          768
+  of which outputs      1         256
 allocated by operators  0         not planned
 
 replays: 0

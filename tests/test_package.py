@@ -48,6 +48,7 @@ MAY_NOT_IMPORT = {
     "graphs": ("fxwrap.passes", "fxwrap.compiler", "fxwrap.codegen", "fxwrap.inspection", "fxwrap.backend"),
     "codegen": ("fxwrap.inspection", "fxwrap.backend"),
     "compiler.py": ("fxwrap.codegen", "fxwrap.inspection", "fxwrap.backend"),
+    "packing": ("torch", "fxwrap.passes", "fxwrap.graphs", "fxwrap.codegen", "fxwrap.compiler", "fxwrap.plan"),
     "plan.py": ("fxwrap.passes", "fxwrap.graphs", "fxwrap.codegen", "fxwrap.compiler"),
     "host_graph.py": ("fxwrap.passes", "fxwrap.graphs", "fxwrap.codegen", "fxwrap.compiler"),
 }
@@ -111,5 +112,9 @@ def test_import_is_quick_and_does_not_load_inductor() -> None:
     assert _run("import sys, fxwrap; print('torch._inductor.compile_fx' in sys.modules)") == "False"
 
 
-def test_typed_marker_is_there() -> None:
-    assert (PACKAGE / "py.typed").exists()
+def test_what_is_not_python_is_shipped() -> None:
+    """Each file is there, and named in the package's data."""
+    named = (PACKAGE.parent / "pyproject.toml").read_text()
+    for name in ("py.typed", "packing/exact.cpp"):
+        assert (PACKAGE / name).exists()
+        assert f'"{name}"' in named

@@ -47,7 +47,7 @@ from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import is_work, judge
 from fxwrap.passes.verify import verify_schedule
-from fxwrap.plan import NodeVerdict, Partition, Verdict
+from fxwrap.plan import NodeVerdict, Partition, Planned, Verdict
 
 HOLD = [False, True, False, False, True, True, False]
 
@@ -504,7 +504,7 @@ def test_random_graphs_are_worth_the_trouble() -> None:
     for _ in range(60):
         graph = build(random_recipe(draw))
         plan = compile_host_graph(graph.gm, CompileRequest(graph.options)).plan
-        memory = plan_program(plan, {}, {})
+        memory = plan_program(Planned(plan, {}, {}))
         written = [plan.facts.storages[index].node for indices in plan.facts.writes.values() for index in indices]
         cuts += len(plan.partitions) >= 3
         reuses += memory.size < memory.plain

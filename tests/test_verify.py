@@ -25,6 +25,7 @@ from random_graphs import (
     Recipe,
     aten,
     build,
+    by_name,
     check_calls,
     expected_of,
     recipes,
@@ -38,13 +39,14 @@ import fxwrap.passes.verify as verify_module
 from fxwrap.compiler import CompileRequest, compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.options import Options
+from fxwrap.packing import plan_memory
 from fxwrap.passes.dependencies import build_dependency_graph
-from fxwrap.passes.memory_planning import plan_memory, plan_program
+from fxwrap.passes.memory_planning import plan_program
 from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import is_work, judge
 from fxwrap.passes.verify import verify_memory, verify_schedule
-from fxwrap.plan import ArenaPlan, Buffer, MemoryPlan, ProgramPlan
+from fxwrap.plan import ArenaPlan, Buffer, MemoryPlan, Planned, ProgramPlan, Taken
 
 
 def planned(gm: GraphModule, dependencies: nx.DiGraph | None = None) -> ProgramPlan:
@@ -71,11 +73,11 @@ class Sound:
     """
     ::
 
-        192 |       b2 b2 b2          x -> k0 -> b0 -> k1 -> b1 -> k2 -> b2 -> k3 -> b3 -> k4 -> out
-        128 |    b1 b1 b1             Every kernel also reads what the one before it read.
-         64 | b0 b0 b0 b3 b3          out, the output, has memory of its own.
-          0 +---------------
-              k0 k1 k2 k3 k4
+        192 | b0 b0 b0 b3 b3            x -> k0 -> b0 -> k1 -> b1 -> k2 -> b2 -> k3 -> b3 -> k4 -> out
+        128 |       b2 b2 b2            Every kernel also reads what the one before it read.
+         64 |    b1 b1 b1 out out       The caller gets out.
+          0 +--------------------
+              k0 k1 k2 k3 k4 (after)
     """
 
     maker: GraphMaker
@@ -106,10 +108,9 @@ def sound() -> Sound:
         older, value = value, out
     gm = maker.finish([value])
     plan = planned(gm)
-    found = Sound(maker, gm, plan, plan_program(plan, {}, {}))
-    assert {f"b{i}": found.memory.location[found.index(f"b{i}")][1] for i in range(4)} == {
-        "b0": 0, "b1": 64, "b2": 128, "b3": 0,
-    }  # fmt: skip
+    found = Sound(maker, gm, plan, plan_program(Planned(plan, {}, {})))
+    names = ("b0", "b1", "b2", "b3", "out")
+    assert [found.memory.location[found.index(name)][1] for name in names] == [128, 0, 64, 128, 0]
     verify_schedule(gm, plan.schedule)
     verify_plan(plan, found.memory)
     return found
@@ -124,7 +125,7 @@ def _onto_a_neighbour(sound: Sound) -> MemoryPlan:
 
 
 def _into_a_neighbour(sound: Sound) -> MemoryPlan:
-    """The last 4 bytes of b1 and the first of b2; both would be aligned if the alignment were 4."""
+    """The last 4 bytes of b1 and the first of b0; both would be aligned if the alignment were 4."""
     low, high = sorted(("b0", "b1"), key=lambda name: sound.memory.location[sound.index(name)][1])
     end = sound.memory.location[sound.index(low)][1] + 64
     loose = sound.with_arena(lambda arena: replace(arena, alignment=4))
@@ -168,9 +169,19 @@ def _misaligned(sound: Sound) -> MemoryPlan:
     return replace(roomy, location={**roomy.location, sound.index("b0"): (CPU, 1024 + 4)})
 
 
-def _output_inside(sound: Sound) -> MemoryPlan:
-    roomy = sound.with_arena(lambda arena: replace(arena, placement=replace(arena.placement, size=4096)))
-    return replace(roomy, location={**roomy.location, sound.index("out"): (CPU, 1024)})
+def _output_onto_what_it_is_made_of(sound: Sound) -> MemoryPlan:
+    other = sound.memory.location[sound.index("b3")][1]
+    return sound.moved("out", lambda _: other)
+
+
+def _onto_what_another_holds(sound: Sound) -> MemoryPlan:
+    return sound.with_arena(lambda arena: replace(arena, taken=(Taken(188, 192),)))
+
+
+def _onto_what_is_not_given_away_yet(sound: Sound) -> MemoryPlan:
+    """x is last read in k1, by when b0 has been written."""
+    x = by_name(sound.gm)["x"]
+    return sound.with_arena(lambda arena: replace(arena, taken=(Taken(128, 192, (x,)),)))
 
 
 def _too_small(sound: Sound) -> MemoryPlan:
@@ -187,7 +198,9 @@ def _too_small(sound: Sound) -> MemoryPlan:
         (_short_arena, "lies outside of its arena"),
         (_before_the_arena, "b0 lies outside of its arena"),
         (_misaligned, "b0 is misaligned"),
-        (_output_inside, "output out lies in an arena that later calls overwrite"),
+        (_output_onto_what_it_is_made_of, "b3 and out overlap at step 4"),
+        (_onto_what_another_holds, "b0 and another program's output overlap at step 0"),
+        (_onto_what_is_not_given_away_yet, "b0 and another program's output, here x overlap at step 0"),
         (_too_small, "b1 is too small"),
     ],
 )
@@ -210,21 +223,29 @@ def _out_result(maker: GraphMaker, updated: Node, x: Node) -> Node:
 
 @pytest.mark.parametrize("values", [True, False], ids=["fake values", "no fake values"])
 @pytest.mark.parametrize("hand_out", [_view, _in_place_result, _out_result])
-def test_an_output_in_an_arena_is_caught_behind_any_alias(
+def test_an_output_that_something_later_overwrites_is_caught_behind_any_alias(
     hand_out: Callable[[GraphMaker, Node, Node], Node], values: bool
 ) -> None:
+    """
+    ::
+
+        128 |    c  c               64 |    b  b  c         after its last use in the program, b is the caller's
+         64 | b  b  b  b             0 +------------
+          0 +------------              k0 h  k1 (after)
+              k0 h  k1 (after)
+    """
     maker = GraphMaker(values)
-    x, inner, b = maker.input("x"), maker.allocate(name="inner"), maker.allocate(name="b")
-    maker.launch("mix", x, x, inner)
-    maker.launch("mix", inner, x, b)
-    plan = planned(maker.finish([hand_out(maker, b, x)]))
-    memory = plan_program(plan, {}, {})
+    x, b, c = maker.input("x"), maker.allocate(name="b"), maker.allocate(name="c")
+    maker.launch("mix", x, x, b, name="k0")
+    result = hand_out(maker, b, x)
+    maker.launch("mix", x, x, c, name="k1")
+    plan = planned(maker.finish([result]))
+    memory = plan_program(Planned(plan, {}, {}))
     verify_plan(plan, memory)
-    index = next(storage.index for storage in plan.facts.storages if storage.name == "b")
-    arena = memory.arenas[CPU]
-    arena = replace(arena, placement=replace(arena.placement, size=128))
-    faulty = replace(memory, arenas={CPU: arena}, location={**memory.location, index: (CPU, 64)})
-    with pytest.raises(PlanError, match="output b lies in an arena"):
+    assert memory.size == 128
+    index = {storage.name: storage.index for storage in plan.facts.storages}
+    faulty = replace(memory, location={**memory.location, index["c"]: memory.location[index["b"]]})
+    with pytest.raises(PlanError, match="b and c overlap at step"):
         verify_plan(plan, faulty)
 
 
@@ -242,14 +263,14 @@ def test_memory_too_small_for_a_view_of_it_is_caught() -> None:
     maker.launch("mix", b, x, out)
     plan = planned(maker.finish([out]))
     with pytest.raises(PlanError, match=r"b is too small\n.*24 bytes\n.*16 bytes"):
-        verify_plan(plan, plan_program(plan, {}, {}))
+        verify_plan(plan, plan_program(Planned(plan, {}, {})))
 
 
 @PROPERTY
 @given(recipes(), st.integers(0, 1000))
 def test_any_two_storages_that_live_together_may_not_share_a_place(recipe: Recipe, choice: int) -> None:
     plan = planned(build(recipe).gm)
-    memory = plan_program(plan, {}, {})
+    memory = plan_program(Planned(plan, {}, {}))
     assume(memory.arenas)
     buffers = memory.arenas[CPU].buffers
     index = {plan.facts.storages[i].name: i for i in memory.location}
@@ -428,7 +449,7 @@ def test_what_the_passes_decide_is_accepted(recipe: Recipe, shuffle: int, places
     for nodes in (None, list(dependencies.nodes), order):
         plan = planned(gm, reordered(dependencies, nodes))
         verify_schedule(gm, plan.schedule)
-        verify_plan(plan, plan_program(plan, {}, where))
+        verify_plan(plan, plan_program(Planned(plan, {}, where)))
 
 
 def test_storages_of_no_bytes_may_lie_anywhere() -> None:
@@ -437,8 +458,8 @@ def test_storages_of_no_bytes_may_lie_anywhere() -> None:
     maker.launch("mix", x, x, nothing)
     maker.launch("mix", x, x, out)
     plan = planned(maker.finish([out]))
-    memory = plan_program(plan, {}, {})
-    assert memory.arenas[CPU].buffers == {"nothing": Buffer("nothing", 0, 0, 1)}
+    memory = plan_program(Planned(plan, {}, {}))
+    assert memory.arenas[CPU].buffers == {"nothing": Buffer("nothing", 0, 0, 1), "out": Buffer("out", 64, 1, 3)}
     verify_plan(plan, memory)
 
 
@@ -473,10 +494,10 @@ def test_a_view_in_the_schedule_touches_nothing() -> None:
 
         ( n  v = view(b, n) ) --> [ k0: s   k1: t   k2: b ] --> ( k3 reads v )
 
-        128 |       t  t                v is made before b is written: an address and a size, no bytes.
-         64 |    s  s  b  b             So b may lie where s was.
-          0 +---------------
-              v k0 k1 k2 k3
+        128 |      s  s  b  b           v is made before b is written: an address and a size, no bytes.
+         64 | h  h h  t  t  out out     So b may lie where s was.
+          0 +----------------------
+              ..v  k0 k1 k2 k3 (after)
     """
     maker = GraphMaker()
     x, length = maker.input("x"), maker.input("length", (), torch.int64)
@@ -492,7 +513,7 @@ def test_a_view_in_the_schedule_touches_nothing() -> None:
     program = compile_host_graph(gm, CompileRequest(options=Options(eager_ops=ALWAYS_EAGER)))
     assert work_order(program.plan.schedule) == "begin n v k0 k1 k2 k3"
     check_calls(gm, maker.inputs, program, [False, False, False, True])
-    verify_plan(program.plan, plan_program(program.plan, {}, {}))
+    verify_plan(program.plan, plan_program(Planned(program.plan, {}, {})))
     assert set(program.counters.eager) <= {"warm-up"}
 
 

@@ -14,13 +14,25 @@ from __future__ import annotations
 
 import builtins
 import itertools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kernel, Kind, checks_on, constants, kernel_of, kind_of, nodes_in, output_node, schema_of
+from ..host_graph import (
+    Kernel,
+    Kind,
+    checks_on,
+    constants,
+    effective_users,
+    kernel_of,
+    kind_of,
+    nodes_in,
+    output_node,
+    schema_of,
+)
 from ..plan import Partition, ProgramPlan
 
 # Values without work of their own are made where they are first used.
@@ -57,10 +69,15 @@ class FlatBuilder:
     Args:
         bound: values known now. Views and arithmetic of bound values are evaluated while building, and added.
         registers: where values come from and go to that are not known now.
+        emptied: values whose registers nobody reads afterwards.
     """
 
-    def __init__(self, bound: MutableMapping[Node, Any], registers: Mapping[Node, int]) -> None:
-        self.bound, self.registers = bound, registers
+    def __init__(
+        self, bound: MutableMapping[Node, Any], registers: Mapping[Node, int], emptied: Container[Node] = ()
+    ) -> None:
+        self.bound, self.registers, self._emptied = bound, registers, emptied
+        self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
+        self._kept_when_made: set[Node] = set()  # allocations that this function makes and keeps
         self._names = itertools.count()
         self._constants: dict[int, str] = {}
         # Operators may import something; C code does that with the builtins of the Python code that called it.
@@ -85,8 +102,10 @@ class FlatBuilder:
         """
         nodes = list(nodes)
         kept, scheduled = set(stores), set(nodes)
+        self._kept_when_made = {node for node in kept - scheduled if kind_of(node) is Kind.ALLOCATION}
         for node in nodes:
             self._statement(node)
+            self._unpack(node, scheduled)
             for begun in (ends or {}).get(node, ()):
                 for name in self._names_in(begun):
                     self._use(name)
@@ -96,12 +115,35 @@ class FlatBuilder:
                 if not any(arg in scheduled for arg in checker.all_input_nodes if arg not in self._locals):
                     self.check(checker)
 
+    def _unpack(self, node: Node, scheduled: Container[Node]) -> None:
+        """Take a tuple's elements out, so that each lives no longer than it is used."""
+        elements = list(node.users)
+        if node not in self._locals or not elements or any(user.target is not operator.getitem for user in elements):
+            return
+        positions = [element.args[1] for element in elements]
+        whole = node.meta.get("val")
+        if not isinstance(whole, (tuple, list)) or not all(type(position) is int for position in positions):
+            return
+        name = self._locals[node]
+        for element, position in zip(elements, positions, strict=True):
+            if element not in self._locals:
+                self._define(element, f"{name}[{position}]")
+                self._use(name)
+        needed = {
+            position
+            for element, position in zip(elements, positions, strict=True)
+            if any(user not in scheduled for user in effective_users(element))
+        }
+        kept = {position: element for element, position in zip(elements, positions, strict=True)}
+        self._parts[node] = [kept[i] if i in needed else None for i in range(len(whole))]
+
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call of what somebody else made of them."""
         compiled = plan.compiled.get(partition.index)
         if compiled is None:
             self.run(partition.nodes, stores, plan.facts.ends)
             return
+        self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
         self.call(compiled.call, compiled.signature.inputs, compiled.signature.outputs)
         for node in stores:
             self.keep(node)
@@ -120,8 +162,15 @@ class FlatBuilder:
 
     def keep(self, node: Node) -> None:
         """Append a store of a value in its register."""
-        self._lines.append(f"r[{self.registers[node]}] = {self._reference(node)}")
-        self._use(self._locals[node])
+        parts = self._parts.get(node)
+        if parts is None:
+            value = self._reference(node)
+        else:
+            value = f"({', '.join('None' if part is None else self._reference(part) for part in parts)},)"
+        self._lines.append(f"r[{self.registers[node]}] = {value}")
+        for part in parts if parts is not None else [node]:
+            if part is not None:
+                self._use(self._locals[part])
 
     def check(self, node: Node) -> None:
         """Append an assert; one on bound values is made now."""
@@ -234,8 +283,13 @@ class FlatBuilder:
         if node not in self._locals and self._settle(node):
             return self._constant(self.bound[node])
         if node not in self._locals:
-            if node in self.registers:
+            if node in self._kept_when_made:
+                self._define(node, self._call(node))
+                self.keep(node)
+            elif node in self.registers:
                 self._define(node, self.register(node))
+                if node in self._emptied:
+                    self._lines.append(f"{self.register(node)} = None")
             elif kind_of(node) in _ON_DEMAND:
                 self._define(node, self._call(node))
             else:

@@ -1,94 +1,159 @@
-"""Memory of recordings: scratch that recordings share, and tensors laid over it."""
+"""Memory of recordings: arenas that they share, and tensors laid over them."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from .lent import Lent, LentOutput
 from .turn import Call, Turn
 
-# Bytes. On a CPU the allocator aligns to 64; asking for more costs a little padding in large blocks only.
+# Bytes. On a CPU the allocator aligns so, but a build may have another allocator.
 _CPU_ALIGNMENT = 64
 
 
-def tensor_at(
-    storage_at: Callable[[int, torch.device, int], torch.UntypedStorage],
-    address: int,
-    nbytes: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+def tensor_over(
+    storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor over memory that somebody else owns and keeps.
+    """A tensor that begins where a storage does.
 
-    It has a storage of its own that starts at ``address``, so that an operator which counts offsets from the
-    start of the storage finds what it expects, and holding it does not hold the owner.
+    Planned memory has a storage for each of its tensors, so that an operator which counts offsets from the start of
+    the storage finds what it expects, and so that use counts tell who is held.
     """
-    if nbytes == 0:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-    empty = torch.empty(0, dtype=dtype, device=device)
-    return empty.set_(storage_at(address, device, nbytes), 0, size, stride)  # type: ignore[call-overload]
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, 0, size, stride)  # type: ignore[call-overload]
 
 
 @dataclass(eq=False)
-class Scratch:
-    """Arena memory for recordings that do not overlap in time: ``nbytes`` on ``device``.
+class Arena:
+    """Memory that recordings share, on one device and stream: for what lives while they run, and for their outputs.
 
-    Who runs in it has the turn, ``busy``.
+    Who runs in it, or changes it, has the turn, ``busy``.
+
+    Attributes:
+        nbytes: how large it is.
+        lent: the outputs in it that were handed out, by recording.
+        version: changes whenever ``lent`` does.
     """
 
     device: torch.device
-    nbytes: int
-    block: torch.Tensor
+    nbytes: int = 0
+    lent: list[Lent] = field(default_factory=list)
+    version: int = 0
     busy: Turn = field(default_factory=Turn)
+    _block: torch.UntypedStorage | None = None
+    _begin: int = 0
+    _users: list[weakref.ref[ArenaUser]] = field(default_factory=list)
 
-    def address(self, offset: int) -> int:
-        """Where ``offset`` bytes into the block are."""
-        return self.block.data_ptr() + offset
+    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """A storage of its own over bytes of the arena; it keeps them."""
+        assert self._block is not None
+        begin = self._begin + offset
+        return self._block[begin : begin + nbytes]  # type: ignore[return-value]
+
+    def grow(self, nbytes: int) -> None:
+        """Become at least so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
+        if nbytes <= self.nbytes:
+            return
+        self.clear()
+        whole = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cpu" and whole.data_ptr() % _CPU_ALIGNMENT:
+            whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
+        self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
+        self._block, self.nbytes = whole.untyped_storage(), nbytes
+
+    def clear(self) -> None:
+        """End what was recorded, and give the memory back as soon as nobody has an output in it."""
+        for reference in self._users:
+            user = reference()
+            if user is not None:
+                user.end()
+        self._users, self.lent, self._block, self.nbytes = [], [], None, 0
+        self.changed()
+
+    def enter(self, user: ArenaUser, lent: Lent) -> None:
+        """Note who was recorded, and what it hands out."""
+        self._users = [reference for reference in self._users if reference() is not None]
+        self._users.append(weakref.ref(user))
+        self.lent = [one for one in self.lent if not one.over()]
+        self.lent.append(lent)
+        self.changed()
+
+    def changed(self) -> None:
+        """Have everybody look again at what is lent."""
+        self.version = next(_versions)
+
+    def held(self) -> dict[LentOutput, int]:
+        """The outputs in it that somebody has, and how many tensors they have of each."""
+        held = {output: count for lent in self.lent for output, count in lent.held().items()}
+        return {output: count for output, count in held.items() if output.device == self.device}
 
 
-class ScratchPool:
-    """Scratch by device and stream.
+_versions = itertools.count(1)
 
-    Recordings of all programs on one stream share the largest block that is free; a recording that needs more
-    gets a larger one, which later recordings share. Blocks live as long as a recording uses them. There is no
-    lock: threads that find nothing free at the same time allocate one block each.
+
+class ArenaUser(Protocol):
+    """Something that works at fixed places of an arena."""
+
+    def end(self) -> None:
+        """Never run again, and let go of the arena's memory. Called by who has the arena's turn."""
+
+
+class ArenaPool:
+    """Arenas by device and stream.
+
+    Recordings of all programs on one stream share one. Where that is busy (another thread, a program that runs
+    inside of another) they share a second, and so on. An arena lives as long as a recording uses it.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[torch.device, Any], list[weakref.ref[Scratch]]] = {}
+        self._arenas: dict[tuple[torch.device, Any], list[weakref.ref[Arena]]] = {}
+        self._expected: dict[tuple[torch.device, Any], dict[int, tuple[weakref.ref[Any], int]]] = {}
 
-    def take(self, device: torch.device, nbytes: int, stream: Any, call: Call, taken: list[Scratch]) -> Scratch:
-        """A block of at least ``nbytes`` that ``call`` now has; it is entered in ``taken``, too."""
-        blocks = self._blocks.setdefault((device, stream), [])
-        alive = [block for ref in list(blocks) if (block := ref()) is not None]
-        for scratch in sorted(alive, key=lambda scratch: scratch.nbytes):
+    def take(self, device: torch.device, stream: Any, call: Call, taken: list[Arena]) -> Arena:
+        """An arena that ``call`` now has; it is entered in ``taken``, too."""
+        arenas = self._arenas.setdefault((device, stream), [])
+        for arena in self._alive(arenas):
             # Entered first, so that an interrupt cannot come between taking and knowing what to give back.
-            taken.append(scratch)
-            if scratch.nbytes >= nbytes and scratch.busy.take(call):
-                return scratch
+            taken.append(arena)
+            if arena.busy.take(call):
+                return arena
             taken.pop()
-        scratch = _allocate(device, nbytes)
-        taken.append(scratch)
-        scratch.busy.take(call)
-        blocks.append(weakref.ref(scratch, blocks.remove))
-        return scratch
+        arena = Arena(device)
+        taken.append(arena)
+        arena.busy.take(call)
+        arenas.append(weakref.ref(arena, arenas.remove))
+        return arena
+
+    def expect(self, device: torch.device, stream: Any, who: Any, nbytes: int) -> None:
+        """Say that an arena will have to be so large, for as long as ``who`` lives: it need not grow in steps."""
+        expected = self._expected.setdefault((device, stream), {})
+        number = id(who)
+        expected[number] = weakref.ref(who, lambda _: expected.pop(number, None) and None), nbytes
+
+    def withdraw(self, who: Any) -> None:
+        """Take back what ``who`` is said to need."""
+        for expected in list(self._expected.values()):
+            expected.pop(id(who), None)
+
+    def expected(self, device: torch.device, stream: Any) -> int:
+        """Bytes that an arena will have to have, as far as is known."""
+        return max((nbytes for _, nbytes in list(self._expected.get((device, stream), {}).values())), default=0)
+
+    def all(self) -> list[Arena]:
+        return [arena for arenas in list(self._arenas.values()) for arena in self._alive(arenas)]
+
+    @staticmethod
+    def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:
+        alive = [arena for ref in list(arenas) if (arena := ref()) is not None]
+        return sorted(alive, key=lambda arena: -arena.nbytes)
 
 
-SCRATCH = ScratchPool()
-
-
-def _allocate(device: torch.device, nbytes: int) -> Scratch:
-    if device.type == "cpu":
-        whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
-        shift = -whole.data_ptr() % _CPU_ALIGNMENT
-        return Scratch(device, nbytes, whole[shift : shift + nbytes])
-    return Scratch(device, nbytes, torch.empty(nbytes, dtype=torch.uint8, device=device))
+ARENAS = ArenaPool()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

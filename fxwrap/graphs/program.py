@@ -27,17 +27,20 @@ from ..plan import MemoryPlan, Origin, ProgramPlan
 from .counters import Counters
 from .device_graph import DeviceRuntime, runtime_for
 from .flat import FlatBuilder
-from .memory import reach
+from .memory import Arena
 from .outputs import OUTPUT_ADDRESSES
+from .provision import Forecast, Planners, Provider
 from .recording import Recording, RecordingRequest
 from .torch_functions import TorchFunctions
 from .turn import Call, Turn
 
-# (the program's plan, concrete sizes, inputs with a place in the arena) -> verified plan.
-Planner = Callable[[ProgramPlan, Mapping[Node, Any], Mapping[Node, tuple[torch.device, int]]], MemoryPlan]
 # Names of operators that captures have failed at -> the program cut around them.
 Cutter = Callable[[Mapping[str, str]], ProgramPlan]
 SizeEvaluator = Callable[[Mapping[Node, Any]], dict[Node, Any]]
+
+
+# Recordings that one family may make, times max_output_sets, while others hold on to the memory it needs.
+_MOST_RECORDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,13 @@ class _Seen:
 
     An address alone says little: what a call allocates often lands where the call before had freed. A storage
     that is still alive is the same one.
+
+    Attributes:
+        start: the address of the storage, where that of an output is.
     """
 
     address: int
+    start: int
     storage: StorageWeakRef
 
     @classmethod
@@ -59,7 +66,8 @@ class _Seen:
         if value.is_conj() or value.is_neg():
             return None  # the memory alone does not say what the value is
         try:
-            return cls(value.data_ptr(), StorageWeakRef(value.untyped_storage()))
+            storage = value.untyped_storage()
+            return cls(value.data_ptr(), storage.data_ptr(), StorageWeakRef(storage))
         except RuntimeError:
             return None
 
@@ -78,6 +86,9 @@ class Family:
         copied: storages of outputs that are copied when handed out, because they were found held.
         warm_outputs: outputs of the last eager run by storage, to see whether the caller holds on to them.
         cut_anew: whether its recordings were dropped because the program was cut anew.
+        kept: whether somebody else had inputs that were taken to be given away.
+        made: how many recordings there have been.
+        forecast: of the memory it needs.
     """
 
     recordings: list[Recording] = field(default_factory=list)
@@ -87,6 +98,9 @@ class Family:
     seen: dict[int, _Seen | None] = field(default_factory=dict)
     warm_outputs: list[tuple[int, int, StorageWeakRef]] = field(default_factory=list)
     cut_anew: bool = False
+    kept: bool = False
+    made: int = 0
+    forecast: Forecast | None = None
 
 
 class Program:
@@ -100,16 +114,14 @@ class Program:
         cut: Cutter,
         options: Options,
         functions: TorchFunctions,
-        make_plan: Planner,
+        planners: Planners,
         evaluate: SizeEvaluator,
-        plan_early: bool = False,
     ) -> None:
         self._cut, self._refused = cut, dict[str, str]()
         self.plan, self.options, self.functions = cut({}), options, functions
         self.counters = Counters()
         self.families: dict[Any, Family] = {}
         self.newest_plan: MemoryPlan | None = None
-        self._make_plan, self._evaluate, self._plan_early = make_plan, evaluate, plan_early
         self._recording = Turn()
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._dynamic = _dynamic_positions(self._placeholders)
@@ -117,7 +129,8 @@ class Program:
         self._never_recorded = ""
         self._eager = self._eager_function()
         self._output_nodes = self._tensor_outputs()
-        self._whole_storage = self._inputs_counted_from_their_storage()
+        whole_storage = self._inputs_counted_from_their_storage()
+        self._provider = Provider(planners, evaluate, functions, self._placeholders, whole_storage)
 
     # -- calling ----------------------------------------------------------------------------------------
 
@@ -149,7 +162,12 @@ class Program:
                     continue
                 call = Call()
                 try:
-                    if recording.take(call) and not recording.held() and not recording.spoiled():
+                    if (
+                        recording.take(call)
+                        and not recording.held()
+                        and not recording.spoiled()
+                        and recording.has_its_memory(inputs)
+                    ):
                         outputs = recording.run(inputs)
                         self.counters.count_replay()
                         return outputs
@@ -205,26 +223,29 @@ class Program:
 
     def _run_eagerly(self, inputs: list[Any], reason: str, family: Family | None = None) -> Any:
         self.counters.count_eager(reason)
-        if self._plan_early and self.newest_plan is None:
-            self._plan_ahead(inputs)
+        forecast = self._expect(inputs, family)
         outputs = self._eager(inputs)
         if family is not None:
             family.eager_runs += 1
             family.seen = {p: _Seen.of(inputs[p]) for p in self.plan.static_inputs}
             family.warm_outputs = self._weak_outputs(outputs)
+            family.forecast = forecast
+            if forecast is not None:
+                self._provider.hand_out(forecast, [(index, storage) for index, _, storage in family.warm_outputs])
         return outputs
 
-    def _plan_ahead(self, inputs: list[Any]) -> None:
-        """Plan memory for a report, before anything is recorded; also where nothing can be."""
+    def _expect(self, inputs: list[Any], family: Family | None) -> Forecast | None:
+        """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
+        if self._never_recorded or (family is None and self.newest_plan is not None):
+            return None
         try:
-            self._recording_request(Family(), inputs)
-        except CaptureError:
-            values = dict(zip(self._placeholders, inputs, strict=True))
-            self.newest_plan = self._make_plan(self.plan, self._evaluate(values), {})
+            forecast, self.newest_plan = self._provider.expect(self.plan, inputs, family.moved if family else ())
         except PlanError as error:
             if self.options.strict:
                 raise
             self._never_recorded = str(error.subject)
+            return None
+        return forecast
 
     def _eager_function(self) -> Callable[[list[Any]], Any]:
         """The whole schedule as one flat function with plain allocations."""
@@ -273,6 +294,11 @@ class Program:
 
     def _adapt(self, family: Family, inputs: list[Any]) -> str:
         """Find out why no recording could be replayed, and change the family's ways; empty if one is busy."""
+        moved = [recording for recording in family.recordings if recording.ended]
+        if moved:
+            family.recordings[:] = [recording for recording in family.recordings if not recording.ended]
+            if not family.recordings:
+                return "the arena moved"
         whole = [recording for recording in family.recordings if not recording.spoiled()]
         if len(whole) < len(family.recordings):
             # Whoever sends outputs away, or frees them, will do so again: from now on they get copies.
@@ -293,9 +319,19 @@ class Program:
         if not at_place:
             return self._adapt_to_move(family, inputs)
         held = [recording for recording in at_place if recording.held()]
-        if len(held) < len(at_place):
+        if len(held) == len(at_place):
+            return self._adapt_to_held(family, held)
+        free = [recording for recording in at_place if recording not in held]
+        if any(recording.has_its_memory(inputs) for recording in free):
+            return ""  # another call has it
+        if family.made >= _MOST_RECORDINGS * self.options.max_output_sets:
             return ""
-        return self._adapt_to_held(family, held)
+        if not all(recording.has_given_away(inputs) for recording in free):
+            family.kept = True
+        if len(family.recordings) >= self.options.max_output_sets:
+            family.recordings.remove(free[0])
+        self.counters.count_event("an output of another program was held in memory that was needed")
+        return "memory held by other outputs"
 
     def _adapt_to_move(self, family: Family, inputs: list[Any]) -> str:
         recording = family.recordings[-1]
@@ -304,20 +340,18 @@ class Program:
             for position in recording.request.bound_inputs
             if inputs[position].data_ptr() != recording.bound_addresses[position]
         }
-        stable = all(inputs[position].data_ptr() in OUTPUT_ADDRESSES for position in moved)
+        lent = {p for p in moved if inputs[p].untyped_storage().data_ptr() in OUTPUT_ADDRESSES}
+        stable = lent == moved
         if stable and len(family.recordings) < self.options.max_output_sets:
             return "inputs from another recording of the program before"
         # They come from anywhere: from now on they are inputs like others.
-        if not stable:
-            family.moved |= {p for p in moved if inputs[p].data_ptr() not in OUTPUT_ADDRESSES}
-        else:
-            family.moved |= moved
+        family.moved |= moved if stable else moved - lent
         family.recordings.clear()
         self.counters.count_event("an input taken to stay in place has moved")
         return "inputs moved"
 
     def _adapt_to_held(self, family: Family, held: list[Recording]) -> str:
-        sizes = {index: nbytes for recording in held for index, nbytes in recording.held()}
+        sizes = {output.index: output.storage.nbytes() for recording in held for output in recording.held()}
         small = {index for index, nbytes in sizes.items() if nbytes <= self.options.copy_outputs_below}
         large = set(sizes) - small
         self.counters.count_event("an output was still held at the next call")
@@ -330,20 +364,31 @@ class Program:
         return "large outputs held" if large else "small outputs held"
 
     def _record(self, family: Family, inputs: list[Any], why: str) -> Any:
+        may_give_away = self.plan.phase == "backward" and not family.kept
+        alone = self._provider.nobody_else_has(inputs, self.plan.static_inputs if may_give_away else ())
+        bound = [p for p in sorted(self.plan.static_inputs) if self._stays(family, p, inputs[p])]
+        call, turns = Call(), list[Arena]()
         try:
-            request = self._recording_request(family, inputs)
+            copied = frozenset(family.copied)
+            memory = self._provider.provide(self.plan, inputs, bound, alone, copied, family.forecast, call, turns)
+            self.newest_plan = memory.memory
+            request = RecordingRequest(self._runtime(), self.functions, memory, bound, copied)
+            recording, outputs = Recording.record(request, inputs)
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise
             self._never_recorded = str(error.subject)
             return self._run_eagerly(inputs, self._never_recorded)
-        recording, outputs = Recording.record(request, inputs)
+        finally:
+            for arena in turns:
+                arena.busy.give(call)
         if recording.eager_reasons and self.options.strict:
             raise CaptureError(
                 f"{len(recording.eager_reasons)} partition(s) could not be captured",
                 got="; ".join(f"partition {i}: {reason}" for i, reason in recording.eager_reasons.items()),
                 remedy="list the operators in eager_ops, or leave strict out",
             )
+        family.made += 1
         self.counters.count_recording(why)
         for reason in recording.eager_reasons.values():
             self.counters.count_event(reason)
@@ -362,34 +407,6 @@ class Program:
             family.recordings.clear()
             family.cut_anew = True
 
-    def _recording_request(self, family: Family, inputs: list[Any]) -> RecordingRequest:
-        values = dict(zip(self._placeholders, inputs, strict=True))
-        numbers = self._evaluate(values)
-        runtime = self._runtime()
-        bound = [p for p in sorted(self.plan.static_inputs) if self._stays(family, p, inputs[p])]
-        places: dict[Node, tuple[torch.device, int]] = {}
-        if runtime.frozen_addresses:
-            for position, (node, value) in enumerate(values.items()):
-                if position not in bound and isinstance(value, torch.Tensor):
-                    if node in self._whole_storage:
-                        raise CaptureError(
-                            f"{self._whole_storage[node]} counts from the start of an input's storage, of which a "
-                            "device graph would have a part",
-                        )
-                    places[node] = (value.device, reach(value))
-        self.newest_plan = self._make_plan(self.plan, numbers, places)
-        return RecordingRequest(
-            self.plan,
-            self.newest_plan,
-            numbers,
-            runtime,
-            self.functions,
-            runtime.stream_key(),
-            bound,
-            places,
-            frozenset(family.copied),
-        )
-
     def _runtime(self) -> DeviceRuntime:
         return runtime_for(self.plan.device)
 
@@ -400,7 +417,7 @@ class Program:
         """Whether to take an input's address as fixed: it was there before, or another recording owns it."""
         if position in family.moved or (here := _Seen.of(value)) is None:
             return False
-        if here.address in OUTPUT_ADDRESSES:
+        if here.start in OUTPUT_ADDRESSES:
             return True
         if not family.seen:
             return True  # no call to compare with (warmup=0): AOTAutograd's word is all there is

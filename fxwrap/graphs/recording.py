@@ -16,9 +16,11 @@ from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, o
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
-from .memory import SCRATCH, Scratch, reach, tensor_at, tensors_in
+from .lent import Lent, LentOutput, Others, handles
+from .memory import Arena, reach, tensor_over, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .places import Places, copy_tensors, unexpanded
+from .provision import Provision
 from .torch_functions import TorchFunctions
 from .turn import Call, Turn
 
@@ -29,19 +31,34 @@ class RecordingRequest:
 
     Attributes:
         bound_inputs: positions of the inputs whose address is taken to stay.
-        places: inputs (placeholders) that are copied into the arena, with device and bytes.
         copied: storages of outputs that are copied when handed out.
     """
 
-    plan: ProgramPlan
-    memory: MemoryPlan
-    numbers: Mapping[Node, Any]
     runtime: DeviceRuntime
     functions: TorchFunctions
-    stream: Any
+    provision: Provision
     bound_inputs: list[int]
-    places: Mapping[Node, tuple[torch.device, int]]
     copied: frozenset[int]
+
+    @property
+    def plan(self) -> ProgramPlan:
+        return self.provision.planned.program
+
+    @property
+    def numbers(self) -> Mapping[Node, Any]:
+        return self.provision.planned.numbers
+
+    @property
+    def places(self) -> Mapping[Node, tuple[torch.device, int]]:
+        return self.provision.planned.places
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self.provision.memory
+
+    @property
+    def arenas(self) -> Mapping[torch.device, Arena]:
+        return self.provision.arenas
 
 
 class Recording:
@@ -56,15 +73,13 @@ class Recording:
         self._turn = Turn()
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._constants = constants(self.plan.graph)
-        self._tensor_at = functools.partial(tensor_at, request.functions.storage_at)
         self.eager_reasons: dict[int, str] = {}
         # Operators and kernels that a capture failed at, and how: the program can be cut anew around them.
         self.refused: dict[str, str] = {}
-        self._scratch: list[Scratch] = []
+        self.ended = False
         self._graphs: list[DeviceGraph] = []
         self._steps: list[Callable[[], Any]] = []
         self._memory: dict[Node, torch.Tensor] = {}
-        self._apart: dict[Node, torch.Tensor] = {}
         self._kept: list[Any] = []
         # While recording: the tensors that stand for bound and copied inputs.
         self._as_seen: dict[int, torch.Tensor] = {}
@@ -72,13 +87,7 @@ class Recording:
         # By device: places, and the positions of the inputs that are copied to them.
         self._places: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         self._updated: list[tuple[int, torch.Tensor]] = []
-        # Storages of outputs that are handed out uncopied, with their index; what their use counts are when
-        # nobody holds them.
-        self._watched: list[tuple[torch.UntypedStorage, int]] = []
-        self._output_storages: list[torch.UntypedStorage] = []
-        self._output_addresses: list[int] = []
-        self._use_counts: Callable[[], list[int]] | None = None
-        self._unheld: list[int] = []
+        self._watched: list[LentOutput] = []
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
         self._assign_registers()
 
@@ -88,22 +97,21 @@ class Recording:
     def record(cls, request: RecordingRequest, inputs: Sequence[Any]) -> tuple[Recording, Any]:
         """Capture a program on ``inputs``; returns the recording and the outputs of this first call.
 
-        Nobody has the recording's turn afterwards. On any error nothing is kept.
+        On any error nothing is kept.
         """
-        recording, call = cls(request), Call()
+        recording = cls(request)
         try:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                recording._take_memory(call)
+                recording._take_memory()
                 recording._record(inputs)
             # Only now, with everything temporary gone, does a use count tell who else holds an output.
             recording._as_seen.clear()
-            recording._start_watching()
+            recording._start_watching(inputs)
             outputs = recording._hand_out(inputs)
         finally:
             recording._as_seen.clear()
             recording._clear_registers()
-            recording.give(call)
         return recording, outputs
 
     def _assign_registers(self) -> None:
@@ -112,18 +120,55 @@ class Recording:
         self._stores: dict[int, list[Node]] = {}
         self._complete: dict[int, list[Node]] = {}  # the same values, where they can be copied
         producer = {node: p.index for p in self.plan.partitions for node in p.nodes}
+        self._anew = self._allocated_anew()
+        producer.update({node: index for index, nodes in self._anew.items() for node in nodes})
         bound = {storage.node for storage in self._planned_storages()}
         for partition in self.plan.partitions:
-            for node in partition.nodes:
+            for node in (*partition.nodes, *self._anew.get(partition.index, ())):
                 users = effective_users(node)
                 leaves = any(producer.get(user) != partition.index for user in users)
                 if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
                     self._registers[node] = len(self._registers)
                     self._stores.setdefault(partition.index, []).append(node)
                     self._complete.setdefault(self._complete_after(node, producer), []).append(node)
+        self._last_reader = self._last_readers(producer)
+        self._frees_inputs = not self.request.runtime.frozen_addresses
         self._r: list[Any] = [None] * len(self._registers)
         self._inputs_end = len(self._placeholders)
         self._blank = tuple(self._r)
+
+    def _allocated_anew(self) -> dict[int, list[Node]]:
+        """Allocations that are made at every call, by the first partition that works on them."""
+        found: dict[int, list[Node]] = {}
+        seen: set[int] = set()
+        for partition in self.plan.partitions:
+            touched = frozenset[int]().union(*map(self.plan.facts.touched, partition.nodes))
+            for index in sorted((touched & self.request.memory.anew) - seen):
+                found.setdefault(partition.index, []).append(self.plan.facts.storages[index].node)
+            seen |= touched
+        return found
+
+    def _last_readers(self, producer: Mapping[Node, int]) -> dict[Node, int]:
+        """For values in registers that nobody reads after the calls: the last partition that does.
+
+        Where addresses are not frozen, the register is emptied there, so that memory is freed as soon as can be.
+        """
+        if self.request.runtime.frozen_addresses:
+            return {}
+        found = {}
+        facts = self.plan.facts
+        outputs = output_node(self.plan.graph).all_input_nodes
+        returned = frozenset[int]().union(*(facts.of.get(node, frozenset()) for node in outputs))
+        waits = {one: producer[wait] for wait, begun in facts.ends.items() for one in begun}
+        for node in self._registers:
+            if node.op == "placeholder" and facts.of.get(node, frozenset()) & returned:
+                continue  # what the caller gets may be laid over it
+            users = effective_users(node)
+            # What a communication was given lives until somebody has waited for it.
+            readers = [producer.get(user) for user in users] + [waits[user] for user in users if user in waits]
+            if readers and None not in readers:  # None: the caller gets it
+                found[node] = max(reader for reader in readers if reader is not None)
+        return found
 
     def _complete_after(self, node: Node, producer: Mapping[Node, int]) -> int:
         """The partition after which a value is there: a communication may fill it beyond the end of its own."""
@@ -143,32 +188,27 @@ class Recording:
         return [
             s
             for s in self.plan.facts.storages
-            if s.origin is Origin.ALLOCATION and (s.index in memory.location or s.index in memory.sizes)
+            if s.origin is Origin.ALLOCATION and s.index in memory.sizes and s.index not in memory.anew
         ]
 
-    def _take_memory(self, call: Call) -> None:
-        memory, stream = self.request.memory, self.request.stream
-        blocks: dict[torch.device, Scratch] = {}
-        for device, arena in memory.arenas.items():
-            if arena.placement.size:
-                blocks[device] = SCRATCH.take(device, arena.placement.size, stream, call, self._scratch)
+    def _take_memory(self) -> None:
+        memory = self.request.memory
         for storage in self.plan.facts.storages:
+            if storage.origin is not Origin.ALLOCATION or storage.index in memory.anew:
+                continue  # an input's place is laid out when the input is seen
+            options: Any = storage.node.kwargs
             if storage.index in memory.location:
-                device, offset = memory.location[storage.index]
-                if storage.origin is Origin.INPUT:
-                    continue  # laid out when the input is seen
-                size, stride = self._layout(storage.node)
-                nbytes = memory.sizes[storage.index]
-                dtype: Any = storage.node.kwargs["dtype"]
-                address = blocks[device].address(offset) if device in blocks else 0
-                self._memory[storage.node] = self._tensor_at(address, nbytes, size, stride, dtype, device)
-            elif storage.origin is Origin.ALLOCATION and storage.index in memory.sizes:
-                size, stride = self._layout(storage.node)
-                tensor = torch.empty_strided(size, stride, **storage.node.kwargs)  # type: ignore[arg-type]
-                self._memory[storage.node] = tensor
-                if storage.index in memory.apart:
-                    self._apart[storage.node] = tensor
-        self._blocks = blocks
+                layout = self._layout(storage.node)
+                self._memory[storage.node] = tensor_over(
+                    self._planned(storage.index), layout[0], layout[1], options["dtype"]
+                )
+            elif storage.index in memory.sizes:
+                self._memory[storage.node] = torch.empty_strided(*self._layout(storage.node), **options)
+
+    def _planned(self, index: int) -> torch.UntypedStorage:
+        """A storage of its own where the plan wants it."""
+        device, offset = self.request.memory.location[index]
+        return self.request.arenas[device].storage(offset, self.request.memory.sizes[index])
 
     def _layout(self, node: Node) -> Any:
         return torch.fx.map_arg(node.args[:2], self.request.numbers.__getitem__)
@@ -219,12 +259,8 @@ class Recording:
             if node not in self.request.places:
                 continue
             (index,) = self.plan.facts.of[node]
-            device, offset = self.request.memory.location[index]
             value = inputs[position]
-            size, stride = tuple(value.size()), value.stride()
-            nbytes = self.request.memory.sizes[index]
-            address = self._blocks[device].address(offset) if device in self._blocks else 0
-            place = self._tensor_at(address, nbytes, size, stride, value.dtype, device)
+            place = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
             found[node] = self._as_seen[position] = place
             places, positions = self._places.setdefault(place.device, ([], []))
             places.append(unexpanded(place))
@@ -244,10 +280,16 @@ class Recording:
             value = inputs[position]
             self.bound_addresses[position] = value.data_ptr()
             if value.device.type == "cpu":
-                layout = tuple(value.size()), value.stride(), value.dtype, value.device
-                value = self._tensor_at(value.data_ptr(), reach(value), *layout)
+                value = self._without_holding(value)
             found[self._placeholders[position]] = self._as_seen[position] = value
         return found
+
+    def _without_holding(self, value: torch.Tensor) -> torch.Tensor:
+        nbytes = reach(value)
+        if not nbytes:
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+        storage = self.request.functions.storage_at(value.data_ptr(), value.device, nbytes)
+        return tensor_over(storage, tuple(value.size()), value.stride(), value.dtype)
 
     def _capture(self, partition: Partition, known: _Known) -> None:
         runtime = self.request.runtime
@@ -327,7 +369,8 @@ class Recording:
         return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)}
 
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
-        builder = FlatBuilder(bound, {n: i for n, i in self._registers.items() if n not in bound})
+        last = {node for node, index in self._last_reader.items() if index == partition.index}
+        builder = FlatBuilder(bound, {n: i for n, i in self._registers.items() if n not in bound}, last)
         builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
         return builder.build()
 
@@ -337,11 +380,14 @@ class Recording:
         frozen = self.request.runtime.frozen_addresses
         lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())
+        lasting = {s.node for s in self.plan.facts.storages if s.index in self.request.memory.outputs}
         for node in {root: None for value in output.all_input_nodes for root in _bases(value)}:
             indices = self.plan.facts.of.get(node, frozenset())
-            memory = [self._apart[s] for i in indices if (s := self.plan.facts.storages[i].node) in self._apart]
-            if node in self._apart:
-                value, owned = builder.constant(self._apart[node]), memory
+            behind = [self.plan.facts.storages[i].node for i in indices]
+            memory = [self._memory[n] for n in behind if n in lasting and n in self._memory]
+            planned = node in lasting and node in self._memory
+            if planned:
+                value, owned = builder.constant(self._memory[node]), memory
             elif node.op == "placeholder" or node not in self._registers:
                 continue
             elif (position := self._lent_by(node)) is not None:
@@ -361,8 +407,8 @@ class Recording:
             copy = bool(indices & self.request.copied)
             if copy:
                 builder.assign(node, functools.partial(each, copy_out), value)
-            elif node in self._apart:
-                tensor = self._apart[node]
+            elif planned:
+                tensor = self._memory[node]
                 builder.assign(node, lay_out, value, tuple(tensor.size()), tensor.stride(), 0)
             else:
                 builder.assign(node, functools.partial(each, functools.partial(_alias, lay_out)), value)
@@ -384,31 +430,38 @@ class Recording:
         return None
 
     def _watch(self, tensors: Sequence[torch.Tensor], index: int) -> None:
-        known = {storage.data_ptr() for storage, _ in self._watched}
+        known = {output.storage.data_ptr() for output in self._watched}
+        planned = {self._memory[s.node].untyped_storage()._cdata: s.index for s in self._planned_storages()}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
-                self._watched.append((storage, index))
+                place = self.request.memory.location.get(planned.get(storage._cdata, -1), (None, 0))
+                self._watched.append(LentOutput(storage, index, *place))
 
-    def _start_watching(self) -> None:
-        counter = self.request.functions.use_counter
-        if counter is not None:
-            self._use_counts = counter([storage for storage, _ in self._watched])
-            self._unheld = self._use_counts()
-        self._output_storages = [storage for storage, _ in self._watched]
-        self._output_addresses = addresses = [storage.data_ptr() for storage, _ in self._watched]
-        weakref.finalize(self, OUTPUT_ADDRESSES.remove, OUTPUT_ADDRESSES.add(addresses))
+    def _start_watching(self, inputs: Sequence[Any]) -> None:
+        counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
+        self._lent = Lent(self._watched, counter)
+        footprints = {arena: memory.arenas[device].footprint for device, arena in arenas.items()}
+        given = handles([inputs[position].untyped_storage() for position in self.request.provision.given_away])
+        self._others = Others(footprints, self._lent, given, counter)
+        ticket = OUTPUT_ADDRESSES.add(self._lent.addresses)
+        self._leave = weakref.finalize(self, _leave, ticket, self._lent, list(arenas.values()))
+        self._leave.atexit = False
+        # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
+        for arena in arenas.values():
+            arena.enter(self, self._lent)
 
     # -- running ----------------------------------------------------------------------------------------
 
     def take(self, call: Call) -> bool:
-        """Take the recording and its scratch for one call; False when another call uses either."""
-        return self._turn.take(call) and all(scratch.busy.take(call) for scratch in self._scratch)
+        """Take the recording and its arenas for one call; False when another call uses one, or it has ended."""
+        arenas = self.request.arenas.values()
+        return self._turn.take(call) and all(arena.busy.take(call) for arena in arenas) and not self.ended
 
     def give(self, call: Call) -> None:
         """Give back what ``call`` has of them."""
-        for scratch in self._scratch:
-            scratch.busy.give(call)
+        for arena in self.request.arenas.values():
+            arena.busy.give(call)
         self._turn.give(call)
 
     def same_addresses(self, inputs: list[Any]) -> bool:
@@ -417,36 +470,47 @@ class Recording:
         return not bound or self.request.functions.same_data_pointers(inputs, self.bound_addresses, bound)
 
     def spoiled(self) -> bool:
-        """Whether the memory of an output is not where it was: its holder freed it, grew it, or shared it with
-        another process. To be asked after ``held``: sharing happens while somebody holds it."""
-        return list(map(torch.UntypedStorage.data_ptr, self._output_storages)) != self._output_addresses
+        """Whether the memory of an output is not where it was. To be asked after ``held``."""
+        return self._lent.spoiled()
 
     def moved_outputs(self) -> set[int]:
         """Storages of outputs whose memory is not where it was."""
-        now = map(torch.UntypedStorage.data_ptr, self._output_storages)
-        pairs = zip(self._watched, now, self._output_addresses, strict=True)
-        return {index for (_, index), address, before in pairs if address != before}
+        return self._lent.moved()
 
-    def held(self) -> list[tuple[int, int]]:
-        """Storages (index, bytes) of outputs handed out before that somebody still holds."""
-        if self._use_counts is None:
-            return [(index, storage.nbytes()) for storage, index in self._watched]
-        counts = self._use_counts()
-        if counts == self._unheld:
-            return []
-        # Garbage that was not collected when watching began must not pass for nobody later.
-        self._unheld = list(map(min, counts, self._unheld))
-        return [
-            (index, storage.nbytes())
-            for (storage, index), count, unheld in zip(self._watched, counts, self._unheld, strict=True)
-            if count > unheld
-        ]
+    def held(self) -> Mapping[LentOutput, int]:
+        """Outputs handed out before that somebody still has."""
+        return self._lent.held()
 
-    def run(self, inputs: Sequence[Any]) -> Any:
-        """Replay on ``inputs`` (the caller has the turn) and hand out the outputs."""
+    def has_its_memory(self, inputs: list[Any]) -> bool:
+        """Whether nobody has an output of another recording in the memory that it works on, nor the inputs that
+        are given away."""
+        return self._others.away() and self.has_given_away(inputs)
+
+    def has_given_away(self, inputs: list[Any]) -> bool:
+        """Whether nobody else has the inputs that are given away."""
+        given = self.request.provision.given_away
+        return not given or self.request.functions.nobody_else_has(inputs, given)
+
+    def end(self) -> None:
+        """Never run again, and let go of all memory. Called by who has the turn of one of its arenas."""
+        self.ended = True
+        self._leave()
+        self._graphs, self._steps, self._kept, self._watched = [], [], [], []
+        self._memory, self._places, self._updated = {}, {}, []
+        self._collect, self._check_inputs = _ended, None
+        self._lent = Lent([], None)
+        self._others = Others({}, self._lent, {}, None)
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Replay on ``inputs`` (the caller has the turn) and hand out the outputs.
+
+        Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
+        """
         r = self._r
         try:
             r[: self._inputs_end] = inputs
+            if self._frees_inputs:
+                inputs.clear()
             if self._check_inputs is not None:
                 self._check_inputs(r)
             self._fill_places(inputs)
@@ -482,6 +546,17 @@ class _Known:
     inputs: Sequence[Any]
     common: dict[Node, Any]
     captured: dict[Node, Any]
+
+
+def _ended(registers: list[Any]) -> Any:
+    raise AssertionError("a recording that has ended was run")
+
+
+def _leave(ticket: int, lent: Lent, arenas: Sequence[Arena]) -> None:
+    OUTPUT_ADDRESSES.remove(ticket)
+    lent.leave()
+    for arena in arenas:
+        arena.changed()
 
 
 def _bases(node: Node) -> set[Node]:

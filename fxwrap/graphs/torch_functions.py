@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,15 @@ def _lay_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...
 
 def _same_pointers(inputs: list[Any], pointers: list[int], positions: list[int]) -> bool:
     return all(inputs[p].data_ptr() == pointers[p] for p in positions)
+
+
+def nobody_else_has(inputs: list[Any], positions: Sequence[int]) -> bool:
+    """Whether some tensors are only in a list that a backward program got from autograd, which waits for it.
+
+    A storage's use count tells of other tensors that share it, and these counts of others who have the same one:
+    here the list, autograd's own tuple and the argument of the question are three.
+    """
+    return all(sys.getrefcount(inputs[p]) <= 3 and inputs[p]._use_count() == 1 for p in positions)
 
 
 def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
@@ -41,6 +51,7 @@ class TorchFunctions:
             every ``p`` in ``positions``.
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
+        nobody_else_has: ``(inputs, positions)``: whether nobody but the caller has these inputs.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
@@ -48,4 +59,5 @@ class TorchFunctions:
     same_data_pointers: Callable[[list[Any], list[int], list[int]], bool] = _same_pointers
     storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = _storage_at
     lay_out: Callable[..., torch.Tensor] = _lay_out
+    nobody_else_has: Callable[[list[Any], Sequence[int]], bool] = nobody_else_has
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

@@ -162,7 +162,7 @@ def explain(
         fn: a function or module; one that is compiled already is unwrapped.
         fxwrap_options: options as for ``torch.compile(..., options=...)``.
     """
-    owner = Owner(plan_early=True)
+    owner = Owner()
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
     fn = getattr(fn, "_orig_mod", fn)
     compiled = torch.compile(
@@ -195,7 +195,7 @@ def report(fn: Callable[..., Any] | None = None) -> Explanation:
 
 
 def output_bytes(memory: MemoryPlan) -> int:
-    return sum(memory.sizes.get(index, 0) for index in memory.apart)
+    return sum(memory.sizes.get(index, 0) for index in memory.outputs)
 
 
 def outside_the_plan(facts: StorageFacts) -> dict[str, str]:
@@ -269,7 +269,7 @@ def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
             f"{arena.plain:,}",
         )
     outside = outside_the_plan(report.program.plan.facts)
-    table.add_row("outputs, each apart", str(len(memory.apart)), f"{output_bytes(memory):,}", "", "")
+    table.add_row("  of which outputs", str(len(memory.outputs)), f"{output_bytes(memory):,}", "", "")
     table.add_row("allocated by operators", str(len(outside)), "not planned", "", "")
     why = [Text(f"  {count} by {reason}") for reason, count in Counter(outside.values()).items()]
     return Group(table, *why)

@@ -2,179 +2,261 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import nodes_in, output_node
-from ..plan import ArenaPlan, Buffer, MemoryPlan, Origin, Placement, ProgramPlan, StorageFacts
+from ..host_graph import nodes_in, operator_name, output_node
+from ..packing import Buffer, Placement, plan_memory
+from ..plan import ArenaPlan, MemoryPlan, Origin, Planned, ProgramPlan, StorageFacts, Suggestion, Taken
+from .arena_layout import Fixed, fits, lay_out_arena
+from .residency import choose_anew
 from .symbols import concrete, hint, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
 _ALIGNMENT = {"cpu": 64}
 _ACCELERATOR_ALIGNMENT = 512
-
-
-def plan_memory(buffers: Iterable[Buffer], alignment: int = 64, budget_s: float | None = None) -> Placement:
-    """Place buffers in one arena so that those live at the same time do not overlap.
-
-    Tries a few orders and puts each buffer at the lowest offset that is free during its life (first fit);
-    stops as soon as an arena is as small as the lower bound. First fit by decreasing size is the heuristic
-    of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference" (2020).
-
-    Args:
-        buffers: sizes in bytes, live ranges in steps; names are unique.
-        alignment: bytes; every offset is a multiple.
-        budget_s: seconds after which no further order is tried.
-
-    Returns:
-        Offsets, the arena's size and the lower bound, all in bytes.
-
-    Raises:
-        ValueError: a size is negative, a live range is empty or a name is given twice.
-    """
-    import time
-
-    items = list(buffers)
-    _validate(items, alignment)
-    sizes = [-(-item.size // alignment) * alignment for item in items]
-    bound = _largest_live_set(items, sizes)
-    conflicts = _conflicts(items)
-    deadline = None if budget_s is None else time.monotonic() + budget_s
-    best: list[int] = []
-    best_size = -1
-    for key in _ORDERS:
-        order = sorted(range(len(items)), key=lambda i: key(items[i], sizes[i]))
-        offsets = _first_fit(order, sizes, conflicts)
-        size = max((offsets[i] + sizes[i] for i in order), default=0)
-        if best_size < 0 or size < best_size:
-            best, best_size = offsets, size
-        if best_size == bound or (deadline is not None and time.monotonic() > deadline):
-            break
-    return Placement({item.name: offset for item, offset in zip(items, best, strict=True)}, max(best_size, 0), bound)
-
-
-_ORDERS: tuple[Callable[[Buffer, int], Any], ...] = (
-    lambda item, size: (-size, item.begin),
-    lambda item, size: (-(item.end - item.begin), -size),
-    lambda item, size: (-size * (item.end - item.begin), item.begin),
-    lambda item, size: (item.begin, -size),
-    lambda item, size: (-item.end, -size),
-)
-
-
-def _validate(items: list[Buffer], alignment: int) -> None:
-    if alignment < 1:
-        raise ValueError(f"alignment must be at least 1 byte, got {alignment}")
-    seen: set[str] = set()
-    for item in items:
-        if item.size < 0 or item.end <= item.begin:
-            raise ValueError(f"buffer {item.name!r} needs size >= 0 and begin < end, got {item}")
-        if item.name in seen:
-            raise ValueError(f"buffer name {item.name!r} is given twice")
-        seen.add(item.name)
-
-
-def _largest_live_set(items: list[Buffer], sizes: list[int]) -> int:
-    change: dict[int, int] = defaultdict(int)
-    for item, size in zip(items, sizes, strict=True):
-        change[item.begin] += size
-        change[item.end] -= size
-    live = largest = 0
-    for step in sorted(change):
-        live += change[step]
-        largest = max(largest, live)
-    return largest
-
-
-def _conflicts(items: list[Buffer]) -> list[list[int]]:
-    """For each buffer, the buffers live at a same time: a sweep over begins."""
-    conflicts: list[list[int]] = [[] for _ in items]
-    live: list[int] = []
-    for i in sorted(range(len(items)), key=lambda i: items[i].begin):
-        live = [j for j in live if items[j].end > items[i].begin]
-        for j in live:
-            conflicts[i].append(j)
-            conflicts[j].append(i)
-        live.append(i)
-    return conflicts
-
-
-def _first_fit(order: list[int], sizes: list[int], conflicts: list[list[int]]) -> list[int]:
-    offsets = [-1] * len(sizes)
-    for i in order:
-        offset = 0
-        taken = sorted((offsets[j], offsets[j] + sizes[j]) for j in conflicts[i] if offsets[j] >= 0)
-        for begin, end in taken:
-            if begin >= offset + sizes[i]:
-                break
-            offset = max(offset, end)
-        offsets[i] = offset
-    return offsets
+# Operators that work on copies of their operands in another layout, whose size nobody tells.
+_COPIES_OPERANDS = re.compile(r"aten::(_?convolution|mkldnn_).*|mkldnn::.*|onednn::.*")
 
 
 def plan_program(
-    program: ProgramPlan, numbers: Mapping[Node, Any], places: Mapping[Node, tuple[torch.device, int]]
+    planned: Planned,
+    taken: Callable[[torch.device], Sequence[Taken]] = lambda device: (),
+    suggestion: Suggestion | None = None,
 ) -> MemoryPlan:
     """Plan one recording of a program.
 
     Args:
-        numbers: concrete sizes (``evaluate_sizes``).
-        places: inputs that are copied to a place in the arena: device and bytes.
+        taken: what outputs of other recordings have in a device's arena.
+        suggestion: from a plan for this program and another: followed where what is taken allows it.
 
     Raises:
         PlanError: a communication is under way before the program begins or after it ends.
     """
-    if program.facts.in_flight:
-        # An arena is used by others between calls, and an input or output that is copied too early is wrong.
-        names = sorted(program.facts.storages[index].name for index in program.facts.in_flight)
-        raise PlanError(
-            f"a communication on {', '.join(names)} is under way at a call's begin or end",
-            expected="every collective to be waited for in the graph that begins it",
-            remedy="wait for it inside of the compiled region, with wait_tensor",
-        )
-    ranges = live_ranges(program)
-    apart = output_storages(program)
-    sizes: dict[int, int] = {}
-    planned: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
-    elsewhere = frozenset().union(*(compiled.signature.temporaries for compiled in program.compiled.values()))
-    for storage in program.facts.storages:
-        if storage.index in elsewhere:
-            continue  # whoever compiled the partition allocates it
-        if storage.origin is Origin.ALLOCATION:
-            layout = concrete(storage.node.args[:2], numbers)
-            if layout is None:
-                continue  # its size depends on data: allocated when it is known
-            kwargs: Mapping[str, Any] = storage.node.kwargs
-            sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
-            device = kwargs["device"]
-            if storage.index in apart or storage.index not in ranges or kwargs.get("pin_memory"):
-                continue
-            begin, end = ranges[storage.index]
-        elif storage.node in places:
-            device, sizes[storage.index] = places[storage.node]
-            # Filled before the first step; an updated one is copied back after the last.
-            begin, end = 0, len(program.schedule) + 1
-        else:
-            continue
-        buffer = Buffer(storage.name, sizes[storage.index], begin, end)
-        planned[device].append((storage.index, buffer))
-
+    needs = _Needs.of(planned)
+    there = {device: tuple(taken(device)) for device in needs.planned}
+    fixed = {device: [Fixed(one.low, one.high, 0, needs.end_of(one)) for one in there[device]] for device in there}
+    found = suggestion
+    if found is None or not _allowed(found, needs, fixed):
+        asked = frozenset(b.name for items in needs.planned.values() for i, b in items if i in planned.anew)
+        anew = _anew(needs.planned, needs.beside, asked, [""], planned)
+        found = Suggestion({d: _lay_out(needs, d, anew, fixed[d]) for d in needs.planned}, anew)
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
-    for device, items in planned.items():
-        alignment = _ALIGNMENT.get(device.type, _ACCELERATOR_ALIGNMENT)
-        placement = plan_memory((buffer for _, buffer in items), alignment, budget_s=0.05)
+    for device, items in needs.planned.items():
+        alignment = _alignment(device)
+        buffers = {buffer.name: buffer for _, buffer in items if buffer.name not in found.anew}
         plain = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
-        buffers = {buffer.name: buffer for _, buffer in items}
-        arenas[device] = ArenaPlan(device, buffers, placement, alignment, plain)
-        for index, buffer in items:
-            location[index] = (device, placement.offsets[buffer.name])
-    return MemoryPlan(arenas, location, apart, sizes)
+        offsets = found.placements[device].offsets
+        arenas[device] = ArenaPlan(device, buffers, found.placements[device], alignment, plain, there[device])
+        location.update({index: (device, offsets[b.name]) for index, b in items if b.name in buffers})
+    anew_indices = frozenset(i for items in needs.planned.values() for i, b in items if b.name in found.anew)
+    return MemoryPlan(arenas, location, needs.outputs, needs.sizes, anew_indices)
+
+
+def plan_pair(
+    first: Planned, second: Planned, handed_on: Mapping[int, Sequence[Node]]
+) -> tuple[Suggestion, Suggestion]:
+    """Plan memory for two programs, of which the second gets what the first saves for it, and nobody else does.
+
+    ::
+
+        steps     first program | second program
+        saved          s s s s s|s s s              one live range, up to the last use in the second
+
+    Args:
+        handed_on: inputs of the second program by storage of the first.
+    """
+    one, two = _Needs.of(first), _Needs.of(second)
+
+    def joint(before: Iterable[tuple[int, Buffer]], after: Iterable[tuple[int, Buffer]]) -> list[tuple[int, Buffer]]:
+        found = []
+        for index, b in before:
+            last = one.end + two.end_of(Taken(0, 0, tuple(handed_on.get(index, ()))))
+            end = last if index in one.handed_out else b.end
+            found.append((index, Buffer(f"0{b.name}", b.size, b.begin, end)))
+        for index, b in after:
+            shifted = Buffer(f"1{b.name}", b.size, one.end + b.begin, one.end + b.end)
+            found.append((-1 - index, shifted))
+        return found
+
+    devices = {**one.planned, **two.planned}
+    buffers = {d: joint(one.planned.get(d, ()), two.planned.get(d, ())) for d in devices}
+    beside = {d: joint(one.beside.get(d, ()), two.beside.get(d, ())) for d in devices}
+    indices = first.anew | {-1 - index for index in second.anew}
+    asked = frozenset(b.name for items in buffers.values() for index, b in items if index in indices)
+    anew = _anew(buffers, beside, asked, ["0", "1"], first, second)
+    placements = {}
+    for device, items in buffers.items():
+        placements[device] = plan_memory((b for _, b in items if b.name not in anew), _alignment(device))
+
+    def half(which: str) -> Suggestion:
+        def own(name: str) -> bool:
+            return name.startswith(which)
+
+        split = {
+            device: Placement({n[1:]: o for n, o in p.offsets.items() if own(n)}, p.size, p.lower_bound)
+            for device, p in placements.items()
+        }
+        return Suggestion(split, frozenset(name[1:] for name in anew if own(name)))
+
+    return half("0"), half("1")
+
+
+Items = Mapping[torch.device, Sequence[tuple[int, Buffer]]]
+
+
+def _anew(
+    planned: Items, beside: Items, asked: frozenset[str], marks: Sequence[str], *how: Planned
+) -> frozenset[str]:
+    """Names of the storages that are allocated at every call.
+
+    An arena would come on top of the workspace of operators, whenever they have it; where that may be large, and
+    the operators slow, every storage is allocated anew.
+    """
+    if any(one.frozen for one in how):
+        return frozenset()
+    # What a communication works on must live until it is waited for, wherever that is.
+    stays = [{f"{mark}{name}" for name in _communicated(one.program)} for mark, one in zip(marks, how, strict=True)]
+    staying = set[str]().union(*stays)
+    asked -= staying
+    if any(_COPIES_OPERANDS.fullmatch(operator_name(node)) for one in how for node in one.program.schedule):
+        return frozenset(b.name for _, b in itertools.chain(*planned.values())) - staying
+    found = frozenset[str]()
+    for device, items in planned.items():
+        own = [b for _, b in items if b.name not in asked | staying]
+        others = [b for _, b in items if b.name in asked | staying] + [b for _, b in beside.get(device, ())]
+        found |= choose_anew(own, others, _alignment(device))
+    return found | asked
+
+
+def _communicated(program: ProgramPlan) -> set[str]:
+    """Names of the storages that a communication works on."""
+    facts = program.facts
+    begun = frozenset[Node]().union(*facts.ends.values())
+    return {facts.storages[index].name for node in (*begun, *facts.ends) for index in facts.touched(node)}
+
+
+def _allowed(suggestion: Suggestion, needs: _Needs, fixed: Mapping[torch.device, Sequence[Fixed]]) -> bool:
+    for device, items in needs.planned.items():
+        buffers = [b for _, b in items if b.name not in suggestion.anew]
+        placement = suggestion.placements.get(device)
+        if placement is None or not fits(placement.offsets, buffers, fixed[device], _alignment(device)):
+            return False
+    return True
+
+
+def _lay_out(needs: _Needs, device: torch.device, anew: frozenset[str], fixed: Sequence[Fixed]) -> Placement:
+    items = [(index, b) for index, b in needs.planned[device] if b.name not in anew]
+    lasting = [b.name for index, b in items if index in needs.outputs]
+    return lay_out_arena([b for _, b in items], lasting, fixed, _alignment(device))
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What a program needs of arenas.
+
+    Attributes:
+        planned: storages to place, by device.
+        beside: what operators allocate themselves, as far as sizes were known when the program was compiled.
+        end: the step after the last.
+    """
+
+    facts: StorageFacts
+    planned: Mapping[torch.device, list[tuple[int, Buffer]]]
+    beside: Mapping[torch.device, list[tuple[int, Buffer]]]
+    sizes: Mapping[int, int]
+    outputs: frozenset[int]
+    handed_out: frozenset[int]
+    ranges: Mapping[int, tuple[int, int]]
+    end: int
+
+    def end_of(self, taken: Taken) -> int:
+        """The step from which on others may have the bytes of another program's output."""
+        indices = frozenset[int]().union(*(self.facts.of.get(node, frozenset()) for node in taken.nodes))
+        if not indices or indices & self.handed_out:
+            return self.end
+        return max(self.ranges.get(index, (0, 0))[1] for index in indices)
+
+    @classmethod
+    def of(cls, planned: Planned) -> _Needs:
+        program = planned.program
+        if program.facts.in_flight:
+            # An arena is used by others between calls, and an input or output that is copied too early is wrong.
+            names = sorted(program.facts.storages[index].name for index in program.facts.in_flight)
+            raise PlanError(
+                f"a communication on {', '.join(names)} is under way at a call's begin or end",
+                expected="every collective to be waited for in the graph that begins it",
+                remedy="wait for it inside of the compiled region, with wait_tensor",
+            )
+        ranges = live_ranges(program)
+        outputs = output_storages(program)
+        written = frozenset[int]().union(*program.facts.writes.values())
+        handed_out = _handed_out(program)
+        end = len(program.schedule) + 1
+        sizes: dict[int, int] = {}
+        items: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+        elsewhere = frozenset().union(*(compiled.signature.temporaries for compiled in program.compiled.values()))
+        for storage in program.facts.storages:
+            if storage.index in elsewhere:
+                continue  # whoever compiled the partition allocates it
+            first, last = ranges.get(storage.index, (0, 1))
+            if storage.origin is Origin.ALLOCATION:
+                layout = concrete(storage.node.args[:2], planned.numbers)
+                if layout is None:
+                    continue  # its size depends on data: allocated when it is known
+                kwargs: Mapping[str, Any] = storage.node.kwargs
+                sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
+                device = kwargs["device"]
+                if kwargs.get("pin_memory") or not (storage.index in ranges or storage.index in outputs):
+                    continue
+                begin, stop = first, end if storage.index in outputs else last
+            elif storage.node in planned.places:
+                device, sizes[storage.index] = planned.places[storage.node]
+                # Filled before the first step; an updated one is copied back after the last.
+                begin, stop = 0, end if storage.index in written | handed_out else last
+            else:
+                continue
+            buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
+            items[device].append((storage.index, buffer))
+        beside = _beside(program, ranges, handed_out, end)
+        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, end)
+
+
+def _beside(
+    program: ProgramPlan, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+) -> dict[torch.device, list[tuple[int, Buffer]]]:
+    """What operators allocate themselves, from the call that does to the last use."""
+    steps = {node: step for step, node in enumerate(program.schedule)}
+    sizes = hinted_sizes(program.facts)
+    found: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+    for storage in program.facts.storages:
+        if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
+            begin = steps[storage.node]
+            _, last = ranges.get(storage.index, (begin, begin + 1))
+            value: Any = storage.node.meta["val"]
+            device = (value if storage.element is None else value[storage.element]).device
+            stop = end if storage.index in handed_out else max(last, begin + 1)
+            found[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
+    return found
+
+
+def _alignment(device: torch.device) -> int:
+    return _ALIGNMENT.get(device.type, _ACCELERATOR_ALIGNMENT)
+
+
+def _handed_out(program: ProgramPlan) -> frozenset[int]:
+    """Storages that the caller gets, or gets back."""
+    values = nodes_in(output_node(program.graph).args)
+    return frozenset[int]().union(*(program.facts.of.get(node, frozenset()) for node in values))
 
 
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
@@ -217,7 +299,5 @@ def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
 
 def output_storages(program: ProgramPlan) -> frozenset[int]:
     """Allocated storages that values handed to the caller live in."""
-    output = output_node(program.graph)
-    found: Collection[frozenset[int]] = [program.facts.of.get(node, frozenset()) for node in nodes_in(output.args)]
     storages = program.facts.storages
-    return frozenset(index for index in frozenset().union(*found) if storages[index].origin is Origin.ALLOCATION)
+    return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import PlanError
 from ..host_graph import ControlFlow, Kernel, Kind, control_flow_of, is_symbolic_value, kind_of, launch, reinterpret
-from ..plan import MemoryPlan, StorageFacts
+from ..plan import MemoryPlan, StorageFacts, Taken
 
 # A storage: who made it, and which of its results it is (None for an only one).
 _Root = tuple[Node, int | None]
@@ -91,8 +91,8 @@ def verify_memory(
 
     Raises:
         PlanError: naming the two storages, the step and the byte ranges; or the storage that is misaligned,
-            outside of its arena, smaller than what is accessed, or an output inside an arena, or one that a
-            communication works on beyond the program.
+            outside of its arena, or smaller than what is accessed, or one that a communication works on beyond
+            the program.
     """
     memory = _Memory(gm.graph)
     if memory.in_flight:
@@ -102,9 +102,9 @@ def verify_memory(
             expected="every collective to be waited for in the graph that begins it",
         )
     spans = _spans(memory, schedule)
-    # An input that is returned is the caller's own tensor, whatever its place in the arena.
-    returned = (root for node in _output_nodes(gm.graph) for root in memory.roots(node))
-    outputs = {root for root in returned if root[0].op != "placeholder"}
+    end = len(schedule) + 1
+    handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
+    written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:
@@ -127,21 +127,33 @@ def verify_memory(
                 expected=f"bytes within [0, {arena.placement.size})",
                 got=f"[{offset}, {offset + size})",
             )
-        if root in outputs:
-            raise PlanError(
-                f"plan: output {name} lies in an arena that later calls overwrite",
-                expected="memory of its own for every output",
-            )
+        begin, stop = spans.get(root, (0, 0))
         if storage.node.op == "placeholder":
-            span = (0, len(schedule) + 1)
-        elif root in spans:
-            span = spans[root]
-        else:
-            continue
-        if size:
-            placed[device].append(_Placed(name, offset, offset + size, *span))
-    for items in placed.values():
-        _check_overlap(items)
+            begin = 0  # filled before the first step
+            stop = end if root in written else max(stop, 1)
+        if root in handed_out:
+            stop = end  # the caller reads it afterwards
+        if size and begin < stop:
+            placed[device].append(_Placed(name, offset, offset + size, begin, stop))
+    for device, items in placed.items():
+        _check_overlap([*items, *_others(memory, plan.arenas[device].taken, spans, handed_out, end)])
+
+
+def _others(
+    memory: _Memory,
+    taken: Sequence[Taken],
+    spans: Mapping[_Root, tuple[int, int]],
+    handed_out: Collection[_Root],
+    end: int,
+) -> Iterator[_Placed]:
+    """What other recordings have in an arena: for the whole call, or until the last use of what is given away."""
+    for one in taken:
+        roots = {root for node in one.nodes for root in memory.roots(node)}
+        stays = not roots or not roots.isdisjoint(handed_out)
+        stop = end if stays else max(spans.get(root, (0, 0))[1] for root in roots)
+        name = f"another program's output, here {_name(min(roots, key=str))}" if roots else "another program's output"
+        if stop:
+            yield _Placed(name, one.low, one.high, 0, stop)
 
 
 @dataclass(frozen=True)
@@ -254,7 +266,7 @@ class _Memory:
                 if not known:
                     self.in_flight |= {root for root in operands if root[0].op == "placeholder"}
                 continue
-            for root in self._written(node) or self.roots(node):
+            for root in self.written(node) or self.roots(node):
                 given[root] = operands
                 if name.startswith("_c10d_functional::"):
                     self.in_flight.add(root)
@@ -328,7 +340,7 @@ class _Memory:
                 random.append(node)
             communicates = _qualified_name(node).split("::")[0] in _COMMUNICATION
             declared = communicates or "effect" in node.meta
-            if schema is None or declared or not (schema.returns or self._written(node)):
+            if schema is None or declared or not (schema.returns or self.written(node)):
                 effects.append(node)
         return [random, effects]
 
@@ -365,12 +377,12 @@ class _Memory:
         """For each storage, who touches it in program order, and whether they write."""
         found: dict[_Root, list[tuple[Node, bool]]] = defaultdict(list)
         for node in work:
-            written = self._written(node)
+            written = self.written(node)
             for root in self.touched(node):
                 found[root].append((node, root in written))
         return found
 
-    def _written(self, node: Node) -> frozenset[_Root]:
+    def written(self, node: Node) -> frozenset[_Root]:
         if node.target is launch:
             kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]
             assert isinstance(kernel, Kernel)
@@ -395,7 +407,7 @@ class _Memory:
         for subgraph in flow.subgraphs:
             inner = _Memory(subgraph.graph)
             work = [node for node in subgraph.graph.nodes if inner.works(node)]
-            written = frozenset().union(*map(inner._written, work))
+            written = frozenset().union(*map(inner.written, work))
             found |= self._outside(written, subgraph, flow)
         # From one iteration to the next values change places.
         return self.roots_in(flow.operands) if found and flow.repeats else found

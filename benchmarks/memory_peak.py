@@ -1,0 +1,220 @@
+"""Peak memory of a step: fxwrap against Inductor's own wrapper with its default reuse of buffers.
+
+    python benchmarks/memory_peak.py                     # ten models and a U-Net on the CPU
+    python benchmarks/memory_peak.py --models gpt2 unet --modes training
+    python benchmarks/memory_peak.py --device hostsim    # on the simulated accelerator (examples/hostsim)
+
+Each side runs in a process of its own: the model is compiled and run until it replays; then the most bytes that are
+allocated at any time during four more steps are taken, less what was allocated before compiling (parameters, inputs).
+On the CPU they come from the profiler's memory events, which are recorded from the beginning; on an accelerator from
+its allocator's statistics. A training step is the loss, computed inside of the compiled function, its backward, and
+gradients set to None. Predicted is what ``fxwrap.explain`` says before anything is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "hostsim")]
+WARM, STEPS = 6, 4
+
+
+class UNet(nn.Module):
+    """Two levels down and up again, with skip connections."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(
+            nn.Conv2d(i, o, 3, padding=1) for i, o in ((3, width), (width, 2 * width), (2 * width, 4 * width))
+        )
+        self.up = nn.ModuleList(
+            nn.Conv2d(i, o, 3, padding=1) for i, o in ((6 * width, 2 * width), (3 * width, width))
+        )
+        self.last = nn.Conv2d(width, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for layer in self.down:
+            x = F.relu(layer(x))
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = skips.pop()
+        for layer in self.up:
+            x = F.relu(layer(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], 1)))
+        return self.last(x)
+
+
+def unet() -> tuple[nn.Module, Callable[[], dict[str, Any]]]:
+    return UNet(), lambda: {"x": torch.randn(2, 3, 32, 32)}
+
+
+def models() -> dict[str, Callable[[], Any]]:
+    from models import MODELS
+
+    return {**MODELS, "unet": unet}
+
+
+def loss_of(outputs: Any) -> Tensor:
+    values = outputs.to_tuple() if hasattr(outputs, "to_tuple") else (outputs,)
+    return sum(v.float().square().mean() for v in values if isinstance(v, Tensor) and v.requires_grad)  # type: ignore
+
+
+class CpuMemory:
+    """The profiler's memory events, from the beginning on."""
+
+    def __init__(self) -> None:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        with self._profile:
+            yield
+
+    def mark(self, name: str) -> None:
+        with torch.profiler.record_function(name):
+            pass
+
+    def peaks(self) -> tuple[int, int]:
+        """Bytes before compiling; the most in the steady steps."""
+        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        marks = {e.name(): e.start_ns() for e in events if e.name() in ("compile", "steady", "end")}
+        allocated = peak = before = 0
+        for when, change in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+            if when < marks["compile"]:
+                before += change
+            if when >= marks["steady"]:
+                peak = max(peak, allocated)
+            allocated += change
+            if marks["steady"] <= when <= marks["end"]:
+                peak = max(peak, allocated)
+        return before, peak
+
+
+class AcceleratorMemory:
+    """The allocator's statistics."""
+
+    def __init__(self, device: str) -> None:
+        self._module = torch.get_device_module(device)
+        self._before = 0
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        yield
+
+    def mark(self, name: str) -> None:
+        torch.accelerator.synchronize()
+        if name == "compile":
+            self._before = torch.accelerator.memory_allocated()
+        elif name == "steady":
+            torch.accelerator.reset_peak_memory_stats()
+        else:
+            self._peak = torch.accelerator.max_memory_allocated()
+
+    def peaks(self) -> tuple[int, int]:
+        return self._before, self._peak
+
+
+def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
+    """One side, in this process."""
+    torch.set_num_threads(1)
+    if device == "hostsim":
+        import hostsim
+
+        hostsim.register()
+    memory = CpuMemory() if device == "cpu" else AcceleratorMemory(device)
+    with memory.watch():
+        torch.manual_seed(0)
+        model, fresh = models()[name]()
+        model = model.train(mode == "training").to(device)
+        inputs = {key: value.to(device) for key, value in fresh().items()}
+        gc.collect()
+        memory.mark("compile")
+
+        def step_of(**values: Any) -> Any:
+            return model(**values) if mode == "inference" else loss_of(model(**values))
+
+        compiled = torch.compile(step_of, backend=side)
+
+        def step() -> None:
+            with torch.set_grad_enabled(mode == "training"):
+                model.zero_grad(set_to_none=True)
+                result = compiled(**inputs)
+                if mode == "training":
+                    result.backward()
+
+        for _ in range(WARM):
+            step()
+        gc.collect()
+        memory.mark("steady")
+        for _ in range(STEPS):
+            step()
+        memory.mark("end")
+    before, peak = memory.peaks()
+    result = {"peak": peak - before}
+    if side == "fxwrap":
+        import fxwrap
+
+        reports = fxwrap.report(compiled).graphs
+        plans = [arena.placement for report in reports if report.memory for arena in report.memory.arenas.values()]
+        result["arena"] = max((plan.size for plan in plans), default=0)
+        result["worst"] = max((plan.size / plan.lower_bound for plan in plans if plan.lower_bound), default=1.0)
+        result["replays"] = min(report.counters["replays"] for report in reports)
+    return result
+
+
+def in_a_process(*args: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--measure", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    raise SystemExit(f"{' '.join(args)} failed:\n{done.stderr[-3000:]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="default: all")
+    parser.add_argument("--modes", nargs="+", default=["inference", "training"], choices=["inference", "training"])
+    parser.add_argument("--device", default="cpu", help="cpu, hostsim, or an accelerator")
+    parser.add_argument("--measure", nargs=4, metavar=("MODEL", "MODE", "SIDE", "DEVICE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(*args.measure)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("model", "mode", "Inductor", "fxwrap", "ratio", "arena", "arena / bound", "replays")
+    table = Table(*columns, title=f"peak bytes above the model, {args.device}, torch {torch.__version__}")
+    worse = []
+    for name in args.models or models():
+        for mode in args.modes:
+            theirs = in_a_process(name, mode, "inductor", args.device)
+            ours = in_a_process(name, mode, "fxwrap", args.device)
+            ratio = ours["peak"] / theirs["peak"]
+            if ratio > 1:
+                worse.append(f"{name} ({mode})")
+            row = [name, mode, f"{theirs['peak']:,}", f"{ours['peak']:,}", f"{ratio:.3f}", f"{ours['arena']:,}"]
+            table.add_row(*row, f"{ours['worst']:.3f}", str(ours["replays"]))
+            print(" ".join(row), f"{ours['worst']:.3f}", ours["replays"], file=sys.stderr, flush=True)
+    Console().print(table)
+    print(f"needs more than Inductor: {', '.join(worse) or 'none'}")
+    sys.exit(bool(worse))
+
+
+if __name__ == "__main__":
+    main()

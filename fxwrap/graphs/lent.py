@@ -1,0 +1,150 @@
+"""Outputs that were handed out uncopied, and whether anybody has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .memory import Arena
+
+UseCounter = Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
+
+
+@dataclass(frozen=True, eq=False)
+class LentOutput:
+    """A storage that is handed out, and where it lies.
+
+    Attributes:
+        index: of the storage in its program's facts.
+        device: of the arena; None for memory of its own.
+        low: first byte in the arena.
+    """
+
+    storage: torch.UntypedStorage
+    index: int
+    device: torch.device | None = None
+    low: int = 0
+
+    @property
+    def high(self) -> int:
+        return self.low + self.storage.nbytes()
+
+    def within(self, footprint: Sequence[tuple[int, int]]) -> bool:
+        """Whether it shares a byte with any of some spans."""
+        return any(low < self.high and self.low < high for low, high in footprint)
+
+
+class Lent:
+    """What one recording hands out.
+
+    A storage's use count tells who has it: it is compared with what it was when nobody did.
+    """
+
+    def __init__(self, outputs: Sequence[LentOutput], counter: UseCounter | None) -> None:
+        self.outputs = list(outputs)
+        storages = [output.storage for output in self.outputs]
+        self._counts = counter(storages) if counter is not None else None
+        self.unheld = self._counts() if self._counts is not None else []
+        self.addresses = [storage.data_ptr() for storage in storages]
+        self._storages = storages
+        self._orphan = False
+
+    def held(self) -> dict[LentOutput, int]:
+        """The outputs that somebody has, and how many tensors they have of each: all outputs, and no tensors, where
+        torch cannot tell."""
+        if self._counts is None:
+            return dict.fromkeys(self.outputs, 0)
+        counts = self._counts()
+        if counts == self.unheld:
+            return {}
+        # Garbage that was not collected when watching began must not pass for nobody later.
+        self.unheld = list(map(min, counts, self.unheld))
+        found = zip(self.outputs, counts, self.unheld, strict=True)
+        return {output: count - unheld for output, count, unheld in found if count > unheld}
+
+    def spoiled(self) -> bool:
+        """Whether the memory of an output is not where it was: its holder freed it, or shared it with another
+        process. To be asked after ``held``: that happens while somebody holds it."""
+        return list(map(torch.UntypedStorage.data_ptr, self._storages)) != self.addresses
+
+    def moved(self) -> set[int]:
+        """Indices of storages whose memory is not where it was."""
+        now = map(torch.UntypedStorage.data_ptr, self._storages)
+        return {
+            o.index for o, address, before in zip(self.outputs, now, self.addresses, strict=True) if address != before
+        }
+
+    def leave(self) -> None:
+        """The recording ends: whoever has its outputs now is all who share them, but for the entry here."""
+        self._orphan = True
+        self.unheld = [1] * len(self.outputs)
+
+    def over(self) -> bool:
+        """Whether the recording has ended, and nobody has an output any more."""
+        return self._orphan and not self.held()
+
+
+class Others:
+    """What other recordings have lent out of the bytes that one works on."""
+
+    def __init__(
+        self,
+        footprints: Mapping[Arena, Sequence[tuple[int, int]]],
+        own: Lent,
+        handed_in: Mapping[int, int],
+        counter: UseCounter | None,
+    ) -> None:
+        """
+        Args:
+            handed_in: how many of the tensors that a call hands in, and gives away, share a storage (by its handle).
+        """
+        self._footprints, self._own, self._handed_in, self._counter = footprints, own, handed_in, counter
+        self._versions: list[int] = []
+        self._near: list[LentOutput] = []
+        self._counts: Callable[[], list[int]] | None = None
+        self._free: list[int] = []
+
+    def away(self) -> bool:
+        """Whether nobody has any of them, but the call that is to run."""
+        while True:
+            versions = [arena.version for arena in self._footprints]
+            if versions != self._versions:
+                self._look_again(versions)
+            if not self._near:
+                return True
+            if self._counts is None:
+                return False
+            counts = self._counts()
+            # A recording that ends says so before it lets go of its outputs.
+            if [arena.version for arena in self._footprints] == self._versions:
+                break
+        if counts == self._free:
+            return True
+        self._free = list(map(min, counts, self._free))
+        return counts == self._free
+
+    def _look_again(self, versions: list[int]) -> None:
+        near, free = [], []
+        for arena, footprint in self._footprints.items():
+            for lent in arena.lent:
+                if lent is self._own:
+                    continue
+                for position, output in enumerate(lent.outputs):
+                    if output.device == arena.device and output.within(footprint):
+                        unheld = lent.unheld[position] if lent.unheld else 0
+                        near.append(output)
+                        free.append(unheld + self._handed_in.get(output.storage._cdata, 0))
+        self._near, self._free, self._versions = near, free, versions
+        self._counts = self._counter([o.storage for o in near]) if self._counter is not None else None
+
+
+def handles(storages: Sequence[Any]) -> dict[int, int]:
+    """How often each storage occurs, by its handle."""
+    found: dict[int, int] = {}
+    for storage in storages:
+        found[storage._cdata] = found.get(storage._cdata, 0) + 1
+    return found

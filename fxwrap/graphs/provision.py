@@ -1,0 +1,207 @@
+"""Memory for recordings: what they will need, seen while programs warm up, and arenas that are large enough."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import CaptureError
+from ..plan import MemoryPlan, Planned, ProgramPlan, Suggestion, Taken
+from .device_graph import runtime_for
+from .links import LINKS
+from .memory import ARENAS, Arena, reach
+from .torch_functions import TorchFunctions
+from .turn import Call
+
+# What outputs of other recordings have in a device's arena.
+TakenIn = Callable[[torch.device], Sequence[Taken]]
+
+
+@dataclass(frozen=True)
+class Planners:
+    """
+    Attributes:
+        plan: plans one recording, in what is free, and verifies the plan; it may be told what to try.
+        plan_pair: what to try for two programs, of which the second gets what the first saves.
+    """
+
+    plan: Callable[[Planned, TakenIn, Suggestion | None], MemoryPlan]
+    plan_pair: Callable[[Planned, Planned, Mapping[int, Sequence[Node]]], tuple[Suggestion, Suggestion]]
+
+
+@dataclass(eq=False)
+class Forecast:
+    """What is known of the memory of one family of recordings before it is made.
+
+    Attributes:
+        planned: the program at the family's sizes.
+        successor: the forecast of the program that gets what this one saves, and its inputs by storage of this one.
+        suggestion: from a plan for this program and the one before.
+    """
+
+    planned: Planned
+    successor: tuple[weakref.ref[Forecast], Mapping[int, Sequence[Node]]] | None = None
+    suggestion: Suggestion | None = None
+
+
+@dataclass(frozen=True)
+class Provision:
+    """What a recording gets.
+
+    Attributes:
+        arenas: by device; the call that records has their turns.
+        given_away: positions of inputs that nobody else has, and whose memory is used again after their last use.
+    """
+
+    planned: Planned
+    memory: MemoryPlan
+    arenas: Mapping[torch.device, Arena]
+    given_away: tuple[int, ...]
+
+
+@dataclass
+class Provider:
+    """Finds memory for the recordings of one program."""
+
+    planners: Planners
+    evaluate: Callable[[Mapping[Node, Any]], dict[Node, Any]]
+    functions: TorchFunctions
+    placeholders: Sequence[Node]
+    # Inputs of which an operator may read what lies before their first element, and that operator.
+    whole_storage: Mapping[Node, str] = field(default_factory=dict)
+
+    def expect(
+        self, plan: ProgramPlan, inputs: Sequence[Any], moved: Collection[int] = ()
+    ) -> tuple[Forecast, MemoryPlan]:
+        """Plan ahead, for a call that runs eagerly: the next one may be recorded.
+
+        Raises:
+            PlanError: the program cannot be recorded at all.
+        """
+        bound = plan.static_inputs.difference(moved)
+        try:
+            planned = self._planned(plan, inputs, bound)
+        except CaptureError:
+            planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
+        memory = self.planners.plan(planned, lambda device: (), None)
+        forecast = Forecast(planned)
+        found = LINKS.made_by(inputs, range(len(inputs)))
+        fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
+        handed_on: dict[Forecast, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
+        for position, (before, index) in found.items():
+            storage = inputs[position].untyped_storage()
+            fed[storage.device][storage._cdata] = storage.nbytes()
+            handed_on[before][index].append(self.placeholders[position])
+        if plan.phase == "backward":
+            for before, nodes in handed_on.items():
+                before.successor = weakref.ref(forecast), nodes
+                ARENAS.withdraw(before)  # what both need together is found when the first is recorded
+        else:
+            try:
+                stream = runtime_for(plan.device).stream_key()
+            except CaptureError:
+                return forecast, memory  # nothing will be recorded
+            for device, arena in memory.arenas.items():
+                ARENAS.expect(device, stream, forecast, arena.placement.size + sum(fed[device].values()))
+        return forecast, memory
+
+    def hand_out(self, forecast: Forecast, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
+        """Note where the outputs of an eager run are, to see who gets them."""
+        LINKS.hand_out(forecast, outputs)
+
+    def nobody_else_has(self, inputs: list[Any], positions: Collection[int]) -> list[int]:
+        """Those of some inputs that only this call has. To be asked before anything else is done with them."""
+        only = [p for p in sorted(positions) if isinstance(inputs[p], torch.Tensor)]
+        return [p for p in only if self.functions.nobody_else_has(inputs, [p])]
+
+    def provide(
+        self,
+        plan: ProgramPlan,
+        inputs: Sequence[Any],
+        bound: Collection[int],
+        alone: Collection[int],
+        copied: frozenset[int],
+        forecast: Forecast | None,
+        call: Call,
+        turns: list[Arena],
+    ) -> Provision:
+        """Plan a recording in arenas that ``call`` gets, and that grow if need be.
+
+        Args:
+            bound: positions of inputs whose addresses stay.
+            alone: of these, what nobody else has.
+            copied: storages of outputs that are held, and so copied, or allocated anew.
+            turns: the arenas are entered here, to be given back.
+
+        Raises:
+            CaptureError: an input cannot have a place.
+            PlanError: the verifier refused the plan.
+        """
+        planned = self._planned(plan, inputs, bound, copied)
+        suggestion = self._with_successor(planned, forecast)
+        handed_in: dict[int, list[int]] = defaultdict(list)  # positions by storage
+        for position in set(bound).intersection(alone):
+            handed_in[inputs[position].untyped_storage()._cdata].append(position)
+        given_away: set[int] = set()
+        stream = runtime_for(plan.device).stream_key()
+
+        def arena_of(device: torch.device) -> Arena:
+            found = next((arena for arena in turns if arena.device == device), None)
+            return found or ARENAS.take(device, stream, call, turns)
+
+        def taken(device: torch.device) -> list[Taken]:
+            found = []
+            for output, holders in arena_of(device).held().items():
+                positions = handed_in.get(output.storage._cdata, [])
+                last = positions if len(positions) == holders else []
+                found.append(Taken(output.low, output.high, tuple(self.placeholders[p] for p in last)))
+                given_away.update(last)
+            return found
+
+        while True:
+            given_away.clear()
+            memory = self.planners.plan(planned, taken, suggestion)
+            arenas = {device: arena_of(device) for device in memory.arenas}
+            short = {d: arena for d, arena in arenas.items() if arena.nbytes < memory.arenas[d].placement.size}
+            if not short:
+                return Provision(planned, memory, arenas, tuple(sorted(given_away)))
+            for device, arena in short.items():
+                arena.grow(max(memory.arenas[device].placement.size, ARENAS.expected(device, stream)))
+
+    def _with_successor(self, planned: Planned, forecast: Forecast | None) -> Suggestion | None:
+        """What suits the program that gets what this one saves, too."""
+        if forecast is None or forecast.successor is None or (after := forecast.successor[0]()) is None:
+            return forecast.suggestion if forecast is not None else None
+        own, after.suggestion = self.planners.plan_pair(planned, after.planned, forecast.successor[1])
+        return own
+
+    def _planned(
+        self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int], anew: frozenset[int] = frozenset()
+    ) -> Planned:
+        frozen = runtime_for(plan.device).frozen_addresses
+        places = self._places(inputs, bound) if frozen else {}
+        return Planned(plan, self._numbers(inputs), places, frozen, frozenset() if frozen else anew)
+
+    def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        return self.evaluate(dict(zip(self.placeholders, inputs, strict=True)))
+
+    def _places(self, inputs: Sequence[Any], bound: Collection[int]) -> dict[Node, tuple[torch.device, int]]:
+        """Inputs that are copied to places in the arena: device and bytes."""
+        found = {}
+        for position, (node, value) in enumerate(zip(self.placeholders, inputs, strict=True)):
+            if position in bound or not isinstance(value, torch.Tensor):
+                continue
+            if node in self.whole_storage:
+                raise CaptureError(
+                    f"{self.whole_storage[node]} counts from the start of an input's storage, of which a device "
+                    "graph would have a part",
+                )
+            found[node] = (value.device, reach(value))
+        return found

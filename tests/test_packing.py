@@ -1,0 +1,469 @@
+"""The stand-alone planner: no overlap, no byte more than needed where that can be had, and time kept.
+
+The drawings show an arena: steps go to the right, bytes go up, one row is 64 bytes (the alignment on a CPU).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from placements import check_placement, heaviest_step, random_buffers, smallest_arena, tiling
+from random_graphs import PROPERTY
+
+import fxwrap
+import fxwrap.plan
+from fxwrap.packing import Buffer, Placement, native, plan_memory
+from fxwrap.packing.exact import RULES, FeasibilitySearch, Search, new_search, twins
+from fxwrap.packing.orders import height, lowest_offset_first, orders
+from fxwrap.packing.problem import Part, split
+
+LANGUAGES = ["C++", "Python"]
+
+
+@pytest.fixture
+def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the search is written in."""
+    if request.param == "Python":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C++ compiler")
+    return str(request.param)
+
+
+in_both_languages = pytest.mark.parametrize("language", LANGUAGES, indirect=True)
+
+
+def only_part(buffers: Sequence[Buffer], alignment: int = 64) -> Part:
+    _, (part,) = split(buffers, alignment)
+    return part
+
+
+# -- promises -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def buffer_lists(draw: st.DrawFn) -> list[Buffer]:
+    ranges = st.tuples(st.integers(0, 20), st.integers(1, 8), st.integers(0, 500))
+    return [
+        Buffer(f"b{i}", size, begin, begin + length)
+        for i, (begin, length, size) in enumerate(draw(st.lists(ranges, max_size=25)))
+    ]
+
+
+@PROPERTY
+@given(buffer_lists(), st.sampled_from([1, 3, 64, 512]))
+def test_placements_keep_their_promises(buffers: list[Buffer], alignment: int) -> None:
+    placement = plan_memory(buffers, alignment)
+    check_placement(buffers, placement, alignment)
+    assert placement.lower_bound == heaviest_step(buffers, alignment)
+
+
+@PROPERTY
+@given(buffer_lists())
+def test_the_same_buffers_get_the_same_places(buffers: list[Buffer]) -> None:
+    assert plan_memory(buffers) == plan_memory(iter(buffers))
+
+
+# pytest -m sweep tests/test_packing.py
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
+def test_random_buffers_are_placed_without_overlap(count: int) -> None:
+    """Sparse and crowded ones, plain, with a budget and exact."""
+    for seed in range(count):
+        draw = random.Random(seed)
+        steps, length = draw.choice([(4, 4), (12, 3), (12, 12), (40, 6)])
+        buffers = random_buffers(draw, draw.randrange(40), steps, length, draw.choice([4, 300, 1 << 33]))
+        alignment = draw.choice([1, 3, 64, 512])
+        plain = plan_memory(buffers, alignment)
+        check_placement(buffers, plain, alignment)
+        assert plain.lower_bound == heaviest_step(buffers, alignment)
+        better = plan_memory(buffers, alignment, 0.02, exact=bool(seed % 2))
+        check_placement(buffers, better, alignment)
+        assert plain.lower_bound <= better.lower_bound <= better.size <= plain.size
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
+@in_both_languages
+def test_exact_plans_are_smallest(language: str, count: int) -> None:
+    for seed in range(count):
+        draw = random.Random(seed)
+        buffers = random_buffers(draw, draw.randint(0, 6), 6, 5, 6)
+        exact = plan_memory(buffers, 1, 60, exact=True)
+        check_placement(buffers, exact, 1)
+        assert exact.proven
+        assert exact.size == smallest_arena(buffers, 1), f"seed {seed}"
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.sweep)])
+@in_both_languages
+def test_a_search_finds_what_fits_and_nothing_else(language: str, count: int) -> None:
+    """By itself, by every rule: the quick orders find most optima of a few buffers before a search begins."""
+    for seed in range(count):
+        draw = random.Random(seed)
+        buffers = random_buffers(draw, 6, draw.choice([5, 8]), draw.choice([3, 6]), draw.choice([3, 6]))
+        for part in split(buffers, 1)[1]:
+            least = smallest_arena([buffers[i] for i in part.members], 1)
+            search = new_search(part)
+            ranks = draw.sample(range(len(part)), len(part))
+            for rule in RULES:
+                search.start(ranks, least, rule)
+                assert search.run(10**6, 60) is True, f"seed {seed}"
+                assert height(part, search.offsets()) == least
+                search.start(ranks, least - 1, rule)
+                assert search.run(10**6, 60) is False, f"seed {seed}"
+
+
+# -- drawings -----------------------------------------------------------------------------------------------
+
+
+def test_lowest_offset_first_reaches_the_lower_bound() -> None:
+    """
+    ::
+
+        in the order given                        the ones with most company first: both large ones are below
+
+        320 |       d d d d
+        256 |       d d d d
+        192 | b b b b                             192 | b b b b c c c       size = lower bound = 192
+        128 | a a a                               128 | a a a d d d d
+         64 | a a a   c c c                        64 | a a a d d d d
+          0 +--------------                         0 +--------------
+              0 1 2 3 4 5 6                             0 1 2 3 4 5 6
+    """
+    buffers = [Buffer("a", 128, 0, 3), Buffer("b", 64, 0, 4), Buffer("c", 64, 4, 7), Buffer("d", 128, 3, 7)]
+    placement = plan_memory(buffers, alignment=64)
+    check_placement(buffers, placement, 64)
+    assert placement.size == placement.lower_bound == 192
+    assert placement.offsets == {"a": 0, "b": 128, "c": 128, "d": 0}
+
+
+def test_another_order_is_tried_when_largest_first_is_not_the_best() -> None:
+    """
+    ::
+
+        of those that can lie at 0, the largest   of those that can lie at 0, the one with most company
+        first: c and a                            for longest: a, which leaves d, and then c and b
+
+        256 |     b b
+        192 | d d d                               192 |   c b b
+        128 |   c   a a                           128 |   c   a a
+         64 |   c   a a                            64 | d d d a a
+          0 +----------                             0 +----------
+              0 1 2 3 4                                 0 1 2 3 4
+    """
+    buffers = [Buffer("a", 128, 3, 5), Buffer("b", 64, 2, 4), Buffer("c", 128, 1, 2), Buffer("d", 64, 0, 3)]
+    part = only_part(buffers)
+    largest_first = sorted(range(4), key=lambda i: -part.sizes[i])
+    offsets = lowest_offset_first(part, largest_first)
+    names = [buffers[i].name for i in part.members]
+    assert dict(zip(names, offsets, strict=True)) == {"a": 0, "b": 192, "c": 0, "d": 128}
+    placement = plan_memory(buffers, 64)
+    check_placement(buffers, placement, 64)
+    assert (placement.size, placement.offsets) == (192, {"a": 0, "b": 128, "c": 64, "d": 0})
+
+
+def test_a_range_ends_before_its_end() -> None:
+    """
+    ::
+
+         64 | a a a b b b         a is live in steps 0, 1, 2 and b begins in step 3: they never meet
+          0 +------------
+              0 1 2 3 4 5
+    """
+    placement = plan_memory([Buffer("a", 64, 0, 3), Buffer("b", 64, 3, 6)])
+    assert (placement.offsets, placement.size, placement.lower_bound) == ({"a": 0, "b": 0}, 64, 64)
+    placement = plan_memory([Buffer("a", 64, 0, 4), Buffer("b", 64, 3, 6)])
+    assert (sorted(placement.offsets.values()), placement.size, placement.lower_bound) == ([0, 64], 128, 128)
+
+
+def test_what_no_buffer_connects_is_placed_apart() -> None:
+    """
+    ::
+
+        256 |   b c c   e e
+        192 | a a a c   e e           w is live all the time and lies below; nothing else is live both before and
+        128 | a a a c d d d d         after step 4, so that two parts are left, with a bound of their own each
+         64 | w w w w w w w w
+          0 +----------------
+              0 1 2 3 4 5 6 7
+    """
+    buffers = [
+        Buffer("w", 64, 0, 8), Buffer("a", 128, 0, 3), Buffer("b", 64, 1, 2), Buffer("c", 64, 2, 4),
+        Buffer("d", 64, 4, 8), Buffer("e", 128, 5, 7),
+    ]  # fmt: skip
+    offsets, parts = split(buffers, 64)
+    found = [(part.base, part.bound, [buffers[i].name for i in part.members]) for part in parts]
+    # d is live during all of its part, and lies below, too; then nothing needs a decision about e either.
+    assert found == [(64, 192, ["a", "b", "c"])]
+    assert offsets == [0, 0, 0, 0, 64, 128]
+    placement = plan_memory(buffers)
+    check_placement(buffers, placement, 64)
+    assert placement.offsets == {"w": 0, "a": 64, "b": 192, "c": 192, "d": 64, "e": 128}
+    assert placement.proven and placement.size == 256
+
+
+def test_parts_are_searched_one_by_one() -> None:
+    """Twenty copies of what takes a search, side by side in time, take twenty small searches and no large one."""
+    buffers = [
+        Buffer(f"{b.name}{copy}", b.size, b.begin + 20 * copy, b.end + 20 * copy) for copy in range(20) for b in HOLE
+    ]
+    assert len(split(buffers, 64)[1]) == 20
+    placement = plan_memory(buffers, 64, 30, exact=True)
+    check_placement(buffers, placement, 64)
+    assert placement.proven and placement.size == 8 * 64
+
+
+HOLE = [
+    Buffer("a", 1 * 64, 3, 8), Buffer("b", 4 * 64, 6, 9), Buffer("c", 2 * 64, 2, 7), Buffer("d", 1 * 64, 4, 7),
+    Buffer("e", 3 * 64, 7, 10), Buffer("f", 4 * 64, 2, 3), Buffer("g", 2 * 64, 2, 6),
+]  # fmt: skip
+
+
+@in_both_languages
+def test_a_search_finds_what_no_order_does(language: str) -> None:
+    """
+    ::
+
+        lowest offset first                       exact
+
+        576 |     d d d
+        512 | f a a a a a                         512 | g g g g b b b
+        448 | f       b b b                       448 | g g g g b b b
+        384 | f       b b b                       384 | f       b b b
+        320 | f       b b b                       320 | f       b b b
+        256 | g g g g b b b                       256 | f a a a a a
+        192 | g g g g   e e e                     192 | f   d d d e e e
+        128 | c c c c c e e e                     128 | c c c c c e e e
+         64 | c c c c c e e e                      64 | c c c c c e e e
+          0 +----------------                       0 +----------------
+              2 3 4 5 6 7 8 9                           2 3 4 5 6 7 8 9
+    """
+    plain = plan_memory(HOLE)
+    assert (plain.size, plain.lower_bound, plain.proven) == (9 * 64, 8 * 64, False)
+    exact = plan_memory(HOLE, 64, 60, exact=True)
+    check_placement(HOLE, exact, 64)
+    assert (exact.size, exact.lower_bound, exact.proven) == (8 * 64, 8 * 64, True)
+    assert plan_memory(HOLE, 64, 60).size == 8 * 64
+
+
+@in_both_languages
+def test_a_proof_raises_the_lower_bound(language: str) -> None:
+    """Six rows are needed although no more than five are ever live, which only looking at everything can tell.
+
+    ::
+
+        6 |         d d
+        5 | e e e     g g g
+        4 | e e e     g g g
+        3 | b c c c c g g g
+        2 | b c c c c   a
+        1 | b f f f f f a
+        0 +----------------
+            1 2 3 4 5 6 7 8
+    """
+    buffers = [
+        Buffer("a", 2, 7, 8), Buffer("b", 3, 1, 2), Buffer("c", 2, 2, 6), Buffer("d", 1, 5, 7), Buffer("e", 2, 1, 4),
+        Buffer("f", 1, 2, 7), Buffer("g", 3, 6, 9),
+    ]  # fmt: skip
+    plain = plan_memory(buffers, 1)
+    assert (plain.size, plain.lower_bound, plain.proven) == (6, 5, False)
+    exact = plan_memory(buffers, 1, 60, exact=True)
+    assert (exact.size, exact.lower_bound, exact.proven) == (6, 6, True)
+    assert smallest_arena(buffers, 1) == 6
+
+
+def test_sizes_are_counted_in_units_of_the_alignment() -> None:
+    placement = plan_memory([Buffer("a", 1, 0, 2), Buffer("b", 65, 0, 1)], alignment=64)
+    assert (placement.size, placement.lower_bound) == (192, 192)
+    assert placement.offsets == {"a": 0, "b": 64}
+
+
+def test_nothing_takes_nothing() -> None:
+    assert plan_memory([]) == Placement({}, 0, 0)
+    assert plan_memory([Buffer("empty", 0, 0, 1)]) == Placement({"empty": 0}, 0, 0)
+    assert plan_memory([], budget_s=1, exact=True).proven
+
+
+def test_names_stay_where_they_were() -> None:
+    assert fxwrap.plan.Buffer is Buffer and fxwrap.plan.Placement is Placement
+    assert fxwrap.plan_memory is plan_memory
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("buffers", "alignment", "message"),
+    [
+        ([Buffer("a", -1, 0, 1)], 64, "'a' needs size >= 0"),
+        ([Buffer("a", 8, 2, 2)], 64, "'a' needs .* begin < end"),
+        ([Buffer("a", 8, 3, 2)], 64, "'a' needs .* begin < end"),
+        ([Buffer("a", 8, 0, 1), Buffer("a", 8, 1, 2)], 64, "'a' is given twice"),
+        ([Buffer("a", 8, 0, 1)], 0, "alignment must be at least 1 byte, got 0"),
+    ],
+    ids=["negative size", "empty range", "reversed range", "doubled name", "no alignment"],
+)
+def test_what_cannot_be_placed_is_refused_by_name(buffers: list[Buffer], alignment: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_memory(buffers, alignment)
+
+
+def test_impossible_budgets_are_refused() -> None:
+    for budget_s in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="at least 0 seconds"):
+            plan_memory([], 64, budget_s)
+    with pytest.raises(ValueError, match="an exact plan needs a budget"):
+        plan_memory([], 64, exact=True)
+
+
+# -- the pieces ---------------------------------------------------------------------------------------------
+
+
+def test_time_is_reduced_to_sections() -> None:
+    """Only steps with a live set that no other contains are kept: of these, b and c share one, d is in another."""
+    buffers = [Buffer("a", 1, 0, 9), Buffer("b", 1, 2, 5), Buffer("c", 1, 4, 8), Buffer("d", 1, 5, 10)]
+    part = only_part(buffers, 1)
+    assert (part.begins, part.ends) == ((0, 0, 0, 1), (2, 1, 2, 2))
+    assert part.loads == (3, 3)
+    assert part.spans == 6
+
+
+def test_masks_that_do_not_fit_are_made_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = only_part(random_buffers(random.Random(0), 300, 500, 60, 99), 1)
+    order = next(orders(part))
+    expected = lowest_offset_first(part, order)
+    for room in (0, 100, 10_000):
+        monkeypatch.setattr("fxwrap.packing.orders._MASKS", max(1, room))
+        assert lowest_offset_first(part, order) == expected
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_both_languages_search_alike(rule: int) -> None:
+    """Node by node, on problems with and without a solution."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    for seed in range(12):
+        draw = random.Random(seed)
+        buffers = tiling(draw, 30, 15, 40) if seed % 2 else random_buffers(draw, 30, 20, 8, 5)
+        for part in split(buffers, 1)[1]:
+            ranks = list(range(len(part)))
+            draw.shuffle(ranks)
+            for extra in (0, 3):
+                steps = [
+                    list(search_in_slices(search, part, ranks, part.bound + extra, rule))
+                    for search in (new_search(part), Search(part, twins(part)))
+                ]
+                assert steps[0] == steps[1], f"seed {seed}"
+
+
+def search_in_slices(
+    search: FeasibilitySearch, part: Part, ranks: Sequence[int], capacity: int, rule: int
+) -> Iterator[tuple[bool | None, int, list[int]]]:
+    search.start(ranks, capacity, rule)
+    for _ in range(20):
+        found = search.run(10, 60)
+        yield found, search.nodes, search.offsets() if found else []
+        if found is not None:
+            return
+
+
+# -- time ---------------------------------------------------------------------------------------------------
+
+
+def hard_buffers() -> list[Buffer]:
+    """More than a minute's work."""
+    return tiling(random.Random(0), 400, 100, 1 << 20)
+
+
+@in_both_languages
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("count", [400, 3000])
+def test_budgets_are_kept(language: str, exact: bool, count: int) -> None:
+    buffers = tiling(random.Random(0), count, 100, 1 << 20)
+    plain = time.perf_counter()
+    default = plan_memory(buffers, 1)
+    plain = time.perf_counter() - plain
+    begin = time.perf_counter()
+    placement = plan_memory(buffers, 1, 0.5, exact=exact)
+    assert time.perf_counter() - begin < 0.5 + 3 * plain + 2
+    assert default.lower_bound <= placement.size <= default.size
+
+
+def test_a_plan_without_budget_never_compiles_nor_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never() -> None:
+        raise AssertionError("used by a plain plan")
+
+    monkeypatch.setattr(native, "library", never)
+    monkeypatch.setattr(time, "monotonic", never)
+    buffers = hard_buffers()
+    assert not plan_memory(buffers, 1).proven
+
+
+@in_both_languages
+def test_a_search_can_be_interrupted(language: str) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    gc.disable()  # hypothesis is called back by the collector, and what is raised there is lost
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        begin = time.perf_counter()
+        with pytest.raises(Interrupted):
+            plan_memory(hard_buffers(), 1, 60, exact=True)
+        assert time.perf_counter() - begin < 0.5 + 2
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        gc.enable()
+
+
+# -- the compiled search ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_library() -> Iterator[None]:
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def test_without_a_compiler_the_search_is_python(
+    fresh_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler --at-all")
+    with caplog.at_level(logging.INFO, "fxwrap.packing.native"):
+        assert plan_memory(HOLE, 64, 60, exact=True).size == 8 * 64
+        assert plan_memory(HOLE, 64, 60, exact=True).size == 8 * 64
+    (record,) = caplog.records
+    assert "runs in Python" in record.message and "no-such-compiler" in record.message
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_processes_may_compile_at_the_same_time(tmp_path: Path) -> None:
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    code = "from fxwrap.packing import native; print(native.library() is not None)"
+    environment = {**os.environ, "FXWRAP_CACHE_DIR": str(tmp_path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0].strip() for process in running] == ["True", "True"]
+    assert len(list((tmp_path / "fxwrap").iterdir())) == 1

@@ -1,0 +1,483 @@
+"""The verifier on random programs: it accepts every plan, and rejects every plan with one fault planted in it.
+
+Whether a fault does harm is told by an oracle that shares nothing with planner, passes and verifier. It runs the
+graph, sees which values share memory and who works on it, and then goes through the plan step by step and byte by
+byte.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from placements import aligned
+from random_graphs import (
+    CPU,
+    RandomGraph,
+    build,
+    collectives,
+    expected_of,
+    random_recipe,
+    run_schedule,
+    same,
+)
+from torch.fx import GraphModule, Node
+
+from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.errors import PlanError
+from fxwrap.host_graph import Kind, reinterpret
+from fxwrap.passes.memory_planning import plan_pair, plan_program
+from fxwrap.passes.storages import _Analysis
+from fxwrap.passes.verify import verify_memory, verify_schedule
+from fxwrap.plan import MemoryPlan, Origin, Planned, ProgramPlan, StorageFacts, Suggestion, Taken
+
+ALIGNMENT = 64
+PLACE = 256  # bytes that every place has
+
+
+# -- the oracle ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a run of a graph shows. Memory is named by the node that first had it.
+
+    Attributes:
+        of: the memory that each node's value lies in.
+        touched: the memory that each node reads or writes; for one that waits, what the communication did, too.
+        updated: inputs that were written.
+        nbytes: of the memory of allocations.
+    """
+
+    of: Mapping[Node, frozenset[Node]]
+    touched: Mapping[Node, frozenset[Node]]
+    updated: frozenset[Node]
+    nbytes: Mapping[Node, int]
+
+    @classmethod
+    def of_run(cls, gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Observed:
+        given = iter(inputs)
+        values: dict[Node, Any] = {}  # all are kept, so that no address is used twice
+        first: dict[int, Node] = {}
+        of: dict[Node, frozenset[Node]] = {}
+        touched: dict[Node, frozenset[Node]] = {}
+        lent: dict[Node, frozenset[Node]] = defaultdict(frozenset)
+        versions: dict[Node, int] = {}
+        reduced: set[Node] = set()
+        for node in gm.graph.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                values[node] = next(given)
+                versions[node] = values[node]._version
+            elif node.op == "get_attr":
+                values[node] = getattr(gm, str(node.target))
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+            addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors_in(values[node])]
+            of[node] = frozenset(first.setdefault(address, node) for address in addresses)
+            if node.op != "call_function" or node.target in (reinterpret, operator.getitem):
+                continue
+            found = frozenset[Node]().union(*(of[arg] for arg in node.all_input_nodes))
+            if node.target is collectives.wait_tensor.default:
+                found = found.union(*(lent[memory] for memory in found))
+            elif getattr(node.target, "namespace", "") == "_c10d_functional":
+                for memory in of[node]:
+                    lent[memory] |= found
+                if node.target is collectives.all_reduce_.default:
+                    reduced |= found
+            touched[node] = found
+        changed = {node for node, version in versions.items() if values[node]._version != version}
+        nbytes = {
+            node: value.untyped_storage().nbytes()
+            for node, value in values.items()
+            if node.target is torch.empty_strided
+        }
+        return cls(of, touched, frozenset(changed | (reduced & set(versions))), nbytes)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, what is around it, and what a run of it shows."""
+
+    graph: RandomGraph
+    plan: ProgramPlan
+    seen: Observed
+    places: Mapping[Node, tuple[torch.device, int]]
+    taken: tuple[Taken, ...]
+
+    @cached_property
+    def end(self) -> int:
+        return len(self.plan.schedule) + 1
+
+    @cached_property
+    def handed_out(self) -> frozenset[Node]:
+        output = next(node for node in self.plan.graph.graph.nodes if node.op == "output")
+        return frozenset[Node]().union(*(self.seen.of[node] for node in output.all_input_nodes))
+
+    @cached_property
+    def uses(self) -> Mapping[Node, list[int]]:
+        """The steps at which memory is worked on."""
+        found: dict[Node, list[int]] = defaultdict(list)
+        for step, node in enumerate(self.plan.schedule):
+            for memory in self.seen.touched.get(node, ()):
+                found[memory].append(step)
+        return found
+
+    def life(self, memory: Node) -> range:
+        """The steps during which memory may not be touched by others."""
+        steps = self.uses.get(memory, [])
+        stays = memory in self.handed_out
+        if memory.op == "placeholder":
+            stays = stays or memory in self.seen.updated
+            return range(0, self.end if stays else max([*steps, 0]) + 1)
+        if not steps:
+            return range(0, self.end if stays else 0)
+        return range(steps[0], self.end if stays else steps[-1] + 1)
+
+    def life_of(self, taken: Taken) -> range:
+        if not taken.nodes or self.handed_out.intersection(taken.nodes):
+            return range(0, self.end)
+        return range(0, max([-1, *(step for node in taken.nodes for step in self.uses.get(node, []))]) + 1)
+
+    def nbytes(self, memory: Node) -> int:
+        return self.seen.nbytes.get(memory, PLACE)
+
+    def collision(self, facts: StorageFacts, memory: MemoryPlan) -> str:
+        """The first byte that two have in the same step, found by looking at each; empty if there is none."""
+        spans = [
+            (facts.storages[index].node.name, self.life(node), range(offset, offset + self.nbytes(node)))
+            for index, (_, offset) in memory.location.items()
+            for node in (facts.storages[index].node,)
+        ]
+        spans += [(f"taken from {one.low}", self.life_of(one), range(one.low, one.high)) for one in self.taken]
+        for step in range(self.end):
+            owner: dict[int, str] = {}
+            for name, life, bytes_ in spans:
+                if step not in life:
+                    continue
+                for byte in bytes_:
+                    if owner.setdefault(byte, name) != name:
+                        return f"{owner[byte]} and {name} at step {step}, byte {byte}"
+        return ""
+
+    def planned(self, facts: StorageFacts | None = None) -> Planned:
+        return Planned(replace(self.plan, facts=facts or self.plan.facts), {}, self.places)
+
+    def plan_with(self, facts: StorageFacts | None = None) -> MemoryPlan:
+        return plan_program(self.planned(facts), lambda device: self.taken)
+
+    def verify(self, memory: MemoryPlan, facts: StorageFacts | None = None) -> None:
+        verify_memory(self.plan.graph, self.plan.schedule, facts or self.plan.facts, memory, {})
+
+
+def random_case(draw: random.Random, most_steps: int = 20) -> Case:
+    recipe = random_recipe(draw, most_steps)
+    more = tuple(draw.randrange(41) for _ in range(draw.choice([0, 0, 3, 6])))
+    graph = build(replace(recipe, outputs=(*recipe.outputs, *more)))
+    plan = compile_host_graph(graph.gm, CompileRequest(graph.options)).plan
+    inputs = [node for node in graph.gm.graph.nodes if node.op == "placeholder"]
+    placed = [node for node in inputs if draw.random() < 0.4]
+    seen = Observed.of_run(graph.gm, graph.inputs(0))
+    given = [node for node in inputs if node not in placed]
+    return Case(graph, plan, seen, {node: (CPU, PLACE) for node in placed}, tuple(random_taken(draw, given)))
+
+
+def random_taken(draw: random.Random, given: list[Node]) -> Iterator[Taken]:
+    """Bytes that others have; some of them are given away as inputs."""
+    low = 0
+    for _ in range(draw.randrange(4)):
+        low += ALIGNMENT * draw.randrange(3)
+        high = low + draw.randint(1, 600)
+        count = min(len(given), draw.choice([0, 1, 1, 2]))
+        yield Taken(low, high, tuple(given.pop(draw.randrange(len(given))) for _ in range(count)))
+        low = aligned(high, ALIGNMENT)
+
+
+# -- what is sound is accepted ------------------------------------------------------------------------------
+
+
+# pytest -m sweep tests/test_verify_random.py
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_every_plan_is_accepted(count: int) -> None:
+    """With and without places and bytes that others have; also where some storages are allocated at every call."""
+    around: Counter[str] = Counter()
+    for seed in range(count):
+        draw = random.Random(seed)
+        case = random_case(draw)
+        memory = case.plan_with()
+        assert not case.collision(case.plan.facts, memory), f"seed {seed}"
+        case.verify(memory)
+        asked = frozenset(index for index in memory.outputs if draw.random() < 0.5)
+        loose = plan_program(replace(case.planned(), frozen=False, anew=asked), lambda device, case=case: case.taken)
+        assert loose.anew >= asked and not loose.anew & loose.location.keys()
+        assert not case.collision(case.plan.facts, loose), f"seed {seed}"
+        case.verify(loose)
+        given = [one for one in case.taken if one.nodes]
+        around["places"] += bool(case.places)
+        around["taken"] += len(case.taken) > len(given)
+        around["given away"] += bool(given)
+        around["used again after"] += any(again(case, memory, one) for one in given)
+        around["outputs"] += bool(memory.outputs)
+    print(f"\naccepted: {2 * count} plans, {dict(around)}")
+    assert all(
+        around[kind] >= count // 12 for kind in ("places", "taken", "given away", "used again after", "outputs")
+    )
+
+
+def again(case: Case, memory: MemoryPlan, taken: Taken) -> bool:
+    """Whether something lies in bytes that were given away."""
+    spans = [(offset, offset + memory.sizes[index]) for index, (_, offset) in memory.location.items()]
+    return any(low < taken.high and taken.low < high for low, high in spans)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_plans_for_two_programs_are_accepted_and_followed(count: int) -> None:
+    """The second gets some outputs of the first, which nobody else has; others are held all the time.
+
+    ::
+
+        first       second
+        s s s s s s|s s .         s is handed on: free after its last use in the second
+        . . h h h h|h h h         h is held
+    """
+    reused = 0
+    for seed in range(count):
+        draw = random.Random(seed)
+        first, second = random_case(draw), random_case(draw)
+        first, second = replace(first, taken=()), replace(second, taken=())
+        free = [n for n in second.graph.gm.graph.nodes if n.op == "placeholder" and n not in second.places]
+        lasting = sorted(first.plan_with().outputs)
+        handed_on = {index: [free.pop()] for index in lasting if free and draw.random() < 0.8}
+        own, others = plan_pair(first.planned(), second.planned(), handed_on)
+        memory = plan_program(first.planned(), suggestion=own)
+        assert placed(first, memory) == by_storage(own), f"seed {seed}"
+        assert not first.collision(first.plan.facts, memory), f"seed {seed}"
+        first.verify(memory)
+        spans = {index: memory.location[index][1] for index in lasting}
+        taken = tuple(
+            Taken(low, low + memory.sizes[index], tuple(handed_on.get(index, ()))) for index, low in spans.items()
+        )
+        second = replace(second, taken=taken)
+        later = plan_program(second.planned(), lambda device, taken=taken: taken, others)
+        assert placed(second, later) == by_storage(others), f"seed {seed}"
+        assert not second.collision(second.plan.facts, later), f"seed {seed}"
+        second.verify(later)
+        reused += any(again(second, later, one) for one in taken if one.nodes)
+    print(f"\npairs: {count}, of which {reused} use the bytes of what was handed on again")
+    assert reused >= count // 10
+
+
+def placed(case: Case, memory: MemoryPlan) -> dict[str, int]:
+    return {case.plan.facts.storages[index].name: offset for index, (_, offset) in memory.location.items()}
+
+
+def by_storage(suggestion: Suggestion) -> dict[str, int]:
+    return {
+        name: offset for placement in suggestion.placements.values() for name, offset in placement.offsets.items()
+    }
+
+
+# -- one fault ----------------------------------------------------------------------------------------------
+# Each function yields plans with a fault, the facts to read them with, and what the verifier has to say. Where the
+# message is "overlap", the oracle tells whether there is one.
+
+
+Faulty = Iterator[tuple[MemoryPlan, StorageFacts, str]]
+
+
+def moved(memory: MemoryPlan, index: int, offset: int, roomy: bool = True) -> MemoryPlan:
+    arena = memory.arenas[CPU]
+    if roomy:  # so that nothing else is wrong
+        size = max(arena.placement.size, offset + memory.sizes[index])
+        arena = replace(arena, placement=replace(arena.placement, size=size))
+    return replace(memory, arenas={CPU: arena}, location={**memory.location, index: (CPU, offset)})
+
+
+def shifted_onto_another(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    """A storage at an offset where it shares a byte or more with one that is live at the same time."""
+    storages = case.plan.facts.storages
+    pairs = [
+        (one, two)
+        for one in memory.location
+        for two in memory.location
+        if one != two and set(case.life(storages[one].node)) & set(case.life(storages[two].node))
+    ]
+    for one, two in draw.sample(pairs, min(3, len(pairs))):
+        low, high = memory.location[two][1], memory.location[two][1] + memory.sizes[two]
+        least = max(0, low - memory.sizes[one] + 1)
+        offsets = range(aligned(least, ALIGNMENT), high, ALIGNMENT)
+        if offsets:
+            yield moved(memory, one, draw.choice(offsets)), case.plan.facts, "overlap"
+
+
+def last_use_missing(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    """Planned as if the last node that works on a storage did not."""
+    facts = case.plan.facts
+    for index in memory.location:
+        last = next((node for node in reversed(case.plan.schedule) if index in facts.touched(node)), None)
+        if last is not None:
+            reads = {**facts.reads, last: facts.reads.get(last, frozenset()) - {index}}
+            writes = {**facts.writes, last: facts.writes.get(last, frozenset()) - {index}}
+            wrong = replace(facts, reads=reads, writes=writes)
+            yield case.plan_with(wrong), wrong, "overlap"
+
+
+class _Forgetful(_Analysis):
+    """Takes one node's value for memory of its own."""
+
+    def __init__(self, gm: GraphModule, missed: Node) -> None:
+        super().__init__(gm)
+        self._missed = missed
+
+    def _visit(self, node: Node, kind: Kind) -> None:
+        super()._visit(node, kind)
+        if node is self._missed:
+            self.of[node] = self._new(node, Origin.EXTERN)
+            self.elements.pop(node, None)
+
+
+def missed_alias(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    """Planned as if a view, or what an operator returns of its operand, had memory of its own."""
+    planned = {case.plan.facts.storages[index].node for index in memory.location}
+    aliases = [n for n, found in case.seen.of.items() if n not in planned and found & planned]
+    for node in draw.sample(aliases, min(6, len(aliases))):
+        wrong = _Forgetful(case.plan.graph, node).run()
+        yield case.plan_with(wrong), wrong, "overlap"
+
+
+def onto_taken_bytes(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    """A storage in bytes that another program's output has, before that is free."""
+    for index in memory.location:
+        life = set(case.life(case.plan.facts.storages[index].node))
+        others = [one for one in case.taken if life & set(case.life_of(one))]
+        if others:
+            one = draw.choice(others)
+            offset = draw.randrange(one.low, aligned(one.high, ALIGNMENT), ALIGNMENT)
+            yield moved(memory, index, offset), case.plan.facts, "overlap"
+
+
+def output_cut_at_its_last_use(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    """Planned as if the caller did not get one of the outputs."""
+    facts = case.plan.facts
+    output = next(node for node in case.plan.graph.graph.nodes if node.op == "output")
+    for index in sorted(frozenset().union(*(facts.of.get(n, frozenset()) for n in output.all_input_nodes))):
+        if index in memory.location:
+            of = {n: facts.of[n] - {index} if n in output.all_input_nodes else found for n, found in facts.of.items()}
+            wrong = replace(facts, of=of)
+            yield case.plan_with(wrong), wrong, "overlap"
+
+
+def misaligned(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    for index in draw.sample(sorted(memory.location), min(2, len(memory.location))):
+        above = memory.arenas[CPU].placement.size + 1024
+        yield moved(memory, index, above + draw.randint(1, ALIGNMENT - 1)), case.plan.facts, "is misaligned"
+
+
+def outside_of_the_arena(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    top = memory.arenas[CPU].placement.size // ALIGNMENT * ALIGNMENT
+    for index in draw.sample(sorted(memory.location), min(2, len(memory.location))):
+        offset = draw.choice([-ALIGNMENT, top, top + ALIGNMENT])
+        yield moved(memory, index, offset, roomy=False), case.plan.facts, "lies outside of its arena"
+
+
+def too_small(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    """For the layout that a storage was allocated with, and views reach as far."""
+    for index, nbytes in memory.sizes.items():
+        if index in memory.location and case.plan.facts.storages[index].origin is Origin.ALLOCATION:
+            sizes = {**memory.sizes, index: nbytes - draw.randint(1, nbytes)}
+            yield replace(memory, sizes=sizes), case.plan.facts, "is too small"
+
+
+FAULTS: tuple[Callable[[Case, MemoryPlan, random.Random], Faulty], ...] = (
+    shifted_onto_another,
+    last_use_missing,
+    missed_alias,
+    onto_taken_bytes,
+    output_cut_at_its_last_use,
+    misaligned,
+    outside_of_the_arena,
+    too_small,
+)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_every_plan_with_a_fault_is_rejected(count: int) -> None:
+    """And a plan in which a fault did no harm is accepted."""
+    planted, harmful = Counter[str](), Counter[str]()
+    for seed in range(count):
+        draw = random.Random(seed)
+        case = random_case(draw)
+        memory = case.plan_with()
+        if not memory.location:
+            continue
+        for fault in FAULTS:
+            for faulty, facts, message in fault(case, memory, draw):
+                planted[fault.__name__] += 1
+                harm = message if message != "overlap" else case.collision(facts, faulty)
+                where = f"seed {seed}, {fault.__name__}: {harm}"
+                if not harm:
+                    case.verify(faulty, facts)
+                    continue
+                harmful[fault.__name__] += 1
+                try:
+                    case.verify(faulty, facts)
+                except PlanError as error:
+                    assert message in str(error), where
+                else:
+                    pytest.fail(f"missed: {where}")
+    for fault in FAULTS:
+        print(f"\n{fault.__name__}: {planted[fault.__name__]} planted, {harmful[fault.__name__]} harmful", end="")
+    print("\nmissed: 0")
+    for fault in FAULTS:
+        assert harmful[fault.__name__] >= count // 10, fault.__name__
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_every_schedule_that_computes_something_else_is_rejected(count: int) -> None:
+    """Two nodes change places; whether they depend on each other is seen by running the graph in that order."""
+    swapped = harmful = 0
+    for seed in range(count):
+        draw = random.Random(seed)
+        case = random_case(draw)
+        gm, schedule = case.plan.graph, case.plan.schedule
+        pairs = [(i, j) for j in range(len(schedule)) for i in range(j)]
+        for i, j in draw.sample(pairs, min(6, len(pairs))):
+            order = list(schedule)
+            order[i], order[j] = order[j], order[i]
+            swapped += 1
+            if computes_the_same(gm, case.graph, order, seed):
+                continue
+            harmful += 1
+            with pytest.raises(PlanError, match="runs before"):
+                verify_schedule(gm, order)
+    print(f"\nschedules: {swapped} swapped, {harmful} harmful, missed: 0")
+    assert harmful >= count
+
+
+def computes_the_same(gm: GraphModule, graph: RandomGraph, order: Sequence[Node], seed: int) -> bool:
+    inputs = graph.inputs(seed)
+    expected = expected_of(gm, inputs, seed)
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)  # then what is allocated is NaN until it is written
+    try:
+        outputs = run_schedule(gm, order, inputs)
+    except (AssertionError, RuntimeError):  # a value was used before it was there
+        return False
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return same([*outputs, *inputs], expected)
