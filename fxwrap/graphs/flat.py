@@ -120,7 +120,7 @@ class FlatBuilder:
         elements = list(node.users)
         if node not in self._locals or not elements or any(user.target is not operator.getitem for user in elements):
             return
-        positions = [element.args[1] for element in elements]
+        positions: list[Any] = [element.args[1] for element in elements]
         whole = node.meta.get("val")
         if not isinstance(whole, (tuple, list)) or not all(type(position) is int for position in positions):
             return
@@ -129,13 +129,11 @@ class FlatBuilder:
             if element not in self._locals:
                 self._define(element, f"{name}[{position}]")
                 self._use(name)
-        needed = {
-            position
-            for element, position in zip(elements, positions, strict=True)
-            if any(user not in scheduled for user in effective_users(element))
-        }
-        kept = {position: element for element, position in zip(elements, positions, strict=True)}
-        self._parts[node] = [kept[i] if i in needed else None for i in range(len(whole))]
+        parts: list[Node | None] = [None] * len(whole)
+        for element, position in zip(elements, positions, strict=True):
+            if any(user not in scheduled for user in effective_users(element)):
+                parts[position] = element
+        self._parts[node] = parts
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call of what somebody else made of them."""

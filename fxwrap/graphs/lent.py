@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -140,11 +140,3 @@ class Others:
                         free.append(unheld + self._handed_in.get(output.storage._cdata, 0))
         self._near, self._free, self._versions = near, free, versions
         self._counts = self._counter([o.storage for o in near]) if self._counter is not None else None
-
-
-def handles(storages: Sequence[Any]) -> dict[int, int]:
-    """How often each storage occurs, by its handle."""
-    found: dict[int, int] = {}
-    for storage in storages:
-        found[storage._cdata] = found.get(storage._cdata, 0) + 1
-    return found

@@ -144,9 +144,6 @@ class ArenaPool:
         """Bytes that an arena will have to have, as far as is known."""
         return max((nbytes for _, nbytes in list(self._expected.get((device, stream), {}).values())), default=0)
 
-    def all(self) -> list[Arena]:
-        return [arena for arenas in list(self._arenas.values()) for arena in self._alive(arenas)]
-
     @staticmethod
     def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:
         alive = [arena for ref in list(arenas) if (arena := ref()) is not None]

@@ -236,6 +236,8 @@ class Program:
 
     def _expect(self, inputs: list[Any], family: Family | None) -> Forecast | None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
+        if family is not None and family.forecast is not None:
+            return family.forecast  # planned once: a family beyond max_recordings runs eagerly at every call
         if self._never_recorded or (family is None and self.newest_plan is not None):
             return None
         try:

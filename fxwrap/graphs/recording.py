@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, o
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
-from .lent import Lent, LentOutput, Others, handles
+from .lent import Lent, LentOutput, Others
 from .memory import Arena, reach, tensor_over, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .places import Places, copy_tensors, unexpanded
@@ -88,6 +89,8 @@ class Recording:
         self._places: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         self._updated: list[tuple[int, torch.Tensor]] = []
         self._watched: list[LentOutput] = []
+        # Where planned storages lie, by their handles.
+        self._place_of: dict[int, tuple[torch.device, int]] = {}
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
         self._assign_registers()
 
@@ -198,10 +201,9 @@ class Recording:
                 continue  # an input's place is laid out when the input is seen
             options: Any = storage.node.kwargs
             if storage.index in memory.location:
-                layout = self._layout(storage.node)
-                self._memory[storage.node] = tensor_over(
-                    self._planned(storage.index), layout[0], layout[1], options["dtype"]
-                )
+                planned, layout = self._planned(storage.index), self._layout(storage.node)
+                self._memory[storage.node] = tensor_over(planned, layout[0], layout[1], options["dtype"])
+                self._place_of[planned._cdata] = memory.location[storage.index]
             elif storage.index in memory.sizes:
                 self._memory[storage.node] = torch.empty_strided(*self._layout(storage.node), **options)
 
@@ -431,18 +433,17 @@ class Recording:
 
     def _watch(self, tensors: Sequence[torch.Tensor], index: int) -> None:
         known = {output.storage.data_ptr() for output in self._watched}
-        planned = {self._memory[s.node].untyped_storage()._cdata: s.index for s in self._planned_storages()}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
-                place = self.request.memory.location.get(planned.get(storage._cdata, -1), (None, 0))
+                place = self._place_of.get(storage._cdata, (None, 0))
                 self._watched.append(LentOutput(storage, index, *place))
 
     def _start_watching(self, inputs: Sequence[Any]) -> None:
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
         self._lent = Lent(self._watched, counter)
         footprints = {arena: memory.arenas[device].footprint for device, arena in arenas.items()}
-        given = handles([inputs[position].untyped_storage() for position in self.request.provision.given_away])
+        given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.provision.given_away)
         self._others = Others(footprints, self._lent, given, counter)
         ticket = OUTPUT_ADDRESSES.add(self._lent.addresses)
         self._leave = weakref.finalize(self, _leave, ticket, self._lent, list(arenas.values()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..packing import Buffer
 
@@ -48,6 +49,16 @@ def choose_anew(buffers: Sequence[Buffer], beside: Sequence[Buffer], alignment: 
     return frozenset(buffers[i].name for i in best or ())
 
 
+class Lives(Protocol):
+    """Something that is alive in steps ``[begin, end)``."""
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
 @dataclass
 class _Profile:
     """Bytes at each step: in the arena, and beside it.
@@ -66,9 +77,9 @@ class _Profile:
     def of(cls, buffers: Sequence[Buffer], beside: Sequence[Buffer], alignment: int) -> _Profile:
         sizes = [-(-buffer.size // alignment) * alignment for buffer in buffers]
         steps = max((buffer.end for buffer in (*buffers, *beside)), default=0)
-        inside = _live(buffers, sizes, steps)
-        outside = _live(beside, [buffer.size for buffer in beside], steps)
-        exact = _live(buffers, [buffer.size for buffer in buffers], steps)
+        inside = live_bytes(buffers, sizes, steps)
+        outside = live_bytes(beside, [buffer.size for buffer in beside], steps)
+        exact = live_bytes(buffers, [buffer.size for buffer in buffers], steps)
         return cls(buffers, sizes, inside, outside, max(map(sum, zip(exact, outside, strict=True)), default=0))
 
     def copy(self) -> _Profile:
@@ -106,7 +117,8 @@ class _Profile:
             self.outside[step] += buffer.size
 
 
-def _live(buffers: Sequence[Buffer], sizes: Sequence[int], steps: int) -> list[int]:
+def live_bytes(buffers: Sequence[Lives], sizes: Sequence[int], steps: int) -> list[int]:
+    """How many bytes are alive at each step."""
     change = [0] * (steps + 1)
     for buffer, size in zip(buffers, sizes, strict=True):
         change[buffer.begin] += size
