@@ -127,13 +127,21 @@ class AcceleratorMemory:
         return self._before, self._peak
 
 
+def settings_of(device: str) -> dict[str, Any]:
+    """Inductor's settings that a registered device needs."""
+    from fxwrap.devices import device_support
+
+    support = device_support(device)
+    return dict(support.config) if support is not None else {}
+
+
 def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
     """One side, in this process."""
     torch.set_num_threads(1)
     if device == "hostsim":
-        import hostsim
+        from hostsim.inductor import register
 
-        hostsim.register()
+        register()
     memory = CpuMemory() if device == "cpu" else AcceleratorMemory(device)
     with memory.watch():
         torch.manual_seed(0)
@@ -146,7 +154,8 @@ def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
         def step_of(**values: Any) -> Any:
             return model(**values) if mode == "inference" else loss_of(model(**values))
 
-        compiled = torch.compile(step_of, backend=side)
+        with_settings = {"options": settings_of(device)} if side == "inductor" else {}
+        compiled = torch.compile(step_of, backend=side, **with_settings)
 
         def step() -> None:
             with torch.set_grad_enabled(mode == "training"):

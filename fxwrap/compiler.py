@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from .devices import capture_cost, device_support
+from .graphs.device_graph import freezes_addresses
 from .graphs.program import Program
 from .graphs.provision import Planners
 from .graphs.torch_functions import TorchFunctions
@@ -18,6 +19,7 @@ from .options import Options
 from .owner import Owner
 from .passes.dependencies import build_dependency_graph
 from .passes.memory_planning import hinted_sizes, inner_storages, plan_pair, plan_program
+from .passes.operator_results import own_results
 from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
@@ -25,7 +27,7 @@ from .passes.symbols import evaluate_sizes
 from .passes.verdicts import judge, main_device
 from .passes.verify import verify_memory, verify_schedule
 from .passes.worth import weigh
-from .plan import CompiledPartition, MemoryPlan, PartitionGraph, Planned, ProgramPlan, Suggestion, Taken
+from .plan import CompiledPartition, MemoryPlan, PartitionGraph, Planned, ProgramPlan, Suggestion, Taken, Verdict
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,19 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     Raises:
         PlanError: the verifier refused the schedule.
     """
+    device, eager_ops = main_device(gm), request.options.eager_ops
+    eager_ops = (*eager_ops, *device_support(device.type).eager_ops)
     facts = analyse_storages(gm)
+    if freezes_addresses(device):
+        verdicts = judge(gm, eager_ops)
+        if own_results(gm, facts, {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}):
+            facts = analyse_storages(gm)
     dependencies = build_dependency_graph(gm, facts)
-    device, sizes = main_device(gm), hinted_sizes(facts)
+    sizes = hinted_sizes(facts)
     inside = {index: sizes[index] for index in inner_storages(gm, facts) if index in sizes}
 
     def cut_program(refused: Mapping[str, str]) -> ProgramPlan:
         options = request.options
-        eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops)
         verdicts = judge(gm, eager_ops, refused)
         found = cut(dependencies, verdicts, device, facts, inside, options.peak_budget)
         plan = ProgramPlan(gm, facts, verdicts, found, device, frozenset(request.static_inputs), request.phase)

@@ -203,7 +203,7 @@ def test_a_partition_that_hardware_refuses_runs_eagerly(compiled: Any) -> None:
         def capture_begin(self) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    runtime = dataclasses.replace(SIMULATED, new_graph=Refusing, runs_while_capturing=False)
+    runtime = dataclasses.replace(SIMULATED, new_graph=lambda pool: Refusing(), runs_while_capturing=False)
     with using_runtime(runtime):
         f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
         for _ in range(4):

@@ -90,7 +90,6 @@ def test_the_unified_graph_is_preferred_and_the_adapter_is_the_fallback(monkeypa
             super().__init__()
 
     monkeypatch.setattr(device_graph, "CUDAGraphAdapter", Adapter)
-    monkeypatch.setattr(device_graph, "_shared_pool", lambda device: None)
     for unified, expected in ((Unified, "torch.accelerator.Graph"), (Refusing, "torch.cuda.CUDAGraph")):
         device_graph._accelerator_runtime.cache_clear()
         monkeypatch.setattr(torch.accelerator, "Graph", unified, raising=False)
@@ -112,7 +111,7 @@ def test_gpu_capture_and_replay() -> None:
     runtime = runtime_for(device)
     x, out = torch.ones(3, device=device), torch.zeros(3, device=device)
     torch.add(x, 1, out=out)
-    graph = runtime.new_graph()
+    graph = runtime.new_graph(runtime.new_pool())
     with runtime.capture_stream():
         graph.capture_begin()
         issue(lambda: torch.add(x, 1, out=out))

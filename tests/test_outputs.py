@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Compiled
 
 
@@ -219,6 +221,33 @@ def test_an_output_cannot_be_grown_and_everything_stays_usable(compiled: Any) ->
             grow()
     y = torch.randn(16)
     torch.testing.assert_close(f(y), torch.sin(y) + 1)
+
+
+def test_results_of_operators_survive_other_shapes(compiled: Any, device: torch.device) -> None:
+    """What one capture frees in the pool of the graphs, the next may get for its results.
+
+    ::
+
+        pool    1st shape captured  [ temporary of conv ][ result ]
+                2nd shape captured  [ result ]           ^ kept            replaying the 1st overwrites it
+    """
+    weights = [torch.randn(4, 3, 3, 3), torch.randn(4, 4, 3, 3)]
+    f: Compiled = compiled(
+        lambda x, a, b: F.conv2d(F.conv2d(x, a, padding=1), b, padding=1),
+        dynamic=False,
+        options={"copy_outputs_below": 0},
+    )
+    there = [weight.to(device) for weight in weights]
+    inputs = [torch.randn(1, 3, 8, width) for width in (8, 7, 9)]
+    expected = [F.conv2d(F.conv2d(x, weights[0], padding=1), weights[1], padding=1) for x in inputs]
+    with torch.no_grad():
+        for x in inputs * 3:
+            f(x.to(device), *there)
+        for first, second in itertools.permutations(range(3), 2):
+            kept = f(inputs[first].to(device), *there)
+            other = f(inputs[second].to(device), *there)
+            torch.testing.assert_close(other.cpu(), expected[second], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(kept.cpu(), expected[first], rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_but_holders_counts_as_holding(compiled: Any, device: torch.device) -> None:

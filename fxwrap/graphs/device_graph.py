@@ -154,7 +154,8 @@ class DeviceRuntime:
     """How work is captured on one device.
 
     Attributes:
-        new_graph: makes a device graph; graphs made by one runtime share a memory pool.
+        new_graph: makes a device graph, which allocates in a memory pool of ``new_pool``.
+        new_pool: makes what graphs share memory by; None where there is no such thing.
         frozen_addresses: a captured call always reads and writes the addresses it was captured with, and
             what an operator allocates during capture keeps its address. Hardware graphs are like this; the
             host graph calls again and so takes new tensors.
@@ -162,10 +163,11 @@ class DeviceRuntime:
     """
 
     device: torch.device
-    new_graph: Callable[[], DeviceGraph]
+    new_graph: Callable[[Any], DeviceGraph]
     frozen_addresses: bool
     runs_while_capturing: bool
     implementation: str
+    new_pool: Callable[[], Any] = lambda: None
 
     def stream_key(self) -> Any:
         """Tells apart streams whose work may overlap in time."""
@@ -198,7 +200,7 @@ def _side_stream(device: torch.device) -> Any:
     return streams[device]
 
 
-_HOST = DeviceRuntime(torch.device("cpu"), HostGraph, False, True, "host graph")
+_HOST = DeviceRuntime(torch.device("cpu"), lambda pool: HostGraph(), False, True, "host graph")
 _override: ContextVar[DeviceRuntime | None] = ContextVar("fxwrap_runtime", default=None)
 
 
@@ -216,6 +218,14 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
     return _accelerator_runtime(device, device_support(device.type))
 
 
+def freezes_addresses(device: torch.device) -> bool:
+    """Whether captured work on a device stays at the addresses it was captured with; False where nothing captures."""
+    try:
+        return runtime_for(device).frozen_addresses
+    except CaptureError:
+        return False
+
+
 @contextlib.contextmanager
 def using_runtime(runtime: DeviceRuntime) -> Iterator[None]:
     """Use ``runtime`` for its device type on this thread: for simulated devices and tests."""
@@ -231,13 +241,11 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
     failures = []
     for name, make in _candidates(device, support):
         try:
-            first = make(None)
+            make(None)
         except Exception as error:
             failures.append(f"{name}: {error}")
             continue
-        pool = _shared_pool(device)
-        del first
-        return DeviceRuntime(device, functools.partial(make, pool), True, False, name)
+        return DeviceRuntime(device, make, True, False, name, functools.partial(_new_pool, device))
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "
@@ -263,6 +271,6 @@ def _candidates(device: torch.device, support: DeviceSupport) -> Iterator[tuple[
         yield "torch.xpu.XPUGraph", XPUGraphAdapter
 
 
-def _shared_pool(device: torch.device) -> Any:
+def _new_pool(device: torch.device) -> Any:
     make = getattr(torch.get_device_module(device), "graph_pool_handle", None)
     return make() if make is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,6 +49,7 @@ class Arena:
     _block: torch.UntypedStorage | None = None
     _begin: int = 0
     _users: list[weakref.ref[ArenaUser]] = field(default_factory=list)
+    _pool: Any = None
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A storage of its own over bytes of the arena; it keeps them."""
@@ -65,6 +67,12 @@ class Arena:
             whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
         self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
         self._block, self.nbytes = whole.untyped_storage(), nbytes
+
+    def pool(self, make: Callable[[], Any]) -> Any:
+        """The memory pool of the graphs that work in the arena. Nothing in it outlives the call that has the turn."""
+        if self._pool is None:
+            self._pool = make()
+        return self._pool
 
     def clear(self) -> None:
         """End what was recorded, and give the memory back as soon as nobody has an output in it."""

@@ -168,9 +168,11 @@ class Provider:
         while True:
             given_away.clear()
             memory = self.planners.plan(planned, taken, suggestion)
-            arenas = {device: arena_of(device) for device in memory.arenas}
-            short = {d: arena for d, arena in arenas.items() if arena.nbytes < memory.arenas[d].placement.size}
+            short = {d: arena_of(d) for d in memory.arenas if arena_of(d).nbytes < memory.arenas[d].placement.size}
             if not short:
+                # The arena's pool is where operators allocate during capture.
+                used = {*memory.arenas, plan.device} if planned.frozen else set(memory.arenas)
+                arenas = {device: arena_of(device) for device in used}
                 return Provision(planned, memory, arenas, tuple(sorted(given_away)))
             for device, arena in short.items():
                 arena.grow(max(memory.arenas[device].placement.size, ARENAS.expected(device, stream)))

@@ -88,6 +88,8 @@ class Recording:
         # By device: places, and the positions of the inputs that are copied to them.
         self._places: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         self._updated: list[tuple[int, torch.Tensor]] = []
+        # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
+        self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
@@ -301,7 +303,7 @@ class Recording:
         call.inputs = self._inputs_end
         call.stores = [self._registers[node] for node in stores]
         try:
-            graph = runtime.new_graph()
+            graph = runtime.new_graph(self._pool())
             with runtime.capture_stream():
                 try:
                     graph.capture_begin()
@@ -330,8 +332,18 @@ class Recording:
         if runtime.frozen_addresses:
             # What operators allocated during capture keeps its address: from here on it is known. Held for as
             # long as the recording lives, or a later capture in the same pool could be given its memory.
+            stable = self._stable_memory(known.inputs)
             for node in stores:
-                self._keep(node, self._r[self._registers[node]], known)
+                value = self._r[self._registers[node]]
+                if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
+                    self._pooled.add(node)
+                self._keep(node, value, known)
+
+    def _pool(self) -> Any:
+        """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
+        runtime = self.request.runtime
+        arena = self.request.arenas.get(runtime.device)
+        return arena.pool(runtime.new_pool) if arena is not None else None
 
     def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._stores.get(partition.index, [])
@@ -400,13 +412,13 @@ class Recording:
                 builder.assign(node, functools.partial(relay, views_of(template, base.data_ptr())), value)
                 continue
             elif frozen and node in common:
-                # Results of operators lie in the graph's pool, or in a place, and stay: like planned outputs.
+                # In a place, where it stays like planned outputs; or in the pool.
                 value, owned = builder.constant(common[node]), tensors_in(common[node])
             elif memory:
                 value, owned = builder.register(node), memory  # an operator returned planned memory
             else:
                 continue  # new at every call
-            copy = bool(indices & self.request.copied)
+            copy = bool(indices & self.request.copied) or node in self._pooled
             if copy:
                 builder.assign(node, functools.partial(each, copy_out), value)
             elif planned:
@@ -442,7 +454,8 @@ class Recording:
     def _start_watching(self, inputs: Sequence[Any]) -> None:
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
         self._lent = Lent(self._watched, counter)
-        footprints = {arena: memory.arenas[device].footprint for device, arena in arenas.items()}
+        plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
+        footprints = {arena: plan.footprint if plan is not None else () for arena, plan in plans.items()}
         given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.provision.given_away)
         self._others = Others(footprints, self._lent, given, counter)
         ticket = OUTPUT_ADDRESSES.add(self._lent.addresses)

@@ -63,7 +63,7 @@ def _as_bound(call: Any) -> Any:
 
 SIMULATED = DeviceRuntime(
     torch.device("cpu"),
-    SimulatedGraph,
+    lambda pool: SimulatedGraph(),
     frozen_addresses=True,
     runs_while_capturing=True,
     implementation="simulated graph",

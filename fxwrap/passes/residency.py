@@ -36,8 +36,8 @@ def choose_anew(buffers: Sequence[Buffer], beside: Sequence[Buffer], alignment: 
         beside: what lives outside of the arena, and when.
     """
     start = _Profile.of(buffers, beside, alignment)
-    if start.total <= max(map(sum, zip(start.inside, start.outside, strict=True)), default=0):
-        return frozenset()  # what the arena has beyond what is alive is rounding
+    if start.total <= start.alive or not any(start.outside):
+        return frozenset()  # what an arena alone has beyond what is alive is rounding
     most = max(start.outside)
     shares = max(2, min(_SHARES, _EFFORT // max(1, len(buffers) * len(start.inside))))
     best: list[int] | None = None
