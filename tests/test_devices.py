@@ -159,7 +159,10 @@ def test_a_device_graph_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mtia, "graph_pool_handle", lambda: (0, 7), raising=False)
     with fxwrap.register_device("mtia", device_graph=Graph):
         runtime = runtime_for(torch.device("mtia", 0))
-        assert isinstance(runtime.new_graph(runtime.new_pool()), Graph) and runtime.implementation == "the graph registered for mtia"
+        assert (
+            isinstance(runtime.new_graph(runtime.new_pool()), Graph)
+            and runtime.implementation == "the graph registered for mtia"
+        )
     assert asked == [None, (0, 7)]  # tried once, then made in a pool
     with pytest.raises(CaptureError, match="no device graph for mtia:0"):
         runtime_for(torch.device("mtia", 0))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..packing import Buffer, Placement, plan_memory
-from .residency import Lives, live_bytes
 
 # How much larger than the lower bound an arena may get before the ends of it are no longer kept for outputs.
 _ROOM = (1.0, 1.003, 1.01, 1.02, 1.04, 1.08, 1.16, 1.3)
@@ -95,10 +95,9 @@ class _Problem:
             [(f.low, -(-f.high // alignment) * alignment) for f in fixed if f.begin < item.end and item.begin < f.end]
             for item in items
         ]
-        everything: list[Lives] = [*items, *fixed]
-        steps = max((one.end for one in everything), default=0)
-        loads = live_bytes(everything, [*sizes, *(f.high - f.low for f in fixed)], steps)
-        return cls(items, sizes, near, around, fixed, alignment, max(loads, default=0))
+        taken = [(f.high - f.low, f.begin, f.end) for f in fixed]
+        taken += [(size, item.begin, item.end) for item, size in zip(items, sizes, strict=True)]
+        return cls(items, sizes, near, around, fixed, alignment, _most_alive(taken))
 
     def allows(self, offsets: Mapping[str, int]) -> bool:
         """Whether every buffer has an offset, apart from all that it meets."""
@@ -175,6 +174,15 @@ class _Problem:
             taken += self.around[i]
             offsets[i] = _highest_gap(taken, self.sizes[i], top) if i in high else _lowest_gap(taken, self.sizes[i])
         return [offset if offset is not None else 0 for offset in offsets]
+
+
+def _most_alive(taken: Sequence[tuple[int, int, int]]) -> int:
+    """The largest number of bytes live in one step; of each: bytes, begin, end."""
+    change: dict[int, int] = defaultdict(int)
+    for size, begin, end in taken:
+        change[begin] += size
+        change[end] -= size
+    return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
 
 
 def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import nodes_in, operator_name, output_node
+from ..host_graph import nodes_in, output_node
 from ..packing import Buffer, Placement, plan_memory
 from ..plan import ArenaPlan, MemoryPlan, Origin, Planned, ProgramPlan, StorageFacts, Suggestion, Taken
 from .arena_layout import Fixed, fits, lay_out_arena
-from .residency import choose_anew
 from .symbols import concrete, hint, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
 _ALIGNMENT = {"cpu": 64}
 _ACCELERATOR_ALIGNMENT = 512
-# Operators that work on copies of their operands in another layout, whose size nobody tells.
-_COPIES_OPERANDS = re.compile(r"aten::(_?convolution|mkldnn_).*|mkldnn::.*|onednn::.*")
 
 
 def plan_program(
@@ -47,7 +43,7 @@ def plan_program(
     found = suggestion
     if found is None or not _allowed(found, needs, fixed):
         asked = frozenset(b.name for items in needs.planned.values() for i, b in items if i in planned.anew)
-        anew = _anew(needs.planned, needs.beside, asked, [""], planned)
+        anew = _anew(needs.planned, asked, [""], planned)
         found = Suggestion({d: _lay_out(needs, d, anew, fixed[d]) for d in needs.planned}, anew)
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
@@ -90,10 +86,9 @@ def plan_pair(
 
     devices = {**one.planned, **two.planned}
     buffers = {d: joint(one.planned.get(d, ()), two.planned.get(d, ())) for d in devices}
-    beside = {d: joint(one.beside.get(d, ()), two.beside.get(d, ())) for d in devices}
     indices = first.anew | {-1 - index for index in second.anew}
     asked = frozenset(b.name for items in buffers.values() for index, b in items if index in indices)
-    anew = _anew(buffers, beside, asked, ["0", "1"], first, second)
+    anew = _anew(buffers, asked, ["0", "1"], first, second)
     placements = {}
     for device, items in buffers.items():
         placements[device] = plan_memory((b for _, b in items if b.name not in anew), _alignment(device))
@@ -114,28 +109,20 @@ def plan_pair(
 Items = Mapping[torch.device, Sequence[tuple[int, Buffer]]]
 
 
-def _anew(
-    planned: Items, beside: Items, asked: frozenset[str], marks: Sequence[str], *how: Planned
-) -> frozenset[str]:
+def _anew(planned: Items, asked: frozenset[str], marks: Sequence[str], *how: Planned) -> frozenset[str]:
     """Names of the storages that are allocated at every call.
 
-    An arena would come on top of the workspace of operators, whenever they have it; where that may be large, and
-    the operators slow, every storage is allocated anew.
+    An arena is there all the time, and what operators allocate themselves, their workspace among it, comes on top:
+    where there are such operators, max + max would be taken instead of what is alive. Then every storage is allocated
+    when it is needed.
     """
     if any(one.frozen for one in how):
         return frozenset()
     # What a communication works on must live until it is waited for, wherever that is.
     stays = [{f"{mark}{name}" for name in _communicated(one.program)} for mark, one in zip(marks, how, strict=True)]
-    staying = set[str]().union(*stays)
-    asked -= staying
-    if any(_COPIES_OPERANDS.fullmatch(operator_name(node)) for one in how for node in one.program.schedule):
-        return frozenset(b.name for _, b in itertools.chain(*planned.values())) - staying
-    found = frozenset[str]()
-    for device, items in planned.items():
-        own = [b for _, b in items if b.name not in asked | staying]
-        others = [b for _, b in items if b.name in asked | staying] + [b for _, b in beside.get(device, ())]
-        found |= choose_anew(own, others, _alignment(device))
-    return found | asked
+    if any(storage.origin is Origin.EXTERN for one in how for storage in one.program.facts.storages):
+        asked = frozenset(buffer.name for _, buffer in itertools.chain(*planned.values()))
+    return asked.difference(*stays)
 
 
 def _communicated(program: ProgramPlan) -> set[str]:
