@@ -1,6 +1,6 @@
 """Results that operators allocate themselves, and that the caller gets: copied to memory that the plan owns.
 
-What is allocated while a graph is captured comes from the graphs' memory pool, where a later capture is given whatever
+What is allocated while a graph is captured comes from the pool of the graphs, where a later capture is given whatever
 an earlier one has freed. One recording works there on bytes that may be the result of another: nobody may have that
 after the call. So a captured program hands out memory of the plan, which is watched, and shared like any other.
 """
