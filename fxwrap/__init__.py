@@ -15,6 +15,7 @@ from .errors import (
     EmissionError,
     FxwrapError,
     InputError,
+    MemoryLimitError,
     OptionError,
     PlanError,
     UnsupportedModelError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .codegen.emission import FxwrapCodegen
     from .codegen.registration import DeviceRegistration, register_device
     from .inspection.explain import Explanation, explain, report
+    from .inspection.release import release
     from .inspection.stats import stats
 
 __version__ = "0.1.0"
@@ -42,6 +44,7 @@ __all__ = [
     "InputError",
     "KernelCall",
     "KernelKind",
+    "MemoryLimitError",
     "OptionError",
     "Options",
     "PlanError",
@@ -50,6 +53,7 @@ __all__ = [
     "explain",
     "plan_memory",
     "register_device",
+    "release",
     "report",
     "stats",
 ]
@@ -62,6 +66,7 @@ _LAZY = {
     "Explanation": ".inspection.explain",
     "explain": ".inspection.explain",
     "report": ".inspection.explain",
+    "release": ".inspection.release",
     "stats": ".inspection.stats",
 }
 

@@ -50,3 +50,7 @@ class PlanError(FxwrapError):
 
 class CaptureError(FxwrapError):
     """A device graph could not capture a partition, or cannot exist on the device."""
+
+
+class MemoryLimitError(FxwrapError):
+    """A recording would need more memory than ``max_memory`` allows."""

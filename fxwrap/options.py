@@ -27,6 +27,12 @@ class Options:
     max_recordings: int = _option(
         64, "recordings one program may keep; further shapes run eagerly and are counted", minimum=1
     )
+    max_memory: int = _option(
+        0,
+        "bytes that arenas of a device, and what recordings keep beside them, may take: for more, the least recently "
+        "used recordings end, and a program that needs more by itself runs eagerly; 0 is no limit",
+        minimum=0,
+    )
     eager_ops: tuple[str | EagerRule, ...] = _option(
         (), "operators that must not be captured, such as 'aten::nonzero' or 'mylib::lookup', and fxwrap.EagerRule"
     )

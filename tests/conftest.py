@@ -24,6 +24,7 @@ import torch
 from fxwrap.backend import fxwrap as backend
 from fxwrap.devices import registered_devices
 from fxwrap.graphs.device_graph import using_runtime
+from fxwrap.graphs.memory import ArenaPool
 from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.owner import Owner
 
@@ -205,9 +206,12 @@ def inductor(fn: Callable[..., Any], **compile_options: Any) -> Callable[..., An
 
 
 @pytest.fixture
-def own_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_arenas(monkeypatch: pytest.MonkeyPatch) -> ArenaPool:
     """Arenas that no other test has recorded in."""
     from fxwrap.graphs import provision
-    from fxwrap.graphs.memory import ArenaPool
+    from fxwrap.inspection import release
 
-    monkeypatch.setattr(provision, "ARENAS", ArenaPool())
+    arenas = ArenaPool()
+    for module in (provision, release):
+        monkeypatch.setattr(module, "ARENAS", arenas)
+    return arenas

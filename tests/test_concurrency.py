@@ -181,7 +181,7 @@ def test_the_arena_is_shared_and_means_nothing_between_calls(compiled: Any, devi
     assert f.program.counters.replays == 3
 
 
-def test_dropping_the_function_frees_its_memory(compiled: Any, own_arenas: None) -> None:
+def test_dropping_the_function_frees_its_memory(compiled: Any, own_arenas: Any) -> None:
     import gc
     import weakref
 

@@ -52,7 +52,7 @@ def test_collecting_late_changes_ways_once(compiled: Any, device: torch.device) 
 
 
 def test_large_outputs_get_a_second_recording_and_are_not_copied(
-    compiled: Any, device: torch.device, own_arenas: None
+    compiled: Any, device: torch.device, own_arenas: Any
 ) -> None:
     """The arena grows for it, so that the first one has to be made again."""
     f: Compiled = compiled(_large, options={"copy_outputs_below": 64})

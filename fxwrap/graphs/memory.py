@@ -48,20 +48,20 @@ class Arena:
     busy: Turn = field(default_factory=Turn)
     _block: torch.UntypedStorage | None = None
     _begin: int = 0
-    _users: list[weakref.ref[ArenaUser]] = field(default_factory=list)
+    _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _pool: Any = None
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A storage of its own over bytes of the arena; it keeps them."""
+        if not nbytes:
+            return torch.UntypedStorage(0, device=self.device)  # the arena may have no memory at all
         assert self._block is not None
         begin = self._begin + offset
         return self._block[begin : begin + nbytes]  # type: ignore[return-value]
 
-    def grow(self, nbytes: int) -> None:
-        """Become at least so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
-        if nbytes <= self.nbytes:
-            return
-        self.clear()
+    def resize(self, nbytes: int) -> None:
+        """Become so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
+        self.clear("the arena moved")
         whole = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self.device.type == "cpu" and whole.data_ptr() % _CPU_ALIGNMENT:
             whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
@@ -74,19 +74,26 @@ class Arena:
             self._pool = make()
         return self._pool
 
-    def clear(self) -> None:
+    def clear(self, why: str) -> None:
         """End what was recorded, and give the memory back as soon as nobody has an output in it."""
-        for reference in self._users:
-            user = reference()
-            if user is not None:
-                user.end()
+        for user, _ in self.users():
+            user.end(why)
         self._users, self.lent, self._block, self.nbytes = [], [], None, 0
         self.changed()
 
-    def enter(self, user: ArenaUser, lent: Lent) -> None:
-        """Note who was recorded, and what it hands out."""
-        self._users = [reference for reference in self._users if reference() is not None]
-        self._users.append(weakref.ref(user))
+    def users(self) -> list[tuple[ArenaUser, int]]:
+        """Who works in it, and how many of its bytes each needs."""
+        alive = [(user, nbytes) for reference, nbytes in self._users if (user := reference()) is not None]
+        return [(user, nbytes) for user, nbytes in alive if not user.ended]
+
+    def needed(self) -> int:
+        """Bytes that who works in it needs."""
+        return max((nbytes for _, nbytes in self.users()), default=0)
+
+    def enter(self, user: ArenaUser, lent: Lent, nbytes: int) -> None:
+        """Note who was recorded, what it hands out, and how large the arena has to be for it."""
+        self._users = [(weakref.ref(known), size) for known, size in self.users()]
+        self._users.append((weakref.ref(user), nbytes))
         self.lent = [one for one in self.lent if not one.over()]
         self.lent.append(lent)
         self.changed()
@@ -105,9 +112,21 @@ _versions = itertools.count(1)
 
 
 class ArenaUser(Protocol):
-    """Something that works at fixed places of an arena."""
+    """Something that works at fixed places of an arena.
 
-    def end(self) -> None:
+    Attributes:
+        ended: why it does no more; empty while it does.
+        used: when it was used last, as a number that grows.
+        own_bytes: what it keeps beside the arena.
+    """
+
+    ended: str
+    used: int
+
+    @property
+    def own_bytes(self) -> int: ...
+
+    def end(self, why: str) -> None:
         """Never run again, and let go of the arena's memory. Called by who has the arena's turn."""
 
 
@@ -151,6 +170,45 @@ class ArenaPool:
     def expected(self, device: torch.device, stream: Any) -> int:
         """Bytes that an arena will have to have, as far as is known."""
         return max((nbytes for _, nbytes in list(self._expected.get((device, stream), {}).values())), default=0)
+
+    def kept(self, device: torch.device | None = None) -> int:
+        """Bytes of the arenas of a device (None: of all), and of what recordings in them keep beside them."""
+        arenas = self._on(device)
+        return sum(arena.nbytes + sum(user.own_bytes for user, _ in arena.users()) for arena in arenas)
+
+    def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
+        """End recordings, the least recently used first, until ``arena`` may have ``nbytes``; whether it may.
+
+        Whatever another call uses at the moment stays. An arena in which nothing is left gives its memory back.
+
+        Args:
+            limit: bytes of all arenas of the device, and of what recordings keep beside them.
+        """
+        call = Call()
+        if nbytes != arena.nbytes:
+            arena.clear("the arena moved")
+        while self.kept(arena.device) - arena.nbytes + nbytes > limit:
+            mine = [one for one in self._on(arena.device) if one is arena or one.busy.take(call)]
+            users = [(user, one) for one in mine for user, _ in one.users()]
+            if not users:
+                return False
+            user, its = min(users, key=lambda known: known[0].used)
+            user.end("max_memory: the least recently used")
+            if its is not arena and not its.users():
+                its.clear("")
+        return True
+
+    def give_back(self) -> None:
+        """Have arenas in which nothing is recorded any more give their memory back."""
+        for arena in self._on(None):
+            call = Call()
+            if arena.busy.take(call) and not arena.users():
+                arena.clear("")
+            arena.busy.give(call)
+
+    def _on(self, device: torch.device | None) -> list[Arena]:
+        known = [arenas for (where, _), arenas in list(self._arenas.items()) if device in (None, where)]
+        return [arena for arenas in known for arena in self._alive(arenas)]
 
     @staticmethod
     def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:

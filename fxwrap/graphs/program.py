@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import CaptureError, FxwrapError, InputError, PlanError
+from ..errors import CaptureError, FxwrapError, InputError, MemoryLimitError, PlanError
 from ..host_graph import (
     Kind,
     checks_on,
@@ -89,6 +89,7 @@ class Family:
         kept: whether somebody else had inputs that were taken to be given away.
         made: how many recordings there have been.
         forecast: of the memory it needs.
+        too_large: whether that is more than it may have.
     """
 
     recordings: list[Recording] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Family:
     kept: bool = False
     made: int = 0
     forecast: Forecast | None = None
+    too_large: bool = False
 
 
 class Program:
@@ -130,7 +132,9 @@ class Program:
         self._eager = self._eager_function()
         self._output_nodes = self._tensor_outputs()
         whole_storage = self._inputs_counted_from_their_storage()
-        self._provider = Provider(planners, evaluate, functions, self._placeholders, whole_storage)
+        self._provider = Provider(
+            planners, evaluate, functions, self._placeholders, whole_storage, options.max_memory
+        )
 
     # -- calling ----------------------------------------------------------------------------------------
 
@@ -210,6 +214,8 @@ class Program:
             return self._never_recorded
         if family is None:
             return f"more than {self.options.max_recordings} shapes (max_recordings)"
+        if family.too_large:
+            return "more than max_memory"
         if family.recordings:
             return ""
         # Hardware cannot capture what happens once only: kernels load and are tuned, libraries make workspaces.
@@ -218,6 +224,16 @@ class Program:
         if sum(len(other.recordings) for other in self.families.values()) >= self.options.max_recordings:
             return f"more than {self.options.max_recordings} shapes (max_recordings)"
         return ""
+
+    def release(self) -> None:
+        """End every recording, but those that another call uses at this moment; the next call records anew."""
+        for recording in [recording for family in list(self.families.values()) for recording in family.recordings]:
+            call = Call()
+            try:
+                if recording.take(call):
+                    recording.end("released")
+            finally:
+                recording.give(call)
 
     # -- eager ------------------------------------------------------------------------------------------
 
@@ -300,7 +316,7 @@ class Program:
         if moved:
             family.recordings[:] = [recording for recording in family.recordings if not recording.ended]
             if not family.recordings:
-                return "the arena moved"
+                return moved[-1].ended
         whole = [recording for recording in family.recordings if not recording.spoiled()]
         if len(whole) < len(family.recordings):
             # Whoever sends outputs away, or frees them, will do so again: from now on they get copies.
@@ -376,6 +392,11 @@ class Program:
             self.newest_plan = memory.memory
             request = RecordingRequest(self._runtime(), self.functions, memory, bound, copied)
             recording, outputs = Recording.record(request, inputs)
+        except MemoryLimitError:
+            if self.options.strict:
+                raise
+            family.too_large = True
+            return self._run_eagerly(inputs, "more than max_memory")
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise

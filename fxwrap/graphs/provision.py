@@ -12,13 +12,16 @@ import torch
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import CaptureError
+from ..errors import CaptureError, MemoryLimitError
 from ..plan import MemoryPlan, Planned, ProgramPlan, Suggestion, Taken
 from .device_graph import runtime_for
 from .links import LINKS
 from .memory import ARENAS, Arena, reach
 from .torch_functions import TorchFunctions
 from .turn import Call
+
+# How many times what anybody needs an arena may be large.
+_SLACK = 2
 
 # What outputs of other recordings have in a device's arena.
 TakenIn = Callable[[torch.device], Sequence[Taken]]
@@ -76,6 +79,7 @@ class Provider:
     placeholders: Sequence[Node]
     # Inputs of which an operator may read what lies before their first element, and that operator.
     whole_storage: Mapping[Node, str] = field(default_factory=dict)
+    max_memory: int = 0
 
     def expect(
         self, plan: ProgramPlan, inputs: Sequence[Any], moved: Collection[int] = ()
@@ -142,6 +146,7 @@ class Provider:
 
         Raises:
             CaptureError: an input cannot have a place.
+            MemoryLimitError: more than ``max_memory`` would be kept.
             PlanError: the verifier refused the plan.
         """
         planned = self._planned(plan, inputs, bound, copied)
@@ -168,14 +173,29 @@ class Provider:
         while True:
             given_away.clear()
             memory = self.planners.plan(planned, taken, suggestion)
-            short = {d: arena_of(d) for d in memory.arenas if arena_of(d).nbytes < memory.arenas[d].placement.size}
-            if not short:
+            sizes = {arena_of(device): one.placement.size for device, one in memory.arenas.items()}
+            # Moved memory has nobody's outputs in it: another plan.
+            if not any([self._fit(arena, nbytes, stream) for arena, nbytes in sizes.items()]):
                 # The arena's pool is where operators allocate during capture.
                 used = {*memory.arenas, plan.device} if planned.frozen else set(memory.arenas)
                 arenas = {device: arena_of(device) for device in used}
                 return Provision(planned, memory, arenas, tuple(sorted(given_away)))
-            for device, arena in short.items():
-                arena.grow(max(memory.arenas[device].placement.size, ARENAS.expected(device, stream)))
+
+    def _fit(self, arena: Arena, nbytes: int, stream: Any) -> bool:
+        """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
+        for expected in (ARENAS.expected(arena.device, stream), 0):
+            needed = max(nbytes, arena.needed(), expected)
+            size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
+            if not self.max_memory or ARENAS.make_room(arena, size, self.max_memory):
+                if size != arena.nbytes:
+                    arena.resize(size)
+                    return True
+                return False
+        raise MemoryLimitError(
+            f"recording needs {nbytes:,} bytes on {arena.device}",
+            expected=f"no more than max_memory, {self.max_memory:,}, with what other calls use now",
+            remedy="raise max_memory, or free outputs that are kept",
+        )
 
     def _with_successor(self, planned: Planned, forecast: Forecast | None) -> Suggestion | None:
         """What suits the program that gets what this one saves, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,8 @@ class Recording:
         self.eager_reasons: dict[int, str] = {}
         # Operators and kernels that a capture failed at, and how: the program can be cut anew around them.
         self.refused: dict[str, str] = {}
-        self.ended = False
+        self.ended = ""
+        self.used = next(_uses)
         self._graphs: list[DeviceGraph] = []
         self._steps: list[Callable[[], Any]] = []
         self._memory: dict[Node, torch.Tensor] = {}
@@ -462,8 +464,8 @@ class Recording:
         self._leave = weakref.finalize(self, _leave, ticket, self._lent, list(arenas.values()))
         self._leave.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
-        for arena in arenas.values():
-            arena.enter(self, self._lent)
+        for arena, plan in plans.items():
+            arena.enter(self, self._lent, plan.placement.size if plan is not None else 0)
 
     # -- running ----------------------------------------------------------------------------------------
 
@@ -482,6 +484,13 @@ class Recording:
         """Whether every bound input is where it was."""
         bound = self.request.bound_inputs
         return not bound or self.request.functions.same_data_pointers(inputs, self.bound_addresses, bound)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that it keeps beside arenas: what eager work or an operator allocates and captured work reads."""
+        kept = [*self._memory.values(), *(t for value in self._kept for t in tensors_in(value))]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
+        return sum(nbytes for handle, nbytes in storages.items() if handle not in self._place_of)
 
     def spoiled(self) -> bool:
         """Whether the memory of an output is not where it was. To be asked after ``held``."""
@@ -505,9 +514,9 @@ class Recording:
         given = self.request.provision.given_away
         return not given or self.request.functions.nobody_else_has(inputs, given)
 
-    def end(self) -> None:
-        """Never run again, and let go of all memory. Called by who has the turn of one of its arenas."""
-        self.ended = True
+    def end(self, why: str) -> None:
+        """Never run again, and let go of all memory. Called by who has the turn of one of its arenas, or its own."""
+        self.ended = why
         self._leave()
         self._graphs, self._steps, self._kept, self._watched = [], [], [], []
         self._memory, self._places, self._updated = {}, {}, []
@@ -521,6 +530,7 @@ class Recording:
         Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
         """
         r = self._r
+        self.used = next(_uses)
         try:
             r[: self._inputs_end] = inputs
             if self._frees_inputs:
@@ -560,6 +570,9 @@ class _Known:
     inputs: Sequence[Any]
     common: dict[Node, Any]
     captured: dict[Node, Any]
+
+
+_uses = itertools.count(1)
 
 
 def _ended(registers: list[Any]) -> Any:

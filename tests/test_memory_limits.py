@@ -1,0 +1,217 @@
+"""Arenas: as large as the largest need, given back on demand, within a limit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled
+
+import fxwrap
+from fxwrap.graphs.lent import Lent
+from fxwrap.graphs.memory import Arena, ArenaPool
+from fxwrap.graphs.turn import Call
+
+CPU = torch.device("cpu")
+
+
+def _model(width: int = 64) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.LayerNorm(width), torch.nn.Linear(width, 8)
+    )
+
+
+@torch.no_grad()
+def _run(f: Any, x: torch.Tensor, calls: int = 3) -> None:
+    for _ in range(calls):
+        f(x)
+
+
+# -- how large --------------------------------------------------------------------------------------------------
+
+
+def test_sixteen_batch_sizes_take_what_the_largest_takes(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    model = _model().to(device)
+    f: Compiled = compiled(model, dynamic=True)
+    for batch in range(8, 136, 8):
+        _run(f, torch.randn(batch, 16, device=device))
+    together = own_arenas.kept(device)
+    assert fxwrap.release(f.call) == together and own_arenas.kept(device) == 0
+    alone: Compiled = compiled(model, dynamic=True)
+    _run(alone, torch.randn(128, 16, device=device))
+    assert 0 < together <= 1.15 * own_arenas.kept(device)
+
+
+def test_parts_cut_by_graph_breaks_share_an_arena(compiled: Any, device: torch.device, own_arenas: ArenaPool) -> None:
+    first, second, third, fourth = (_model(width).to(device) for width in (64, 32, 128, 48))
+
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        a = first(x).sum()
+        torch._dynamo.graph_break()
+        b = second(x).sum()
+        torch._dynamo.graph_break()
+        c = third(x).sum()
+        torch._dynamo.graph_break()
+        return a + b + c + fourth(x).sum()
+
+    x = torch.randn(32, 16, device=device)
+    f: Compiled = compiled(parts)
+    _run(f, x, 5)
+    together = own_arenas.kept(device)
+    needs = [program.newest_plan.size for program in f.programs]
+    assert len(needs) == 4 and max(needs) <= together <= 1.15 * max(needs)
+    assert sum(needs) > 1.5 * together
+
+
+def test_an_arena_shrinks_when_what_it_was_large_for_is_gone(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    model = _model().to(device)
+    large: Compiled = compiled(model)
+    _run(large, torch.randn(512, 16, device=device))
+    before = own_arenas.kept(device)
+    keeper: Compiled = compiled(model)  # the arena lives on
+    _run(keeper, torch.randn(2, 16, device=device))
+    assert own_arenas.kept(device) == before
+    del large
+    torch._dynamo.reset()
+    gc.collect()
+    f: Compiled = compiled(model)
+    _run(f, torch.randn(4, 16, device=device))
+    assert 0 < own_arenas.kept(device) <= 2 * f.program.newest_plan.size < before
+
+
+def test_nothing_but_empty_tensors(compiled: Any, device: torch.device) -> None:
+    """An arena of no bytes has no memory."""
+    f: Compiled = compiled(lambda x: (x.exp() + 1).sin())
+    for _ in range(4):
+        x = torch.randn(0, 3, device=device, requires_grad=True)
+        y = f(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (0, 3)  # type: ignore[union-attr]
+    assert all(program.counters.replays for program in f.programs)
+
+
+# -- given back -------------------------------------------------------------------------------------------------
+
+
+def test_release(compiled: Any, device: torch.device, own_arenas: ArenaPool) -> None:
+    model = _model().to(device)
+    f: Compiled = compiled(model)
+    x = torch.randn(8, 16, device=device)
+    _run(f, x)
+    with torch.no_grad():
+        kept = f(x)
+    value = kept.clone()
+    before = own_arenas.kept()
+    assert fxwrap.release() == before > 0 and own_arenas.kept() == 0
+    with torch.no_grad():
+        again = f(x)
+    assert torch.equal(kept, value) and torch.equal(again, value)
+    assert f.program.counters.recordings == {"first": 1, "released": 1}
+    _run(f, x)
+    assert f.program.counters.replays >= 4
+
+
+def test_release_of_one_function_leaves_the_others(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    f, g = (compiled(_model().to(device)) for _ in range(2))
+    x = torch.randn(8, 16, device=device)
+    _run(f, x)
+    _run(g, x)
+    assert fxwrap.release(f.call) == 0  # the arena is the other's, too
+    before = g.program.counters.replays
+    _run(g, x)
+    assert g.program.counters.replays == before + 3
+    assert fxwrap.release(g.call) > 0
+    with pytest.raises(fxwrap.FxwrapError, match="has no program"):
+        fxwrap.release(torch.sin)
+
+
+# -- a limit ----------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_more_than_the_limit_runs_eagerly(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    model = _model().to(device)
+    f: Compiled = compiled(model, dynamic=True, options={"max_memory": 16 << 10})
+    for batch in (4, 512, 8, 512, 4):
+        x = torch.randn(batch, 16, device=device)
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(f(x), model(x))
+        assert own_arenas.kept(device) <= 16 << 10
+    assert f.program.counters.eager["more than max_memory"] == 5
+    assert f.program.counters.replays >= 3
+    g: Compiled = compiled(model, options={"max_memory": 1, "strict": True})
+    g(torch.randn(4, 16, device=device))
+    with pytest.raises(fxwrap.MemoryLimitError, match="max_memory"):
+        _run(g, torch.randn(4, 16, device=device))
+
+
+@dataclass
+class User:
+    """Something recorded."""
+
+    used: int
+    own_bytes: int = 0
+    ended: str = ""
+
+    def end(self, why: str) -> None:
+        self.ended = why
+
+
+def _pool(sizes: list[int]) -> tuple[ArenaPool, list[Arena]]:
+    pool, arenas = ArenaPool(), list[Arena]()
+    for stream, nbytes in enumerate(sizes):
+        call, taken = Call(), list[Arena]()
+        arena = pool.take(CPU, stream, call, taken)
+        arena.resize(nbytes)
+        arenas.append(arena)
+    return pool, arenas
+
+
+def test_the_least_recently_used_ends_first() -> None:
+    """
+    ::
+
+        arena 0   1000 bytes   a (used 3), b (used 1, 300 of its own)
+        arena 1   2000 bytes   c (used 2)
+        arena 2      0 bytes   wants 1500, within 3000: b, then c with its arena
+    """
+    pool, arenas = _pool([1000, 2000, 0])
+    a, b, c = User(3), User(1, 300), User(2)
+    for user, arena in ((a, arenas[0]), (b, arenas[0]), (c, arenas[1])):
+        arena.enter(user, Lent([], None), arena.nbytes)
+    assert pool.kept(CPU) == 3300
+    assert pool.make_room(arenas[2], 1500, 3000)
+    assert (a.ended, bool(b.ended), bool(c.ended)) == ("", True, True)
+    assert pool.kept(CPU) == 1000
+
+
+def test_what_is_in_use_stays() -> None:
+    pool, arenas = _pool([1000, 0])
+    user = User(1)
+    arenas[0].enter(user, Lent([], None), 1000)
+    running = Call()
+    assert arenas[0].busy.take(running)
+    assert not pool.make_room(arenas[1], 500, 1200) and not user.ended
+    arenas[0].busy.give(running)
+    assert pool.make_room(arenas[1], 500, 1200) and user.ended
+
+
+def test_a_limit_is_kept_whatever_is_recorded(compiled: Any, own_arenas: ArenaPool) -> None:
+    """Programs of several functions and sizes in turn, each with the same limit."""
+    limit = 40 << 10
+    functions = [compiled(_model(width), dynamic=True, options={"max_memory": limit}) for width in (16, 64)]
+    for batch, f in itertools.product((4, 64, 16, 128, 8), functions):
+        _run(f, torch.randn(batch, 16), 4)
+        assert own_arenas.kept(CPU) <= limit
