@@ -180,6 +180,7 @@ def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
         plans = [arena.placement for report in reports if report.memory for arena in report.memory.arenas.values()]
         result["arena"] = max((plan.size for plan in plans), default=0)
         result["worst"] = max((plan.size / plan.lower_bound for plan in plans if plan.lower_bound), default=1.0)
+        result["predicted"] = max((one.total for report in reports for one in report.predicted), default=0)
         result["replays"] = min(report.counters["replays"] for report in reports)
     return result
 
@@ -207,7 +208,7 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("model", "mode", "Inductor", "fxwrap", "ratio", "arena", "arena / bound", "replays")
+    columns = ("model", "mode", "Inductor", "fxwrap", "ratio", "predicted", "arena", "arena / bound", "replays")
     table = Table(*columns, title=f"peak bytes above the model, {args.device}, torch {torch.__version__}")
     worse = []
     for name in args.models or models():
@@ -217,7 +218,16 @@ def main() -> None:
             ratio = ours["peak"] / theirs["peak"]
             if ratio > 1:
                 worse.append(f"{name} ({mode})")
-            row = [name, mode, f"{theirs['peak']:,}", f"{ours['peak']:,}", f"{ratio:.3f}", f"{ours['arena']:,}"]
+            error = f"{(ours['predicted'] - ours['peak']) / ours['peak']:+.1%}"
+            row = [
+                name,
+                mode,
+                f"{theirs['peak']:,}",
+                f"{ours['peak']:,}",
+                f"{ratio:.3f}",
+                error,
+                f"{ours['arena']:,}",
+            ]
             table.add_row(*row, f"{ours['worst']:.3f}", str(ours["replays"]))
             print(" ".join(row), f"{ours['worst']:.3f}", ours["replays"], file=sys.stderr, flush=True)
     Console().print(table)

@@ -18,7 +18,7 @@ from .graphs.torch_functions import TorchFunctions
 from .options import Options
 from .owner import Owner
 from .passes.dependencies import build_dependency_graph
-from .passes.memory_planning import hinted_sizes, inner_storages, plan_pair, plan_program
+from .passes.memory_planning import hinted_sizes, inner_storages, plan_pair, plan_program, predict_memory
 from .passes.operator_results import own_results
 from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
@@ -88,7 +88,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         cut_program,
         request.options,
         request.torch,
-        Planners(plan_recording, plan_pair),
+        Planners(plan_recording, plan_pair, predict_memory),
         lambda inputs: evaluate_sizes(gm, inputs),
     )
     if request.owner is not None:

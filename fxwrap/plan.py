@@ -278,6 +278,32 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a call, or a forward and its backward, will take on one device beyond its inputs, in bytes.
+
+    Not in it: workspace of operators, of which nobody tells, and what a driver keeps for a graph.
+
+    Attributes:
+        arena: there all the time.
+        anew: storages allocated when they are needed, at one time.
+        operators: results that operators allocate, at one time.
+        outside: both of them, at one time.
+        outputs: of all this, what the caller has in the end.
+    """
+
+    device: torch.device
+    arena: int
+    anew: int
+    operators: int
+    outside: int
+    outputs: int
+
+    @property
+    def total(self) -> int:
+        return self.arena + self.outside
+
+
+@dataclass(frozen=True)
 class ProgramPlan:
     """Everything decided about a host graph before shapes are known.
 

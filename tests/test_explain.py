@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from conftest import Compiled
 
 import fxwrap
+from fxwrap.graphs.memory import ArenaPool
 
 
 def _function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -38,6 +40,8 @@ arena                   storages  bytes        lower bound  without reuse
 cpu                     3         512          512          768
   of which outputs      1         256
 allocated by operators  0         not planned
+predicted on cpu: a call takes 512 bytes (arena 512)
+  256 bytes are the caller's in the end
 
 replays: 0
 recordings: 0
@@ -48,6 +52,40 @@ eager runs: 1 (warm-up)
 def test_golden_text() -> None:
     explanation = fxwrap.explain(_function, torch.randn(8, 8), torch.randn(8, 8))
     assert str(explanation).strip() == GOLDEN.strip()
+
+
+def test_memory_is_predicted_before_anything_is_recorded(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """A backward is planned with its forward: together they take what the arena is in the end."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).to(device)
+    f: Compiled = compiled(lambda x: model(x).square().sum())
+
+    def step() -> None:
+        model.zero_grad()
+        f(torch.ones(4, 16, device=device)).backward()
+
+    step()
+    assert not any(program.counters.recordings for program in f.programs)
+    forward, backward = fxwrap.report(f.call).graphs
+    (predicted,) = forward.predicted
+    assert not backward.predicted and "predicted with the forward graph" in str(fxwrap.report(f.call))
+    assert f"forward and backward take {predicted.total:,} bytes" in str(fxwrap.report(f.call))
+    assert predicted.outputs >= sum(p.numel() * 4 for p in model.parameters())  # gradients
+    for _ in range(5):
+        step()
+    assert all(program.counters.replays for program in f.programs)
+    assert predicted.total == predicted.arena == own_arenas.kept(device)
+
+
+def test_what_operators_allocate_is_predicted(compiled: Any, device: torch.device) -> None:
+    weight = torch.randn(4, 2, 3, 3, device=device)
+    f: Compiled = compiled(lambda x: F.conv2d(x, weight).sum())
+    with torch.no_grad():
+        f(torch.ones(1, 2, 8, 8, device=device))
+    (report,) = fxwrap.report(f.call).graphs
+    (predicted,) = report.predicted
+    assert predicted.operators >= 4 * 6 * 6 * 4 and predicted.total >= predicted.operators + predicted.arena
 
 
 def test_plain_data_and_page(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ..host_graph import (
     output_node,
 )
 from ..options import Options
-from ..plan import MemoryPlan, Origin, ProgramPlan
+from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
 from .counters import Counters
 from .device_graph import DeviceRuntime, runtime_for
 from .flat import FlatBuilder
@@ -224,6 +224,16 @@ class Program:
         if sum(len(other.recordings) for other in self.families.values()) >= self.options.max_recordings:
             return f"more than {self.options.max_recordings} shapes (max_recordings)"
         return ""
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Of the newest shape that is known; None where nothing will be recorded."""
+        found = [family.forecast for family in self.families.values() if family.forecast is not None]
+        return found[-1] if found else None
+
+    def predict(self) -> list[Prediction]:
+        """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
+        return self._provider.predict(self.forecast) if self.forecast is not None else []
 
     def release(self) -> None:
         """End every recording, but those that another call uses at this moment; the next call records anew."""

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, MemoryLimitError
-from ..plan import MemoryPlan, Planned, ProgramPlan, Suggestion, Taken
+from ..plan import MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Taken
 from .device_graph import runtime_for
 from .links import LINKS
 from .memory import ARENAS, Arena, reach
@@ -33,10 +33,12 @@ class Planners:
     Attributes:
         plan: plans one recording, in what is free, and verifies the plan; it may be told what to try.
         plan_pair: what to try for two programs, of which the second gets what the first saves.
+        predict: the memory of one program, or of two that are planned together.
     """
 
     plan: Callable[[Planned, TakenIn, Suggestion | None], MemoryPlan]
     plan_pair: Callable[[Planned, Planned, Mapping[int, Sequence[Node]]], tuple[Suggestion, Suggestion]]
+    predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]]], list[Prediction]]
 
 
 @dataclass(eq=False)
@@ -47,9 +49,13 @@ class Forecast:
         planned: the program at the family's sizes.
         successor: the forecast of the program that gets what this one saves, and its inputs by storage of this one.
         suggestion: from a plan for this program and the one before.
+        static_inputs: bytes of inputs that stay where they are.
+        follows: it is the successor of another.
     """
 
     planned: Planned
+    static_inputs: int = 0
+    follows: bool = False
     successor: tuple[weakref.ref[Forecast], Mapping[int, Sequence[Node]]] | None = None
     suggestion: Suggestion | None = None
 
@@ -95,7 +101,9 @@ class Provider:
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planners.plan(planned, lambda device: (), None)
-        forecast = Forecast(planned)
+        forecast = Forecast(
+            planned, sum(inputs[p].untyped_storage().nbytes() for p in bound if _has_memory(inputs[p]))
+        )
         found = LINKS.made_by(inputs, range(len(inputs)))
         fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
         handed_on: dict[Forecast, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
@@ -106,6 +114,7 @@ class Provider:
         if plan.phase == "backward":
             for before, nodes in handed_on.items():
                 before.successor = weakref.ref(forecast), nodes
+                forecast.follows = True
                 ARENAS.withdraw(before)  # what both need together is found when the first is recorded
         else:
             try:
@@ -115,6 +124,13 @@ class Provider:
             for device, arena in memory.arenas.items():
                 ARENAS.expect(device, stream, forecast, arena.placement.size + sum(fed[device].values()))
         return forecast, memory
+
+    def predict(self, forecast: Forecast) -> list[Prediction]:
+        """The memory of a family's calls, with that of the program that gets what they save, by device."""
+        programs, handed_on = [forecast.planned], dict[int, Sequence[Node]]()
+        if forecast.successor is not None and (after := forecast.successor[0]()) is not None:
+            programs, handed_on = [forecast.planned, after.planned], dict(forecast.successor[1])
+        return self.planners.predict(programs, handed_on)
 
     def hand_out(self, forecast: Forecast, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
         """Note where the outputs of an eager run are, to see who gets them."""
@@ -227,3 +243,7 @@ class Provider:
                 )
             found[node] = (value.device, reach(value))
         return found
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -24,7 +24,7 @@ from ..graphs.program import Program
 from ..host_graph import Kernel, constants, kind_of, operator_name, user_line
 from ..owner import Owner, live_owners
 from ..passes.verdicts import is_work
-from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, StorageFacts, Verdict
+from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, StorageFacts, Verdict
 from .listing import list_graph
 
 _WIDTH = 118
@@ -53,6 +53,13 @@ class GraphReport:
     def memory(self) -> MemoryPlan | None:
         """The newest plan; None if no shape was planned."""
         return self.program.newest_plan
+
+    @property
+    def predicted(self) -> tuple[Prediction, ...]:
+        """The memory of the newest shape that is known, by device: that of a forward is with its backward, as soon as
+        that has run, and that of a backward is with its forward."""
+        forecast = self.program.forecast
+        return () if forecast is None or forecast.follows else tuple(self.program.predict())
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -108,6 +115,10 @@ class GraphReport:
                 "lower_bound_bytes": memory.lower_bound,
                 "without_reuse_bytes": memory.plain,
                 "output_bytes": output_bytes(memory),
+                "predicted": [
+                    {**dataclasses.asdict(one), "device": str(one.device), "total": one.total}
+                    for one in self.predicted
+                ],
                 "outside_the_plan": outside_the_plan(self.program.plan.facts),
             },
             "kernels": {kernel.name: kernel.source for kernel in self.kernels},
@@ -272,7 +283,27 @@ def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
     table.add_row("  of which outputs", str(len(memory.outputs)), f"{output_bytes(memory):,}", "", "")
     table.add_row("allocated by operators", str(len(outside)), "not planned", "", "")
     why = [Text(f"  {count} by {reason}") for reason, count in Counter(outside.values()).items()]
-    return Group(table, *why)
+    return Group(table, *why, *_prediction_lines(report))
+
+
+def _prediction_lines(report: GraphReport) -> list[Text]:
+    forecast = report.program.forecast
+    if forecast is None:
+        return []
+    if forecast.follows:
+        return [Text("predicted with the forward graph")]
+    lines = []
+    together = report.phase == "forward" and forecast.successor is not None
+    who = "forward and backward take" if together else "a call takes"
+    for one in report.predicted:
+        parts = [f"arena {one.arena:,}"] if one.arena or not one.outside else []
+        if one.outside:
+            parts.append(f"allocated when needed {one.outside:,}, by operators {one.operators:,} of it")
+        lines.append(f"predicted on {one.device}: {who} {one.total:,} bytes ({'; '.join(parts)})")
+        kept = f"{one.outputs:,} bytes are the caller's in the end"
+        stay = f", and {forecast.static_inputs:,} bytes of inputs stay where they are"
+        lines.append(f"  {kept}{stay if forecast.static_inputs else ''}")
+    return [Text(line) for line in lines]
 
 
 def _counter_lines(counters: Mapping[str, Any]) -> Text:

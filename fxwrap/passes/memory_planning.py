@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from ..errors import PlanError
 from ..host_graph import nodes_in, output_node
 from ..packing import Buffer, Placement, plan_memory
-from ..plan import ArenaPlan, MemoryPlan, Origin, Planned, ProgramPlan, StorageFacts, Suggestion, Taken
+from ..plan import ArenaPlan, MemoryPlan, Origin, Planned, Prediction, ProgramPlan, StorageFacts, Suggestion, Taken
 from .arena_layout import Fixed, fits, lay_out_arena
 from .symbols import concrete, hint, storage_bytes
 
@@ -42,8 +42,8 @@ def plan_program(
     fixed = {device: [Fixed(one.low, one.high, 0, needs.end_of(one)) for one in there[device]] for device in there}
     found = suggestion
     if found is None or not _allowed(found, needs, fixed):
-        asked = frozenset(b.name for items in needs.planned.values() for i, b in items if i in planned.anew)
-        anew = _anew(needs.planned, asked, [""], planned)
+        asked = {f"0{b.name}" for items in needs.planned.values() for i, b in items if i in planned.anew}
+        anew = frozenset(name[1:] for name in _anew((f"0{name}" for name in needs.names), asked, [planned]))
         found = Suggestion({d: _lay_out(needs, d, anew, fixed[d]) for d in needs.planned}, anew)
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
@@ -71,27 +71,10 @@ def plan_pair(
     Args:
         handed_on: inputs of the second program by storage of the first.
     """
-    one, two = _Needs.of(first), _Needs.of(second)
-
-    def joint(before: Iterable[tuple[int, Buffer]], after: Iterable[tuple[int, Buffer]]) -> list[tuple[int, Buffer]]:
-        found = []
-        for index, b in before:
-            last = one.end + two.end_of(Taken(0, 0, tuple(handed_on.get(index, ()))))
-            end = last if index in one.handed_out else b.end
-            found.append((index, Buffer(f"0{b.name}", b.size, b.begin, end)))
-        for index, b in after:
-            shifted = Buffer(f"1{b.name}", b.size, one.end + b.begin, one.end + b.end)
-            found.append((-1 - index, shifted))
-        return found
-
-    devices = {**one.planned, **two.planned}
-    buffers = {d: joint(one.planned.get(d, ()), two.planned.get(d, ())) for d in devices}
-    indices = first.anew | {-1 - index for index in second.anew}
-    asked = frozenset(b.name for items in buffers.values() for index, b in items if index in indices)
-    anew = _anew(buffers, asked, ["0", "1"], first, second)
+    chain = _Chain.of([first, second], handed_on)
     placements = {}
-    for device, items in buffers.items():
-        placements[device] = plan_memory((b for _, b in items if b.name not in anew), _alignment(device))
+    for device, items in chain.planned.items():
+        placements[device] = plan_memory((b for b in items if b.name not in chain.anew), _alignment(device))
 
     def half(which: str) -> Suggestion:
         def own(name: str) -> bool:
@@ -101,28 +84,100 @@ def plan_pair(
             device: Placement({n[1:]: o for n, o in p.offsets.items() if own(n)}, p.size, p.lower_bound)
             for device, p in placements.items()
         }
-        return Suggestion(split, frozenset(name[1:] for name in anew if own(name)))
+        return Suggestion(split, frozenset(name[1:] for name in chain.anew if own(name)))
 
     return half("0"), half("1")
 
 
-Items = Mapping[torch.device, Sequence[tuple[int, Buffer]]]
+def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence[Node]]) -> list[Prediction]:
+    """The memory of a program, or of two that are planned together, by device.
+
+    Args:
+        handed_on: inputs of the second program by storage of the first.
+    """
+    chain = _Chain.of(programs, handed_on)
+    found = []
+    for device in {**chain.planned, **chain.beside}:
+        alignment = _alignment(device)
+        inside = [b for b in chain.planned.get(device, ()) if b.name not in chain.anew]
+        anew = [b for b in chain.planned.get(device, ()) if b.name in chain.anew]
+        beside = chain.beside.get(device, [])
+        found.append(
+            Prediction(
+                device,
+                arena=plan_memory(inside, alignment).size,
+                anew=_most_alive(anew),
+                operators=_most_alive(beside),
+                outside=_most_alive([*anew, *beside]),
+                outputs=sum(b.size for b in (*inside, *anew, *beside) if b.end == chain.end),
+            )
+        )
+    return found
 
 
-def _anew(planned: Items, asked: frozenset[str], marks: Sequence[str], *how: Planned) -> frozenset[str]:
-    """Names of the storages that are allocated at every call.
+def _most_alive(buffers: Sequence[Buffer]) -> int:
+    """Bytes alive at one time, at most."""
+    change: dict[int, int] = defaultdict(int)
+    for buffer in buffers:
+        change[buffer.begin] += buffer.size
+        change[buffer.end] -= buffer.size
+    return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Storages of one program, or of two of which the second gets what the first saves; steps count on.
+
+    Names begin with the number of their program.
+
+    Attributes:
+        beside: what operators allocate themselves.
+        anew: names of storages that are allocated at every call.
+        end: the step after the last.
+    """
+
+    planned: Mapping[torch.device, list[Buffer]]
+    beside: Mapping[torch.device, list[Buffer]]
+    anew: frozenset[str]
+    end: int
+
+    @classmethod
+    def of(cls, programs: Sequence[Planned], handed_on: Mapping[int, Sequence[Node]]) -> _Chain:
+        needs = [_Needs.of(program) for program in programs]
+        planned: dict[torch.device, list[Buffer]] = defaultdict(list)
+        beside: dict[torch.device, list[Buffer]] = defaultdict(list)
+        asked = set[str]()
+        begin = 0
+        for number, (program, own) in enumerate(zip(programs, needs, strict=True)):
+            after = needs[number + 1] if number + 1 < len(needs) else None
+            for found, items in ((planned, own.planned), (beside, own.beside)):
+                for device, buffers in items.items():
+                    for index, b in buffers:
+                        end = b.end
+                        if after is not None and index in own.handed_out:
+                            end = own.end + after.end_of(Taken(0, 0, tuple(handed_on.get(index, ()))))
+                        named = Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end)
+                        found[device].append(named)
+                        if index in program.anew:
+                            asked.add(named.name)
+            begin += own.end
+        names = [f"{number}{name}" for number, own in enumerate(needs) for name in own.names]
+        return cls(planned, beside, _anew(names, asked, programs), begin)
+
+
+def _anew(names: Iterable[str], asked: Collection[str], programs: Sequence[Planned]) -> frozenset[str]:
+    """Names of the storages that are allocated at every call; they begin with the number of their program.
 
     An arena is there all the time, and what operators allocate themselves, their workspace among it, comes on top:
     where there are such operators, max + max would be taken instead of what is alive. Then every storage is allocated
     when it is needed.
     """
-    if any(one.frozen for one in how):
+    if any(one.frozen for one in programs):
         return frozenset()
+    everything = any(s.origin is Origin.EXTERN for one in programs for s in one.program.facts.storages)
     # What a communication works on must live until it is waited for, wherever that is.
-    stays = [{f"{mark}{name}" for name in _communicated(one.program)} for mark, one in zip(marks, how, strict=True)]
-    if any(storage.origin is Origin.EXTERN for one in how for storage in one.program.facts.storages):
-        asked = frozenset(buffer.name for _, buffer in itertools.chain(*planned.values()))
-    return asked.difference(*stays)
+    stays = {f"{number}{name}" for number, one in enumerate(programs) for name in _communicated(one.program)}
+    return frozenset(names if everything else asked) - stays
 
 
 def _communicated(program: ProgramPlan) -> set[str]:
@@ -165,6 +220,10 @@ class _Needs:
     handed_out: frozenset[int]
     ranges: Mapping[int, tuple[int, int]]
     end: int
+
+    @property
+    def names(self) -> list[str]:
+        return [buffer.name for items in self.planned.values() for _, buffer in items]
 
     def end_of(self, taken: Taken) -> int:
         """The step from which on others may have the bytes of another program's output."""
