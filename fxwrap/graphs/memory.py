@@ -198,6 +198,10 @@ class ArenaPool:
                 its.clear("")
         return True
 
+    def pools(self) -> list[Any]:
+        """The pools in which graphs allocate."""
+        return [arena._pool for arena in self._on(None) if arena._pool is not None]
+
     def give_back(self) -> None:
         """Have arenas in which nothing is recorded any more give their memory back."""
         for arena in self._on(None):
