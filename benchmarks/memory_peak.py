@@ -7,8 +7,9 @@
 Each side runs in a process of its own: the model is compiled and run until it replays; then the most bytes that are
 allocated at any time during four more steps are taken, less what was allocated before compiling (parameters, inputs).
 On the CPU they come from the profiler's memory events, which are recorded from the beginning; on an accelerator from
-its allocator's statistics, with what the pools of graphs keep. A training step is the loss, computed inside of the compiled function, its backward, and
-gradients set to None. Predicted is what ``fxwrap.explain`` says before anything is recorded.
+its allocator's statistics, with what the pools of graphs keep. A training step is the loss, computed inside of the
+compiled function, its backward, and gradients set to None. Predicted is what ``fxwrap.explain`` says before anything
+is recorded, against what was measured.
 """
 
 from __future__ import annotations

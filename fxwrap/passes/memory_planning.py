@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,18 @@ from torch.fx import GraphModule, Node
 from ..errors import PlanError
 from ..host_graph import nodes_in, output_node
 from ..packing import Buffer, Placement, plan_memory
-from ..plan import ArenaPlan, MemoryPlan, Origin, Planned, Prediction, ProgramPlan, StorageFacts, Suggestion, Taken
+from ..plan import (
+    ArenaPlan,
+    MemoryPlan,
+    Origin,
+    Planned,
+    Prediction,
+    ProgramPlan,
+    StorageFacts,
+    Suggestion,
+    Taken,
+    Verdict,
+)
 from .arena_layout import Fixed, fits, lay_out_arena
 from .symbols import concrete, hint, storage_bytes
 
@@ -42,8 +53,7 @@ def plan_program(
     fixed = {device: [Fixed(one.low, one.high, 0, needs.end_of(one)) for one in there[device]] for device in there}
     found = suggestion
     if found is None or not _allowed(found, needs, fixed):
-        asked = {f"0{b.name}" for items in needs.planned.values() for i, b in items if i in planned.anew}
-        anew = frozenset(name[1:] for name in _anew((f"0{name}" for name in needs.names), asked, [planned]))
+        anew = frozenset(name[1:] for name in _Chain.of([needs]).anew)
         found = Suggestion({d: _lay_out(needs, d, anew, fixed[d]) for d in needs.planned}, anew)
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
@@ -71,7 +81,7 @@ def plan_pair(
     Args:
         handed_on: inputs of the second program by storage of the first.
     """
-    chain = _Chain.of([first, second], handed_on)
+    chain = _Chain.of([_Needs.of(first), _Needs.of(second)], handed_on)
     placements = {}
     for device, items in chain.planned.items():
         placements[device] = plan_memory((b for b in items if b.name not in chain.anew), _alignment(device))
@@ -95,7 +105,7 @@ def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence
     Args:
         handed_on: inputs of the second program by storage of the first.
     """
-    chain = _Chain.of(programs, handed_on)
+    chain = _Chain.of([_Needs.of(program) for program in programs], handed_on)
     found = []
     for device in {**chain.planned, **chain.beside}:
         alignment = _alignment(device)
@@ -142,49 +152,79 @@ class _Chain:
     end: int
 
     @classmethod
-    def of(cls, programs: Sequence[Planned], handed_on: Mapping[int, Sequence[Node]]) -> _Chain:
-        needs = [_Needs.of(program) for program in programs]
+    def of(cls, needs: Sequence[_Needs], handed_on: Mapping[int, Sequence[Node]] | None = None) -> _Chain:
         planned: dict[torch.device, list[Buffer]] = defaultdict(list)
         beside: dict[torch.device, list[Buffer]] = defaultdict(list)
-        asked = set[str]()
         begin = 0
-        for number, (program, own) in enumerate(zip(programs, needs, strict=True)):
+        for number, own in enumerate(needs):
             after = needs[number + 1] if number + 1 < len(needs) else None
             for found, items in ((planned, own.planned), (beside, own.beside)):
                 for device, buffers in items.items():
                     for index, b in buffers:
                         end = b.end
                         if after is not None and index in own.handed_out:
-                            end = own.end + after.end_of(Taken(0, 0, tuple(handed_on.get(index, ()))))
-                        named = Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end)
-                        found[device].append(named)
-                        if index in program.anew:
-                            asked.add(named.name)
+                            end = own.end + after.end_of(Taken(0, 0, tuple((handed_on or {}).get(index, ()))))
+                        found[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
             begin += own.end
-        names = [f"{number}{name}" for number, own in enumerate(needs) for name in own.names]
-        return cls(planned, beside, _anew(names, asked, programs), begin)
+        asked = {f"{number}{name}" for number, own in enumerate(needs) for name in own.asked}
+        movable = {f"{number}{name}" for number, own in enumerate(needs) for name in own.movable}
+        workspace = any(own.workspace for own in needs)
+        return cls(planned, beside, _anew(planned, beside, asked, movable, workspace), begin)
 
 
-def _anew(names: Iterable[str], asked: Collection[str], programs: Sequence[Planned]) -> frozenset[str]:
-    """Names of the storages that are allocated at every call; they begin with the number of their program.
+def _anew(
+    planned: Mapping[torch.device, Sequence[Buffer]],
+    beside: Mapping[torch.device, Sequence[Buffer]],
+    asked: Collection[str],
+    movable: Collection[str],
+    workspace: bool,
+) -> frozenset[str]:
+    """Names of the storages that are allocated when they are needed.
 
-    An arena is there all the time, and what operators allocate themselves, their workspace among it, comes on top:
-    where there are such operators, max + max would be taken instead of what is alive. Then every storage is allocated
-    when it is needed.
+    An arena is there all the time, and what operators allocate themselves comes on top::
+
+        arena    a a a a a a          a anew     . . . . . .
+        beside   . . . . x x            ->       a a a a x x         max + max falls to what is alive at most
+
+    Args:
+        asked: to be allocated when needed in any case.
+        movable: what may be.
+        workspace: operators need memory of which nobody tells: an arena would come on top of that, too.
     """
-    if any(one.frozen for one in programs):
-        return frozenset()
-    everything = any(s.origin is Origin.EXTERN for one in programs for s in one.program.facts.storages)
-    # What a communication works on must live until it is waited for, wherever that is.
-    stays = {f"{number}{name}" for number, one in enumerate(programs) for name in _communicated(one.program)}
-    return frozenset(names if everything else asked) - stays
+    if workspace:
+        return frozenset(asked) | frozenset(movable)
+    moved = set(asked)
+    for device in planned:
+        choices = []
+        for anew in ({*asked}, {*asked, *movable}):
+            inside = [b for b in planned[device] if b.name not in anew]
+            outside = [*beside.get(device, ()), *(b for b in planned[device] if b.name in anew)]
+            choices.append(_most_alive(inside) + _most_alive(outside))
+        if choices[1] < choices[0]:
+            moved.update(b.name for b in planned[device] if b.name in movable)
+    return frozenset(moved)
 
 
-def _communicated(program: ProgramPlan) -> set[str]:
-    """Names of the storages that a communication works on."""
-    facts = program.facts
-    begun = frozenset[Node]().union(*facts.ends.values())
-    return {facts.storages[index].name for node in (*begun, *facts.ends) for index in facts.touched(node)}
+def _stays(planned: Planned, handed_out: frozenset[int]) -> frozenset[int]:
+    """Storages that need memory of the plan."""
+    program, facts = planned.program, planned.program.facts
+    if not planned.frozen:
+        # What a communication works on must live until it is waited for, wherever that is.
+        begun = frozenset[Node]().union(*facts.ends.values())
+        return frozenset[int]().union(*(facts.touched(node) for node in (*begun, *facts.ends)))
+    inside: dict[int, set[int | None]] = defaultdict(set)
+    for partition in program.partitions:
+        captured = partition.verdict is Verdict.CAPTURED and partition.index not in program.compiled
+        for index in frozenset[int]().union(*map(facts.touched, partition.nodes)):
+            inside[index].add(partition.index if captured else None)
+    return frozenset(
+        storage.index
+        for storage in facts.storages
+        if storage.index in handed_out
+        or storage.origin is not Origin.ALLOCATION
+        or len(inside[storage.index]) != 1
+        or None in inside[storage.index]
+    )
 
 
 def _allowed(suggestion: Suggestion, needs: _Needs, fixed: Mapping[torch.device, Sequence[Fixed]]) -> bool:
@@ -209,6 +249,9 @@ class _Needs:
     Attributes:
         planned: storages to place, by device.
         beside: what operators allocate themselves, as far as sizes were known when the program was compiled.
+        asked: names of what shall be allocated when it is needed.
+        movable: names of what may be. A graph that freezes addresses frees and allocates within a captured partition.
+        workspace: operators allocate, and memory can be had when it is needed.
         end: the step after the last.
     """
 
@@ -219,11 +262,10 @@ class _Needs:
     outputs: frozenset[int]
     handed_out: frozenset[int]
     ranges: Mapping[int, tuple[int, int]]
+    asked: frozenset[str]
+    movable: frozenset[str]
+    workspace: bool
     end: int
-
-    @property
-    def names(self) -> list[str]:
-        return [buffer.name for items in self.planned.values() for _, buffer in items]
 
     def end_of(self, taken: Taken) -> int:
         """The step from which on others may have the bytes of another program's output."""
@@ -274,7 +316,12 @@ class _Needs:
             buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
             items[device].append((storage.index, buffer))
         beside = _beside(program, ranges, handed_out, end)
-        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, end)
+        stays = _stays(planned, handed_out)
+        free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
+        asked = frozenset(name for index, name in free.items() if index in planned.anew)
+        workspace = not planned.frozen and any(s.origin is Origin.EXTERN for s in program.facts.storages)
+        movable = frozenset(free.values())
+        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, workspace, end)
 
 
 def _beside(
