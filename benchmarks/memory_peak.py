@@ -125,14 +125,15 @@ class AcceleratorMemory:
             self._peak = torch.accelerator.max_memory_allocated() + self._free_in_pools()
 
     def _free_in_pools(self) -> int:
-        """Bytes that nobody else can be given: operators work there while a graph is replayed."""
+        """Bytes in which operators work while a graph is replayed: the most that was allocated at one time while it
+        was captured, or, where nobody counts that, all that is set aside."""
         if hasattr(self._module, "memory_snapshot"):
             segments = [s for s in self._module.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
             return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
         from fxwrap.graphs.memory import ARENAS
 
         stats = [self._module.pool_stats(pool) for pool in ARENAS.pools()]
-        return sum(one["reserved"] - one["allocated"] for one in stats)
+        return sum(one["peak_allocated"] - one["allocated"] for one in stats)
 
     def peaks(self) -> tuple[int, int]:
         return self._before, self._peak

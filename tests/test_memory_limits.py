@@ -215,3 +215,49 @@ def test_a_limit_is_kept_whatever_is_recorded(compiled: Any, own_arenas: ArenaPo
     for batch, f in itertools.product((4, 64, 16, 128, 8), functions):
         _run(f, torch.randn(batch, 16), 4)
         assert own_arenas.kept(CPU) <= limit
+
+
+# -- during replay ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("training", [False, True])
+def test_a_replay_allocates_nothing(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool, training: bool
+) -> None:
+    """Counted by the allocator: in all, and in the pool of the graphs. Convolutions allocate while captured."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(),
+        torch.nn.Linear(4 * 36, 16), torch.nn.LayerNorm(16),
+    ).to(device)  # fmt: skip
+    f: Compiled = compiled(lambda x: model(x).square().sum())
+    x = torch.randn(2, 3, 8, 8, device=device)
+
+    def allocations() -> list[int]:
+        in_all = torch.accelerator.memory_stats(device)["allocation.all.allocated"]
+        module = torch.get_device_module(device)
+        pools = (
+            [module.pool_stats(pool)["allocations"] for pool in own_arenas.pools()] if device.type != "cuda" else []
+        )
+        return [in_all, *pools]
+
+    seed = torch.ones((), device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.set_grad_enabled(training):
+            loss = f(x)
+        if training:
+            loss.backward(seed)
+
+    for _ in range(8):
+        step()
+    replays = f.replays()
+    for _ in range(4):
+        before = allocations()
+        step()
+        assert allocations() == before
+    if training:
+        assert len(f.programs) == 2
+    assert f.replays() == [count + 4 for count in replays]
+    assert len(own_arenas.pools()) == 1
