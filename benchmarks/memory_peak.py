@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "hostsim")]
-WARM, STEPS = 6, 4
+WARM, STEPS = 16, 4
 
 
 class UNet(nn.Module):

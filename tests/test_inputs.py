@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, inductor
 
+from fxwrap.graphs.device_graph import runtime_for
+
 
 def test_in_place_update_is_seen_by_the_caller(compiled: Any, device: torch.device) -> None:
     def g(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
@@ -133,6 +135,37 @@ def test_refilled_input(compiled: Any, device: torch.device) -> None:
     for _ in range(5):
         x.normal_()
         torch.testing.assert_close(f(x), x.sin() @ x)
+
+
+@pytest.mark.parametrize("where", ["one tensor", "memory that is used again"])
+def test_an_input_that_stays_is_not_copied_any_more(compiled: Any, device: torch.device, where: str) -> None:
+    """
+    ::
+
+        replay   1 .. 8            9                           10 ...
+        input    copied to place   recorded anew, bound        read where it is
+    """
+    f: Compiled = compiled(lambda x, y: (x.sin() @ x + y).cos())
+    x, y = torch.randn(2, 8, 8, device=device)
+    copies = runtime_for(device).frozen_addresses
+    for _ in range(24):
+        x.copy_(torch.randn(8, 8))
+        torch.testing.assert_close(f(x, y), (x.sin() @ x + y).cos())
+        if where != "one tensor":
+            y = y.clone()  # this one moves
+    (family,) = f.program.families.values()
+    (recording,) = family.recordings
+    bound = recording.request.bound_inputs
+    assert len(bound) == (0 if not copies else 2 if where == "one tensor" else 1)
+    assert f.program.counters.recordings == (
+        {"first": 1, "inputs stay where they are": 1} if copies else {"first": 1}
+    )
+    # It moves after all: copied for good.
+    for _ in range(24):
+        x = torch.randn(8, 8, device=device)
+        kept = x  # noqa: F841
+        torch.testing.assert_close(f(x, y), (x.sin() @ x + y).cos())
+    assert f.program.counters.recordings.get("inputs moved", 0) == int(copies)
 
 
 def test_another_dtype_rank_and_grad_recompile(compiled: Any) -> None:

@@ -250,7 +250,7 @@ def test_a_replay_allocates_nothing(
         if training:
             loss.backward(seed)
 
-    for _ in range(8):
+    for _ in range(16):
         step()
     replays = f.replays()
     for _ in range(4):

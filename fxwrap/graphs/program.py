@@ -84,6 +84,7 @@ class Family:
         seen: where the last eager run's static inputs were.
         moved: positions of inputs that were taken to stay where they are, and did not.
         copied: storages of outputs that are copied when handed out, because they were found held.
+        settled: positions of inputs that were at one address call after call, and are taken to stay there.
         warm_outputs: outputs of the last eager run by storage, to see whether the caller holds on to them.
         cut_anew: whether its recordings were dropped because the program was cut anew.
         kept: whether somebody else had inputs that were taken to be given away.
@@ -96,6 +97,7 @@ class Family:
     eager_runs: int = 0
     moved: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)
     seen: dict[int, _Seen | None] = field(default_factory=dict)
     warm_outputs: list[tuple[int, int, StorageWeakRef]] = field(default_factory=list)
     cut_anew: bool = False
@@ -168,6 +170,7 @@ class Program:
                 try:
                     if (
                         recording.take(call)
+                        and not recording.settled
                         and not recording.held()
                         and not recording.spoiled()
                         and recording.has_its_memory(inputs)
@@ -334,6 +337,11 @@ class Program:
                 family.copied |= recording.moved_outputs()
             family.recordings[:] = [r for r in whole if r.request.copied >= family.copied]
             return "an output's holder moved its memory"
+        settled = [recording for recording in family.recordings if recording.settled]
+        if settled:
+            family.settled.update(*(recording.settled for recording in settled))
+            family.recordings[:] = [recording for recording in family.recordings if not recording.settled]
+            return "inputs stay where they are"
         if not family.recordings:
             # Who kept the warm-up's outputs until now will keep the next ones, too.
             kept = [(index, nbytes) for index, nbytes, ref in family.warm_outputs if not ref.expired()]
@@ -394,7 +402,7 @@ class Program:
     def _record(self, family: Family, inputs: list[Any], why: str) -> Any:
         may_give_away = self.plan.phase == "backward" and not family.kept
         alone = self._provider.nobody_else_has(inputs, self.plan.static_inputs if may_give_away else ())
-        bound = [p for p in sorted(self.plan.static_inputs) if self._stays(family, p, inputs[p])]
+        bound = [p for p in sorted(self.plan.static_inputs | family.settled) if self._stays(family, p, inputs[p])]
         call, turns = Call(), list[Arena]()
         try:
             copied = frozenset(family.copied)
@@ -450,7 +458,7 @@ class Program:
         """Whether to take an input's address as fixed: it was there before, or another recording owns it."""
         if position in family.moved or (here := _Seen.of(value)) is None:
             return False
-        if here.start in OUTPUT_ADDRESSES:
+        if here.start in OUTPUT_ADDRESSES or position in family.settled:
             return True
         if not family.seen:
             return True  # no call to compare with (warmup=0): AOTAutograd's word is all there is

@@ -26,6 +26,9 @@ from .provision import Provision
 from .torch_functions import TorchFunctions
 from .turn import Call, Turn
 
+# Replays in a row with an input at the same address, after which it is taken to stay there.
+_STAYED = 8
+
 
 @dataclass(frozen=True)
 class RecordingRequest:
@@ -90,6 +93,10 @@ class Recording:
         # By device: places, and the positions of the inputs that are copied to them.
         self._places: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         self._updated: list[tuple[int, torch.Tensor]] = []
+        # Copied inputs that have been at one address so far, how often, and which of them can be bound from now on.
+        self._at: dict[int, int] = {}
+        self._stayed = 0
+        self.settled: frozenset[int] = frozenset()
         # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
@@ -271,6 +278,7 @@ class Recording:
             places, positions = self._places.setdefault(place.device, ([], []))
             places.append(unexpanded(place))
             positions.append(position)
+            self._at[position] = value.data_ptr()
             if index in written:
                 self._updated.append((position, place))
         self._fill_places(inputs)
@@ -538,11 +546,19 @@ class Recording:
             if self._check_inputs is not None:
                 self._check_inputs(r)
             self._fill_places(inputs)
+            if self._at:
+                self._note_addresses(inputs)
             for step in self._steps:
                 step()
             return self._hand_out(inputs)
         finally:
             r[:] = self._blank
+
+    def _note_addresses(self, inputs: Sequence[Any]) -> None:
+        self._at = {position: at for position, at in self._at.items() if inputs[position].data_ptr() == at}
+        self._stayed += 1
+        if self._stayed == _STAYED:
+            self.settled, self._at = frozenset(self._at), {}
 
     def _hand_out(self, inputs: Sequence[Any]) -> Any:
         for position, place in self._updated:
