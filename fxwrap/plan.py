@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,10 @@ class StorageFacts:
 
     def touched(self, node: Node) -> frozenset[int]:
         return self.reads.get(node, frozenset()) | self.writes.get(node, frozenset())
+
+    def named_in(self, nodes: Iterable[Node]) -> frozenset[int]:
+        """Storages that have to be there for nodes to run: a view of one touches no byte of it."""
+        return frozenset[int]().union(*(self.touched(node) | self.of.get(node, frozenset()) for node in nodes))
 
 
 @dataclass(frozen=True)

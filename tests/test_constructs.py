@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 
 import fxwrap
 from fxwrap.host_graph import Kind, kind_of, launch, switch, user_line, while_loop
-from fxwrap.inspection.listing import list_graph
+from fxwrap.listing import list_graph
 from fxwrap.passes.dependencies import build_dependency_graph
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verify import verify_schedule

@@ -14,7 +14,7 @@ import fxwrap
 from fxwrap.codegen.statements import StatementReader, assigned_names
 from fxwrap.errors import EmissionError
 from fxwrap.host_graph import Kind, check, kind_of, launch, select
-from fxwrap.inspection.listing import list_graph
+from fxwrap.listing import list_graph
 
 # -- reading statements --------------------------------------------------------------------------------
 

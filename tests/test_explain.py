@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_what_operators_allocate_is_predicted(compiled: Any, device: torch.devic
     (report,) = fxwrap.report(f.call).graphs
     (predicted,) = report.predicted
     assert predicted.operators >= 4 * 6 * 6 * 4 and predicted.total >= predicted.operators + predicted.arena
+
+
+def test_sizes_are_shown_in_symbols() -> None:
+    x = torch.randn(6, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    explanation = fxwrap.explain(_function, x, torch.randn(8, 8))
+    (graph,) = explanation.to_dict()["graphs"]
+    rows = next(iter(set(re.findall(r"s\d+", graph["graph"]))))
+    assert graph["memory"]["bytes"] == {name: f"32*{rows}" for name in ("buf0", "buf2", "buf4")}
+    assert f"bytes by shape: buf0 32*{rows}, buf2 32*{rows}, buf4 32*{rows}" in str(explanation)
 
 
 def test_plain_data_and_page(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fxwrap.inspection.listing import list_graph
+from fxwrap.listing import list_graph
 from fxwrap.passes.operator_results import own_results
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import is_work

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxwrap
 from fxwrap.codegen.out_forms import OutForm, out_form
-from fxwrap.inspection.listing import list_graph
+from fxwrap.listing import list_graph
 from fxwrap.plan import Origin
 
 aten = torch.ops.aten

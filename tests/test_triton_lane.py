@@ -34,7 +34,7 @@ from fxwrap.codegen.triton_kernels import TritonLauncher, argument_names, known_
 from fxwrap.graphs.device_graph import using_runtime
 from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.host_graph import Kernel, Kind, kernel_of, kind_of, launch
-from fxwrap.inspection.listing import list_graph
+from fxwrap.listing import list_graph
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.host_graph import Kind, kind_of
-from fxwrap.inspection.listing import list_graph
+from fxwrap.listing import list_graph
 from fxwrap.passes import view_copies
 from fxwrap.passes.view_copies import needless_copies, view_needless_copies
 

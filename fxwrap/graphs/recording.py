@@ -152,14 +152,14 @@ class Recording:
         self._blank = tuple(self._r)
 
     def _allocated_anew(self) -> dict[int, list[Node]]:
-        """Allocations that are made at every call, by the first partition that works on them."""
+        """Allocations that are made at every call, by the first partition that names them."""
         found: dict[int, list[Node]] = {}
         seen: set[int] = set()
         for partition in self.plan.partitions:
-            touched = frozenset[int]().union(*map(self.plan.facts.touched, partition.nodes))
-            for index in sorted((touched & self.request.memory.anew) - seen):
+            named = self.plan.facts.named_in(partition.nodes)
+            for index in sorted((named & self.request.memory.anew) - seen):
                 found.setdefault(partition.index, []).append(self.plan.facts.storages[index].node)
-            seen |= touched
+            seen |= named
         return found
 
     def _last_readers(self, producer: Mapping[Node, int]) -> dict[Node, int]:

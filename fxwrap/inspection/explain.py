@@ -22,10 +22,11 @@ from ..codegen.dynamo import owners_of, with_own_code
 from ..errors import FxwrapError
 from ..graphs.program import Program
 from ..host_graph import Kernel, constants, kind_of, operator_name, user_line
+from ..listing import list_graph
 from ..owner import Owner, live_owners
+from ..passes.symbols import bytes_expression
 from ..passes.verdicts import is_work
 from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, StorageFacts, Verdict
-from .listing import list_graph
 
 _WIDTH = 118
 
@@ -119,6 +120,7 @@ class GraphReport:
                     {**dataclasses.asdict(one), "device": str(one.device), "total": one.total}
                     for one in self.predicted
                 ],
+                "bytes": sizes_in_symbols(self.program.plan.facts),
                 "outside_the_plan": outside_the_plan(self.program.plan.facts),
             },
             "kernels": {kernel.name: kernel.source for kernel in self.kernels},
@@ -209,6 +211,12 @@ def output_bytes(memory: MemoryPlan) -> int:
     return sum(memory.sizes.get(index, 0) for index in memory.outputs)
 
 
+def sizes_in_symbols(facts: StorageFacts) -> dict[str, str]:
+    """Bytes of every allocation, in the symbols of the graph: they are planned for each shape anew."""
+    values = {s.name: s.node.meta.get("val") for s in facts.storages if s.origin is Origin.ALLOCATION}
+    return {name: bytes_expression(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
 def outside_the_plan(facts: StorageFacts) -> dict[str, str]:
     """Storages that operators allocate by themselves: name -> operator and why it cannot be given memory."""
     return {
@@ -283,7 +291,9 @@ def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
     table.add_row("  of which outputs", str(len(memory.outputs)), f"{output_bytes(memory):,}", "", "")
     table.add_row("allocated by operators", str(len(outside)), "not planned", "", "")
     why = [Text(f"  {count} by {reason}") for reason, count in Counter(outside.values()).items()]
-    return Group(table, *why, *_prediction_lines(report))
+    symbolic = {name: n for name, n in sizes_in_symbols(report.program.plan.facts).items() if not n.isdigit()}
+    sizes = [Text(f"bytes by shape: {', '.join(f'{name} {n}' for name, n in symbolic.items())}")] if symbolic else []
+    return Group(table, *why, *sizes, *_prediction_lines(report))
 
 
 def _prediction_lines(report: GraphReport) -> list[Text]:

@@ -215,7 +215,7 @@ def _stays(planned: Planned, handed_out: frozenset[int]) -> frozenset[int]:
     inside: dict[int, set[int | None]] = defaultdict(set)
     for partition in program.partitions:
         captured = partition.verdict is Verdict.CAPTURED and partition.index not in program.compiled
-        for index in frozenset[int]().union(*map(facts.touched, partition.nodes)):
+        for index in facts.named_in(partition.nodes):
             inside[index].add(partition.index if captured else None)
     return frozenset(
         storage.index

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -54,6 +55,17 @@ def hint(number: Any) -> int | None:
     except Exception:
         return None
     return int(found) if found is not None else None
+
+
+def bytes_expression(value: torch.Tensor) -> str:
+    """Bytes that a fake tensor reaches, in the symbols of its sizes: ``32*s77``."""
+    steps = zip(value.size(), value.stride(), strict=True)
+    elements = 1 + sum((_expression(extent) - 1) * _expression(step) for extent, step in steps)
+    return str(sympy.expand(elements * value.dtype.itemsize))
+
+
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
 
 
 def storage_bytes(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import PlanError
 from ..host_graph import ControlFlow, Kernel, Kind, control_flow_of, is_symbolic_value, kind_of, launch, reinterpret
+from ..listing import line_of
 from ..plan import MemoryPlan, StorageFacts, Taken
 
 # A storage: who made it, and which of its results it is (None for an only one).
@@ -136,7 +137,8 @@ def verify_memory(
         if size and begin < stop:
             placed[device].append(_Placed(name, offset, offset + size, begin, stop))
     for device, items in placed.items():
-        _check_overlap([*items, *_others(memory, plan.arenas[device].taken, spans, handed_out, end)])
+        others = _others(memory, plan.arenas[device].taken, spans, handed_out, end)
+        _check_overlap([*items, *others], schedule)
 
 
 def _others(
@@ -167,14 +169,15 @@ class _Placed:
     end: int
 
 
-def _check_overlap(items: list[_Placed]) -> None:
+def _check_overlap(items: list[_Placed], schedule: Sequence[Node] = ()) -> None:
     live: list[_Placed] = []
     for item in sorted(items, key=lambda item: item.begin):
         live = [other for other in live if other.end > item.begin]
         for other in live:
             if item.low < other.high and other.low < item.high:
+                line = f", {line_of(schedule[item.begin])}" if item.begin < len(schedule) else ""
                 raise PlanError(
-                    f"plan: {other.name} and {item.name} overlap at step {item.begin}",
+                    f"plan: {other.name} and {item.name} overlap at step {item.begin}{line}",
                     expected="storages that are live at one time to be apart",
                     got=f"bytes [{other.low}, {other.high}) and [{item.low}, {item.high})",
                     remedy="this is a bug in fxwrap; please report the graph",

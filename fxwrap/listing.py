@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kind, kind_of
+from .host_graph import Kind, kind_of
 
 
 def list_graph(gm: GraphModule, checks: bool = False) -> str:
@@ -26,6 +26,11 @@ def list_graph(gm: GraphModule, checks: bool = False) -> str:
         if line:
             lines.append(line)
     return "\n".join(lines)
+
+
+def line_of(node: Node) -> str:
+    """The line of one node."""
+    return _line(node, kind_of(node), True)
 
 
 def _line(node: Node, kind: Kind, checks: bool) -> str:
