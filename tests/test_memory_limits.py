@@ -87,6 +87,22 @@ def test_an_arena_shrinks_when_what_it_was_large_for_is_gone(
     assert 0 < own_arenas.kept(device) <= 2 * f.program.newest_plan.size < before
 
 
+def test_what_is_expected_is_corrected_downwards() -> None:
+    """A plan that was made before it was known what stays in place expects more than the recording needs."""
+    pool, who, other = ArenaPool(), User(1), User(2)
+    pool.expect(CPU, None, who, 1000)
+    pool.expect(CPU, None, other, 300)
+    pool.correct(CPU, None, who, 2000)
+    assert pool.expected(CPU, None) == 1000
+    pool.correct(CPU, None, who, 200)
+    assert pool.expected(CPU, None) == 300
+    pool.withdraw(other)
+    assert pool.expected(CPU, None) == 200
+    del who
+    gc.collect()
+    assert pool.expected(CPU, None) == 0
+
+
 def test_nothing_but_empty_tensors(compiled: Any, device: torch.device) -> None:
     """An arena of no bytes has no memory."""
     f: Compiled = compiled(lambda x: (x.exp() + 1).sin())

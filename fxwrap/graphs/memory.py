@@ -162,6 +162,13 @@ class ArenaPool:
         number = id(who)
         expected[number] = weakref.ref(who, lambda _: expected.pop(number, None) and None), nbytes
 
+    def correct(self, device: torch.device, stream: Any, who: Any, nbytes: int) -> None:
+        """Say that ``who`` needs no more than so much, as is known now."""
+        expected = self._expected.get((device, stream), {})
+        known = expected.get(id(who))
+        if known is not None and nbytes < known[1]:
+            expected[id(who)] = known[0], nbytes
+
     def withdraw(self, who: Any) -> None:
         """Take back what ``who`` is said to need."""
         for expected in list(self._expected.values()):

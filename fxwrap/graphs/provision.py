@@ -190,6 +190,8 @@ class Provider:
             given_away.clear()
             memory = self.planners.plan(planned, taken, suggestion)
             sizes = {arena_of(device): one.placement.size for device, one in memory.arenas.items()}
+            for arena, nbytes in sizes.items():
+                ARENAS.correct(arena.device, stream, forecast, nbytes)
             # Moved memory has nobody's outputs in it: another plan.
             if not any([self._fit(arena, nbytes, stream) for arena, nbytes in sizes.items()]):
                 # The arena's pool is where operators allocate during capture.
