@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled, assert_same
+from random_graphs import GraphMaker, collectives
 from test_view_copies import Building
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
@@ -75,6 +76,18 @@ def test_what_may_be_the_callers_memory_stays() -> None:
     """The graph would hand out a copy of what the caller expects to be one with its input."""
     b = Building()
     gm = b.module(b.call(aten.relu_.default, b.x))
+    assert not _own(gm)
+
+
+def test_what_a_communication_fills_stays() -> None:
+    """It is filled when somebody has waited, not when the call that begins it returns."""
+    maker = GraphMaker()
+    x = maker.input("x")
+    begun = maker.extern(collectives.all_reduce.default, x, "sum", "0", name="begun")
+    waited = maker.extern(collectives.wait_tensor.default, begun, name="waited")
+    gm = maker.finish([waited])
+    facts = analyse_storages(gm)
+    assert [facts.storages[index].origin for index in facts.of[waited]] == [Origin.EXTERN]
     assert not _own(gm)
 
 

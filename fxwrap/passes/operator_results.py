@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kind, kind_of, nodes_in, output_node
+from ..host_graph import Kind, communicates, kind_of, nodes_in, output_node
 from ..plan import Origin, StorageFacts
 
 
@@ -31,7 +31,8 @@ def own_results(gm: GraphModule, facts: StorageFacts, captured: Collection[Node]
                                                     launch relu(own, buf1)
                                                     return buf1, own
 
-    A result stays where it is if only data decides its layout, or if it may be memory of somebody else's.
+    A result stays where it is if only data decides its layout, if it may be memory of somebody else's, or if a
+    communication fills it.
     """
     numbers = _Numbers(gm)
     found = False
@@ -66,6 +67,8 @@ def results_to_own(facts: StorageFacts, gm: GraphModule, captured: Collection[No
         storage = facts.storages[index]
         if storage.origin is not Origin.EXTERN or storage.node not in captured:
             continue
+        if communicates(storage.node):
+            continue  # there is nothing to copy until somebody has waited
         values = list(_values(storage.node, storage.element))
         fake = values[0].meta.get("val") if len(values) == 1 and facts.of.get(values[0]) == {index} else None
         if isinstance(fake, torch.Tensor) and fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg()):
