@@ -103,6 +103,17 @@ def test_what_is_expected_is_corrected_downwards() -> None:
     assert pool.expected(CPU, None) == 0
 
 
+def test_the_first_arena_that_is_free_is_taken() -> None:
+    """Whatever their sizes: programs in turn share one."""
+    pool, arenas = ArenaPool(), list[Arena]()
+    first, second = Call(), Call()
+    one, two = pool.take(CPU, None, first, arenas), pool.take(CPU, None, second, arenas)
+    two.resize(1000)
+    one.busy.give(first)
+    two.busy.give(second)
+    assert one is not two and pool.take(CPU, None, Call(), []) is one
+
+
 def test_nothing_but_empty_tensors(compiled: Any, device: torch.device) -> None:
     """An arena of no bytes has no memory."""
     f: Compiled = compiled(lambda x: (x.exp() + 1).sin())

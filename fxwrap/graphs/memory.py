@@ -223,8 +223,8 @@ class ArenaPool:
 
     @staticmethod
     def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:
-        alive = [arena for ref in list(arenas) if (arena := ref()) is not None]
-        return sorted(alive, key=lambda arena: -arena.nbytes)
+        """In the order in which they were made, so that everybody asks for the same one first."""
+        return [arena for ref in list(arenas) if (arena := ref()) is not None]
 
 
 ARENAS = ArenaPool()
