@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from .memory import Arena
 
 UseCounter = Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
 
@@ -88,12 +85,25 @@ class Lent:
         return self._orphan and not self.held()
 
 
+class Lender(Protocol):
+    """An arena, as far as the outputs in it go.
+
+    Attributes:
+        lent: outputs that were handed out, by recording.
+        version: changes whenever ``lent`` does.
+    """
+
+    device: torch.device
+    lent: list[Lent]
+    version: int
+
+
 class Others:
     """What other recordings have lent out of the bytes that one works on."""
 
     def __init__(
         self,
-        footprints: Mapping[Arena, Sequence[tuple[int, int]]],
+        footprints: Mapping[Lender, Sequence[tuple[int, int]]],
         own: Lent,
         handed_in: Mapping[int, int],
         counter: UseCounter | None,

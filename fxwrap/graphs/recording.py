@@ -18,7 +18,7 @@ from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, o
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
-from .lent import Lent, LentOutput, Others
+from .lent import Lender, Lent, LentOutput, Others
 from .memory import Arena, reach, tensor_over, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .places import Places, copy_tensors, unexpanded
@@ -465,7 +465,9 @@ class Recording:
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
         self._lent = Lent(self._watched, counter)
         plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
-        footprints = {arena: plan.footprint if plan is not None else () for arena, plan in plans.items()}
+        footprints: dict[Lender, Sequence[tuple[int, int]]] = {
+            arena: plan.footprint if plan is not None else () for arena, plan in plans.items()
+        }
         given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.provision.given_away)
         self._others = Others(footprints, self._lent, given, counter)
         ticket = OUTPUT_ADDRESSES.add(self._lent.addresses)
