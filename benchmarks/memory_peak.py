@@ -10,7 +10,8 @@ On the CPU they come from the profiler's memory events, which are recorded from 
 its allocator's statistics, with what the pools of graphs keep. A training step is the loss, computed inside of the
 compiled function, its backward, and gradients set to None. fxwrap records once more after it has found which inputs
 stay and what cannot be captured, so that the pools of earlier attempts are not counted. Predicted is what
-``fxwrap.explain`` says before anything is recorded, against what was measured.
+``report(...).graphs[0].predict(workspace=True)`` says, from plans made before anything was recorded, against what was
+measured.
 """
 
 from __future__ import annotations
@@ -194,10 +195,11 @@ def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
     result = {"peak": peak - before}
     if side == "fxwrap":
         reports = fxwrap.report(compiled).graphs
+        predicted = [one for report in reports for one in report.predict(workspace=True)]
         plans = [arena.placement for report in reports if report.memory for arena in report.memory.arenas.values()]
         result["arena"] = max((plan.size for plan in plans), default=0)
         result["worst"] = max((plan.size / plan.lower_bound for plan in plans if plan.lower_bound), default=1.0)
-        result["predicted"] = max((one.total for report in reports for one in report.predicted), default=0)
+        result["predicted"] = max((one.total for one in predicted), default=0)
         result["replays"] = min(report.counters["replays"] for report in reports)
     return result
 

@@ -285,12 +285,12 @@ class MemoryPlan:
 class Prediction:
     """What a call, or a forward and its backward, will take on one device beyond its inputs, in bytes.
 
-    Not in it: workspace of operators, of which nobody tells, and what a driver keeps for a graph.
+    Not in it: workspace of operators, unless it was measured, and what a driver keeps for a graph.
 
     Attributes:
         arena: there all the time.
         anew: storages allocated when they are needed, at one time.
-        operators: results that operators allocate, at one time.
+        operators: results that operators allocate, and their workspace if that is known, at one time.
         outside: both of them, at one time.
         outputs: of all this, what the caller has in the end.
     """

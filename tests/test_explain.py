@@ -13,6 +13,8 @@ from conftest import Compiled
 
 import fxwrap
 from fxwrap.graphs.memory import ArenaPool
+from fxwrap.host_graph import operator_name
+from fxwrap.inspection.workspace import measure_workspace
 
 
 def _function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -87,6 +89,32 @@ def test_what_operators_allocate_is_predicted(compiled: Any, device: torch.devic
     (report,) = fxwrap.report(f.call).graphs
     (predicted,) = report.predicted
     assert predicted.operators >= 4 * 6 * 6 * 4 and predicted.total >= predicted.operators + predicted.arena
+
+
+def test_workspace_is_measured_when_asked_for() -> None:
+    """Attention over 64 heads has scratch memory; a matrix product in place of the plan has none, and a custom
+    operator is not run."""
+    ran = []
+
+    @torch.library.custom_op("fxwrap_explain::note", mutates_args=())
+    def note(x: torch.Tensor) -> torch.Tensor:
+        ran.append(x)
+        return x.clone()
+
+    note.register_fake(torch.empty_like)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return note(F.scaled_dot_product_attention(x, x, x) @ w)
+
+    with torch.no_grad():
+        explanation = fxwrap.explain(fn, torch.randn(2, 4, 32, 16), torch.randn(16, 16))
+    (report,) = explanation.graphs
+    calls = len(ran)
+    measured = measure_workspace(report.program.plan.schedule)
+    assert [operator_name(node) for node in measured] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    (without,), (with_it,) = report.predict(), report.predict(workspace=True)
+    assert len(ran) == calls and with_it.operators > without.operators
+    assert without.total <= with_it.total <= without.total + sum(measured.values())
 
 
 def test_sizes_are_shown_in_symbols() -> None:

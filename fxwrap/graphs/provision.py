@@ -38,7 +38,7 @@ class Planners:
 
     plan: Callable[[Planned, TakenIn, Suggestion | None], MemoryPlan]
     plan_pair: Callable[[Planned, Planned, Mapping[int, Sequence[Node]]], tuple[Suggestion, Suggestion]]
-    predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]]], list[Prediction]]
+    predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]], Mapping[Node, int]], list[Prediction]]
 
 
 @dataclass(eq=False)
@@ -125,12 +125,19 @@ class Provider:
                 ARENAS.expect(device, stream, forecast, arena.placement.size + sum(fed[device].values()))
         return forecast, memory
 
-    def predict(self, forecast: Forecast) -> list[Prediction]:
-        """The memory of a family's calls, with that of the program that gets what they save, by device."""
+    def predict(
+        self, forecast: Forecast, measure: Callable[[Sequence[Node]], Mapping[Node, int]]
+    ) -> list[Prediction]:
+        """The memory of a family's calls, with that of the program that gets what they save, by device.
+
+        Args:
+            measure: the workspace of work nodes.
+        """
         programs, handed_on = [forecast.planned], dict[int, Sequence[Node]]()
         if forecast.successor is not None and (after := forecast.successor[0]()) is not None:
             programs, handed_on = [forecast.planned, after.planned], dict(forecast.successor[1])
-        return self.planners.predict(programs, handed_on)
+        workspace = measure([node for one in programs for node in one.program.schedule])
+        return self.planners.predict(programs, handed_on, workspace)
 
     def hand_out(self, forecast: Forecast, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
         """Note where the outputs of an eager run are, to see who gets them."""

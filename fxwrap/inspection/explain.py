@@ -27,6 +27,7 @@ from ..owner import Owner, live_owners
 from ..passes.symbols import bytes_expression
 from ..passes.verdicts import is_work
 from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, StorageFacts, Verdict
+from .workspace import measure_workspace
 
 _WIDTH = 118
 
@@ -57,10 +58,20 @@ class GraphReport:
 
     @property
     def predicted(self) -> tuple[Prediction, ...]:
+        """``predict()``."""
+        return self.predict()
+
+    def predict(self, workspace: bool = False) -> tuple[Prediction, ...]:
         """The memory of the newest shape that is known, by device: that of a forward is with its backward, as soon as
-        that has run, and that of a backward is with its forward."""
+        that has run, and that of a backward is with its forward.
+
+        Args:
+            workspace: also measure, on the CPU, what library calls take for themselves: each runs twice on zeros.
+        """
         forecast = self.program.forecast
-        return () if forecast is None or forecast.follows else tuple(self.program.predict())
+        if forecast is None or forecast.follows:
+            return ()
+        return tuple(self.program.predict(measure_workspace if workspace else lambda nodes: {}))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

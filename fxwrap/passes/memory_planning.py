@@ -99,13 +99,23 @@ def plan_pair(
     return half("0"), half("1")
 
 
-def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence[Node]]) -> list[Prediction]:
+def predict_memory(
+    programs: Sequence[Planned],
+    handed_on: Mapping[int, Sequence[Node]],
+    workspace: Mapping[Node, int] | None = None,
+) -> list[Prediction]:
     """The memory of a program, or of two that are planned together, by device.
 
     Args:
         handed_on: inputs of the second program by storage of the first.
+        workspace: bytes that work nodes allocate beyond what they return, as far as they are known.
     """
     chain = _Chain.of([_Needs.of(program) for program in programs], handed_on)
+    work = [(number, node) for number, one in enumerate(programs) for node in (*one.program.schedule, None)]
+    for step, (number, node) in enumerate(work):
+        if node is not None and (nbytes := (workspace or {}).get(node)):
+            taken = Buffer(f"{number}{node.name} workspace", nbytes, step, step + 1)
+            chain.beside.setdefault(programs[number].program.device, []).append(taken)
     found = []
     for device in {**chain.planned, **chain.beside}:
         alignment = _alignment(device)
@@ -146,8 +156,8 @@ class _Chain:
         end: the step after the last.
     """
 
-    planned: Mapping[torch.device, list[Buffer]]
-    beside: Mapping[torch.device, list[Buffer]]
+    planned: dict[torch.device, list[Buffer]]
+    beside: dict[torch.device, list[Buffer]]
     anew: frozenset[str]
     end: int
 
