@@ -521,8 +521,13 @@ class HostGraphConverter(FxConverter):
         # The text names at best the device type; the line knows the whole device.
         owner = getattr(self._line, "node", None)
         device = (owner.get_device() if owner is not None else None) or torch.device(device or "cpu")
-        kwargs = {"dtype": dtype, "device": device, **kwargs}
-        return self._note(self.gm.graph.call_function(torch.empty_strided, (size, stride), kwargs))
+        return self._new_buffer(size, stride, {"dtype": dtype, "device": device, **kwargs})
+
+    def _new_buffer(self, size: Any, stride: Any, kwargs: dict[str, Any]) -> Node:
+        node = self._note(self.gm.graph.call_function(torch.empty_strided, (size, stride), kwargs))
+        if kwargs["device"].type == "cpu" and "pin_memory" not in kwargs and versions.empty_strided_cpu is not None:
+            node.meta["call"] = versions.empty_strided_cpu
+        return node
 
     def _allocate_pinned(self, size: Any, stride: Any, dtype: torch.dtype) -> Node:
         return self._allocate(size, stride, dtype, pin_memory=True)
@@ -567,7 +572,7 @@ class HostGraphConverter(FxConverter):
         buffers = []
         for layout, value in zip(layouts, values, strict=True):
             kwargs: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-            buffers.append(self._note(self.gm.graph.call_function(torch.empty_strided, layout, kwargs)))
+            buffers.append(self._new_buffer(*layout, kwargs))
         buffers[-1].append(node)
         node.target = form.overload
         node.kwargs = {**node.kwargs, **dict(zip(form.results, buffers, strict=True))}

@@ -46,6 +46,10 @@ def python_expression(expression: Any) -> str:
     return repr(expression)
 
 
+# ``(size, stride, dtype)``: what Inductor's wrapper allocates with; torch.empty_strided takes three times as long.
+empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+
+
 def scheduled_nodes(device: torch.device) -> list[Any]:
     """Inductor's IR nodes in the kernel whose call is being written."""
     from torch._inductor.virtualized import V

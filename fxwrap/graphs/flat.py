@@ -244,11 +244,12 @@ class FlatBuilder:
             function, args = kernel.call, node.args[1:]
         else:
             function, args = node.meta.get("call", node.target), node.args
+        kwargs: Mapping[str, Any] = node.kwargs
+        if kind_of(node) is Kind.ALLOCATION and "call" in node.meta:
+            args, kwargs = (*args, kwargs["dtype"]), {}  # emission knows a faster way on the CPU
         parts = [self._argument(arg) for arg in args]
         parts += [
-            f"{name}={self._argument(value)}"
-            for name, value in node.kwargs.items()
-            if not _is_default(node, name, value)
+            f"{name}={self._argument(value)}" for name, value in kwargs.items() if not _is_default(node, name, value)
         ]
         # References above may have appended lines of their own, so that uses count from here.
         for name in self._names_in(node):

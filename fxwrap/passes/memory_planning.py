@@ -178,8 +178,8 @@ class _Chain:
             begin += own.end
         asked = {f"{number}{name}" for number, own in enumerate(needs) for name in own.asked}
         movable = {f"{number}{name}" for number, own in enumerate(needs) for name in own.movable}
-        workspace = any(own.workspace for own in needs)
-        return cls(planned, beside, _anew(planned, beside, asked, movable, workspace), begin)
+        budget = max((own.budget for own in needs), default=1.0)
+        return cls(planned, beside, _anew(planned, beside, asked, movable, budget), begin)
 
 
 def _anew(
@@ -187,7 +187,7 @@ def _anew(
     beside: Mapping[torch.device, Sequence[Buffer]],
     asked: Collection[str],
     movable: Collection[str],
-    workspace: bool,
+    budget: float,
 ) -> frozenset[str]:
     """Names of the storages that are allocated when they are needed.
 
@@ -199,10 +199,8 @@ def _anew(
     Args:
         asked: to be allocated when needed in any case.
         movable: what may be.
-        workspace: operators need memory of which nobody tells: an arena would come on top of that, too.
+        budget: how many times the memory an arena may take: it is faster where every call would allocate anew.
     """
-    if workspace:
-        return frozenset(asked) | frozenset(movable)
     moved = set(asked)
     for device in planned:
         choices = []
@@ -210,7 +208,7 @@ def _anew(
             inside = [b for b in planned[device] if b.name not in anew]
             outside = [*beside.get(device, ()), *(b for b in planned[device] if b.name in anew)]
             choices.append(_most_alive(inside) + _most_alive(outside))
-        if choices[1] < choices[0]:
+        if budget * choices[1] < choices[0]:
             moved.update(b.name for b in planned[device] if b.name in movable)
     return frozenset(moved)
 
@@ -261,7 +259,7 @@ class _Needs:
         beside: what operators allocate themselves, as far as sizes were known when the program was compiled.
         asked: names of what shall be allocated when it is needed.
         movable: names of what may be. A graph that freezes addresses frees and allocates within a captured partition.
-        workspace: operators allocate, and memory can be had when it is needed.
+        budget: how many times the memory of storages that are allocated when needed an arena may take.
         end: the step after the last.
     """
 
@@ -274,7 +272,7 @@ class _Needs:
     ranges: Mapping[int, tuple[int, int]]
     asked: frozenset[str]
     movable: frozenset[str]
-    workspace: bool
+    budget: float
     end: int
 
     def end_of(self, taken: Taken) -> int:
@@ -329,9 +327,9 @@ class _Needs:
         stays = _stays(planned, handed_out)
         free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
         asked = frozenset(name for index, name in free.items() if index in planned.anew)
-        workspace = not planned.frozen and any(s.origin is Origin.EXTERN for s in program.facts.storages)
+        budget = 1.0 if planned.frozen else program.cut.peak_budget
         movable = frozenset(free.values())
-        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, workspace, end)
+        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, budget, end)
 
 
 def _beside(
