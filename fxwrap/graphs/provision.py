@@ -16,7 +16,7 @@ from ..errors import CaptureError, MemoryLimitError
 from ..plan import MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Taken
 from .device_graph import runtime_for
 from .links import LINKS
-from .memory import ARENAS, Arena, reach
+from .memory import ARENAS, Arena, reach, tensors_in
 from .torch_functions import TorchFunctions
 from .turn import Call
 
@@ -101,9 +101,7 @@ class Provider:
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planners.plan(planned, lambda device: (), None)
-        forecast = Forecast(
-            planned, sum(inputs[p].untyped_storage().nbytes() for p in bound if _has_memory(inputs[p]))
-        )
+        forecast = Forecast(planned, sum(map(reach, tensors_in([inputs[p] for p in bound]))))
         found = LINKS.made_by(inputs, range(len(inputs)))
         fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
         handed_on: dict[Forecast, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
@@ -252,7 +250,3 @@ class Provider:
                 )
             found[node] = (value.device, reach(value))
         return found
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided

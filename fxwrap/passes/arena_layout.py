@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ class _Problem:
         ]
         taken = [(f.high - f.low, f.begin, f.end) for f in fixed]
         taken += [(size, item.begin, item.end) for item, size in zip(items, sizes, strict=True)]
-        return cls(items, sizes, near, around, fixed, alignment, _most_alive(taken))
+        return cls(items, sizes, near, around, fixed, alignment, most_alive(taken))
 
     def allows(self, offsets: Mapping[str, int]) -> bool:
         """Whether every buffer has an offset, apart from all that it meets."""
@@ -176,7 +176,7 @@ class _Problem:
         return [offset if offset is not None else 0 for offset in offsets]
 
 
-def _most_alive(taken: Sequence[tuple[int, int, int]]) -> int:
+def most_alive(taken: Iterable[tuple[int, int, int]]) -> int:
     """The largest number of bytes live in one step; of each: bytes, begin, end."""
     change: dict[int, int] = defaultdict(int)
     for size, begin, end in taken:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ..plan import (
     Taken,
     Verdict,
 )
-from .arena_layout import Fixed, fits, lay_out_arena
+from .arena_layout import Fixed, fits, lay_out_arena, most_alive
 from .symbols import concrete, hint, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
@@ -136,12 +135,7 @@ def predict_memory(
 
 
 def _most_alive(buffers: Sequence[Buffer]) -> int:
-    """Bytes alive at one time, at most."""
-    change: dict[int, int] = defaultdict(int)
-    for buffer in buffers:
-        change[buffer.begin] += buffer.size
-        change[buffer.end] -= buffer.size
-    return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
+    return most_alive((buffer.size, buffer.begin, buffer.end) for buffer in buffers)
 
 
 @dataclass(frozen=True)
