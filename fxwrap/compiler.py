@@ -26,6 +26,7 @@ from .passes.storages import analyse_storages
 from .passes.symbols import evaluate_sizes
 from .passes.verdicts import judge, main_device
 from .passes.verify import verify_memory, verify_schedule
+from .passes.workspace import measure_workspace
 from .passes.worth import weigh
 from .plan import CompiledPartition, MemoryPlan, PartitionGraph, Planned, ProgramPlan, Suggestion, Taken, Verdict
 
@@ -88,7 +89,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         cut_program,
         request.options,
         request.torch,
-        Planners(plan_recording, plan_pair, predict_memory),
+        Planners(plan_recording, plan_pair, predict_memory, measure_workspace),
         lambda inputs: evaluate_sizes(gm, inputs),
     )
     if request.owner is not None:

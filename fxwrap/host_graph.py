@@ -287,6 +287,13 @@ def operator_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def only_computes(node: Node) -> bool:
+    """Whether a node is a kernel or one of torch's own operators: another may do anything, and keep its operands."""
+    overload = schema_of(node)
+    return kind_of(node) is not Kind.EXTERN or (overload is not None and overload.namespace in _COMPUTING)
+
+
+_COMPUTING = ("aten", "mkldnn", "onednn")
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 
 

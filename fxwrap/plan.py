@@ -260,6 +260,8 @@ class MemoryPlan:
         outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
         sizes: concrete sizes in bytes of every storage with an allocation node.
         anew: storages that are allocated at every call.
+        transient: of these, the ones that nobody can have afterwards, with the steps ``[begin, end)`` that name them:
+            the storage stays, and has memory in these steps only.
     """
 
     arenas: Mapping[torch.device, ArenaPlan]
@@ -267,6 +269,12 @@ class MemoryPlan:
     outputs: frozenset[int]
     sizes: Mapping[int, int]
     anew: frozenset[int] = frozenset()
+    transient: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def made_at_calls(self) -> frozenset[int]:
+        """Storages that are new at every call."""
+        return self.anew - self.transient.keys()
 
     @property
     def size(self) -> int:
@@ -285,7 +293,7 @@ class MemoryPlan:
 class Prediction:
     """What a call, or a forward and its backward, will take on one device beyond its inputs, in bytes.
 
-    Not in it: workspace of operators, unless it was measured, and what a driver keeps for a graph.
+    Not in it: workspace of operators where it was not measured, and what a driver keeps for a graph.
 
     Attributes:
         arena: there all the time.
@@ -342,6 +350,7 @@ class Planned:
         places: inputs that are copied to a place in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else storages may be allocated anew at every call.
         anew: storages that shall be.
+        workspace: bytes that calls allocate beyond what they return, as far as is known.
     """
 
     program: ProgramPlan
@@ -349,6 +358,7 @@ class Planned:
     places: Mapping[Node, tuple[torch.device, int]]
     frozen: bool = True
     anew: frozenset[int] = frozenset()
+    workspace: Mapping[Node, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from conftest import Compiled
 
 import fxwrap
+from fxwrap.codegen.torch_versions import allocations
 from fxwrap.graphs.memory import ArenaPool
 from fxwrap.host_graph import operator_name
-from fxwrap.inspection.workspace import measure_workspace
+from fxwrap.passes.workspace import measure_workspace
 
 
 def _function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,8 @@ def test_memory_is_predicted_before_anything_is_recorded(
     for _ in range(5):
         step()
     assert all(program.counters.replays for program in f.programs)
-    assert predicted.total == predicted.arena == own_arenas.kept(device)
+    # On the CPU a scalar is allocated when it is needed, for it would take 64 bytes of the arena.
+    assert predicted.arena == own_arenas.kept(device) and predicted.total - predicted.arena <= 64
 
 
 def test_what_operators_allocate_is_predicted(compiled: Any, device: torch.device) -> None:
@@ -91,7 +93,7 @@ def test_what_operators_allocate_is_predicted(compiled: Any, device: torch.devic
     assert predicted.operators >= 4 * 6 * 6 * 4 and predicted.total >= predicted.operators + predicted.arena
 
 
-def test_workspace_is_measured_when_asked_for() -> None:
+def test_workspace_is_measured() -> None:
     """Attention over 64 heads has scratch memory; a matrix product in place of the plan has none, and a custom
     operator is not run."""
     ran = []
@@ -110,11 +112,14 @@ def test_workspace_is_measured_when_asked_for() -> None:
         explanation = fxwrap.explain(fn, torch.randn(2, 4, 32, 16), torch.randn(16, 16))
     (report,) = explanation.graphs
     calls = len(ran)
-    measured = measure_workspace(report.program.plan.schedule)
+    measured = measure_workspace(report.program.plan.schedule, allocations)
     assert [operator_name(node) for node in measured] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
-    (without,), (with_it,) = report.predict(), report.predict(workspace=True)
-    assert len(ran) == calls and with_it.operators > without.operators
-    assert without.total <= with_it.total <= without.total + sum(measured.values())
+    assert len(ran) == calls
+    (attention,) = [storage for storage in report.program.plan.facts.storages if storage.node in measured][:1]
+    results = 4 * (2 * 4 * 32 * 16 + 2 * 4 * 32)
+    (predicted,) = report.predicted
+    assert attention.node.meta["val"][0].shape == (2, 4, 32, 16)
+    assert predicted.operators >= results + sum(measured.values())
 
 
 def test_sizes_are_shown_in_symbols() -> None:
@@ -189,3 +194,27 @@ def test_stats_and_report_of_one_function_and_of_all(compiled: Any) -> None:
 
 def test_a_function_without_tensors() -> None:
     assert "nothing was compiled" in str(fxwrap.explain(lambda: 3))
+
+
+def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
+    """Under a profiler nothing can be measured, and what was measured before is known."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.conv2d(x, w, padding=1), 0.5)
+
+    x, w = torch.randn(2, 3, 11, 13), torch.randn(7, 3, 3, 3)
+    torch.manual_seed(3)
+    expected = [torch.compile(fn)(x, w) for _ in range(3)]
+    torch._dynamo.reset()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.manual_seed(3)
+        first = torch.compile(fn, backend="fxwrap")
+        assert torch.equal(first(x, w), expected[0])
+        assert not measure_workspace(fxwrap.report(first).graphs[0].program.plan.schedule, allocations)
+    assert any("conv" in event.name for event in profile.events())
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    f = torch.compile(fn, backend="fxwrap")
+    assert all(torch.equal(f(x, w), value) for value in expected)
+    schedule = fxwrap.report(f).graphs[0].program.plan.schedule
+    assert measure_workspace(schedule, lambda run: None)

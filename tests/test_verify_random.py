@@ -388,7 +388,7 @@ def output_cut_at_its_last_use(case: Case, memory: MemoryPlan, draw: random.Rand
 
 def misaligned(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     for index in draw.sample(sorted(memory.location), min(2, len(memory.location))):
-        above = memory.arenas[CPU].placement.size + 1024
+        above = aligned(memory.arenas[CPU].placement.size, ALIGNMENT) + 1024
         yield moved(memory, index, above + draw.randint(1, ALIGNMENT - 1)), case.plan.facts, "is misaligned"
 
 

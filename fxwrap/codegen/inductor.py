@@ -217,5 +217,6 @@ def _torch_functions() -> Any:
         same_data_pointers=versions.same_data_pointers,
         storage_at=versions.storage_at,
         lay_out=versions.lay_out,
+        allocations=versions.allocations,
         below_autograd=versions.below_autograd,
     )

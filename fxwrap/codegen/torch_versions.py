@@ -194,6 +194,25 @@ lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: 
 storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer")  # noqa: B009
 
 
+def allocations(run: Callable[[], Any]) -> list[int] | None:
+    """Bytes that ``run`` allocates (above 0) and frees (below) on the CPU, in order, before its result is freed.
+
+    The profiler that torch had before Kineto tells that; the newer one writes to stderr when it starts. None while
+    another profiler is running in this thread, or if torch has no such profiler.
+    """
+    state, enable = torch._C._profiler, getattr(torch._C._autograd, "_enable_profiler_legacy", None)
+    if enable is None or torch._C._autograd._profiler_enabled():
+        return None
+    what = (state.ProfilerState.CPU, False, True, False, False, False, state._ExperimentalConfig())
+    enable(state.ProfilerConfig(*what))  # of these only memory
+    try:
+        result = run()
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    del result
+    return [e.cpu_memory_usage() for thread in threads for e in thread if e.kind() == "memory_alloc"]
+
+
 def below_autograd() -> Any:
     """A context in which operators skip autograd's layer of the dispatcher.
 

@@ -16,6 +16,7 @@ import builtins
 import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ..plan import Partition, ProgramPlan
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
 _LITERALS = (int, bool, str, type(None))
+_Calls = Mapping[Node, Sequence[Callable[[], object]]]
 
 
 class FlatFunction:
@@ -70,12 +72,19 @@ class FlatBuilder:
         bound: values known now. Views and arithmetic of bound values are evaluated while building, and added.
         registers: where values come from and go to that are not known now.
         emptied: values whose registers nobody reads afterwards.
+        before, after: what to call before and after a node runs.
     """
 
     def __init__(
-        self, bound: MutableMapping[Node, Any], registers: Mapping[Node, int], emptied: Container[Node] = ()
+        self,
+        bound: MutableMapping[Node, Any],
+        registers: Mapping[Node, int],
+        emptied: Container[Node] = (),
+        before: _Calls = MappingProxyType({}),
+        after: _Calls = MappingProxyType({}),
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
+        self._before, self._after = before, after
         self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
         self._kept_when_made: set[Node] = set()  # allocations that this function makes and keeps
         self._names = itertools.count()
@@ -104,6 +113,7 @@ class FlatBuilder:
         kept, scheduled = set(stores), set(nodes)
         self._kept_when_made = {node for node in kept - scheduled if kind_of(node) is Kind.ALLOCATION}
         for node in nodes:
+            self._call_all(self._before, [node])
             self._statement(node)
             self._unpack(node, scheduled)
             for begun in (ends or {}).get(node, ()):
@@ -114,6 +124,11 @@ class FlatBuilder:
             for checker in checks_on([node]):
                 if not any(arg in scheduled for arg in checker.all_input_nodes if arg not in self._locals):
                     self.check(checker)
+            self._call_all(self._after, [node])
+
+    def _call_all(self, calls: _Calls, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self._lines += [f"{self._constant(call)}()" for call in calls.get(node, ())]
 
     def _unpack(self, node: Node, scheduled: Container[Node]) -> None:
         """Take a tuple's elements out, so that each lives no longer than it is used."""
@@ -142,9 +157,11 @@ class FlatBuilder:
             self.run(partition.nodes, stores, plan.facts.ends)
             return
         self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
+        self._call_all(self._before, partition.nodes)
         self.call(compiled.call, compiled.signature.inputs, compiled.signature.outputs)
         for node in stores:
             self.keep(node)
+        self._call_all(self._after, partition.nodes)
 
     def call(self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
         """Append ``*outputs, = function(*inputs)``."""

@@ -234,13 +234,9 @@ class Program:
         found = [family.forecast for family in self.families.values() if family.forecast is not None]
         return found[-1] if found else None
 
-    def predict(self, measure: Callable[[Sequence[Node]], Mapping[Node, int]]) -> list[Prediction]:
-        """The memory of calls with the newest shape that is known, by device; empty where nothing is planned.
-
-        Args:
-            measure: the workspace of work nodes.
-        """
-        return self._provider.predict(self.forecast, measure) if self.forecast is not None else []
+    def predict(self) -> list[Prediction]:
+        """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
+        return self._provider.predict(self.forecast) if self.forecast is not None else []
 
     def release(self) -> None:
         """End every recording, but those that another call uses at this moment; the next call records anew."""

@@ -17,7 +17,7 @@ from ..plan import MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Tak
 from .device_graph import runtime_for
 from .links import LINKS
 from .memory import ARENAS, Arena, reach, tensors_in
-from .torch_functions import TorchFunctions
+from .torch_functions import Allocations, TorchFunctions
 from .turn import Call
 
 # How many times what anybody needs an arena may be large.
@@ -34,11 +34,13 @@ class Planners:
         plan: plans one recording, in what is free, and verifies the plan; it may be told what to try.
         plan_pair: what to try for two programs, of which the second gets what the first saves.
         predict: the memory of one program, or of two that are planned together.
+        measure: bytes that work nodes allocate beyond what they return, found by running some of them.
     """
 
     plan: Callable[[Planned, TakenIn, Suggestion | None], MemoryPlan]
     plan_pair: Callable[[Planned, Planned, Mapping[int, Sequence[Node]]], tuple[Suggestion, Suggestion]]
-    predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]], Mapping[Node, int]], list[Prediction]]
+    predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]]], list[Prediction]]
+    measure: Callable[[Sequence[Node], Allocations], Mapping[Node, int]]
 
 
 @dataclass(eq=False)
@@ -86,6 +88,8 @@ class Provider:
     # Inputs of which an operator may read what lies before their first element, and that operator.
     whole_storage: Mapping[Node, str] = field(default_factory=dict)
     max_memory: int = 0
+    # Of work nodes, at the sizes that the program was compiled for.
+    _workspace: Mapping[Node, int] | None = None
 
     def expect(
         self, plan: ProgramPlan, inputs: Sequence[Any], moved: Collection[int] = ()
@@ -123,19 +127,12 @@ class Provider:
                 ARENAS.expect(device, stream, forecast, arena.placement.size + sum(fed[device].values()))
         return forecast, memory
 
-    def predict(
-        self, forecast: Forecast, measure: Callable[[Sequence[Node]], Mapping[Node, int]]
-    ) -> list[Prediction]:
-        """The memory of a family's calls, with that of the program that gets what they save, by device.
-
-        Args:
-            measure: the workspace of work nodes.
-        """
+    def predict(self, forecast: Forecast) -> list[Prediction]:
+        """The memory of a family's calls, with that of the program that gets what they save, by device."""
         programs, handed_on = [forecast.planned], dict[int, Sequence[Node]]()
         if forecast.successor is not None and (after := forecast.successor[0]()) is not None:
             programs, handed_on = [forecast.planned, after.planned], dict(forecast.successor[1])
-        workspace = measure([node for one in programs for node in one.program.schedule])
-        return self.planners.predict(programs, handed_on, workspace)
+        return self.planners.predict(programs, handed_on)
 
     def hand_out(self, forecast: Forecast, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
         """Note where the outputs of an eager run are, to see who gets them."""
@@ -231,8 +228,11 @@ class Provider:
         self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int], anew: frozenset[int] = frozenset()
     ) -> Planned:
         frozen = runtime_for(plan.device).frozen_addresses
-        places = self._places(inputs, bound) if frozen else {}
-        return Planned(plan, self._numbers(inputs), places, frozen, frozenset() if frozen else anew)
+        if frozen:
+            return Planned(plan, self._numbers(inputs), self._places(inputs, bound))
+        if self._workspace is None:
+            self._workspace = self.planners.measure(plan.schedule, self.functions.allocations)
+        return Planned(plan, self._numbers(inputs), {}, frozen, anew, self._workspace)
 
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         return self.evaluate(dict(zip(self.placeholders, inputs, strict=True)))

@@ -24,6 +24,7 @@ from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .places import Places, copy_tensors, unexpanded
 from .provision import Provision
 from .torch_functions import TorchFunctions
+from .transients import Transients
 from .turn import Call, Turn
 
 # Replays in a row with an input at the same address, after which it is taken to stay there.
@@ -75,7 +76,8 @@ class Recording:
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
         self.plan = request.plan
-        self._turn = Turn()
+        # Who has an arena's turn is alone in everything that was recorded in it.
+        self._turns = tuple(arena.busy for arena in request.arenas.values()) or (Turn(),)
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._constants = constants(self.plan.graph)
         self.eager_reasons: dict[int, str] = {}
@@ -100,6 +102,7 @@ class Recording:
         # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
+        self._transients = Transients(self.plan, request.memory)
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
@@ -126,6 +129,7 @@ class Recording:
         finally:
             recording._as_seen.clear()
             recording._clear_registers()
+            recording._transients.empty()
         return recording, outputs
 
     def _assign_registers(self) -> None:
@@ -157,7 +161,7 @@ class Recording:
         seen: set[int] = set()
         for partition in self.plan.partitions:
             named = self.plan.facts.named_in(partition.nodes)
-            for index in sorted((named & self.request.memory.anew) - seen):
+            for index in sorted((named & self.request.memory.made_at_calls) - seen):
                 found.setdefault(partition.index, []).append(self.plan.facts.storages[index].node)
             seen |= named
         return found
@@ -202,24 +206,27 @@ class Recording:
         return [
             s
             for s in self.plan.facts.storages
-            if s.origin is Origin.ALLOCATION and s.index in memory.sizes and s.index not in memory.anew
+            if s.origin is Origin.ALLOCATION and s.index in memory.sizes and s.index not in memory.made_at_calls
         ]
 
     def _take_memory(self) -> None:
         memory = self.request.memory
         for storage in self.plan.facts.storages:
-            if storage.origin is not Origin.ALLOCATION or storage.index in memory.anew:
+            if storage.origin is not Origin.ALLOCATION or storage.index in memory.made_at_calls:
                 continue  # an input's place is laid out when the input is seen
             options: Any = storage.node.kwargs
-            if storage.index in memory.location:
+            if storage.index in memory.location or storage.index in memory.transient:
                 planned, layout = self._planned(storage.index), self._layout(storage.node)
                 self._memory[storage.node] = tensor_over(planned, layout[0], layout[1], options["dtype"])
-                self._place_of[planned._cdata] = memory.location[storage.index]
+                if storage.index in memory.location:
+                    self._place_of[planned._cdata] = memory.location[storage.index]
             elif storage.index in memory.sizes:
                 self._memory[storage.node] = torch.empty_strided(*self._layout(storage.node), **options)
 
     def _planned(self, index: int) -> torch.UntypedStorage:
         """A storage of its own where the plan wants it."""
+        if index in self._transients.storages:
+            return self._transients.storages[index]
         device, offset = self.request.memory.location[index]
         return self.request.arenas[device].storage(offset, self.request.memory.sizes[index])
 
@@ -233,6 +240,7 @@ class Recording:
         common.update(self._take_inputs(inputs))
         known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
+            self._transients.fill()  # views of them are made while a partition is built
             if partition.verdict is Verdict.CAPTURED:
                 self._capture(partition, known)
             else:
@@ -394,7 +402,8 @@ class Recording:
 
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
         last = {node for node, index in self._last_reader.items() if index == partition.index}
-        builder = FlatBuilder(bound, {n: i for n, i in self._registers.items() if n not in bound}, last)
+        registers = {n: i for n, i in self._registers.items() if n not in bound}
+        builder = FlatBuilder(bound, registers, last, self._transients.before, self._transients.after)
         builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
         return builder.build()
 
@@ -481,14 +490,15 @@ class Recording:
 
     def take(self, call: Call) -> bool:
         """Take the recording and its arenas for one call; False when another call uses one, or it has ended."""
-        arenas = self.request.arenas.values()
-        return self._turn.take(call) and all(arena.busy.take(call) for arena in arenas) and not self.ended
+        for turn in self._turns:
+            if not turn.take(call):
+                return False
+        return not self.ended
 
     def give(self, call: Call) -> None:
         """Give back what ``call`` has of them."""
-        for arena in self.request.arenas.values():
-            arena.busy.give(call)
-        self._turn.give(call)
+        for turn in self._turns:
+            turn.give(call)
 
     def same_addresses(self, inputs: list[Any]) -> bool:
         """Whether every bound input is where it was."""
@@ -553,6 +563,9 @@ class Recording:
             for step in self._steps:
                 step()
             return self._hand_out(inputs)
+        except BaseException:
+            self._transients.empty()
+            raise
         finally:
             r[:] = self._blank
 

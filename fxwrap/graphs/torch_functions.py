@@ -41,6 +41,9 @@ def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.Untype
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
+Allocations = Callable[[Callable[[], Any]], Sequence[int] | None]
+
+
 @dataclass(frozen=True)
 class TorchFunctions:
     """
@@ -52,6 +55,8 @@ class TorchFunctions:
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
         nobody_else_has: ``(inputs, positions)``: whether nobody but the caller has these inputs.
+        allocations: runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in
+            order, before its result was freed. None if that cannot be told at the moment.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
@@ -60,4 +65,5 @@ class TorchFunctions:
     storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = _storage_at
     lay_out: Callable[..., torch.Tensor] = _lay_out
     nobody_else_has: Callable[[list[Any], Sequence[int]], bool] = nobody_else_has
+    allocations: Allocations = lambda run: None
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

@@ -27,7 +27,6 @@ from ..owner import Owner, live_owners
 from ..passes.symbols import bytes_expression
 from ..passes.verdicts import is_work
 from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, StorageFacts, Verdict
-from .workspace import measure_workspace
 
 _WIDTH = 118
 
@@ -58,20 +57,12 @@ class GraphReport:
 
     @property
     def predicted(self) -> tuple[Prediction, ...]:
-        """``predict()``."""
-        return self.predict()
-
-    def predict(self, workspace: bool = False) -> tuple[Prediction, ...]:
         """The memory of the newest shape that is known, by device: that of a forward is with its backward, as soon as
-        that has run, and that of a backward is with its forward.
-
-        Args:
-            workspace: also measure, on the CPU, what library calls take for themselves: each runs twice on zeros.
-        """
+        that has run, and that of a backward is with its forward."""
         forecast = self.program.forecast
         if forecast is None or forecast.follows:
             return ()
-        return tuple(self.program.predict(measure_workspace if workspace else lambda nodes: {}))
+        return tuple(self.program.predict())
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

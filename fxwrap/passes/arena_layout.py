@@ -14,6 +14,8 @@ from ..packing import Buffer, Placement, plan_memory
 _ROOM = (1.0, 1.003, 1.01, 1.02, 1.04, 1.08, 1.16, 1.3)
 # Placements tried, times buffers, at most: larger programs are tried in fewer ways.
 _EFFORT = 40_000
+# Seconds for a better layout, where the first one is above the lower bound: rare, and milliseconds are mostly enough.
+SEARCH_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def lay_out_arena(
     stacked = problem.placement(problem.on_a_stack(outputs))
     if stacked.size == stacked.lower_bound:
         return stacked
-    free = plan_memory(buffers, alignment)
+    free = plan_memory(buffers, alignment, SEARCH_S)
     return free if free.size < stacked.size else stacked
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import nodes_in, output_node
+from ..host_graph import nodes_in, only_computes, output_node
 from ..packing import Buffer, Placement, plan_memory
 from ..plan import (
     ArenaPlan,
@@ -25,7 +25,8 @@ from ..plan import (
     Taken,
     Verdict,
 )
-from .arena_layout import Fixed, fits, lay_out_arena, most_alive
+from .arena_layout import SEARCH_S, Fixed, fits, lay_out_arena, most_alive
+from .residency import choose_anew
 from .symbols import concrete, hint, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
@@ -64,7 +65,8 @@ def plan_program(
         arenas[device] = ArenaPlan(device, buffers, found.placements[device], alignment, plain, there[device])
         location.update({index: (device, offsets[b.name]) for index, b in items if b.name in buffers})
     anew_indices = frozenset(i for items in needs.planned.values() for i, b in items if b.name in found.anew)
-    return MemoryPlan(arenas, location, needs.outputs, needs.sizes, anew_indices)
+    transient = {} if planned.frozen else _transient(planned.program, anew_indices - needs.handed_out)
+    return MemoryPlan(arenas, location, needs.outputs, needs.sizes, anew_indices, transient)
 
 
 def plan_pair(
@@ -83,7 +85,7 @@ def plan_pair(
     chain = _Chain.of([_Needs.of(first), _Needs.of(second)], handed_on)
     placements = {}
     for device, items in chain.planned.items():
-        placements[device] = plan_memory((b for b in items if b.name not in chain.anew), _alignment(device))
+        placements[device] = plan_memory((b for b in items if b.name not in chain.anew), _alignment(device), SEARCH_S)
 
     def half(which: str) -> Suggestion:
         def own(name: str) -> bool:
@@ -98,23 +100,13 @@ def plan_pair(
     return half("0"), half("1")
 
 
-def predict_memory(
-    programs: Sequence[Planned],
-    handed_on: Mapping[int, Sequence[Node]],
-    workspace: Mapping[Node, int] | None = None,
-) -> list[Prediction]:
+def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence[Node]]) -> list[Prediction]:
     """The memory of a program, or of two that are planned together, by device.
 
     Args:
         handed_on: inputs of the second program by storage of the first.
-        workspace: bytes that work nodes allocate beyond what they return, as far as they are known.
     """
     chain = _Chain.of([_Needs.of(program) for program in programs], handed_on)
-    work = [(number, node) for number, one in enumerate(programs) for node in (*one.program.schedule, None)]
-    for step, (number, node) in enumerate(work):
-        if node is not None and (nbytes := (workspace or {}).get(node)):
-            taken = Buffer(f"{number}{node.name} workspace", nbytes, step, step + 1)
-            chain.beside.setdefault(programs[number].program.device, []).append(taken)
     found = []
     for device in {**chain.planned, **chain.beside}:
         alignment = _alignment(device)
@@ -124,7 +116,7 @@ def predict_memory(
         found.append(
             Prediction(
                 device,
-                arena=plan_memory(inside, alignment).size,
+                arena=plan_memory(inside, alignment, SEARCH_S).size,
                 anew=_most_alive(anew),
                 operators=_most_alive(beside),
                 outside=_most_alive([*anew, *beside]),
@@ -162,7 +154,8 @@ class _Chain:
         begin = 0
         for number, own in enumerate(needs):
             after = needs[number + 1] if number + 1 < len(needs) else None
-            for found, items in ((planned, own.planned), (beside, own.beside)):
+            both: Any = ((planned, own.planned), (beside, own.beside))
+            for found, items in both:
                 for device, buffers in items.items():
                     for index, b in buffers:
                         end = b.end
@@ -172,39 +165,13 @@ class _Chain:
             begin += own.end
         asked = {f"{number}{name}" for number, own in enumerate(needs) for name in own.asked}
         movable = {f"{number}{name}" for number, own in enumerate(needs) for name in own.movable}
-        budget = max((own.budget for own in needs), default=1.0)
-        return cls(planned, beside, _anew(planned, beside, asked, movable, budget), begin)
-
-
-def _anew(
-    planned: Mapping[torch.device, Sequence[Buffer]],
-    beside: Mapping[torch.device, Sequence[Buffer]],
-    asked: Collection[str],
-    movable: Collection[str],
-    budget: float,
-) -> frozenset[str]:
-    """Names of the storages that are allocated when they are needed.
-
-    An arena is there all the time, and what operators allocate themselves comes on top::
-
-        arena    a a a a a a          a anew     . . . . . .
-        beside   . . . . x x            ->       a a a a x x         max + max falls to what is alive at most
-
-    Args:
-        asked: to be allocated when needed in any case.
-        movable: what may be.
-        budget: how many times the memory an arena may take: it is faster where every call would allocate anew.
-    """
-    moved = set(asked)
-    for device in planned:
-        choices = []
-        for anew in ({*asked}, {*asked, *movable}):
-            inside = [b for b in planned[device] if b.name not in anew]
-            outside = [*beside.get(device, ()), *(b for b in planned[device] if b.name in anew)]
-            choices.append(_most_alive(inside) + _most_alive(outside))
-        if budget * choices[1] < choices[0]:
-            moved.update(b.name for b in planned[device] if b.name in movable)
-    return frozenset(moved)
+        frozen = any(own.frozen for own in needs)
+        anew = frozenset[str]()
+        for device, buffers in planned.items():
+            # What the pool of graphs gives is aligned, too.
+            unit = _alignment(device)
+            anew |= choose_anew(buffers, beside.get(device, ()), unit, unit if frozen else 1, movable, asked)
+        return cls(planned, beside, anew, begin)
 
 
 def _stays(planned: Planned, handed_out: frozenset[int]) -> frozenset[int]:
@@ -229,6 +196,18 @@ def _stays(planned: Planned, handed_out: frozenset[int]) -> frozenset[int]:
     )
 
 
+def _transient(program: ProgramPlan, anew: frozenset[int]) -> dict[int, tuple[int, int]]:
+    """Which storages that are not handed out need memory in some steps only, and in which."""
+    found: dict[int, tuple[int, int]] = {}
+    kept = set(program.facts.named_in(n for p in program.partitions if p.index in program.compiled for n in p.nodes))
+    for step, node in enumerate(program.schedule):
+        named = program.facts.named_in([node]) & anew
+        found.update({index: (found.get(index, (step, step))[0], step + 1) for index in named})
+        if not only_computes(node):
+            kept |= named
+    return {index: steps for index, steps in found.items() if index not in kept}
+
+
 def _allowed(suggestion: Suggestion, needs: _Needs, fixed: Mapping[torch.device, Sequence[Fixed]]) -> bool:
     for device, items in needs.planned.items():
         buffers = [b for _, b in items if b.name not in suggestion.anew]
@@ -250,23 +229,24 @@ class _Needs:
 
     Attributes:
         planned: storages to place, by device.
-        beside: what operators allocate themselves, as far as sizes were known when the program was compiled.
+        beside: what operators allocate themselves, as far as sizes were known when the program was compiled; None for
+            what is no storage.
         asked: names of what shall be allocated when it is needed.
         movable: names of what may be. A graph that freezes addresses frees and allocates within a captured partition.
-        budget: how many times the memory of storages that are allocated when needed an arena may take.
+        frozen: whether graphs freeze addresses.
         end: the step after the last.
     """
 
     facts: StorageFacts
     planned: Mapping[torch.device, list[tuple[int, Buffer]]]
-    beside: Mapping[torch.device, list[tuple[int, Buffer]]]
+    beside: Mapping[torch.device, list[tuple[int | None, Buffer]]]
     sizes: Mapping[int, int]
     outputs: frozenset[int]
     handed_out: frozenset[int]
     ranges: Mapping[int, tuple[int, int]]
     asked: frozenset[str]
     movable: frozenset[str]
-    budget: float
+    frozen: bool
     end: int
 
     def end_of(self, taken: Taken) -> int:
@@ -317,22 +297,27 @@ class _Needs:
                 continue
             buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
             items[device].append((storage.index, buffer))
-        beside = _beside(program, ranges, handed_out, end)
+        beside = _beside(planned, ranges, handed_out, end)
         stays = _stays(planned, handed_out)
         free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
         asked = frozenset(name for index, name in free.items() if index in planned.anew)
-        budget = 1.0 if planned.frozen else program.cut.peak_budget
         movable = frozenset(free.values())
-        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, budget, end)
+        return cls(
+            program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, planned.frozen, end
+        )
 
 
 def _beside(
-    program: ProgramPlan, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
-) -> dict[torch.device, list[tuple[int, Buffer]]]:
-    """What operators allocate themselves, from the call that does to the last use."""
+    planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
+    """What operators allocate themselves: results, from the call that makes them to the last use, and workspace."""
+    program = planned.program
     steps = {node: step for step, node in enumerate(program.schedule)}
     sizes = hinted_sizes(program.facts)
-    found: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+    found: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
+    for node, nbytes in planned.workspace.items():
+        buffer = Buffer(f"{node.name} workspace", nbytes, steps[node], steps[node] + 1)
+        found[program.device].append((None, buffer))
     for storage in program.facts.storages:
         if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
             begin = steps[storage.node]

@@ -106,6 +106,7 @@ def verify_memory(
     end = len(schedule) + 1
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
+    _check_transient(memory, schedule, facts, plan, handed_out)
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:
@@ -139,6 +140,29 @@ def verify_memory(
     for device, items in placed.items():
         others = _others(memory, plan.arenas[device].taken, spans, handed_out, end)
         _check_overlap([*items, *others], schedule)
+
+
+def _check_transient(
+    memory: _Memory, schedule: Sequence[Node], facts: StorageFacts, plan: MemoryPlan, handed_out: Collection[_Root]
+) -> None:
+    """Storages that have memory in some steps are named in these only, and by nobody who may keep them."""
+    for index, (begin, end) in plan.transient.items():
+        storage = facts.storages[index]
+        root = (storage.node, storage.element)
+        if root in handed_out or index in plan.location:
+            raise PlanError(
+                f"plan: {storage.name} has memory in steps {begin} to {end - 1} only",
+                expected="an allocation that is not handed out",
+                got="an output" if root in handed_out else "a place in an arena",
+            )
+        for step, node in enumerate(schedule):
+            if root in memory.touched(node) | memory.roots(node) and not begin <= step < end:
+                raise PlanError(
+                    f"plan: {storage.name} has no memory at step {step}, {line_of(node)}",
+                    expected=f"memory in steps {step} and {begin} to {end - 1}",
+                    got=f"steps {begin} to {end - 1}",
+                    remedy="this is a bug in fxwrap; please report the graph",
+                )
 
 
 def _others(

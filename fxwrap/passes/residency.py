@@ -1,0 +1,149 @@
+"""PLAN: which storages have a place in an arena, and which are allocated when they are needed.
+
+An arena is there all the time, and what operators allocate themselves comes on top. Where the two are large at
+different steps, both together take more than is ever alive at one time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..packing import Buffer
+
+# Sizes of the arena that are tried, and the product of storages and steps up to which they are.
+_TRIED = 32
+_EFFORT = 4_000_000
+
+
+def choose_anew(
+    buffers: Sequence[Buffer],
+    beside: Sequence[Buffer],
+    alignment: int,
+    beside_alignment: int,
+    movable: Collection[str],
+    asked: Collection[str] = (),
+) -> frozenset[str]:
+    """Names of the buffers that are allocated when they are needed: the fewest found with which least is taken.
+
+    ::
+
+        arena    a a a a a a        b anew     a a a a a a
+        arena    . b b . . .          ->
+        beside   . . . . x x                   . b b . x x       max + max falls to what is alive at most
+
+    A few sizes of the arena are tried. As long as it is fuller, a buffer moves out: one that raises least what is
+    most beside the arena, and of these the one that empties it most. Every allocation costs time, about half a
+    microsecond on a CPU, so that of what takes least memory the choice is the one that moves fewest.
+
+    Args:
+        beside: what lives outside of the arena anyway, and when.
+        alignment: bytes; in an arena sizes are rounded up to it.
+        beside_alignment: bytes; to what sizes are rounded up of what is allocated when it is needed.
+        movable: names of the buffers that may be allocated when they are needed.
+        asked: names of movable buffers that shall be allocated anew in any case.
+    """
+    every = [*buffers, *beside]
+    inside, outside = ([-(-b.size // unit) * unit for b in every] for unit in (alignment, beside_alignment))
+    # Sizes that an arena rounds up are better outside, if it comes to the last byte.
+    uneven = {
+        b.name for b, one, other in zip(every, inside, outside, strict=True) if one != other and b.name in movable
+    }
+    starts = [_Profile.of(buffers, beside, inside, outside, {*asked, *more}) for more in ((), uneven)]
+    found = [*starts, _Profile.of(buffers, beside, inside, outside, {*asked, *movable})]
+    if len(buffers) * len(starts[0].inside) <= _EFFORT:
+        alive = max(_alive(every, outside), default=0)
+        may_move = [i for i, b in enumerate(buffers) if b.name in movable]
+        for start in starts:
+            found += start.with_smaller_arenas(may_move, alive, alignment)
+    best = min(found, key=lambda one: (one.total, len(one.moved)))
+    return frozenset(buffers[i].name for i in best.moved)
+
+
+@dataclass
+class _Profile:
+    """Bytes at each step, in the arena and beside it, and which buffers are beside it.
+
+    Attributes:
+        in_arena, when_needed: sizes of the buffers.
+    """
+
+    buffers: Sequence[Buffer]
+    in_arena: Sequence[int]
+    when_needed: Sequence[int]
+    inside: list[int]
+    outside: list[int]
+    moved: set[int]
+
+    @classmethod
+    def of(
+        cls,
+        buffers: Sequence[Buffer],
+        beside: Sequence[Buffer],
+        in_arena: Sequence[int],
+        when_needed: Sequence[int],
+        anew: Collection[str],
+    ) -> _Profile:
+        """The sizes are those of ``buffers`` and of ``beside``."""
+        count, every = len(buffers), [*buffers, *beside]
+        inside = _alive(every, [*in_arena[:count], *[0] * len(beside)])
+        outside = _alive(every, [*[0] * count, *when_needed[count:]])
+        profile = cls(buffers, in_arena, when_needed, inside, outside, set())
+        for i, buffer in enumerate(buffers):
+            if buffer.name in anew:
+                profile._move(i)
+        return profile
+
+    @property
+    def total(self) -> int:
+        return max(self.inside, default=0) + max(self.outside, default=0)
+
+    def with_smaller_arenas(self, movable: Sequence[int], alive: int, alignment: int) -> Iterator[_Profile]:
+        """This profile with buffers moved out.
+
+        Args:
+            alive: bytes that are alive at most: what cannot be improved upon.
+        """
+        largest = alive - max(self.outside, default=0)
+        if self.total <= alive:
+            return
+        # Denser where the arena is large: there fewest move.
+        tried = {int(largest * (1 - (k / _TRIED) ** 2)) // alignment * alignment for k in range(_TRIED)}
+        for limit in sorted(tried, reverse=True):
+            profile = replace(self, inside=self.inside[:], outside=self.outside[:], moved=set(self.moved))
+            if profile._empty_down_to(limit, alive - limit, movable):
+                yield profile
+
+    def _empty_down_to(self, limit: int, room: int, movable: Sequence[int]) -> bool:
+        """Move buffers out until the arena needs no more than ``limit``; False if it always will."""
+        while (over := max(self.inside) - limit) > 0:
+            step = self.inside.index(over + limit)
+            there = [i for i in movable if i not in self.moved and self._has(i, step)]
+            if not there:
+                return False
+            self._move(min(there, key=lambda i: (max(room, self._outside_with(i)), -min(self.in_arena[i], over), i)))
+        return True
+
+    def _has(self, i: int, step: int) -> bool:
+        return self.in_arena[i] > 0 and self.buffers[i].begin <= step < self.buffers[i].end
+
+    def _outside_with(self, i: int) -> int:
+        buffer = self.buffers[i]
+        return max(self.outside[buffer.begin : buffer.end]) + self.when_needed[i]
+
+    def _move(self, i: int) -> None:
+        buffer = self.buffers[i]
+        for step in range(buffer.begin, buffer.end):
+            self.inside[step] -= self.in_arena[i]
+            self.outside[step] += self.when_needed[i]
+        self.moved.add(i)
+
+
+def _alive(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[int]:
+    """Bytes at each step."""
+    change = [0] * (max((buffer.end for buffer in buffers), default=0) + 1)
+    for buffer, size in zip(buffers, sizes, strict=True):
+        change[buffer.begin] += size
+        change[buffer.end] -= size
+    return list(itertools.accumulate(change[:-1]))
