@@ -257,7 +257,7 @@ def main() -> None:
             ]
             table.add_row(*row, f"{ours['worst']:.3f}", str(ours["replays"]))
             print(" ".join(row), f"{ours['worst']:.3f}", ours["replays"], file=sys.stderr, flush=True)
-    Console().print(table)
+    Console(width=120).print(table)
     print(f"needs more than Inductor: {', '.join(worse) or 'none'}")
     sys.exit(bool(worse))
 

@@ -120,7 +120,8 @@ class Recording:
         try:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                recording._take_memory()
+                with recording._transients.filled():
+                    recording._take_memory()
                 recording._record(inputs)
             # Only now, with everything temporary gone, does a use count tell who else holds an output.
             recording._as_seen.clear()
@@ -240,7 +241,6 @@ class Recording:
         common.update(self._take_inputs(inputs))
         known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
-            self._transients.fill()  # views of them are made while a partition is built
             if partition.verdict is Verdict.CAPTURED:
                 self._capture(partition, known)
             else:
@@ -404,8 +404,9 @@ class Recording:
         last = {node for node, index in self._last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.items() if n not in bound}
         builder = FlatBuilder(bound, registers, last, self._transients.before, self._transients.after)
-        builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
-        return builder.build()
+        with self._transients.filled():  # views of them are made
+            builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
+            return builder.build()
 
     def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
         """Build the function that hands out the outputs, and start watching their storages."""

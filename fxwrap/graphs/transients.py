@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -30,27 +31,30 @@ class Transients:
 
     def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self._fill: list[Callable[[], object]] = []
-        self._empty: list[Callable[[], object]] = []
+        self._sizes: dict[int, int] = {}
         before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
         after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
         for index, (begin, end) in memory.transient.items():
-            storage = torch.UntypedStorage(memory.sizes[index])
-            self.storages[index] = storage
-            fill, empty = functools.partial(storage.resize_, storage.nbytes()), functools.partial(storage.resize_, 0)
-            before[program.schedule[begin]].append(fill)
-            after[program.schedule[end - 1]].append(empty)
-            self._fill.append(fill)
-            self._empty.append(empty)
+            self.storages[index] = storage = torch.UntypedStorage(0)
+            self._sizes[index] = memory.sizes[index]
+            before[program.schedule[begin]].append(functools.partial(storage.resize_, memory.sizes[index]))
+            after[program.schedule[end - 1]].append(functools.partial(storage.resize_, 0))
         self.before: Mapping[Node, Sequence[Callable[[], object]]] = dict(before)
         self.after: Mapping[Node, Sequence[Callable[[], object]]] = dict(after)
 
-    def fill(self) -> None:
-        """Give all of them memory."""
-        for fill in self._fill:
-            fill()
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """All have memory, for tensors over them to be made; nobody touches it, so that no page of it is there."""
+        without = [index for index, storage in self.storages.items() if not storage.nbytes()]
+        try:
+            for index in without:
+                self.storages[index].resize_(self._sizes[index])
+            yield
+        finally:
+            for index in without:
+                self.storages[index].resize_(0)
 
     def empty(self) -> None:
         """Take the memory of all of them back."""
-        for empty in self._empty:
-            empty()
+        for storage in self.storages.values():
+            storage.resize_(0)
