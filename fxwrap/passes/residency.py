@@ -44,6 +44,8 @@ def choose_anew(
         movable: names of the buffers that may be allocated when they are needed.
         asked: names of movable buffers that shall be allocated anew in any case.
     """
+    if not beside:
+        return frozenset(asked)  # an arena takes what is alive, but for rounding
     every = [*buffers, *beside]
     inside, outside = ([-(-b.size // unit) * unit for b in every] for unit in (alignment, beside_alignment))
     # Sizes that an arena rounds up are better outside, if it comes to the last byte.
