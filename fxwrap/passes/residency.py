@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from ..packing import Buffer
 
-# Sizes of the arena that are tried, and the product of storages and steps up to which they are.
+# Sizes of the arena that are tried at most, and what may be spent on them: storages times storages and steps. On a
+# CPU that is half a second.
 _TRIED = 32
-_EFFORT = 4_000_000
+_EFFORT = 8_000_000
 
 
 def choose_anew(
@@ -54,11 +55,11 @@ def choose_anew(
     }
     starts = [_Profile.of(buffers, beside, inside, outside, {*asked, *more}) for more in ((), uneven)]
     found = [*starts, _Profile.of(buffers, beside, inside, outside, {*asked, *movable})]
-    if len(buffers) * len(starts[0].inside) <= _EFFORT:
-        alive = max(_alive(every, outside), default=0)
-        may_move = [i for i, b in enumerate(buffers) if b.name in movable]
-        for start in starts:
-            found += start.with_smaller_arenas(may_move, alive, alignment)
+    alive = max(_alive(every, outside), default=0)
+    may_move = [i for i, b in enumerate(buffers) if b.name in movable]
+    count = min(_TRIED, _EFFORT // max(1, len(buffers) * (len(buffers) + len(starts[0].inside))))
+    for start in starts:
+        found += start.with_smaller_arenas(may_move, alive, alignment, count)
     best = min(found, key=lambda one: (one.total, len(one.moved)))
     return frozenset(buffers[i].name for i in best.moved)
 
@@ -88,21 +89,20 @@ class _Profile:
         anew: Collection[str],
     ) -> _Profile:
         """The sizes are those of ``buffers`` and of ``beside``."""
-        count, every = len(buffers), [*buffers, *beside]
-        inside = _alive(every, [*in_arena[:count], *[0] * len(beside)])
-        outside = _alive(every, [*[0] * count, *when_needed[count:]])
-        profile = cls(buffers, in_arena, when_needed, inside, outside, set())
-        for i, buffer in enumerate(buffers):
-            if buffer.name in anew:
-                profile._move(i)
-        return profile
+        moved = {i for i, buffer in enumerate(buffers) if buffer.name in anew}
+        every, planned = [*buffers, *beside], range(len(buffers))
+        inside = [size if i in planned and i not in moved else 0 for i, size in enumerate(in_arena)]
+        outside = [0 if i in planned and i not in moved else size for i, size in enumerate(when_needed)]
+        return cls(buffers, in_arena, when_needed, _alive(every, inside), _alive(every, outside), moved)
 
     @property
     def total(self) -> int:
         return max(self.inside, default=0) + max(self.outside, default=0)
 
-    def with_smaller_arenas(self, movable: Sequence[int], alive: int, alignment: int) -> Iterator[_Profile]:
-        """This profile with buffers moved out.
+    def with_smaller_arenas(
+        self, movable: Sequence[int], alive: int, alignment: int, count: int
+    ) -> Iterator[_Profile]:
+        """This profile with buffers moved out, for so many sizes of the arena.
 
         Args:
             alive: bytes that are alive at most: what cannot be improved upon.
@@ -111,7 +111,7 @@ class _Profile:
         if self.total <= alive:
             return
         # Denser where the arena is large: there fewest move.
-        tried = {int(largest * (1 - (k / _TRIED) ** 2)) // alignment * alignment for k in range(_TRIED)}
+        tried = {int(largest * (1 - (k / count) ** 2)) // alignment * alignment for k in range(count)}
         for limit in sorted(tried, reverse=True):
             profile = replace(self, inside=self.inside[:], outside=self.outside[:], moved=set(self.moved))
             if profile._empty_down_to(limit, alive - limit, movable):
