@@ -23,13 +23,11 @@ def taken(
     buffers: Sequence[Buffer],
     beside: Sequence[Buffer],
     anew: Collection[str],
-    alignment: int = 64,
-    beside_alignment: int = 1,
 ) -> int:
     """The largest arena and the most beside it."""
-    inside = [(aligned(b.size, alignment), b.begin, b.end) for b in buffers if b.name not in anew]
+    inside = [(aligned(b.size, 64), b.begin, b.end) for b in buffers if b.name not in anew]
     outside = [*beside, *(b for b in buffers if b.name in anew)]
-    return most_alive(inside) + most_alive((aligned(b.size, beside_alignment), b.begin, b.end) for b in outside)
+    return most_alive(inside) + most_alive((b.size, b.begin, b.end) for b in outside)
 
 
 def test_what_is_alive_where_the_arena_is_fullest_moves_out() -> None:
@@ -42,9 +40,9 @@ def test_what_is_alive_where_the_arena_is_fullest_moves_out() -> None:
     """
     buffers = [Buffer("a", 64, 0, 6), Buffer("b", 64, 1, 3)]
     beside = [Buffer("x", 64, 4, 6)]
-    assert choose_anew(buffers, beside, 64, 1, {"a", "b"}) == {"b"}
-    assert choose_anew(buffers, beside, 64, 1, {"a"}) == frozenset()
-    assert choose_anew(buffers, beside, 64, 1, {"a"}, {"a"}) == {"a"}
+    assert choose_anew(buffers, beside, 64, {"a", "b"}) == {"b"}
+    assert choose_anew(buffers, beside, 64, {"a"}) == frozenset()
+    assert choose_anew(buffers, beside, 64, {"a"}, {"a"}) == {"a"}
 
 
 def test_nothing_moves_where_an_arena_takes_what_is_alive() -> None:
@@ -56,17 +54,16 @@ def test_nothing_moves_where_an_arena_takes_what_is_alive() -> None:
         beside   . . x x
     """
     buffers = [Buffer("a", 64, 0, 2), Buffer("b", 128, 2, 4)]
-    assert choose_anew(buffers, [Buffer("x", 64, 2, 4)], 64, 1, {"a", "b"}) == frozenset()
-    assert choose_anew(buffers, [], 64, 1, {"a", "b"}) == frozenset()
-    assert choose_anew([], [Buffer("x", 64, 2, 4)], 64, 1, set()) == frozenset()
+    assert choose_anew(buffers, [Buffer("x", 64, 2, 4)], 64, {"a", "b"}) == frozenset()
+    assert choose_anew(buffers, [], 64, {"a", "b"}) == frozenset()
+    assert choose_anew([], [Buffer("x", 64, 2, 4)], 64, set()) == frozenset()
 
 
 def test_an_arena_rounds_sizes_up() -> None:
     """Four bytes take 64 in the arena, and four outside of it, where nobody else rounds."""
     buffers, beside = [Buffer("a", 64, 0, 2), Buffer("b", 4, 0, 2)], [Buffer("x", 1, 0, 2)]
-    assert choose_anew(buffers, beside, 64, 1, {"a", "b"}) == {"b"}
-    assert choose_anew(buffers, beside, 64, 64, {"a", "b"}) == frozenset()
-    assert choose_anew(buffers, [], 64, 1, {"a", "b"}) == frozenset()
+    assert choose_anew(buffers, beside, 64, {"a", "b"}) == {"b"}
+    assert choose_anew(buffers, [], 64, {"a", "b"}) == frozenset()
 
 
 @st.composite
@@ -79,18 +76,18 @@ def buffers(draw: st.DrawFn, letter: str, most: int) -> list[Buffer]:
 
 
 @PROPERTY
-@given(buffers("a", 9), buffers("x", 4), st.sampled_from([1, 64]), st.data())
+@given(buffers("a", 9), buffers("x", 4), st.data())
 def test_no_more_is_taken_than_with_everything_inside_or_outside(
-    planned: list[Buffer], beside: list[Buffer], unit: int, data: st.DataObject
+    planned: list[Buffer], beside: list[Buffer], data: st.DataObject
 ) -> None:
     names = [b.name for b in planned]
     movable = data.draw(st.sets(st.sampled_from(names))) if names else set()
     asked = data.draw(st.sets(st.sampled_from(sorted(movable)))) if movable else set()
-    found = choose_anew(planned, beside, 64, unit, movable, asked)
+    found = choose_anew(planned, beside, 64, movable, asked)
     assert asked <= found <= movable
-    least = taken(planned, beside, found, 64, unit)
-    assert least <= min(taken(planned, beside, anew, 64, unit) for anew in (asked, movable if beside else asked))
-    if set(names) == movable and unit == 1 and beside:
+    least = taken(planned, beside, found)
+    assert least <= min(taken(planned, beside, anew) for anew in (asked, movable if beside else asked))
+    if set(names) == movable and beside:
         assert least == most_alive((b.size, b.begin, b.end) for b in (*planned, *beside))
 
 
@@ -108,7 +105,7 @@ def test_few_move() -> None:
             for i in range(2)
         ]
         names = [b.name for b in planned]
-        found = choose_anew(planned, beside, 64, 1, names)
+        found = choose_anew(planned, beside, 64, names)
         least = taken(planned, beside, found)
         moved += len(found)
         fewest += next(

@@ -30,7 +30,7 @@ def all_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "choose_anew", _all)
 
 
-def _all(buffers: object, beside: object, unit: int, beside_unit: int, movable: set[str], asked: object) -> frozenset:
+def _all(buffers: object, beside: object, alignment: int, movable: set[str], asked: object) -> frozenset[str]:
     return frozenset(movable)
 
 

@@ -23,7 +23,6 @@ from ..plan import (
     StorageFacts,
     Suggestion,
     Taken,
-    Verdict,
 )
 from .arena_layout import SEARCH_S, Fixed, fits, lay_out_arena, most_alive
 from .residency import choose_anew
@@ -65,7 +64,7 @@ def plan_program(
         arenas[device] = ArenaPlan(device, buffers, found.placements[device], alignment, plain, there[device])
         location.update({index: (device, offsets[b.name]) for index, b in items if b.name in buffers})
     anew_indices = frozenset(i for items in needs.planned.values() for i, b in items if b.name in found.anew)
-    transient = {} if planned.frozen else _transient(planned.program, anew_indices - needs.handed_out)
+    transient = _transient(planned.program, anew_indices - needs.handed_out)
     return MemoryPlan(arenas, location, needs.outputs, needs.sizes, anew_indices, transient)
 
 
@@ -165,35 +164,22 @@ class _Chain:
             begin += own.end
         asked = {f"{number}{name}" for number, own in enumerate(needs) for name in own.asked}
         movable = {f"{number}{name}" for number, own in enumerate(needs) for name in own.movable}
-        frozen = any(own.frozen for own in needs)
         anew = frozenset[str]()
         for device, buffers in planned.items():
-            # What the pool of graphs gives is aligned, too.
-            unit = _alignment(device)
-            anew |= choose_anew(buffers, beside.get(device, ()), unit, unit if frozen else 1, movable, asked)
+            anew |= choose_anew(buffers, beside.get(device, ()), _alignment(device), movable, asked)
         return cls(planned, beside, anew, begin)
 
 
-def _stays(planned: Planned, handed_out: frozenset[int]) -> frozenset[int]:
+def _stays(planned: Planned) -> frozenset[int]:
     """Storages that need memory of the plan."""
-    program, facts = planned.program, planned.program.facts
-    if not planned.frozen:
-        # What a communication works on must live until it is waited for, wherever that is.
-        begun = frozenset[Node]().union(*facts.ends.values())
-        return frozenset[int]().union(*(facts.touched(node) for node in (*begun, *facts.ends)))
-    inside: dict[int, set[int | None]] = defaultdict(set)
-    for partition in program.partitions:
-        captured = partition.verdict is Verdict.CAPTURED and partition.index not in program.compiled
-        for index in facts.named_in(partition.nodes):
-            inside[index].add(partition.index if captured else None)
-    return frozenset(
-        storage.index
-        for storage in facts.storages
-        if storage.index in handed_out
-        or storage.origin is not Origin.ALLOCATION
-        or len(inside[storage.index]) != 1
-        or None in inside[storage.index]
-    )
+    facts = planned.program.facts
+    if planned.frozen:
+        # A captured partition could allocate from the pool of its graph; but that gives whole blocks which earlier
+        # captures have freed, or new ones, and grew by as much as the arena shrank, or more.
+        return frozenset(storage.index for storage in facts.storages)
+    # What a communication works on must live until it is waited for, wherever that is.
+    begun = frozenset[Node]().union(*facts.ends.values())
+    return frozenset[int]().union(*(facts.touched(node) for node in (*begun, *facts.ends)))
 
 
 def _transient(program: ProgramPlan, anew: frozenset[int]) -> dict[int, tuple[int, int]]:
@@ -232,8 +218,7 @@ class _Needs:
         beside: what operators allocate themselves, as far as sizes were known when the program was compiled; None for
             what is no storage.
         asked: names of what shall be allocated when it is needed.
-        movable: names of what may be. A graph that freezes addresses frees and allocates within a captured partition.
-        frozen: whether graphs freeze addresses.
+        movable: names of what may be.
         end: the step after the last.
     """
 
@@ -246,7 +231,6 @@ class _Needs:
     ranges: Mapping[int, tuple[int, int]]
     asked: frozenset[str]
     movable: frozenset[str]
-    frozen: bool
     end: int
 
     def end_of(self, taken: Taken) -> int:
@@ -298,13 +282,11 @@ class _Needs:
             buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
             items[device].append((storage.index, buffer))
         beside = _beside(planned, ranges, handed_out, end)
-        stays = _stays(planned, handed_out)
+        stays = _stays(planned)
         free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
         asked = frozenset(name for index, name in free.items() if index in planned.anew)
         movable = frozenset(free.values())
-        return cls(
-            program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, planned.frozen, end
-        )
+        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, end)
 
 
 def _beside(

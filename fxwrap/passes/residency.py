@@ -22,7 +22,6 @@ def choose_anew(
     buffers: Sequence[Buffer],
     beside: Sequence[Buffer],
     alignment: int,
-    beside_alignment: int,
     movable: Collection[str],
     asked: Collection[str] = (),
 ) -> frozenset[str]:
@@ -41,14 +40,13 @@ def choose_anew(
     Args:
         beside: what lives outside of the arena anyway, and when.
         alignment: bytes; in an arena sizes are rounded up to it.
-        beside_alignment: bytes; to what sizes are rounded up of what is allocated when it is needed.
         movable: names of the buffers that may be allocated when they are needed.
         asked: names of movable buffers that shall be allocated anew in any case.
     """
     if not beside:
         return frozenset(asked)  # an arena takes what is alive, but for rounding
     every = [*buffers, *beside]
-    inside, outside = ([-(-b.size // unit) * unit for b in every] for unit in (alignment, beside_alignment))
+    inside, outside = ([-(-b.size // unit) * unit for b in every] for unit in (alignment, 1))
     # Sizes that an arena rounds up are better outside, if it comes to the last byte.
     uneven = {
         b.name for b, one, other in zip(every, inside, outside, strict=True) if one != other and b.name in movable
