@@ -12,6 +12,10 @@ from torch.fx import GraphModule, Node
 
 from .packing import Buffer, Placement
 
+# Runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in order, before its
+# result was freed; None if that cannot be told at the moment.
+Allocations = Callable[[Callable[[], Any]], Sequence[int] | None]
+
 
 class Verdict(enum.Enum):
     CAPTURED = "captured"

@@ -13,11 +13,11 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, MemoryLimitError
-from ..plan import MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Taken
+from ..plan import Allocations, MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Taken
 from .device_graph import runtime_for
 from .links import LINKS
 from .memory import ARENAS, Arena, reach, tensors_in
-from .torch_functions import Allocations, TorchFunctions
+from .torch_functions import TorchFunctions
 from .turn import Call
 
 # How many times what anybody needs an arena may be large.

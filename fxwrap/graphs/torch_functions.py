@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
+from ..plan import Allocations
 
 
 def _lay_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
@@ -41,9 +42,6 @@ def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.Untype
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-Allocations = Callable[[Callable[[], Any]], Sequence[int] | None]
-
-
 @dataclass(frozen=True)
 class TorchFunctions:
     """
@@ -55,8 +53,7 @@ class TorchFunctions:
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
         nobody_else_has: ``(inputs, positions)``: whether nobody but the caller has these inputs.
-        allocations: runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in
-            order, before its result was freed. None if that cannot be told at the moment.
+        allocations: tells what a function allocates on the CPU.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 

@@ -26,7 +26,7 @@ from ..plan import (
 )
 from .arena_layout import SEARCH_S, Fixed, fits, lay_out_arena, most_alive
 from .residency import choose_anew
-from .symbols import concrete, hint, storage_bytes
+from .symbols import concrete, hinted_layout, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
 _ALIGNMENT = {"cpu": 64}
@@ -338,14 +338,12 @@ def hinted_sizes(facts: StorageFacts) -> dict[int, int]:
     """Bytes of storages at the sizes a program was compiled for; those that only data decides are missing."""
     sizes = {}
     for storage in facts.storages:
-        value = storage.node.meta.get("val")
+        value: Any = storage.node.meta.get("val")
         if storage.element is not None and isinstance(value, (tuple, list)):
             # A loop has storages for what its body hands over, besides those of its results.
             value = value[storage.element] if storage.element < len(value) else None
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            size, stride = [hint(n) for n in value.size()], [hint(n) for n in value.stride()]
-            if None not in size and None not in stride:
-                sizes[storage.index] = storage_bytes(tuple(size), tuple(stride), value.dtype)  # type: ignore[arg-type]
+        if (layout := hinted_layout(value)) is not None:
+            sizes[storage.index] = storage_bytes(*layout, value.dtype)
     return sizes
 
 

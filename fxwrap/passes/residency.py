@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..packing import Buffer
+from .arena_layout import most_alive
 
 # Sizes of the arena that are tried at most, and what may be spent on them: storages times storages and steps. On a
 # CPU that is half a second.
@@ -34,8 +35,8 @@ def choose_anew(
         beside   . . . . x x                   . b b . x x       max + max falls to what is alive at most
 
     A few sizes of the arena are tried. As long as it is fuller, a buffer moves out: one that raises least what is
-    most beside the arena, and of these the one that empties it most. Every allocation costs time, about half a
-    microsecond on a CPU, so that of what takes least memory the choice is the one that moves fewest.
+    most beside the arena, and of these the one that empties it most. Every allocation costs time, so that of what
+    takes least memory the choice is the one that moves fewest.
 
     Args:
         beside: what lives outside of the arena anyway, and when.
@@ -43,17 +44,13 @@ def choose_anew(
         movable: names of the buffers that may be allocated when they are needed.
         asked: names of movable buffers that shall be allocated anew in any case.
     """
-    if not beside:
+    if not beside or not movable:
         return frozenset(asked)  # an arena takes what is alive, but for rounding
-    every = [*buffers, *beside]
-    inside, outside = ([-(-b.size // unit) * unit for b in every] for unit in (alignment, 1))
     # Sizes that an arena rounds up are better outside, if it comes to the last byte.
-    uneven = {
-        b.name for b, one, other in zip(every, inside, outside, strict=True) if one != other and b.name in movable
-    }
-    starts = [_Profile.of(buffers, beside, inside, outside, {*asked, *more}) for more in ((), uneven)]
-    found = [*starts, _Profile.of(buffers, beside, inside, outside, {*asked, *movable})]
-    alive = max(_alive(every, outside), default=0)
+    uneven = {b.name for b in buffers if b.size % alignment and b.name in movable}
+    starts = [_Profile.of(buffers, beside, alignment, {*asked, *more}) for more in ((), uneven)]
+    found = [*starts, _Profile.of(buffers, beside, alignment, {*asked, *movable})]
+    alive = most_alive((b.size, b.begin, b.end) for b in (*buffers, *beside))
     may_move = [i for i, b in enumerate(buffers) if b.name in movable]
     count = min(_TRIED, _EFFORT // max(1, len(buffers) * (len(buffers) + len(starts[0].inside))))
     for start in starts:
@@ -67,31 +64,25 @@ class _Profile:
     """Bytes at each step, in the arena and beside it, and which buffers are beside it.
 
     Attributes:
-        in_arena, when_needed: sizes of the buffers.
+        in_arena: sizes of the buffers, rounded up.
     """
 
     buffers: Sequence[Buffer]
     in_arena: Sequence[int]
-    when_needed: Sequence[int]
     inside: list[int]
     outside: list[int]
     moved: set[int]
 
     @classmethod
     def of(
-        cls,
-        buffers: Sequence[Buffer],
-        beside: Sequence[Buffer],
-        in_arena: Sequence[int],
-        when_needed: Sequence[int],
-        anew: Collection[str],
+        cls, buffers: Sequence[Buffer], beside: Sequence[Buffer], alignment: int, anew: Collection[str]
     ) -> _Profile:
-        """The sizes are those of ``buffers`` and of ``beside``."""
         moved = {i for i, buffer in enumerate(buffers) if buffer.name in anew}
-        every, planned = [*buffers, *beside], range(len(buffers))
-        inside = [size if i in planned and i not in moved else 0 for i, size in enumerate(in_arena)]
-        outside = [0 if i in planned and i not in moved else size for i, size in enumerate(when_needed)]
-        return cls(buffers, in_arena, when_needed, _alive(every, inside), _alive(every, outside), moved)
+        in_arena = [-(-buffer.size // alignment) * alignment for buffer in buffers]
+        steps = max((buffer.end for buffer in (*buffers, *beside)), default=0)
+        inside = _alive([(in_arena[i], b) for i, b in enumerate(buffers) if i not in moved], steps)
+        outside = _alive([(b.size, b) for b in (*(buffers[i] for i in moved), *beside)], steps)
+        return cls(buffers, in_arena, inside, outside, moved)
 
     @property
     def total(self) -> int:
@@ -130,20 +121,20 @@ class _Profile:
 
     def _outside_with(self, i: int) -> int:
         buffer = self.buffers[i]
-        return max(self.outside[buffer.begin : buffer.end]) + self.when_needed[i]
+        return max(self.outside[buffer.begin : buffer.end]) + buffer.size
 
     def _move(self, i: int) -> None:
         buffer = self.buffers[i]
         for step in range(buffer.begin, buffer.end):
             self.inside[step] -= self.in_arena[i]
-            self.outside[step] += self.when_needed[i]
+            self.outside[step] += buffer.size
         self.moved.add(i)
 
 
-def _alive(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[int]:
-    """Bytes at each step."""
-    change = [0] * (max((buffer.end for buffer in buffers), default=0) + 1)
-    for buffer, size in zip(buffers, sizes, strict=True):
+def _alive(buffers: Sequence[tuple[int, Buffer]], steps: int) -> list[int]:
+    """Bytes at each step, of buffers that take so many."""
+    change = [0] * (steps + 1)
+    for size, buffer in buffers:
         change[buffer.begin] += size
         change[buffer.end] -= size
     return list(itertools.accumulate(change[:-1]))

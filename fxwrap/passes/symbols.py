@@ -57,6 +57,15 @@ def hint(number: Any) -> int | None:
     return int(found) if found is not None else None
 
 
+def hinted_layout(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Size and stride that a fake tensor had when the program was compiled; None if data decides one, and for what is
+    no strided tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    size, stride = (tuple(hint(n) for n in numbers) for numbers in (value.size(), value.stride()))
+    return None if None in size or None in stride else (size, stride)  # type: ignore[return-value]
+
+
 def bytes_expression(value: torch.Tensor) -> str:
     """Bytes that a fake tensor reaches, in the symbols of its sizes: ``32*s77``."""
     steps = zip(value.size(), value.stride(), strict=True)

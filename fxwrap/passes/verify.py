@@ -146,19 +146,23 @@ def _check_transient(
     memory: _Memory, schedule: Sequence[Node], facts: StorageFacts, plan: MemoryPlan, handed_out: Collection[_Root]
 ) -> None:
     """Storages that have memory in some steps are named in these only, and by nobody who may keep them."""
+    steps: dict[_Root, tuple[int, int]] = {}
     for index, (begin, end) in plan.transient.items():
         storage = facts.storages[index]
         root = (storage.node, storage.element)
+        steps[root] = begin, end
         if root in handed_out or index in plan.location:
             raise PlanError(
                 f"plan: {storage.name} has memory in steps {begin} to {end - 1} only",
                 expected="an allocation that is not handed out",
                 got="an output" if root in handed_out else "a place in an arena",
             )
-        for step, node in enumerate(schedule):
-            if root in memory.touched(node) | memory.roots(node) and not begin <= step < end:
+    for step, node in enumerate(schedule if steps else ()):
+        for root in steps.keys() & (memory.touched(node) | memory.roots(node)):
+            begin, end = steps[root]
+            if not begin <= step < end:
                 raise PlanError(
-                    f"plan: {storage.name} has no memory at step {step}, {line_of(node)}",
+                    f"plan: {_name(root)} has no memory at step {step}, {line_of(node)}",
                     expected=f"memory in steps {step} and {begin} to {end - 1}",
                     got=f"steps {begin} to {end - 1}",
                     remedy="this is a bug in fxwrap; please report the graph",

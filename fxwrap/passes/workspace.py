@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ..host_graph import Kind, kind_of, only_computes, operator_name
-from .symbols import hint
-
-Allocations = Callable[[Callable[[], Any]], Sequence[int] | None]
+from ..plan import Allocations
+from .symbols import hint, hinted_layout
 
 # They work in memory that their library keeps.
 _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -25,10 +24,6 @@ def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[N
 
     Each kind of call runs once in a process, on zeros of the sizes that the program was compiled for. What cannot be
     run so (custom operators, operands that are no tensors or numbers) is missing, as is all work on accelerators.
-
-    Args:
-        allocations: runs a function and tells what it allocated and freed on the CPU, in order, before its result was
-            freed; None if that cannot be told at the moment.
     """
     kinds: dict[Hashable, list[Node]] = {}
     for node in nodes:
@@ -65,11 +60,9 @@ def _type_of(node: Node) -> torch.dtype | None:
 
 def _description(node: Node) -> Any:
     """Sizes, strides and type of a tensor, the value of a number."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
-        size, stride = ([hint(n) for n in numbers] for numbers in (value.size(), value.stride()))
-        if None not in size and None not in stride:
-            return tuple(size), tuple(stride), value.dtype
+    value: Any = node.meta.get("val")
+    if (layout := hinted_layout(value)) is not None and value.device.type == "cpu":
+        return *layout, value.dtype
     if isinstance(value, (int, torch.SymInt)) and (number := hint(value)) is not None:
         return number
     raise _Unknown
