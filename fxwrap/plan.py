@@ -255,6 +255,21 @@ class ArenaPlan:
 
 
 @dataclass(frozen=True)
+class Slab:
+    """Memory of several storages that is there in steps ``[begin, end)`` only.
+
+    Attributes:
+        size: bytes.
+        offsets: by storage index, in bytes.
+    """
+
+    begin: int
+    end: int
+    size: int
+    offsets: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Where every planned storage of a recording lies.
 
@@ -263,9 +278,8 @@ class MemoryPlan:
         location: storage index -> its device and its offset in that device's arena, in bytes.
         outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
         sizes: concrete sizes in bytes of every storage with an allocation node.
-        anew: storages that are allocated at every call.
-        transient: of these, the ones that nobody can have afterwards, with the steps ``[begin, end)`` that name them:
-            the storage stays, and has memory in these steps only.
+        anew: storages outside of the arenas, which are allocated at every call.
+        slabs: for those of them that nobody can have afterwards: they are named while their slab has memory.
     """
 
     arenas: Mapping[torch.device, ArenaPlan]
@@ -273,12 +287,12 @@ class MemoryPlan:
     outputs: frozenset[int]
     sizes: Mapping[int, int]
     anew: frozenset[int] = frozenset()
-    transient: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    slabs: tuple[Slab, ...] = ()
 
     @property
     def made_at_calls(self) -> frozenset[int]:
         """Storages that are new at every call."""
-        return self.anew - self.transient.keys()
+        return self.anew.difference(*(slab.offsets for slab in self.slabs))
 
     @property
     def size(self) -> int:
@@ -372,7 +386,9 @@ class Suggestion:
     Attributes:
         placements: by device: offsets by name; the size and the lower bound are those of both programs.
         anew: names of storages that are allocated at every call.
+        slabs: what of them shares memory.
     """
 
     placements: Mapping[torch.device, Placement]
     anew: frozenset[str]
+    slabs: tuple[Slab, ...] = ()

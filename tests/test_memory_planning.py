@@ -35,7 +35,7 @@ from fxwrap.host_graph import Kind, kind_of, output_node
 from fxwrap.options import Options
 from fxwrap.passes.memory_planning import live_ranges, output_storages, plan_program, predict_memory
 from fxwrap.passes.symbols import storage_bytes
-from fxwrap.plan import Buffer, MemoryPlan, Planned, ProgramPlan, Taken
+from fxwrap.plan import Buffer, MemoryPlan, Planned, ProgramPlan, Slab, Taken
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_what_lives_beside_operators_is_allocated_when_needed(frozen: bool) -> N
     memory = plan_program(Planned(plan, {}, {}, frozen))
     (index,) = (storage.index for storage in plan.facts.storages if storage.node is a)
     assert memory.anew == (frozenset() if frozen else {index})
-    assert memory.transient == ({} if frozen else {index: (0, 2)})
+    assert memory.slabs == (() if frozen else (Slab(0, 2, 256, {index: 0}),))
     assert memory.size == (320 if frozen else 128)
     (predicted,) = predict_memory([Planned(plan, {}, {}, frozen)], {})
     assert (predicted.arena, predicted.total) == (memory.size, memory.size + 256)

@@ -159,20 +159,23 @@ class Case:
 
     def collision(self, facts: StorageFacts, memory: MemoryPlan) -> str:
         """The first byte that two have in the same step, found by looking at each; empty if there is none."""
-        spans = [
-            (facts.storages[index].node.name, self.life(node), range(offset, offset + self.nbytes(node)))
-            for index, (_, offset) in memory.location.items()
-            for node in (facts.storages[index].node,)
-        ]
+
+        def span(index: int, offset: int) -> tuple[str, range, range]:
+            node = facts.storages[index].node
+            return node.name, self.life(node), range(offset, offset + self.nbytes(node))
+
+        spans = [span(index, offset) for index, (_, offset) in memory.location.items()]
         spans += [(f"taken from {one.low}", self.life_of(one), range(one.low, one.high)) for one in self.taken]
+        slabs = [[span(index, offset) for index, offset in slab.offsets.items()] for slab in memory.slabs]
         for step in range(self.end):
-            owner: dict[int, str] = {}
-            for name, life, bytes_ in spans:
-                if step not in life:
-                    continue
-                for byte in bytes_:
-                    if owner.setdefault(byte, name) != name:
-                        return f"{owner[byte]} and {name} at step {step}, byte {byte}"
+            for space in (spans, *slabs):
+                owner: dict[int, str] = {}
+                for name, life, bytes_ in space:
+                    if step not in life:
+                        continue
+                    for byte in bytes_:
+                        if owner.setdefault(byte, name) != name:
+                            return f"{owner[byte]} and {name} at step {step}, byte {byte}"
         return ""
 
     def planned(self, facts: StorageFacts | None = None) -> Planned:

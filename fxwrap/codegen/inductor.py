@@ -214,7 +214,7 @@ def _torch_functions() -> Any:
 
     return TorchFunctions(
         use_counter=versions.use_counter,
-        same_data_pointers=versions.same_data_pointers,
+        pointer_check=versions.pointer_check,
         storage_at=versions.storage_at,
         lay_out=versions.lay_out,
         allocations=versions.allocations,

@@ -15,6 +15,8 @@ from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
 
+from ..graphs import torch_functions
+
 # What devices are called in C++; where torch has no such table, a device's op overrides say it.
 CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
 
@@ -175,14 +177,16 @@ def use_counter(storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[i
     return lambda: list(map(count, handles))
 
 
-def _same_data_pointers(inputs: Sequence[Any], pointers: Sequence[Any], positions: Sequence[int]) -> bool:
-    addresses = list(map(torch.Tensor.data_ptr, [inputs[position] for position in positions]))
-    return addresses == [pointers[position] for position in positions]
+def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
+    """Makes a function that tells whether ``inputs[p]`` is at ``pointers[p]`` for every ``p`` in ``positions``.
 
-
-# (inputs, pointers, positions) -> whether inputs[p] is at pointers[p] for every p in positions. In C++ where the
-# build has it: CPU builds do not.
-same_data_pointers = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _same_data_pointers)
+    In C++ where the build has it: CPU builds do not.
+    """
+    native: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if native is None:
+        return torch_functions.pointer_check(pointers, positions)
+    expected, chosen = list(pointers), list(positions)
+    return lambda inputs: native(inputs, expected, chosen)
 
 
 # (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are

@@ -18,15 +18,19 @@ _CPU_ALIGNMENT = 64
 
 
 def tensor_over(
-    storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    storage: torch.UntypedStorage,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    offset: int = 0,
 ) -> torch.Tensor:
-    """A tensor that begins where a storage does.
+    """A tensor that begins ``offset`` bytes after a storage does.
 
-    Planned memory has a storage for each of its tensors, so that an operator which counts offsets from the start of
-    the storage finds what it expects, and so that use counts tell who is held.
+    In an arena each planned tensor has a storage of its own, so that an operator which counts offsets from the start
+    of the storage finds what it expects, and so that use counts tell who is held.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, 0, size, stride)  # type: ignore[call-overload]
+    return empty.set_(storage, offset // dtype.itemsize, size, stride)  # type: ignore[call-overload]
 
 
 @dataclass(eq=False)

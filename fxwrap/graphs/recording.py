@@ -23,8 +23,8 @@ from .memory import Arena, reach, tensor_over, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .places import Places, copy_tensors, unexpanded
 from .provision import Provision
+from .slabs import Slabs
 from .torch_functions import TorchFunctions
-from .transients import Transients
 from .turn import Call, Turn
 
 # Replays in a row with an input at the same address, after which it is taken to stay there.
@@ -102,10 +102,12 @@ class Recording:
         # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
-        self._transients = Transients(self.plan, request.memory)
+        self._slabs = Slabs(self.plan, request.memory.slabs)
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
+        # Whether every bound input of a call is where it was.
+        self.same_addresses: Callable[[list[Any]], bool] = lambda inputs: True
         self._assign_registers()
 
     # -- making -----------------------------------------------------------------------------------------
@@ -120,9 +122,12 @@ class Recording:
         try:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                with recording._transients.filled():
+                with recording._slabs.filled():
                     recording._take_memory()
                 recording._record(inputs)
+            if request.bound_inputs:
+                check = request.functions.pointer_check
+                recording.same_addresses = check(recording.bound_addresses, request.bound_inputs)
             # Only now, with everything temporary gone, does a use count tell who else holds an output.
             recording._as_seen.clear()
             recording._start_watching(inputs)
@@ -130,7 +135,7 @@ class Recording:
         finally:
             recording._as_seen.clear()
             recording._clear_registers()
-            recording._transients.empty()
+            recording._slabs.empty()
         return recording, outputs
 
     def _assign_registers(self) -> None:
@@ -216,18 +221,19 @@ class Recording:
             if storage.origin is not Origin.ALLOCATION or storage.index in memory.made_at_calls:
                 continue  # an input's place is laid out when the input is seen
             options: Any = storage.node.kwargs
-            if storage.index in memory.location or storage.index in memory.transient:
-                planned, layout = self._planned(storage.index), self._layout(storage.node)
-                self._memory[storage.node] = tensor_over(planned, layout[0], layout[1], options["dtype"])
-                if storage.index in memory.location:
-                    self._place_of[planned._cdata] = memory.location[storage.index]
+            if storage.index in self._slabs.places:
+                slab, offset = self._slabs.places[storage.index]
+                size, stride = self._layout(storage.node)
+                self._memory[storage.node] = tensor_over(slab, size, stride, options["dtype"], offset)
+            elif storage.index in memory.location:
+                planned, (size, stride) = self._planned(storage.index), self._layout(storage.node)
+                self._memory[storage.node] = tensor_over(planned, size, stride, options["dtype"])
+                self._place_of[planned._cdata] = memory.location[storage.index]
             elif storage.index in memory.sizes:
                 self._memory[storage.node] = torch.empty_strided(*self._layout(storage.node), **options)
 
     def _planned(self, index: int) -> torch.UntypedStorage:
         """A storage of its own where the plan wants it."""
-        if index in self._transients.storages:
-            return self._transients.storages[index]
         device, offset = self.request.memory.location[index]
         return self.request.arenas[device].storage(offset, self.request.memory.sizes[index])
 
@@ -403,8 +409,8 @@ class Recording:
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
         last = {node for node, index in self._last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.items() if n not in bound}
-        builder = FlatBuilder(bound, registers, last, self._transients.before, self._transients.after)
-        with self._transients.filled():  # views of them are made
+        builder = FlatBuilder(bound, registers, last, self._slabs.before, self._slabs.after)
+        with self._slabs.filled():  # views of them are made
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
@@ -501,11 +507,6 @@ class Recording:
         for turn in self._turns:
             turn.give(call)
 
-    def same_addresses(self, inputs: list[Any]) -> bool:
-        """Whether every bound input is where it was."""
-        bound = self.request.bound_inputs
-        return not bound or self.request.functions.same_data_pointers(inputs, self.bound_addresses, bound)
-
     @property
     def own_bytes(self) -> int:
         """Bytes that it keeps beside arenas: what eager work or an operator allocates and captured work reads."""
@@ -565,7 +566,7 @@ class Recording:
                 step()
             return self._hand_out(inputs)
         except BaseException:
-            self._transients.empty()
+            self._slabs.empty()
             raise
         finally:
             r[:] = self._blank

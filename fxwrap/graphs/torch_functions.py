@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,22 +18,31 @@ import torch
 from ..errors import CaptureError
 from ..plan import Allocations
 
+PointerCheck = Callable[[list[Any]], bool]
+_TENSOR: Any = torch.Tensor
+
 
 def _lay_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
     return tensor.detach().as_strided(size, stride, tensor.storage_offset() + offset)
 
 
-def _same_pointers(inputs: list[Any], pointers: list[int], positions: list[int]) -> bool:
-    return all(inputs[p].data_ptr() == pointers[p] for p in positions)
+def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> PointerCheck:
+    """Asked at every call, of a hundred parameters: what can be is looked up beforehand."""
+    expected, pointer_of = [pointers[p] for p in positions], torch.Tensor.data_ptr
+    if len(expected) < 2:  # a getter of one item returns no tuple
+        return lambda inputs: [pointer_of(inputs[p]) for p in positions] == expected
+    chosen = operator.itemgetter(*positions)
+    return lambda inputs: [*map(pointer_of, chosen(inputs))] == expected
 
 
 def nobody_else_has(inputs: list[Any], positions: Sequence[int]) -> bool:
     """Whether some tensors are only in a list that a backward program got from autograd, which waits for it.
 
     A storage's use count tells of other tensors that share it, and these counts of others who have the same one:
-    here the list, autograd's own tuple and the argument of the question are three.
+    here the list, autograd's own tuple, the list below and the argument of the question are four.
     """
-    return all(sys.getrefcount(inputs[p]) <= 3 and inputs[p]._use_count() == 1 for p in positions)
+    asked, use_count = [inputs[p] for p in positions], _TENSOR._use_count
+    return max(map(sys.getrefcount, asked), default=0) <= 4 and max(map(use_count, asked), default=0) <= 1
 
 
 def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
@@ -48,8 +58,8 @@ class TorchFunctions:
     Attributes:
         use_counter: makes a function that tells how many tensors and storage objects share each of some
             storages. None where torch cannot tell: then every output counts as held.
-        same_data_pointers: ``(inputs, pointers, positions)``: whether ``inputs[p]`` is at ``pointers[p]`` for
-            every ``p`` in ``positions``.
+        pointer_check: ``(pointers, positions)``: makes a function that tells whether ``inputs[p]`` is at
+            ``pointers[p]`` for every ``p`` in ``positions``.
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
         nobody_else_has: ``(inputs, positions)``: whether nobody but the caller has these inputs.
@@ -58,7 +68,7 @@ class TorchFunctions:
     """
 
     use_counter: Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]] | None = None
-    same_data_pointers: Callable[[list[Any], list[int], list[int]], bool] = _same_pointers
+    pointer_check: Callable[[Sequence[Any], Sequence[int]], PointerCheck] = pointer_check
     storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = _storage_at
     lay_out: Callable[..., torch.Tensor] = _lay_out
     nobody_else_has: Callable[[list[Any], Sequence[int]], bool] = nobody_else_has

@@ -174,7 +174,7 @@ class _Problem:
             others = ((offsets[j], self.sizes[j]) for j in self.near[i])
             taken = [(offset, offset + size) for offset, size in others if offset is not None and size]
             taken += self.around[i]
-            offsets[i] = _highest_gap(taken, self.sizes[i], top) if i in high else _lowest_gap(taken, self.sizes[i])
+            offsets[i] = _highest_gap(taken, self.sizes[i], top) if i in high else lowest_gap(taken, self.sizes[i])
         return [offset if offset is not None else 0 for offset in offsets]
 
 
@@ -187,7 +187,18 @@ def most_alive(taken: Iterable[tuple[int, int, int]]) -> int:
     return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
 
 
-def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
+def alive_at_steps(taken: Iterable[tuple[int, int, int]], end: int, begin: int = 0) -> list[int]:
+    """Bytes live in each of the steps ``[begin, end)``; of each: bytes, begin, end."""
+    change = [0] * (end - begin + 1)
+    for size, first, stop in taken:
+        if first < end and stop > begin:
+            change[max(first - begin, 0)] += size
+            change[min(stop, end) - begin] -= size
+    return list(itertools.accumulate(change[:-1]))
+
+
+def lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
+    """The lowest offset of so many bytes between spans ``[low, high)``."""
     offset = 0
     for low, high in sorted(taken):
         if low >= offset + size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import nodes_in, only_computes, output_node
+from ..host_graph import control_flow_of, counts_from_storage, nodes_in, only_computes, output_node
 from ..packing import Buffer, Placement, plan_memory
 from ..plan import (
     ArenaPlan,
@@ -20,12 +21,14 @@ from ..plan import (
     Planned,
     Prediction,
     ProgramPlan,
+    Slab,
     StorageFacts,
     Suggestion,
     Taken,
 )
-from .arena_layout import SEARCH_S, Fixed, fits, lay_out_arena, most_alive
+from .arena_layout import SEARCH_S, Fixed, alive_at_steps, fits, lay_out_arena, most_alive
 from .residency import choose_anew
+from .slabs import share_slabs
 from .symbols import concrete, hinted_layout, storage_bytes
 
 # Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
@@ -52,8 +55,9 @@ def plan_program(
     fixed = {device: [Fixed(one.low, one.high, 0, needs.end_of(one)) for one in there[device]] for device in there}
     found = suggestion
     if found is None or not _allowed(found, needs, fixed):
-        anew = frozenset(name[1:] for name in _Chain.of([needs]).anew)
-        found = Suggestion({d: _lay_out(needs, d, anew, fixed[d]) for d in needs.planned}, anew)
+        chain = _Chain.of([needs])
+        anew = frozenset(name[1:] for name in chain.anew)
+        found = Suggestion({d: _lay_out(needs, d, anew, fixed[d]) for d in needs.planned}, anew, chain.slabs[0])
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
     for device, items in needs.planned.items():
@@ -64,8 +68,7 @@ def plan_program(
         arenas[device] = ArenaPlan(device, buffers, found.placements[device], alignment, plain, there[device])
         location.update({index: (device, offsets[b.name]) for index, b in items if b.name in buffers})
     anew_indices = frozenset(i for items in needs.planned.values() for i, b in items if b.name in found.anew)
-    transient = _transient(planned.program, anew_indices - needs.handed_out)
-    return MemoryPlan(arenas, location, needs.outputs, needs.sizes, anew_indices, transient)
+    return MemoryPlan(arenas, location, needs.outputs, needs.sizes, anew_indices, found.slabs)
 
 
 def plan_pair(
@@ -86,17 +89,17 @@ def plan_pair(
     for device, items in chain.planned.items():
         placements[device] = plan_memory((b for b in items if b.name not in chain.anew), _alignment(device), SEARCH_S)
 
-    def half(which: str) -> Suggestion:
+    def half(which: int) -> Suggestion:
         def own(name: str) -> bool:
-            return name.startswith(which)
+            return name.startswith(str(which))
 
         split = {
             device: Placement({n[1:]: o for n, o in p.offsets.items() if own(n)}, p.size, p.lower_bound)
             for device, p in placements.items()
         }
-        return Suggestion(split, frozenset(name[1:] for name in chain.anew if own(name)))
+        return Suggestion(split, frozenset(name[1:] for name in chain.anew if own(name)), chain.slabs[which])
 
-    return half("0"), half("1")
+    return half(0), half(1)
 
 
 def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence[Node]]) -> list[Prediction]:
@@ -138,12 +141,14 @@ class _Chain:
     Attributes:
         beside: what operators allocate themselves.
         anew: names of storages that are allocated at every call.
+        slabs: what of them shares memory, by program, in the program's own steps.
         end: the step after the last.
     """
 
     planned: dict[torch.device, list[Buffer]]
     beside: dict[torch.device, list[Buffer]]
     anew: frozenset[str]
+    slabs: tuple[tuple[Slab, ...], ...]
     end: int
 
     @classmethod
@@ -164,10 +169,27 @@ class _Chain:
             begin += own.end
         asked = {f"{number}{name}" for number, own in enumerate(needs) for name in own.asked}
         movable = {f"{number}{name}" for number, own in enumerate(needs) for name in own.movable}
+        brief = {f"{number}{b.name}" for number, own in enumerate(needs) for b in own.temporaries.values()}
         anew = frozenset[str]()
         for device, buffers in planned.items():
-            anew |= choose_anew(buffers, beside.get(device, ()), _alignment(device), movable, asked)
-        return cls(planned, beside, anew, begin)
+            anew |= choose_anew(buffers, beside.get(device, ()), _alignment(device), movable, asked, movable - brief)
+        outside = [b for found in planned.values() for b in found if b.name in anew]
+        outside += itertools.chain(*beside.values())
+        slabs = _slabs(needs, anew, outside)
+        return cls(planned, beside, anew, slabs, begin)
+
+
+def _slabs(needs: Sequence[_Needs], anew: frozenset[str], outside: Sequence[Buffer]) -> tuple[tuple[Slab, ...], ...]:
+    """What shares memory beside an arena, by program, without more being taken in a chain of programs."""
+    room, first, found = _most_alive(outside), 0, []
+    for number, own in enumerate(needs):
+        buffers = {index: b for index, b in own.temporaries.items() if f"{number}{b.name}" in anew}
+        names = {f"{number}{b.name}" for b in buffers.values()}
+        others = ((b.size, b.begin, b.end) for b in outside if b.name not in names)
+        taken = alive_at_steps(others, first + own.end, first)
+        found.append(share_slabs(buffers, taken, room, _ALIGNMENT["cpu"], own.apart))
+        first += own.end
+    return tuple(found)
 
 
 def _stays(planned: Planned) -> frozenset[int]:
@@ -182,16 +204,24 @@ def _stays(planned: Planned) -> frozenset[int]:
     return frozenset[int]().union(*(facts.touched(node) for node in (*begun, *facts.ends)))
 
 
-def _transient(program: ProgramPlan, anew: frozenset[int]) -> dict[int, tuple[int, int]]:
-    """Which storages that are not handed out need memory in some steps only, and in which."""
+def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
+    """Allocated storages that nobody can have after a call, and the steps in which they are named."""
     found: dict[int, tuple[int, int]] = {}
     kept = set(program.facts.named_in(n for p in program.partitions if p.index in program.compiled for n in p.nodes))
+    kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
     for step, node in enumerate(program.schedule):
-        named = program.facts.named_in([node]) & anew
+        named = program.facts.named_in([node])
         found.update({index: (found.get(index, (step, step))[0], step + 1) for index in named})
         if not only_computes(node):
             kept |= named
     return {index: steps for index, steps in found.items() if index not in kept}
+
+
+def _counted_from(program: ProgramPlan) -> frozenset[int]:
+    """Storages from the start of which an operator may count."""
+    nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
+    operands = (operand for node in nodes for operand in node.all_input_nodes)
+    return frozenset[int]().union(*(program.facts.of.get(operand, frozenset()) for operand in operands))
 
 
 def _allowed(suggestion: Suggestion, needs: _Needs, fixed: Mapping[torch.device, Sequence[Fixed]]) -> bool:
@@ -219,6 +249,8 @@ class _Needs:
             what is no storage.
         asked: names of what shall be allocated when it is needed.
         movable: names of what may be.
+        temporaries: of these, what nobody can have after a call, in the steps that name them.
+        apart: of these, what an operator works on that counts from the start of a storage.
         end: the step after the last.
     """
 
@@ -231,6 +263,8 @@ class _Needs:
     ranges: Mapping[int, tuple[int, int]]
     asked: frozenset[str]
     movable: frozenset[str]
+    temporaries: Mapping[int, Buffer]
+    apart: frozenset[int]
     end: int
 
     def end_of(self, taken: Taken) -> int:
@@ -285,8 +319,25 @@ class _Needs:
         stays = _stays(planned)
         free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
         asked = frozenset(name for index, name in free.items() if index in planned.anew)
-        movable = frozenset(free.values())
-        return cls(program.facts, items, beside, sizes, outputs, handed_out, ranges, asked, movable, end)
+        temporaries = {
+            index: Buffer(free[index], sizes[index], *steps)
+            for index, steps in _temporaries(program).items()
+            if index in free
+        }
+        return cls(
+            program.facts,
+            items,
+            beside,
+            sizes,
+            outputs,
+            handed_out,
+            ranges,
+            asked,
+            frozenset(free.values()),
+            temporaries,
+            _counted_from(program),
+            end,
+        )
 
 
 def _beside(

@@ -6,12 +6,11 @@ different steps, both together take more than is ever alive at one time.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..packing import Buffer
-from .arena_layout import most_alive
+from .arena_layout import alive_at_steps, most_alive
 
 # Sizes of the arena that are tried at most, and what may be spent on them: storages times storages and steps. On a
 # CPU that is half a second.
@@ -25,6 +24,7 @@ def choose_anew(
     alignment: int,
     movable: Collection[str],
     asked: Collection[str] = (),
+    lasting: Collection[str] = (),
 ) -> frozenset[str]:
     """Names of the buffers that are allocated when they are needed: the fewest found with which least is taken.
 
@@ -36,13 +36,15 @@ def choose_anew(
 
     A few sizes of the arena are tried. As long as it is fuller, a buffer moves out: one that raises least what is
     most beside the arena, and of these the one that empties it most. Every allocation costs time, so that of what
-    takes least memory the choice is the one that moves fewest.
+    takes least memory the choice is the one that moves fewest, of what lasts first.
 
     Args:
         beside: what lives outside of the arena anyway, and when.
         alignment: bytes; in an arena sizes are rounded up to it.
         movable: names of the buffers that may be allocated when they are needed.
         asked: names of movable buffers that shall be allocated anew in any case.
+        lasting: names of buffers that somebody has afterwards: each is a new tensor at every call, if it moves, with
+            new views. The others share memory that comes and goes (``slabs.py``), which costs much less.
     """
     if not beside or not movable:
         return frozenset(asked)  # an arena takes what is alive, but for rounding
@@ -51,11 +53,11 @@ def choose_anew(
     starts = [_Profile.of(buffers, beside, alignment, {*asked, *more}) for more in ((), uneven)]
     found = [*starts, _Profile.of(buffers, beside, alignment, {*asked, *movable})]
     alive = most_alive((b.size, b.begin, b.end) for b in (*buffers, *beside))
-    may_move = [i for i, b in enumerate(buffers) if b.name in movable]
+    costs = {i: b.name in lasting for i, b in enumerate(buffers) if b.name in movable}
     count = min(_TRIED, _EFFORT // max(1, len(buffers) * (len(buffers) + len(starts[0].inside))))
     for start in starts:
-        found += start.with_smaller_arenas(may_move, alive, alignment, count)
-    best = min(found, key=lambda one: (one.total, len(one.moved)))
+        found += start.with_smaller_arenas(costs, alive, alignment, count)
+    best = min(found, key=lambda one: (one.total, sum(costs.get(i, False) for i in one.moved), len(one.moved)))
     return frozenset(buffers[i].name for i in best.moved)
 
 
@@ -80,8 +82,11 @@ class _Profile:
         moved = {i for i, buffer in enumerate(buffers) if buffer.name in anew}
         in_arena = [-(-buffer.size // alignment) * alignment for buffer in buffers]
         steps = max((buffer.end for buffer in (*buffers, *beside)), default=0)
-        inside = _alive([(in_arena[i], b) for i, b in enumerate(buffers) if i not in moved], steps)
-        outside = _alive([(b.size, b) for b in (*(buffers[i] for i in moved), *beside)], steps)
+        inside = alive_at_steps(
+            ((in_arena[i], b.begin, b.end) for i, b in enumerate(buffers) if i not in moved), steps
+        )
+        anew_too = (*(buffers[i] for i in moved), *beside)
+        outside = alive_at_steps(((b.size, b.begin, b.end) for b in anew_too), steps)
         return cls(buffers, in_arena, inside, outside, moved)
 
     @property
@@ -89,31 +94,40 @@ class _Profile:
         return max(self.inside, default=0) + max(self.outside, default=0)
 
     def with_smaller_arenas(
-        self, movable: Sequence[int], alive: int, alignment: int, count: int
+        self, movable: Mapping[int, bool], alive: int, alignment: int, count: int
     ) -> Iterator[_Profile]:
         """This profile with buffers moved out, for so many sizes of the arena.
 
         Args:
+            movable: buffers that may move, and whether they last.
             alive: bytes that are alive at most: what cannot be improved upon.
         """
         largest = alive - max(self.outside, default=0)
         if self.total <= alive:
             return
-        # Denser where the arena is large: there fewest move.
+        # So that what is beside has room for just one buffer, or two; and others, denser where the arena is large:
+        # there fewest move.
+        sizes = sorted({self.buffers[i].size for i in movable})
+        exact = {alive - times * size for size in sizes for times in (1, 2)}
         tried = {int(largest * (1 - (k / count) ** 2)) // alignment * alignment for k in range(count)}
+        tried |= {limit // alignment * alignment for limit in sorted(exact)[-count:] if 0 <= limit <= largest}
         for limit in sorted(tried, reverse=True):
             profile = replace(self, inside=self.inside[:], outside=self.outside[:], moved=set(self.moved))
             if profile._empty_down_to(limit, alive - limit, movable):
                 yield profile
 
-    def _empty_down_to(self, limit: int, room: int, movable: Sequence[int]) -> bool:
+    def _empty_down_to(self, limit: int, room: int, movable: Mapping[int, bool]) -> bool:
         """Move buffers out until the arena needs no more than ``limit``; False if it always will."""
         while (over := max(self.inside) - limit) > 0:
             step = self.inside.index(over + limit)
             there = [i for i in movable if i not in self.moved and self._has(i, step)]
             if not there:
                 return False
-            self._move(min(there, key=lambda i: (max(room, self._outside_with(i)), -min(self.in_arena[i], over), i)))
+
+            def harm(i: int) -> tuple[int, bool, int, int]:
+                return max(room, self._outside_with(i)), movable[i], -min(self.in_arena[i], over), i
+
+            self._move(min(there, key=harm))
         return True
 
     def _has(self, i: int, step: int) -> bool:
@@ -129,12 +143,3 @@ class _Profile:
             self.inside[step] -= self.in_arena[i]
             self.outside[step] += buffer.size
         self.moved.add(i)
-
-
-def _alive(buffers: Sequence[tuple[int, Buffer]], steps: int) -> list[int]:
-    """Bytes at each step, of buffers that take so many."""
-    change = [0] * (steps + 1)
-    for size, buffer in buffers:
-        change[buffer.begin] += size
-        change[buffer.end] -= size
-    return list(itertools.accumulate(change[:-1]))

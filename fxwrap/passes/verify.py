@@ -17,9 +17,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import ControlFlow, Kernel, Kind, control_flow_of, is_symbolic_value, kind_of, launch, reinterpret
+from ..host_graph import (
+    ControlFlow,
+    Kernel,
+    Kind,
+    control_flow_of,
+    counts_from_storage,
+    is_symbolic_value,
+    kind_of,
+    launch,
+    reinterpret,
+)
 from ..listing import line_of
-from ..plan import MemoryPlan, StorageFacts, Taken
+from ..plan import MemoryPlan, Origin, Slab, Storage, StorageFacts, Taken
 
 # A storage: who made it, and which of its results it is (None for an only one).
 _Root = tuple[Node, int | None]
@@ -106,29 +116,15 @@ def verify_memory(
     end = len(schedule) + 1
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
-    _check_transient(memory, schedule, facts, plan, handed_out)
+    _check_slabs(memory, schedule, facts, plan, numbers, handed_out)
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:
             continue
         device, offset = plan.location[storage.index]
-        size = _needed(memory, gm.graph, storage.node, numbers)
-        known = plan.sizes.get(storage.index, 0)
-        size = known if size is None else size
-        name, root = storage.name, (storage.node, storage.element)
         arena = plan.arenas[device]
-        if size > known:
-            raise PlanError(f"plan: {name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
-        if offset % arena.alignment:
-            raise PlanError(
-                f"plan: {name} is misaligned", expected=f"a multiple of {arena.alignment}", got=str(offset)
-            )
-        if offset < 0 or offset + size > arena.placement.size:
-            raise PlanError(
-                f"plan: {name} lies outside of its arena",
-                expected=f"bytes within [0, {arena.placement.size})",
-                got=f"[{offset}, {offset + size})",
-            )
+        size = _size_there(memory, storage, plan, numbers, offset, arena.placement.size, arena.alignment, "arena")
+        name, root = storage.name, (storage.node, storage.element)
         begin, stop = spans.get(root, (0, 0))
         if storage.node.op == "placeholder":
             begin = 0  # filled before the first step
@@ -142,31 +138,81 @@ def verify_memory(
         _check_overlap([*items, *others], schedule)
 
 
-def _check_transient(
-    memory: _Memory, schedule: Sequence[Node], facts: StorageFacts, plan: MemoryPlan, handed_out: Collection[_Root]
+def _size_there(
+    memory: _Memory,
+    storage: Storage,
+    plan: MemoryPlan,
+    numbers: Mapping[Node, Any],
+    offset: int,
+    available: int,
+    alignment: int,
+    where: str,
+) -> int:
+    """Bytes that are accessed of a storage, which has to lie within an arena or slab."""
+    size = _needed(memory.graph, storage.node, numbers)
+    known = plan.sizes.get(storage.index, 0)
+    size = known if size is None else size
+    if size > known:
+        raise PlanError(f"plan: {storage.name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
+    if offset % alignment:
+        raise PlanError(f"plan: {storage.name} is misaligned", expected=f"a multiple of {alignment}", got=str(offset))
+    if offset < 0 or offset + size > available:
+        raise PlanError(
+            f"plan: {storage.name} lies outside of its {where}",
+            expected=f"bytes within [0, {available})",
+            got=f"[{offset}, {offset + size})",
+        )
+    return size
+
+
+def _check_slabs(
+    memory: _Memory,
+    schedule: Sequence[Node],
+    facts: StorageFacts,
+    plan: MemoryPlan,
+    numbers: Mapping[Node, Any],
+    handed_out: Collection[_Root],
 ) -> None:
-    """Storages that have memory in some steps are named in these only, and by nobody who may keep them."""
-    steps: dict[_Root, tuple[int, int]] = {}
-    for index, (begin, end) in plan.transient.items():
-        storage = facts.storages[index]
-        root = (storage.node, storage.element)
-        steps[root] = begin, end
-        if root in handed_out or index in plan.location:
-            raise PlanError(
-                f"plan: {storage.name} has memory in steps {begin} to {end - 1} only",
-                expected="an allocation that is not handed out",
-                got="an output" if root in handed_out else "a place in an arena",
-            )
-    for step, node in enumerate(schedule if steps else ()):
-        for root in steps.keys() & (memory.touched(node) | memory.roots(node)):
-            begin, end = steps[root]
-            if not begin <= step < end:
+    """What lies in a slab is named in its steps only, by nobody who may keep it, and overlaps nothing there."""
+    slabs: dict[_Root, Slab] = {}
+    placed: dict[int, list[_Placed]] = defaultdict(list)
+    spans = _spans(memory, schedule) if plan.slabs else {}
+    for slab in plan.slabs:
+        for index, offset in slab.offsets.items():
+            storage = facts.storages[index]
+            root = (storage.node, storage.element)
+            allocated = storage.origin is Origin.ALLOCATION
+            if not allocated or root in handed_out or index in plan.location or root in slabs:
+                raise PlanError(
+                    f"plan: {storage.name} has memory in steps {slab.begin} to {slab.end - 1} only",
+                    expected="an allocation that is not handed out, in one slab",
+                    got="an output" if root in handed_out else "another place, too" if allocated else "no allocation",
+                )
+            slabs[root] = slab
+            alignment = plan.arenas[storage.node.kwargs["device"]].alignment  # type: ignore[index]
+            size = _size_there(memory, storage, plan, numbers, offset, slab.size, alignment, "slab")
+            if size and root in spans:
+                placed[id(slab)].append(_Placed(storage.name, offset, offset + size, *spans[root]))
+    for items in placed.values():
+        _check_overlap(items, schedule)
+    for step, node in enumerate(schedule if slabs else ()):
+        for root in slabs.keys() & (memory.touched(node) | memory.roots(node)):
+            if not slabs[root].begin <= step < slabs[root].end:
                 raise PlanError(
                     f"plan: {_name(root)} has no memory at step {step}, {line_of(node)}",
-                    expected=f"memory in steps {step} and {begin} to {end - 1}",
-                    got=f"steps {begin} to {end - 1}",
+                    expected="memory in the steps that name it",
+                    got=f"memory in steps {slabs[root].begin} to {slabs[root].end - 1}",
                     remedy="this is a bug in fxwrap; please report the graph",
                 )
+    for node in memory.graph.nodes if slabs else ():
+        if counts_from_storage(node) or control_flow_of(node) is not None:
+            for root in memory.roots_in((node.args, node.kwargs)) & slabs.keys():
+                if any(slabs[root].offsets.values()):
+                    raise PlanError(
+                        f"plan: {_name(root)} is in a slab with others",
+                        expected="a slab of its own",
+                        got=f"an operand of {line_of(node)}, which may count from the start of the storage",
+                    )
 
 
 def _others(
@@ -228,7 +274,7 @@ def _spans(memory: _Memory, schedule: Sequence[Node]) -> dict[_Root, tuple[int, 
     return spans
 
 
-def _needed(memory: _Memory, graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None:
+def _needed(graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None:
     """Bytes of ``root``'s storage that its own layout and views of it reach; None where sizes are unknown."""
     if root.op != "call_function":
         return None

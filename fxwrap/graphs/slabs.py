@@ -1,4 +1,4 @@
-"""Storages that have memory for a part of each call only."""
+"""Memory that is there for a part of each call only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from ..plan import MemoryPlan, ProgramPlan
+from ..plan import ProgramPlan, Slab
 
 
-class Transients:
-    """The storages of a plan that are filled before the first step that names them, and emptied after the last.
+class Slabs:
+    """The slabs of a plan: filled before the first step that names what is in one, and emptied after the last.
 
     ::
 
@@ -25,36 +25,37 @@ class Transients:
     microsecond, and as much again for every view of it.
 
     Attributes:
-        storages: by storage index.
+        places: by storage index: where it lies, and its offset there in bytes.
         before, after: what to call before and after a node runs.
     """
 
-    def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._sizes: dict[int, int] = {}
+    def __init__(self, program: ProgramPlan, slabs: Sequence[Slab]) -> None:
+        self.places: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
         after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
-        for index, (begin, end) in memory.transient.items():
-            self.storages[index] = storage = torch.UntypedStorage(0)
-            self._sizes[index] = memory.sizes[index]
-            before[program.schedule[begin]].append(functools.partial(storage.resize_, memory.sizes[index]))
-            after[program.schedule[end - 1]].append(functools.partial(storage.resize_, 0))
+        for slab in slabs:
+            storage = torch.UntypedStorage(0)
+            self._sizes.append((storage, slab.size))
+            self.places.update({index: (storage, offset) for index, offset in slab.offsets.items()})
+            before[program.schedule[slab.begin]].append(functools.partial(storage.resize_, slab.size))
+            after[program.schedule[slab.end - 1]].append(functools.partial(storage.resize_, 0))
         self.before: Mapping[Node, Sequence[Callable[[], object]]] = dict(before)
         self.after: Mapping[Node, Sequence[Callable[[], object]]] = dict(after)
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[None]:
         """All have memory, for tensors over them to be made; nobody touches it, so that no page of it is there."""
-        without = [index for index, storage in self.storages.items() if not storage.nbytes()]
+        without = [(storage, size) for storage, size in self._sizes if not storage.nbytes()]
         try:
-            for index in without:
-                self.storages[index].resize_(self._sizes[index])
+            for storage, size in without:
+                storage.resize_(size)
             yield
         finally:
-            for index in without:
-                self.storages[index].resize_(0)
+            for storage, _ in without:
+                storage.resize_(0)
 
     def empty(self) -> None:
         """Take the memory of all of them back."""
-        for storage in self.storages.values():
+        for storage, _ in self._sizes:
             storage.resize_(0)
