@@ -158,7 +158,7 @@ def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
     memory = CpuMemory() if device == "cpu" else AcceleratorMemory(device)
     with_settings = {"options": settings_of(device)} if side == "inductor" else {}
 
-    def build() -> tuple[Callable[[], None], Any]:
+    def build() -> tuple[Callable[[], None], Any, nn.Module]:
         torch.manual_seed(0)
         model, fresh = models()[name]()
         model = model.train(mode == "training").to(device)
@@ -178,20 +178,25 @@ def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
                 if mode == "training":
                     result.backward()
 
-        return step, compiled
+        return step, compiled, model
 
     # fxwrap measures what library calls take with the profiler, and cannot while that is used here.
     build()[0]()
     torch._dynamo.reset()
     gc.collect()
     with memory.watch():
-        step, compiled = build()
+        step, compiled, model = build()
         for _ in range(WARM):
             step()
         if side == "fxwrap":
             import fxwrap
 
+            # The allocator gets all of it back, or the next arena lies in a block of the last, which was larger.
             fxwrap.release()
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            if device != "cpu":
+                torch.accelerator.empty_cache()
             for _ in range(WARM):
                 step()
         gc.collect()

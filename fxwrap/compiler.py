@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from .devices import capture_cost, device_support
-from .graphs.device_graph import freezes_addresses
+from .graphs.device_graph import freezes_addresses, places_results
 from .graphs.program import Program
 from .graphs.provision import Planners
 from .graphs.torch_functions import TorchFunctions
@@ -19,7 +19,7 @@ from .options import Options
 from .owner import Owner
 from .passes.dependencies import build_dependency_graph
 from .passes.memory_planning import hinted_sizes, inner_storages, plan_pair, plan_program, predict_memory
-from .passes.operator_results import own_results
+from .passes.operator_results import own_results, placeable_results
 from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
@@ -63,7 +63,9 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     facts = analyse_storages(gm)
     if freezes_addresses(device):
         verdicts = judge(gm, eager_ops)
-        if own_results(gm, facts, {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}):
+        captured = {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
+        placed = placeable_results(facts, gm, device) if places_results(device) else {}
+        if own_results(gm, facts, captured, placed):
             facts = analyse_storages(gm)
     dependencies = build_dependency_graph(gm, facts)
     sizes = hinted_sizes(facts)

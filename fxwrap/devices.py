@@ -101,6 +101,11 @@ class CaptureCost:
 _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=float("inf"))
 
 
+# ``place_allocations(places)``: from now on, allocations of this thread that need exactly so many bytes get one of
+# these addresses, each one at a time; ``places`` are addresses with bytes, and none of them end it.
+PlaceAllocations = Callable[[Sequence[tuple[int, int]]], None]
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceSupport:
     """What is known about one type of device.
@@ -112,6 +117,7 @@ class DeviceSupport:
         codegen: emits and compiles unless the ``codegen`` option says otherwise.
         config: Inductor's settings while a graph with this device in it is compiled.
         cost: what issuing work costs; None for the usual.
+        place_allocations: tells the device's allocator where what an operator allocates shall lie.
     """
 
     device_type: str
@@ -121,6 +127,7 @@ class DeviceSupport:
     codegen: type | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     cost: CaptureCost | None = None
+    place_allocations: PlaceAllocations | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}

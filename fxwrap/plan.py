@@ -275,9 +275,10 @@ class MemoryPlan:
 
     Attributes:
         arenas: one per device.
-        location: storage index -> its device and its offset in that device's arena, in bytes.
+        location: storage index -> its device and its offset in that device's arena, in bytes: of allocations, inputs
+            that are copied, and what operators return where the device's allocator can be told.
         outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
-        sizes: concrete sizes in bytes of every storage with an allocation node.
+        sizes: concrete sizes in bytes of every storage with an allocation node, or a location.
         anew: storages outside of the arenas, which are allocated at every call.
         slabs: for those of them that nobody can have afterwards: they are named while their slab has memory.
     """
@@ -369,6 +370,7 @@ class Planned:
         frozen: whether a graph freezes addresses; else storages may be allocated anew at every call.
         anew: storages that shall be.
         workspace: bytes that calls allocate beyond what they return, as far as is known.
+        places_results: whether what operators return can be planned: the device's allocator is told where it lies.
     """
 
     program: ProgramPlan
@@ -377,6 +379,7 @@ class Planned:
     frozen: bool = True
     anew: frozenset[int] = frozenset()
     workspace: Mapping[Node, int] = field(default_factory=dict)
+    places_results: bool = False
 
 
 @dataclass(frozen=True)

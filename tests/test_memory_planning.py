@@ -31,10 +31,12 @@ from random_graphs import (
 from torch.fx import GraphModule, Node
 
 from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.errors import PlanError
 from fxwrap.host_graph import Kind, kind_of, output_node
 from fxwrap.options import Options
 from fxwrap.passes.memory_planning import live_ranges, output_storages, plan_program, predict_memory
 from fxwrap.passes.symbols import storage_bytes
+from fxwrap.passes.verify import verify_memory
 from fxwrap.plan import Buffer, MemoryPlan, Planned, ProgramPlan, Slab, Taken
 
 
@@ -366,6 +368,47 @@ def test_what_lives_beside_operators_is_allocated_when_needed(frozen: bool) -> N
     assert memory.size == (320 if frozen else 128)
     (predicted,) = predict_memory([Planned(plan, {}, {}, frozen)], {})
     assert (predicted.arena, predicted.total) == (memory.size, memory.size + 256)
+
+
+def test_what_operators_return_is_placed_where_the_allocator_can_be_told() -> None:
+    """Also what the caller gets, for which nobody else may have the bytes; not what a custom operator may keep.
+
+    ::
+
+        arena    a a . .                  arena    a a . o      c is handed out, b is not
+                 . . . o                           . b b .
+        beside   . b b .          ->               . . c c
+                 . . c c                  beside   . . k k
+                 . . k k
+    """
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    a, out = maker.allocate((16, 4), name="a"), maker.allocate(name="out")
+    maker.launch("mix", x, y, a)
+    b = maker.extern(aten.cumsum.default, a, 0, name="b")
+    c = maker.extern(aten.flip.default, b, [0], name="c")
+    k = maker.extern(torch.ops.fxwrap_planning.double.default, c, name="k")
+    maker.launch("mix", b, k, out)
+    plan = program_plan(maker.finish([out, c]))
+    index = {storage.name: storage.index for storage in plan.facts.storages}
+    memory = plan_program(Planned(plan, {}, {}, places_results=True))
+    assert memory.location.keys() == {index[name] for name in ("a", "b", "c", "out")}
+    assert memory.outputs == {index["c"], index["out"]}
+    assert index["b"] not in plan_program(Planned(plan, {}, {})).location
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    # One fault: b on its operand, which is read when b is written; c where its result is computed from.
+    for moved, there in (("b", "a"), ("c", "b"), ("out", "c")):
+        faulty = replace(memory, location={**memory.location, index[moved]: memory.location[index[there]]})
+        with pytest.raises(PlanError, match="overlap"):
+            verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
+
+
+@torch.library.custom_op("fxwrap_planning::double", mutates_args=())
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+_double.register_fake(torch.empty_like)
 
 
 def test_sizes_in_symbols_are_planned_for_the_numbers_at_hand() -> None:

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fxwrap.listing import list_graph
-from fxwrap.passes.operator_results import own_results
+from fxwrap.passes.operator_results import own_results, placeable_results
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import is_work
 from fxwrap.plan import Origin
@@ -123,3 +123,21 @@ def test_replayed_with_any_shape(compiled: Any, device: torch.device) -> None:
     for width in (8, 12, 8, 12, 8, 12):
         x = torch.randn(1, 2, 8, width)
         assert_same(f(x.to(device)).cpu(), torch.nn.functional.avg_pool2d(x, 2))
+
+
+def test_placed_results_are_not_copied() -> None:
+    """The plan owns their memory already."""
+    b = Building()
+    sort = b.call(aten.sort.default, b.x, 1)
+    values, indices = (b.call(operator.getitem, sort, i) for i in (0, 1))
+    gm = b.module(values, indices)
+    facts = analyse_storages(gm)
+    placed = placeable_results(facts, gm, torch.device("cpu"))
+    assert {facts.storages[index].name: nbytes for index, nbytes in placed.items()} == {
+        f"{sort.name}[0]": 96,
+        f"{sort.name}[1]": 192,
+    }
+    assert not own_results(gm, facts, set(gm.graph.nodes), placed)
+    first = next(iter(placed))
+    assert own_results(gm, facts, set(gm.graph.nodes), [first])
+    assert [facts.of.get(node) == {first} for node in gm.graph.output_node().args[0]] == [True, False]

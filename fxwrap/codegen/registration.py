@@ -16,7 +16,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 
-from ..devices import CaptureCost, DeviceSupport, KernelKind, registered_devices
+from ..devices import CaptureCost, DeviceSupport, KernelKind, PlaceAllocations, registered_devices
 from ..eager_rules import EagerRule
 from ..errors import DeviceError
 from .emission import FxwrapCodegen
@@ -73,6 +73,7 @@ def register_device(
     eager_ops: Iterable[str | EagerRule] = (),
     kernels: Iterable[KernelKind] = (),
     cost: CaptureCost | None = None,
+    place_allocations: PlaceAllocations | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 
@@ -91,6 +92,11 @@ def register_device(
         eager_ops: operators that its graphs cannot capture, by name or as ``EagerRule``.
         kernels: kinds of compiled kernels (``KernelKind``); Triton's need none.
         cost: what issuing work costs the host, from which it is estimated whether a capture is worth it.
+        place_allocations: tells the device's allocator where to put things: after ``place_allocations(places)``, an
+            allocation of this thread that needs exactly so many bytes gets one of these addresses (pairs of an
+            address and bytes, each given to one at a time, and again when that is freed); the memory stays somebody
+            else's. ``place_allocations(())`` ends it. With it, what operators return lies in planned memory, too,
+            and not beside it in a graph's pool.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.
@@ -106,6 +112,7 @@ def register_device(
         codegen,
         {**_settings(scheduling), **(config or {})},
         cost,
+        place_allocations,
     )
     _check(support, scheduling)
     with DEVICE_TABLES, contextlib.ExitStack() as undo:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..devices import DeviceSupport, device_support
+from ..devices import DeviceSupport, PlaceAllocations, device_support
 from ..errors import CaptureError
 
 
@@ -160,6 +160,7 @@ class DeviceRuntime:
             what an operator allocates during capture keeps its address. Hardware graphs are like this; the
             host graph calls again and so takes new tensors.
         runs_while_capturing: capturing also computes, so that no replay is needed to get the first result.
+        place_allocations: tells the allocator where what operators allocate shall lie; None where nobody can.
     """
 
     device: torch.device
@@ -168,6 +169,7 @@ class DeviceRuntime:
     runs_while_capturing: bool
     implementation: str
     new_pool: Callable[[], Any] = lambda: None
+    place_allocations: PlaceAllocations | None = None
 
     def stream_key(self) -> Any:
         """Tells apart streams whose work may overlap in time."""
@@ -226,6 +228,14 @@ def freezes_addresses(device: torch.device) -> bool:
         return False
 
 
+def places_results(device: torch.device) -> bool:
+    """Whether the device's allocator can be told where what operators return shall lie."""
+    try:
+        return runtime_for(device).place_allocations is not None
+    except CaptureError:
+        return False
+
+
 @contextlib.contextmanager
 def using_runtime(runtime: DeviceRuntime) -> Iterator[None]:
     """Use ``runtime`` for its device type on this thread: for simulated devices and tests."""
@@ -245,7 +255,8 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
         except Exception as error:
             failures.append(f"{name}: {error}")
             continue
-        return DeviceRuntime(device, make, True, False, name, functools.partial(_new_pool, device))
+        new_pool = functools.partial(_new_pool, device)
+        return DeviceRuntime(device, make, True, False, name, new_pool, support.place_allocations)
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "

@@ -39,7 +39,7 @@ from ..plan import Partition, ProgramPlan
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
 _LITERALS = (int, bool, str, type(None))
-_Calls = Mapping[Node, Sequence[Callable[[], object]]]
+Calls = Mapping[Node, Sequence[Callable[[], object]]]
 
 
 class FlatFunction:
@@ -80,8 +80,8 @@ class FlatBuilder:
         bound: MutableMapping[Node, Any],
         registers: Mapping[Node, int],
         emptied: Container[Node] = (),
-        before: _Calls = MappingProxyType({}),
-        after: _Calls = MappingProxyType({}),
+        before: Calls = MappingProxyType({}),
+        after: Calls = MappingProxyType({}),
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
         self._before, self._after = before, after
@@ -126,7 +126,7 @@ class FlatBuilder:
                     self.check(checker)
             self._call_all(self._after, [node])
 
-    def _call_all(self, calls: _Calls, nodes: Iterable[Node]) -> None:
+    def _call_all(self, calls: Calls, nodes: Iterable[Node]) -> None:
         for node in nodes:
             self._lines += [f"{self._constant(call)}()" for call in calls.get(node, ())]
 

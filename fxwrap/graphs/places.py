@@ -44,7 +44,7 @@ def copy_tensors(source: Any, place: Any) -> None:
     if isinstance(place, tuple):
         for item, item_place in zip(source, place, strict=True):
             copy_tensors(item, item_place)
-    elif isinstance(place, torch.Tensor) and source is not place:
+    elif isinstance(place, torch.Tensor) and source.data_ptr() != place.data_ptr():
         unexpanded(place).copy_(unexpanded(source))
 
 

@@ -168,6 +168,8 @@ class Provider:
             PlanError: the verifier refused the plan.
         """
         planned = self._planned(plan, inputs, bound, copied)
+        if forecast is not None:
+            forecast.planned = planned  # it is known by now which inputs stay
         suggestion = self._with_successor(planned, forecast)
         handed_in: dict[int, list[int]] = defaultdict(list)  # positions by storage
         for position in set(bound).intersection(alone):
@@ -227,12 +229,13 @@ class Provider:
     def _planned(
         self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int], anew: frozenset[int] = frozenset()
     ) -> Planned:
-        frozen = runtime_for(plan.device).frozen_addresses
-        if frozen:
-            return Planned(plan, self._numbers(inputs), self._places(inputs, bound))
+        runtime = runtime_for(plan.device)
+        if runtime.frozen_addresses:
+            places, places_results = self._places(inputs, bound), runtime.place_allocations is not None
+            return Planned(plan, self._numbers(inputs), places, places_results=places_results)
         if self._workspace is None:
             self._workspace = self.planners.measure(plan.schedule, self.functions.allocations)
-        return Planned(plan, self._numbers(inputs), {}, frozen, anew, self._workspace)
+        return Planned(plan, self._numbers(inputs), {}, False, anew, self._workspace)
 
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         return self.evaluate(dict(zip(self.placeholders, inputs, strict=True)))

@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, operator_name, output_node
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
-from .flat import FlatBuilder, FlatFunction
+from .flat import Calls, FlatBuilder, FlatFunction
 from .lent import Lender, Lent, LentOutput, Others
 from .memory import Arena, reach, tensor_over, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
@@ -103,6 +103,9 @@ class Recording:
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
         self._slabs = Slabs(self.plan, request.memory.slabs)
+        # What operators return, where the allocator can be told: addresses and bytes by node, and the storages there.
+        self._results: dict[Node, list[tuple[int, int]]] = {}
+        self._result_at: dict[int, torch.UntypedStorage] = {}
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
@@ -124,6 +127,7 @@ class Recording:
             with torch.inference_mode(False), torch.no_grad():
                 with recording._slabs.filled():
                     recording._take_memory()
+                recording._place_results()
                 recording._record(inputs)
             if request.bound_inputs:
                 check = request.functions.pointer_check
@@ -135,8 +139,17 @@ class Recording:
         finally:
             recording._as_seen.clear()
             recording._clear_registers()
-            recording._slabs.empty()
+            recording._clean_up()
         return recording, outputs
+
+    def _clean_up(self) -> None:
+        """After an error, wherever it came."""
+        self._slabs.empty()
+        self._stop_placing()
+
+    def _stop_placing(self) -> None:
+        if self._results and self.request.runtime.place_allocations is not None:
+            self.request.runtime.place_allocations(())
 
     def _assign_registers(self) -> None:
         """Registers hold what changes between calls: first the inputs, then values that leave a partition."""
@@ -231,6 +244,26 @@ class Recording:
                 self._place_of[planned._cdata] = memory.location[storage.index]
             elif storage.index in memory.sizes:
                 self._memory[storage.node] = torch.empty_strided(*self._layout(storage.node), **options)
+
+    def _place_results(self) -> None:
+        for storage in self.plan.facts.storages:
+            if storage.origin is Origin.EXTERN and storage.index in self.request.memory.location:
+                planned = self._planned(storage.index)
+                self._results.setdefault(storage.node, []).append((planned.data_ptr(), planned.nbytes()))
+                self._result_at[planned.data_ptr()] = planned
+                self._place_of[planned._cdata] = self.request.memory.location[storage.index]
+
+    def _over_plan(self, value: Any) -> Any:
+        """A result, by tensors over the storages of the plan, if it lies where it shall."""
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._over_plan, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        planned = self._result_at.get(value.untyped_storage().data_ptr())
+        if planned is None:
+            return value
+        offset = int(value.storage_offset()) * value.dtype.itemsize
+        return tensor_over(planned, tuple(value.size()), value.stride(), value.dtype, offset)
 
     def _planned(self, index: int) -> torch.UntypedStorage:
         """A storage of its own where the plan wants it."""
@@ -340,6 +373,7 @@ class Recording:
                     raise
             graph.instantiate()
         except Exception as error:
+            self._stop_placing()
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
@@ -358,7 +392,7 @@ class Recording:
             # long as the recording lives, or a later capture in the same pool could be given its memory.
             stable = self._stable_memory(known.inputs)
             for node in stores:
-                value = self._r[self._registers[node]]
+                value = self._over_plan(self._r[self._registers[node]])
                 if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
                     self._pooled.add(node)
                 self._keep(node, value, known)
@@ -382,7 +416,7 @@ class Recording:
         for node in self._complete.get(partition.index, []):
             register = self._registers[node]
             if not self.plan.verdicts[node].data_dependent:
-                self._r[register] = places.put(self._r[register])
+                self._r[register] = self._over_plan(places.put(self._r[register]))
                 self._keep(node, self._r[register], known)
                 refresh.append((register, self._r[register]))
         if refresh:
@@ -404,15 +438,24 @@ class Recording:
         known = [*self._memory.values(), *self._kept, *(places for places, _ in self._places.values())]
         known += [inputs[position] for position in self.request.bound_inputs]
         known += list(self._constants.values())
-        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)}
+        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._result_at.keys()
 
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
         last = {node for node, index in self._last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.items() if n not in bound}
-        builder = FlatBuilder(bound, registers, last, self._slabs.before, self._slabs.after)
+        builder = FlatBuilder(bound, registers, last, *self._around(partition))
         with self._slabs.filled():  # views of them are made
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
+
+    def _around(self, partition: Partition) -> tuple[Calls, Calls]:
+        """What to call before and after nodes run: where addresses are frozen there are no slabs."""
+        place = self.request.runtime.place_allocations
+        placed = [node for node in partition.nodes if node in self._results]
+        if place is None or not placed:
+            return self._slabs.before, self._slabs.after
+        before = {node: [functools.partial(place, self._results[node])] for node in placed}
+        return before, {node: [functools.partial(place, ())] for node in placed}
 
     def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
         """Build the function that hands out the outputs, and start watching their storages."""
@@ -511,8 +554,8 @@ class Recording:
     def own_bytes(self) -> int:
         """Bytes that it keeps beside arenas: what eager work or an operator allocates and captured work reads."""
         kept = [*self._memory.values(), *(t for value in self._kept for t in tensors_in(value))]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
-        return sum(nbytes for handle, nbytes in storages.items() if handle not in self._place_of)
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept}
+        return sum(storage.nbytes() for handle, storage in storages.items() if handle not in self._place_of)
 
     def spoiled(self) -> bool:
         """Whether the memory of an output is not where it was. To be asked after ``held``."""
@@ -541,7 +584,7 @@ class Recording:
         self.ended = why
         self._leave()
         self._graphs, self._steps, self._kept, self._watched = [], [], [], []
-        self._memory, self._places, self._updated = {}, {}, []
+        self._memory, self._places, self._updated, self._result_at = {}, {}, [], {}
         self._collect, self._check_inputs = _ended, None
         self._lent = Lent([], None)
         self._others = Others({}, self._lent, {}, None)
@@ -566,7 +609,7 @@ class Recording:
                 step()
             return self._hand_out(inputs)
         except BaseException:
-            self._slabs.empty()
+            self._clean_up()
             raise
         finally:
             r[:] = self._blank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ from ..plan import (
     StorageFacts,
     Suggestion,
     Taken,
+    Verdict,
 )
 from .arena_layout import SEARCH_S, Fixed, alive_at_steps, fits, lay_out_arena, most_alive
+from .operator_results import placeable_results
 from .residency import choose_anew
 from .slabs import share_slabs
 from .symbols import concrete, hinted_layout, storage_bytes
@@ -315,7 +317,17 @@ class _Needs:
                 continue
             buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
             items[device].append((storage.index, buffer))
-        beside = _beside(planned, ranges, handed_out, end)
+        results, made_at = _placed_results(planned, handed_out), {n: i for i, n in enumerate(program.schedule)}
+        outputs |= handed_out & results.keys()
+        for index, nbytes in results.items():
+            begin = made_at[program.facts.storages[index].node]
+            _, last = ranges.get(index, (begin, begin + 1))
+            stop = end if index in outputs else max(last, begin + 1)
+            sizes[index] = nbytes
+            buffer = Buffer(program.facts.storages[index].name, nbytes, begin, stop)
+            items[program.device].append((index, buffer))
+        placed = {index for buffers in items.values() for index, _ in buffers}
+        beside = _beside(planned, ranges, handed_out, end, placed)
         stays = _stays(planned)
         free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
         asked = frozenset(name for index, name in free.items() if index in planned.anew)
@@ -340,8 +352,28 @@ class _Needs:
         )
 
 
+def _placed_results(planned: Planned, handed_out: frozenset[int]) -> dict[int, int]:
+    """Bytes of what operators return that lies in the plan, by storage; if handed out, of captured work."""
+    program = planned.program
+    if not planned.places_results:
+        return {}
+    work = {n: p for p in program.partitions if p.index not in program.compiled for n in p.nodes}
+    found = {}
+    for index, nbytes in placeable_results(program.facts, program.graph, program.device).items():
+        node = program.facts.storages[index].node
+        if node not in work or program.verdicts[node].data_dependent:
+            continue
+        if index not in handed_out or work[node].verdict is Verdict.CAPTURED:
+            found[index] = nbytes
+    return found
+
+
 def _beside(
-    planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+    planned: Planned,
+    ranges: Mapping[int, tuple[int, int]],
+    handed_out: frozenset[int],
+    end: int,
+    placed: Collection[int],
 ) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
     """What operators allocate themselves: results, from the call that makes them to the last use, and workspace."""
     program = planned.program
@@ -352,6 +384,8 @@ def _beside(
         buffer = Buffer(f"{node.name} workspace", nbytes, steps[node], steps[node] + 1)
         found[program.device].append((None, buffer))
     for storage in program.facts.storages:
+        if storage.index in placed:
+            continue
         if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
             begin = steps[storage.node]
             _, last = ranges.get(storage.index, (begin, begin + 1))

@@ -1,8 +1,9 @@
-"""Results that operators allocate themselves, and that the caller gets: copied to memory that the plan owns.
+"""Results that operators allocate themselves, where addresses are frozen: which the plan can place, which are copied.
 
 What is allocated while a graph is captured comes from the pool of the graphs, where a later capture is given whatever
 an earlier one has freed. One recording works there on bytes that may be the result of another: nobody may have that
-after the call. So a captured program hands out memory of the plan, which is watched, and shared like any other.
+after the call. So a captured program hands out memory of the plan, which is watched, and shared like any other: the
+result itself, where the device's allocator can be told where to put it, or a copy.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kind, communicates, kind_of, nodes_in, output_node
-from ..plan import Origin, StorageFacts
+from ..host_graph import Kind, communicates, kind_of, nodes_in, only_computes, output_node
+from ..plan import Origin, Storage, StorageFacts
 
 
-def own_results(gm: GraphModule, facts: StorageFacts, captured: Collection[Node]) -> bool:
+def own_results(
+    gm: GraphModule, facts: StorageFacts, captured: Collection[Node], placed: Collection[int] = ()
+) -> bool:
     """Copy results of captured operators that the caller gets to allocations, in place; whether there were any.
 
     ::
@@ -31,14 +34,18 @@ def own_results(gm: GraphModule, facts: StorageFacts, captured: Collection[Node]
                                                     launch relu(own, buf1)
                                                     return buf1, own
 
-    A result stays where it is if only data decides its layout, if it may be memory of somebody else's, or if a
-    communication fills it.
+    A result stays where it is if it is ``placed`` by the plan (storage indices), if only data decides its layout, if
+    it may be memory of somebody else's, or if a communication fills it.
     """
     numbers = _Numbers(gm)
     found = False
     for value in results_to_own(facts, gm, captured):
+        if facts.of[value] <= frozenset(placed):
+            continue
         fake: Any = value.meta["val"]
         size, stride = numbers.of(fake.size(), value), numbers.of(fake.stride(), value)
+        # Memory of its own, which the verifier sees: two that share a fake storage share a real one for it.
+        place = fake.new_empty_strided(fake.size(), fake.stride())
         if size is None or stride is None:
             continue
         found = True
@@ -49,7 +56,8 @@ def own_results(gm: GraphModule, facts: StorageFacts, captured: Collection[Node]
         with gm.graph.inserting_after(own):
             copy = gm.graph.call_function(torch.ops.aten.copy_.default, (own, value))
         for node in (own, copy):
-            node.meta = {key: meta for key, meta in value.meta.items() if key in ("val", "stack_trace")}
+            node.meta = {key: meta for key, meta in value.meta.items() if key == "stack_trace"}
+            node.meta["val"] = place
         for user in list(value.users):
             # Asserts are on what the operator returned.
             if user is not copy and kind_of(user) is not Kind.CHECK:
@@ -62,18 +70,48 @@ def own_results(gm: GraphModule, facts: StorageFacts, captured: Collection[Node]
 def results_to_own(facts: StorageFacts, gm: GraphModule, captured: Collection[Node]) -> list[Node]:
     """Values in memory that captured operators allocate and that the caller gets."""
     handed_out = frozenset[int]().union(*(facts.of.get(node, ()) for node in nodes_in(output_node(gm).args)))
-    found = []
-    for index in sorted(handed_out):
-        storage = facts.storages[index]
-        if storage.origin is not Origin.EXTERN or storage.node not in captured:
+    found = (_only_value(facts, facts.storages[index]) for index in sorted(handed_out))
+    return [value for value in found if value is not None and _operator_of(value) in captured]
+
+
+def placeable_results(facts: StorageFacts, gm: GraphModule, device: torch.device) -> dict[int, int]:
+    """Bytes of what operators return on a device whose allocator can be told where that shall lie, by storage.
+
+    Custom operators may keep what they return: it stays where they put it. What only data decides is missing, and so
+    is what depends on symbols.
+    """
+    handed_out = frozenset[int]().union(*(facts.of.get(node, ()) for node in nodes_in(output_node(gm).args)))
+    # What a communication fills is there before and after its call.
+    begun = frozenset[Node]().union(*facts.ends.values(), facts.ends)
+    lent = facts.named_in(begun)
+    found = {}
+    for storage in facts.storages:
+        node = storage.node
+        if storage.origin is not Origin.EXTERN or storage.index in lent or kind_of(node) is not Kind.EXTERN:
             continue
-        if communicates(storage.node):
-            continue  # there is nothing to copy until somebody has waited
-        values = list(_values(storage.node, storage.element))
-        fake = values[0].meta.get("val") if len(values) == 1 and facts.of.get(values[0]) == {index} else None
-        if isinstance(fake, torch.Tensor) and fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg()):
-            found.append(values[0])
+        if not only_computes(node) or (storage.index in handed_out and _only_value(facts, storage) is None):
+            continue
+        value: Any = node.meta.get("val")
+        value = value[storage.element] if storage.element is not None else value
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device == device:
+            nbytes: Any = value.untyped_storage().nbytes()
+            if isinstance(nbytes, int) and nbytes:
+                found[storage.index] = nbytes
     return found
+
+
+def _only_value(facts: StorageFacts, storage: Storage) -> Node | None:
+    """The one node whose value is an operator's result, if that is a plain tensor in memory of its own."""
+    if storage.origin is not Origin.EXTERN or communicates(storage.node):
+        return None  # there is nothing to copy until somebody has waited
+    values = list(_values(storage.node, storage.element))
+    fake = values[0].meta.get("val") if len(values) == 1 and facts.of.get(values[0]) == {storage.index} else None
+    plain = isinstance(fake, torch.Tensor) and fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg())
+    return values[0] if plain else None
+
+
+def _operator_of(value: Node) -> Node:
+    return value.args[0] if value.target is operator.getitem else value  # type: ignore[return-value]
 
 
 def _values(node: Node, element: int | None) -> Iterator[Node]:

@@ -113,6 +113,7 @@ def verify_memory(
             expected="every collective to be waited for in the graph that begins it",
         )
     spans = _spans(memory, schedule)
+    position = {node: step for step, node in enumerate(schedule)}
     end = len(schedule) + 1
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
@@ -126,6 +127,9 @@ def verify_memory(
         size = _size_there(memory, storage, plan, numbers, offset, arena.placement.size, arena.alignment, "arena")
         name, root = storage.name, (storage.node, storage.element)
         begin, stop = spans.get(root, (0, 0))
+        if storage.origin is Origin.EXTERN:
+            begin = position[storage.node]
+            stop = max(stop, begin + 1)
         if storage.node.op == "placeholder":
             begin = 0  # filled before the first step
             stop = end if root in written else max(stop, 1)
@@ -149,7 +153,8 @@ def _size_there(
     where: str,
 ) -> int:
     """Bytes that are accessed of a storage, which has to lie within an arena or slab."""
-    size = _needed(memory.graph, storage.node, numbers)
+    made = storage.origin is Origin.EXTERN
+    size = _returned(storage) if made else _needed(memory.graph, storage.node, numbers)
     known = plan.sizes.get(storage.index, 0)
     size = known if size is None else size
     if size > known:
@@ -292,6 +297,14 @@ def _needed(graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None
                 continue
             needed = max(needed, _reach(size, stride, offset) * dtype.itemsize)  # type: ignore[union-attr]
     return needed
+
+
+def _returned(storage: Storage) -> int | None:
+    """Bytes of what an operator returns; None where sizes are unknown."""
+    value: Any = storage.node.meta.get("val")
+    value = value[storage.element] if storage.element is not None else value
+    nbytes = value.untyped_storage().nbytes()
+    return nbytes if isinstance(nbytes, int) else None
 
 
 def _reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:

@@ -1,7 +1,7 @@
 """The module that torch registers under the device's name: what `torch.cuda` is for CUDA."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -221,6 +221,14 @@ def empty_cache() -> None:
 def pool_stats(pool: tuple[int, int]) -> dict[str, int]:
     """Bytes and blocks of one memory pool: {0, 0} is the ordinary one, `Graph.pool()` names that of a graph."""
     return _C.pool_stats(pool)
+
+
+def place_allocations(places: Sequence[tuple[int, int]]) -> None:
+    """From now on allocations of this thread that need exactly so many bytes get these addresses.
+
+    Each place, an address and bytes, is given to one at a time; its memory is somebody else's. No places end it.
+    """
+    _C.place_allocations(list(places))
 
 
 def set_poison(value: bool) -> None:

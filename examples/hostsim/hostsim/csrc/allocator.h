@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace backend {
 
@@ -40,6 +42,10 @@ uint64_t block_at(const void* address);
 MempoolId_t pool_at(const void* address);
 // -1 where an address is not the device's.
 c10::DeviceIndex device_at(const void* address);
+
+// From now on allocations of this thread that need exactly so many bytes get these addresses, each one at a time: memory
+// that somebody else owns and keeps. Nothing given ends it.
+void place_allocations(const std::vector<std::pair<uintptr_t, size_t>>& places);
 
 // Blocks freed while a stream that used them was captured can be reused once the capture is over.
 void capture_ended();

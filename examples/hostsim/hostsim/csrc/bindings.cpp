@@ -71,6 +71,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("graph_pool_handle", &pool_handle);
   m.def("pool_stats", &pool_as_dict);
+  m.def("place_allocations", &place_allocations);
   m.def("poison", &poison);
   m.def("set_poison", &set_poison);
 
