@@ -34,6 +34,34 @@ class Registration(Suite):
         with pytest.raises(DeviceError, match="registered already"):
             registered.register()
 
+    def test_the_allocator_places_what_it_is_told_to(self, registered: Device) -> None:
+        """Each place holds one allocation at a time, of exactly so many bytes, and its memory stays its owner's."""
+        place = registered_devices()[registered.type].place_allocations
+        if place is None:
+            pytest.skip("the device's allocator cannot be told: place_allocations was not registered")
+
+        def empty(count: int) -> torch.Tensor:
+            return torch.empty(count, device=registered.first)
+
+        whole = torch.zeros(64, device=registered.first)
+        at = whole.data_ptr()
+        place([(at, 64), (at + 128, 128)])
+        try:
+            one, other, large, small = empty(16), empty(16), empty(32), empty(8)
+            assert (one.data_ptr(), large.data_ptr()) == (at, at + 128)
+            assert not any(at <= tensor.data_ptr() < at + 256 for tensor in (other, small))
+            one.fill_(1)
+            large.fill_(2)
+            registered.module.synchronize()
+            assert whole.cpu().tolist() == [1.0] * 16 + [0.0] * 16 + [2.0] * 32
+            del one, large
+            again = empty(16)
+            assert again.data_ptr() == at
+        finally:
+            place(())
+        assert empty(16).data_ptr() != at
+        del again
+
     def test_the_handle_takes_it_back(self, device: Device) -> None:
         if device.register is None:
             pytest.skip("the device registers itself")

@@ -191,7 +191,7 @@ def test_an_error_ends_placing(registered: torch.device, monkeypatch: Any) -> No
         for _ in range(4):
             torch.testing.assert_close(f(i, table), bags(i, table))
         assert max(map(len, offered)) >= 1 and offered[-1] == []
-        with pytest.raises(RuntimeError, match="not in the valid range"):
+        with pytest.raises(RuntimeError, match="[Ii]ndex"):
             f(i + 100, table)
         assert len(offered[-2]) >= 1 and offered[-1] == []
         torch.testing.assert_close(f(i, table), bags(i, table))

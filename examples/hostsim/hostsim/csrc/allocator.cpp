@@ -137,7 +137,7 @@ void leave_place(void* context) {
 
 void* take_place(size_t bytes) {
   for (Place& place : places) {
-    if (!place.taken && place.bytes == bytes) {
+    if (place.bytes == bytes && (!place.taken || planted(Fault::kPlaceGivenTwice))) {
       place.taken = true;
       return place.data;
     }

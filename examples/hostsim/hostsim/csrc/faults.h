@@ -27,6 +27,7 @@ enum class Fault {
   kNoPoison,
   kStorageOffsetDropped,
   kNonBlockingCopyTooLate,
+  kPlaceGivenTwice,
   kCount,
 };
 
