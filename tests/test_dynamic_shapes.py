@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, inductor
 
+from fxwrap.passes.arena_layout import lay_out_arena
+
 
 def _model() -> torch.nn.Module:
     return torch.nn.Sequential(
@@ -102,3 +104,23 @@ def test_a_backward_that_takes_an_expression_of_sizes(compiled: Any, device: tor
             f(x).sum().backward()
             assert torch.equal(x.grad.cpu(), torch.full(shape, 2.0 * x.numel()))  # type: ignore[union-attr]
     assert not f.owner.fallbacks and all(f.replays()) and len(f.programs) == 2
+
+
+def test_another_shape_is_planned_in_the_order_of_the_one_before(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def lay_out(*args: Any) -> Any:
+        found = lay_out_arena(*args)
+        tried.append((args[-1], found.offsets))
+        return found
+
+    monkeypatch.setattr("fxwrap.passes.memory_planning.lay_out_arena", lay_out)
+    f: Compiled = compiled(lambda x: (x @ x.t()).softmax(-1) @ x, dynamic=True)
+    for length in (5, 5, 50, 50):
+        x = torch.randn(length, 8)
+        torch.testing.assert_close(f(x), (x @ x.t()).softmax(-1) @ x)
+    first, *others = tried
+    assert not first[0] and first[1]
+    assert [like for like, _ in others] == [offsets for _, offsets in tried[:-1]]

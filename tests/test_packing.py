@@ -258,6 +258,23 @@ def test_a_search_finds_what_no_order_does(language: str) -> None:
     assert plan_memory(HOLE, 64, 60).size == 8 * 64
 
 
+def test_the_order_of_another_plan_is_tried_first() -> None:
+    """What took a search for one batch size takes none for another: the same buffers lie on top of one another."""
+    found = plan_memory(HOLE, 64, 60)
+    for times in (1, 3, 50):
+        larger = [Buffer(b.name, times * b.size, b.begin, b.end) for b in HOLE]
+        assert plan_memory(larger, 64).size == times * 9 * 64
+        again = plan_memory(larger, 64, like=found.offsets)
+        check_placement(larger, again, 64)
+        assert again.size == times * 8 * 64 and again.proven
+    # Where it is not as good, or does not know all of them, it does no harm.
+    upside_down = {name: -offset for name, offset in found.offsets.items()}
+    for like in (upside_down, {"a": 64}, {"another": 0}):
+        placement = plan_memory(HOLE, 64, like=like)
+        check_placement(HOLE, placement, 64)
+        assert placement.size <= 9 * 64
+
+
 @in_both_languages
 def test_a_proof_raises_the_lower_bound(language: str) -> None:
     """Six rows are needed although no more than five are ever live, which only looking at everything can tell.

@@ -20,18 +20,36 @@ _MASKS = 1 << 26
 Stop = Callable[[], bool]
 
 
-def portfolio(part: Part, bound: int) -> list[int]:
-    """The best offsets of a few orders; the first that needs no more than ``bound`` bytes."""
-    best: list[int] = []
-    best_size = -1
+def portfolio(part: Part, bound: int, before: Sequence[int] = ()) -> list[int]:
+    """The best offsets of a few orders; the first that needs no more than ``bound`` bytes.
+
+    Args:
+        before: offsets that buffers of the whole problem had in another plan; one with the same order comes first.
+    """
+    best = stacked(part, [before[i] for i in part.members]) if before else []
+    best_size = height(part, best) if best else -1
     for _, order in zip(range(min(_MOST, max(_FEWEST, _WORK // len(part)))), orders(part), strict=False):
+        if 0 <= best_size <= bound:
+            break
         offsets = lowest_offset_first(part, order)
         size = height(part, offsets)
         if best_size < 0 or size < best_size:
             best, best_size = offsets, size
-        if best_size <= bound:
-            break
     return best
+
+
+def stacked(part: Part, before: Sequence[int]) -> list[int]:
+    """Buffers on top of one another, in the order of offsets that they had before.
+
+    What lay above a buffer lies above it again, whatever the sizes are now: an optimum for other sizes stays one if
+    all of them grow alike.
+    """
+    tops, offsets = [0] * len(part.loads), [0] * len(part)
+    for i in sorted(range(len(part)), key=lambda i: (before[i], part.begins[i])):
+        begin, end = part.begins[i], part.ends[i]
+        offsets[i] = max(tops[begin:end])
+        tops[begin:end] = [offsets[i] + part.sizes[i]] * (end - begin)
+    return offsets
 
 
 def height(part: Part, offsets: Sequence[int]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from .orders import portfolio
 from .problem import Buffer, Placement, split, validate
@@ -10,7 +11,12 @@ from .search import Found, improve
 
 
 def plan_memory(
-    buffers: Iterable[Buffer], alignment: int = 64, budget_s: float = 0.0, *, exact: bool = False
+    buffers: Iterable[Buffer],
+    alignment: int = 64,
+    budget_s: float = 0.0,
+    *,
+    exact: bool = False,
+    like: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
     """Place buffers in one arena so that those live at the same time do not overlap.
 
@@ -29,6 +35,7 @@ def plan_memory(
         alignment: bytes; every offset is a multiple.
         budget_s: seconds to spend on a smaller arena; none by default.
         exact: give most of the budget to proving that no smaller arena exists.
+        like: offsets that were good for other sizes of these buffers, by name: their order is tried first.
 
     Returns:
         Offsets, the arena's size and a lower bound, all in bytes; ``proven`` tells whether the size is the optimum.
@@ -47,7 +54,8 @@ def plan_memory(
     ends = (offset + item.size for offset, item in zip(offsets, items, strict=True))
     floor = max((-(-end // alignment) * alignment for end in ends), default=0)
     bound = max([floor, *(part.base + part.bound for part in parts)])
-    found = [Found(part, portfolio(part, bound - part.base), part.bound) for part in parts]
+    before = [like.get(item.name, 0) for item in items] if like else []
+    found = [Found(part, portfolio(part, bound - part.base, before), part.bound) for part in parts]
     if budget_s > 0 and found:
         improve(found, budget_s, exact)
     for one in found:

@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ..packing import Buffer, Placement, plan_memory
@@ -33,6 +34,7 @@ def lay_out_arena(
     outputs: Collection[str],
     fixed: Sequence[Fixed],
     alignment: int,
+    like: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
     """Place buffers so that those live at the same time do not overlap, with outputs at one end.
 
@@ -51,6 +53,7 @@ def lay_out_arena(
     Args:
         outputs: names of buffers that live on after the program.
         fixed: what others have in the arena.
+        like: offsets in a plan for other sizes, by name.
 
     Returns:
         The arena's size counts what is fixed, too, and so does the lower bound.
@@ -61,7 +64,7 @@ def lay_out_arena(
     stacked = problem.placement(problem.on_a_stack(outputs))
     if stacked.size == stacked.lower_bound:
         return stacked
-    free = plan_memory(buffers, alignment, SEARCH_S)
+    free = plan_memory(buffers, alignment, SEARCH_S, like=like)
     return free if free.size < stacked.size else stacked
 
 

@@ -42,12 +42,14 @@ def plan_program(
     planned: Planned,
     taken: Callable[[torch.device], Sequence[Taken]] = lambda device: (),
     suggestion: Suggestion | None = None,
+    like: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plan one recording of a program.
 
     Args:
         taken: what outputs of other recordings have in a device's arena.
         suggestion: from a plan for this program and another: followed where what is taken allows it.
+        like: a plan for other sizes: the order of its offsets is tried first.
 
     Raises:
         PlanError: a communication is under way before the program begins or after it ends.
@@ -59,7 +61,9 @@ def plan_program(
     if found is None or not _allowed(found, needs, fixed):
         chain = _Chain.of([needs])
         anew = frozenset(name[1:] for name in chain.anew)
-        found = Suggestion({d: _lay_out(needs, d, anew, fixed[d]) for d in needs.planned}, anew, chain.slabs[0])
+        before = {d: one.placement.offsets for d, one in like.arenas.items()} if like is not None else {}
+        placements = {d: _lay_out(needs, d, anew, fixed[d], before.get(d, {})) for d in needs.planned}
+        found = Suggestion(placements, anew, chain.slabs[0])
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
     for device, items in needs.planned.items():
@@ -235,10 +239,16 @@ def _allowed(suggestion: Suggestion, needs: _Needs, fixed: Mapping[torch.device,
     return True
 
 
-def _lay_out(needs: _Needs, device: torch.device, anew: frozenset[str], fixed: Sequence[Fixed]) -> Placement:
+def _lay_out(
+    needs: _Needs,
+    device: torch.device,
+    anew: frozenset[str],
+    fixed: Sequence[Fixed],
+    like: Mapping[str, int],
+) -> Placement:
     items = [(index, b) for index, b in needs.planned[device] if b.name not in anew]
     lasting = [b.name for index, b in items if index in needs.outputs]
-    return lay_out_arena([b for _, b in items], lasting, fixed, _alignment(device))
+    return lay_out_arena([b for _, b in items], lasting, fixed, _alignment(device), like)
 
 
 @dataclass(frozen=True)
