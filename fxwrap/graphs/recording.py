@@ -103,9 +103,9 @@ class Recording:
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
         self._slabs = Slabs(self.plan, request.memory.slabs)
-        # What operators return, where the allocator can be told: addresses and bytes by node, and the storages there.
+        # What operators return, where the allocator can be told: addresses and bytes by node, and storages by these.
         self._results: dict[Node, list[tuple[int, int]]] = {}
-        self._result_at: dict[int, torch.UntypedStorage] = {}
+        self._result_at: dict[tuple[int, int], torch.UntypedStorage] = {}
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
@@ -249,8 +249,9 @@ class Recording:
         for storage in self.plan.facts.storages:
             if storage.origin is Origin.EXTERN and storage.index in self.request.memory.location:
                 planned = self._planned(storage.index)
-                self._results.setdefault(storage.node, []).append((planned.data_ptr(), planned.nbytes()))
-                self._result_at[planned.data_ptr()] = planned
+                at = planned.data_ptr(), planned.nbytes()
+                self._results.setdefault(storage.node, []).append(at)
+                self._result_at[at] = planned  # several may have it, one after the other
                 self._place_of[planned._cdata] = self.request.memory.location[storage.index]
 
     def _over_plan(self, value: Any) -> Any:
@@ -259,7 +260,8 @@ class Recording:
             return tuple(map(self._over_plan, value))
         if not isinstance(value, torch.Tensor):
             return value
-        planned = self._result_at.get(value.untyped_storage().data_ptr())
+        storage = value.untyped_storage()
+        planned = self._result_at.get((storage.data_ptr(), storage.nbytes()))
         if planned is None:
             return value
         offset = int(value.storage_offset()) * value.dtype.itemsize
@@ -438,7 +440,8 @@ class Recording:
         known = [*self._memory.values(), *self._kept, *(places for places, _ in self._places.values())]
         known += [inputs[position] for position in self.request.bound_inputs]
         known += list(self._constants.values())
-        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._result_at.keys()
+        placed = {address for address, _ in self._result_at}
+        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | placed
 
     def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
         last = {node for node, index in self._last_reader.items() if index == partition.index}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Iterator
@@ -155,6 +156,33 @@ def test_what_eager_work_returns_is_where_captured_work_reads_it(registered: tor
     assert [partition.verdict.value for partition in graph.partitions].count("eager") == 2
 
 
+@pytest.mark.parametrize("eager_ops", [(), ("aten::convolution",)])
+def test_results_of_several_sizes_have_one_place_after_another(registered: torch.device, eager_ops: Any) -> None:
+    """
+    ::
+
+        a a .  .        a, of 8 x 8, is dead when c, of 6 x 6, is made: at the same address
+        . b b  .   ->   a a c c
+        . . c  c        . b b .
+    """
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(2, 2, 3, padding=1), *(torch.nn.Conv2d(2, 2, 2) for _ in range(4))]
+    reference = torch.nn.Sequential(*layers)
+    model = copy.deepcopy(reference).to(registered)
+    f = torch.compile(model, backend="fxwrap", options={"eager_ops": eager_ops, "capture": "always"})
+    with torch.no_grad():
+        for i in range(6):
+            x = torch.randn(1, 2, 8, 8, generator=torch.manual_seed(i))
+            torch.testing.assert_close(f(x.to(registered)).cpu(), reference(x), rtol=1e-4, atol=1e-5)
+    (graph,) = fxwrap.report(f).graphs
+    assert graph.memory is not None and graph.counters["replays"] > 0
+    (arena,) = graph.memory.arenas.values()
+    at: dict[int, set[int]] = {}
+    for name, buffer in arena.buffers.items():
+        at.setdefault(arena.placement.offsets[name], set()).add(buffer.size)
+    assert any(len(sizes) > 1 for sizes in at.values())
+
+
 def test_an_allocator_that_does_otherwise_changes_nothing(registered: torch.device, monkeypatch: Any) -> None:
     """A place is an offer. What lies elsewhere is in the pool of the graphs, and is copied when it is handed out."""
     from hostsim import device as module
@@ -191,7 +219,7 @@ def test_an_error_ends_placing(registered: torch.device, monkeypatch: Any) -> No
         for _ in range(4):
             torch.testing.assert_close(f(i, table), bags(i, table))
         assert max(map(len, offered)) >= 1 and offered[-1] == []
-        with pytest.raises(RuntimeError, match="[Ii]ndex"):
+        with pytest.raises(RuntimeError, match=r"[Ii]ndex"):
             f(i + 100, table)
         assert len(offered[-2]) >= 1 and offered[-1] == []
         torch.testing.assert_close(f(i, table), bags(i, table))
