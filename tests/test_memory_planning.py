@@ -370,6 +370,21 @@ def test_what_lives_beside_operators_is_allocated_when_needed(frozen: bool) -> N
     assert (predicted.arena, predicted.total) == (memory.size, memory.size + 256)
 
 
+def test_copies_of_what_eager_work_returns_are_predicted() -> None:
+    """Where addresses are frozen captured work reads it from memory that stays: 256 bytes, and 256 for the result."""
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    out = maker.allocate(name="out")
+    b = maker.extern(aten.cumsum.default, y, 0, name="b")
+    maker.launch("mix", x, b, out)
+    gm = maker.finish([out])
+    for eager_ops, nbytes in ((), 256), (("aten::cumsum",), 512):
+        (predicted,) = predict_memory([Planned(program_plan(gm, eager_ops), {}, {})], {})
+        assert (predicted.operators, predicted.total) == (nbytes, 64 + nbytes)
+    (predicted,) = predict_memory([Planned(program_plan(gm, ("aten::cumsum",)), {}, {}, frozen=False)], {})
+    assert predicted.total == 64 + 256
+
+
 def test_what_operators_return_is_placed_where_the_allocator_can_be_told() -> None:
     """Also what the caller gets, for which nobody else may have the bytes; not what a custom operator may keep.
 

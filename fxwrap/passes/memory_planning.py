@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import control_flow_of, counts_from_storage, nodes_in, only_computes, output_node
+from ..host_graph import control_flow_of, counts_from_storage, effective_users, nodes_in, only_computes, output_node
 from ..packing import Buffer, Placement, plan_memory
 from ..plan import (
     ArenaPlan,
@@ -114,13 +114,15 @@ def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence
     Args:
         handed_on: inputs of the second program by storage of the first.
     """
-    chain = _Chain.of([_Needs.of(program) for program in programs], handed_on)
+    needs = [_Needs.of(program) for program in programs]
+    chain, copies = _Chain.of(needs, handed_on), sum(own.copies for own in needs)
     found = []
     for device in {**chain.planned, **chain.beside}:
         alignment = _alignment(device)
         inside = [b for b in chain.planned.get(device, ()) if b.name not in chain.anew]
         anew = [b for b in chain.planned.get(device, ()) if b.name in chain.anew]
         beside = chain.beside.get(device, [])
+        beside += [Buffer("copies", copies, 0, chain.end)] if device == programs[0].program.device else []
         found.append(
             Prediction(
                 device,
@@ -263,6 +265,7 @@ class _Needs:
         movable: names of what may be.
         temporaries: of these, what nobody can have after a call, in the steps that name them.
         apart: of these, what an operator works on that counts from the start of a storage.
+        copies: bytes that are kept for what eager work returns and captured work reads.
         end: the step after the last.
     """
 
@@ -277,6 +280,7 @@ class _Needs:
     movable: frozenset[str]
     temporaries: Mapping[int, Buffer]
     apart: frozenset[int]
+    copies: int
     end: int
 
     def end_of(self, taken: Taken) -> int:
@@ -358,6 +362,7 @@ class _Needs:
             frozenset(free.values()),
             temporaries,
             _counted_from(program),
+            _copies(planned, placed) if planned.frozen else 0,
             end,
         )
 
@@ -403,6 +408,22 @@ def _beside(
             device = (value if storage.element is None else value[storage.element]).device
             stop = end if storage.index in handed_out else max(last, begin + 1)
             found[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
+    return found
+
+
+def _copies(planned: Planned, placed: Collection[int]) -> int:
+    """Bytes of what eager work returns and others than its partition get: it is copied to memory that stays."""
+    program = planned.program
+    partition_of = {node: partition for partition in program.partitions for node in partition.nodes}
+    sizes, found = hinted_sizes(program.facts), 0
+    for storage in program.facts.storages:
+        own = partition_of.get(storage.node)
+        if storage.origin is not Origin.EXTERN or storage.index in placed or own is None:
+            continue
+        if own.verdict is Verdict.CAPTURED or program.verdicts[storage.node].data_dependent:
+            continue
+        if any(partition_of.get(user) is not own for user in effective_users(storage.node)):
+            found += sizes.get(storage.index, 0)
     return found
 
 
