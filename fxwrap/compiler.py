@@ -80,14 +80,14 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         verify_schedule(gm, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
-    newest: list[MemoryPlan] = []
-
     def plan_recording(
-        planned: Planned, taken: Callable[[torch.device], Sequence[Taken]], suggestion: Suggestion | None
+        planned: Planned,
+        taken: Callable[[torch.device], Sequence[Taken]],
+        suggestion: Suggestion | None,
+        like: MemoryPlan | None,
     ) -> MemoryPlan:
-        memory = plan_program(planned, taken, suggestion, newest[0] if newest else None)
+        memory = plan_program(planned, taken, suggestion, like)
         verify_memory(gm, planned.program.schedule, facts, memory, planned.numbers)
-        newest[:] = [memory]
         return memory
 
     program = Program(

@@ -67,6 +67,15 @@ class Storage:
     def name(self) -> str:
         return self.node.name if self.element is None else f"{self.node.name}[{self.element}]"
 
+    @property
+    def value(self) -> Any:
+        """What was in it when the graph was traced; None where nothing tells: a loop has storages for what its body
+        hands over, besides those of its results."""
+        value = self.node.meta.get("val")
+        if self.element is None or not isinstance(value, (tuple, list)):
+            return value
+        return value[self.element] if self.element < len(value) else None
+
 
 @dataclass(frozen=True)
 class StorageFacts:
@@ -87,6 +96,10 @@ class StorageFacts:
     writes: Mapping[Node, frozenset[int]]
     ends: Mapping[Node, frozenset[Node]] = field(default_factory=dict)
     in_flight: frozenset[int] = frozenset()
+
+    def behind(self, nodes: Iterable[Node]) -> frozenset[int]:
+        """Storages that any of these values lives in."""
+        return frozenset[int]().union(*(self.of.get(node, frozenset()) for node in nodes))
 
     def touched(self, node: Node) -> frozenset[int]:
         return self.reads.get(node, frozenset()) | self.writes.get(node, frozenset())

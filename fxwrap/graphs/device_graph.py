@@ -222,18 +222,21 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
 
 def freezes_addresses(device: torch.device) -> bool:
     """Whether captured work on a device stays at the addresses it was captured with; False where nothing captures."""
-    try:
-        return runtime_for(device).frozen_addresses
-    except CaptureError:
-        return False
+    runtime = _runtime_if_any(device)
+    return runtime is not None and runtime.frozen_addresses
 
 
 def places_results(device: torch.device) -> bool:
     """Whether the device's allocator can be told where what operators return shall lie."""
+    runtime = _runtime_if_any(device)
+    return runtime is not None and runtime.place_allocations is not None
+
+
+def _runtime_if_any(device: torch.device) -> DeviceRuntime | None:
     try:
-        return runtime_for(device).place_allocations is not None
+        return runtime_for(device)
     except CaptureError:
-        return False
+        return None
 
 
 @contextlib.contextmanager

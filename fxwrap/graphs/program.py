@@ -270,7 +270,8 @@ class Program:
         if self._never_recorded or (family is None and self.newest_plan is not None):
             return None
         try:
-            forecast, self.newest_plan = self._provider.expect(self.plan, inputs, family.moved if family else ())
+            moved = family.moved if family else ()
+            forecast, self.newest_plan = self._provider.expect(self.plan, inputs, moved, self.newest_plan)
         except PlanError as error:
             if self.options.strict:
                 raise
@@ -406,7 +407,9 @@ class Program:
         call, turns = Call(), list[Arena]()
         try:
             copied = frozenset(family.copied)
-            memory = self._provider.provide(self.plan, inputs, bound, alone, copied, family.forecast, call, turns)
+            memory = self._provider.provide(
+                self.plan, inputs, bound, alone, copied, family.forecast, self.newest_plan, call, turns
+            )
             self.newest_plan = memory.memory
             request = RecordingRequest(self._runtime(), self.functions, memory, bound, copied)
             recording, outputs = Recording.record(request, inputs)

@@ -31,13 +31,14 @@ TakenIn = Callable[[torch.device], Sequence[Taken]]
 class Planners:
     """
     Attributes:
-        plan: plans one recording, in what is free, and verifies the plan; it may be told what to try.
+        plan: plans one recording, in what is free, and verifies the plan; it may be told what to try, and a plan for
+            other sizes.
         plan_pair: what to try for two programs, of which the second gets what the first saves.
         predict: the memory of one program, or of two that are planned together.
         measure: bytes that work nodes allocate beyond what they return, found by running some of them.
     """
 
-    plan: Callable[[Planned, TakenIn, Suggestion | None], MemoryPlan]
+    plan: Callable[[Planned, TakenIn, Suggestion | None, MemoryPlan | None], MemoryPlan]
     plan_pair: Callable[[Planned, Planned, Mapping[int, Sequence[Node]]], tuple[Suggestion, Suggestion]]
     predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]]], list[Prediction]]
     measure: Callable[[Sequence[Node], Allocations], Mapping[Node, int]]
@@ -92,9 +93,13 @@ class Provider:
     _workspace: Mapping[Node, int] | None = None
 
     def expect(
-        self, plan: ProgramPlan, inputs: Sequence[Any], moved: Collection[int] = ()
+        self, plan: ProgramPlan, inputs: Sequence[Any], moved: Collection[int], like: MemoryPlan | None
     ) -> tuple[Forecast, MemoryPlan]:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
+
+        Args:
+            moved: positions of static inputs that do not stay where they are after all.
+            like: the plan before, for other sizes.
 
         Raises:
             PlanError: the program cannot be recorded at all.
@@ -104,7 +109,7 @@ class Provider:
             planned = self._planned(plan, inputs, bound)
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
-        memory = self.planners.plan(planned, lambda device: (), None)
+        memory = self.planners.plan(planned, lambda device: (), None, like)
         forecast = Forecast(planned, sum(map(reach, tensors_in([inputs[p] for p in bound]))))
         found = LINKS.made_by(inputs, range(len(inputs)))
         fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
@@ -151,6 +156,7 @@ class Provider:
         alone: Collection[int],
         copied: frozenset[int],
         forecast: Forecast | None,
+        like: MemoryPlan | None,
         call: Call,
         turns: list[Arena],
     ) -> Provision:
@@ -160,6 +166,7 @@ class Provider:
             bound: positions of inputs whose addresses stay.
             alone: of these, what nobody else has.
             copied: storages of outputs that are held, and so copied, or allocated anew.
+            like: the plan before.
             turns: the arenas are entered here, to be given back.
 
         Raises:
@@ -192,7 +199,7 @@ class Provider:
 
         while True:
             given_away.clear()
-            memory = self.planners.plan(planned, taken, suggestion)
+            memory = self.planners.plan(planned, taken, suggestion, like)
             sizes = {arena_of(device): one.placement.size for device, one in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 ARENAS.correct(arena.device, stream, forecast, nbytes)

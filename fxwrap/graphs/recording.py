@@ -143,7 +143,7 @@ class Recording:
         return recording, outputs
 
     def _clean_up(self) -> None:
-        """After an error, wherever it came."""
+        """Leave nothing behind that is for the time of a call, be it over or broken off."""
         self._slabs.empty()
         self._stop_placing()
 
@@ -194,8 +194,7 @@ class Recording:
             return {}
         found = {}
         facts = self.plan.facts
-        outputs = output_node(self.plan.graph).all_input_nodes
-        returned = frozenset[int]().union(*(facts.of.get(node, frozenset()) for node in outputs))
+        returned = facts.behind(output_node(self.plan.graph).all_input_nodes)
         waits = {one: producer[wait] for wait, begun in facts.ends.items() for one in begun}
         for node in self._registers:
             if node.op == "placeholder" and facts.of.get(node, frozenset()) & returned:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import PlanError
-from ..host_graph import control_flow_of, counts_from_storage, effective_users, nodes_in, only_computes, output_node
+from ..host_graph import control_flow_of, counts_from_storage, effective_users, only_computes, output_node
 from ..packing import Buffer, Placement, plan_memory
 from ..plan import (
     ArenaPlan,
@@ -121,8 +121,8 @@ def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence
         alignment = _alignment(device)
         inside = [b for b in chain.planned.get(device, ()) if b.name not in chain.anew]
         anew = [b for b in chain.planned.get(device, ()) if b.name in chain.anew]
-        beside = chain.beside.get(device, [])
-        beside += [Buffer("copies", copies, 0, chain.end)] if device == programs[0].program.device else []
+        own_copies = copies if device == programs[0].program.device else 0
+        beside = [*chain.beside.get(device, ()), Buffer("copies", own_copies, 0, chain.end)]
         found.append(
             Prediction(
                 device,
@@ -228,8 +228,7 @@ def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
 def _counted_from(program: ProgramPlan) -> frozenset[int]:
     """Storages from the start of which an operator may count."""
     nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
-    operands = (operand for node in nodes for operand in node.all_input_nodes)
-    return frozenset[int]().union(*(program.facts.of.get(operand, frozenset()) for operand in operands))
+    return program.facts.behind(operand for node in nodes for operand in node.all_input_nodes)
 
 
 def _allowed(suggestion: Suggestion, needs: _Needs, fixed: Mapping[torch.device, Sequence[Fixed]]) -> bool:
@@ -285,7 +284,7 @@ class _Needs:
 
     def end_of(self, taken: Taken) -> int:
         """The step from which on others may have the bytes of another program's output."""
-        indices = frozenset[int]().union(*(self.facts.of.get(node, frozenset()) for node in taken.nodes))
+        indices = self.facts.behind(taken.nodes)
         if not indices or indices & self.handed_out:
             return self.end
         return max(self.ranges.get(index, (0, 0))[1] for index in indices)
@@ -347,23 +346,23 @@ class _Needs:
         asked = frozenset(name for index, name in free.items() if index in planned.anew)
         temporaries = {
             index: Buffer(free[index], sizes[index], *steps)
-            for index, steps in _temporaries(program).items()
+            for index, steps in (_temporaries(program).items() if free else ())
             if index in free
         }
         return cls(
-            program.facts,
-            items,
-            beside,
-            sizes,
-            outputs,
-            handed_out,
-            ranges,
-            asked,
-            frozenset(free.values()),
-            temporaries,
-            _counted_from(program),
-            _copies(planned, placed) if planned.frozen else 0,
-            end,
+            facts=program.facts,
+            planned=items,
+            beside=beside,
+            sizes=sizes,
+            outputs=outputs,
+            handed_out=handed_out,
+            ranges=ranges,
+            asked=asked,
+            movable=frozenset(free.values()),
+            temporaries=temporaries,
+            apart=_counted_from(program) if temporaries else frozenset(),
+            copies=_copies(planned, placed) if planned.frozen else 0,
+            end=end,
         )
 
 
@@ -404,10 +403,10 @@ def _beside(
         if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
             begin = steps[storage.node]
             _, last = ranges.get(storage.index, (begin, begin + 1))
-            value: Any = storage.node.meta["val"]
-            device = (value if storage.element is None else value[storage.element]).device
             stop = end if storage.index in handed_out else max(last, begin + 1)
-            found[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
+            found[storage.value.device].append(
+                (storage.index, Buffer(storage.name, sizes[storage.index], begin, stop))
+            )
     return found
 
 
@@ -433,8 +432,7 @@ def _alignment(device: torch.device) -> int:
 
 def _handed_out(program: ProgramPlan) -> frozenset[int]:
     """Storages that the caller gets, or gets back."""
-    values = nodes_in(output_node(program.graph).args)
-    return frozenset[int]().union(*(program.facts.of.get(node, frozenset()) for node in values))
+    return program.facts.behind(output_node(program.graph).all_input_nodes)
 
 
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
@@ -454,18 +452,14 @@ def hinted_sizes(facts: StorageFacts) -> dict[int, int]:
     """Bytes of storages at the sizes a program was compiled for; those that only data decides are missing."""
     sizes = {}
     for storage in facts.storages:
-        value: Any = storage.node.meta.get("val")
-        if storage.element is not None and isinstance(value, (tuple, list)):
-            # A loop has storages for what its body hands over, besides those of its results.
-            value = value[storage.element] if storage.element < len(value) else None
-        if (layout := hinted_layout(value)) is not None:
-            sizes[storage.index] = storage_bytes(*layout, value.dtype)
+        if (layout := hinted_layout(storage.value)) is not None:
+            sizes[storage.index] = storage_bytes(*layout, storage.value.dtype)
     return sizes
 
 
 def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
     """Storages that live and die inside a program; the others live anyway, whatever the order."""
-    handed_out = frozenset[int]().union(*(facts.of.get(n, ()) for n in nodes_in(output_node(gm).args)))
+    handed_out = facts.behind(output_node(gm).all_input_nodes)
     return frozenset(
         storage.index
         for storage in facts.storages

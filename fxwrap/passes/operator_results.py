@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kind, communicates, kind_of, nodes_in, only_computes, output_node
+from ..host_graph import Kind, communicates, kind_of, only_computes, output_node
 from ..plan import Origin, Storage, StorageFacts
 
 
@@ -69,7 +69,7 @@ def own_results(
 
 def results_to_own(facts: StorageFacts, gm: GraphModule, captured: Collection[Node]) -> list[Node]:
     """Values in memory that captured operators allocate and that the caller gets."""
-    handed_out = frozenset[int]().union(*(facts.of.get(node, ()) for node in nodes_in(output_node(gm).args)))
+    handed_out = facts.behind(output_node(gm).all_input_nodes)
     found = (_only_value(facts, facts.storages[index]) for index in sorted(handed_out))
     return [value for value in found if value is not None and _operator_of(value) in captured]
 
@@ -80,7 +80,7 @@ def placeable_results(facts: StorageFacts, gm: GraphModule, device: torch.device
     Custom operators may keep what they return: it stays where they put it. What only data decides is missing, and so
     is what depends on symbols.
     """
-    handed_out = frozenset[int]().union(*(facts.of.get(node, ()) for node in nodes_in(output_node(gm).args)))
+    handed_out = facts.behind(output_node(gm).all_input_nodes)
     # What a communication fills is there before and after its call.
     begun = frozenset[Node]().union(*facts.ends.values(), facts.ends)
     lent = facts.named_in(begun)
@@ -91,8 +91,7 @@ def placeable_results(facts: StorageFacts, gm: GraphModule, device: torch.device
             continue
         if not only_computes(node) or (storage.index in handed_out and _only_value(facts, storage) is None):
             continue
-        value: Any = node.meta.get("val")
-        value = value[storage.element] if storage.element is not None else value
+        value = storage.value
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device == device:
             nbytes: Any = value.untyped_storage().nbytes()
             if isinstance(nbytes, int) and nbytes:

@@ -117,7 +117,7 @@ def verify_memory(
     end = len(schedule) + 1
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
-    _check_slabs(memory, schedule, facts, plan, numbers, handed_out)
+    _check_slabs(memory, schedule, spans, facts, plan, numbers, handed_out)
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:
@@ -173,6 +173,7 @@ def _size_there(
 def _check_slabs(
     memory: _Memory,
     schedule: Sequence[Node],
+    spans: Mapping[_Root, tuple[int, int]],
     facts: StorageFacts,
     plan: MemoryPlan,
     numbers: Mapping[Node, Any],
@@ -181,7 +182,6 @@ def _check_slabs(
     """What lies in a slab is named in its steps only, by nobody who may keep it, and overlaps nothing there."""
     slabs: dict[_Root, Slab] = {}
     placed: dict[int, list[_Placed]] = defaultdict(list)
-    spans = _spans(memory, schedule) if plan.slabs else {}
     for slab in plan.slabs:
         for index, offset in slab.offsets.items():
             storage = facts.storages[index]
@@ -301,9 +301,7 @@ def _needed(graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None
 
 def _returned(storage: Storage) -> int | None:
     """Bytes of what an operator returns; None where sizes are unknown."""
-    value: Any = storage.node.meta.get("val")
-    value = value[storage.element] if storage.element is not None else value
-    nbytes = value.untyped_storage().nbytes()
+    nbytes = storage.value.untyped_storage().nbytes()
     return nbytes if isinstance(nbytes, int) else None
 
 

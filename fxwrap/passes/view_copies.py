@@ -19,7 +19,6 @@ from ..host_graph import (
     counts_from_storage,
     kind_of,
     launch,
-    nodes_in,
     output_node,
     reinterpret,
     schema_of,
@@ -83,9 +82,9 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
     if not copies:
         return ()
     facts = analyse_storages(gm)
-    handed_out = _NONE.union(*(facts.of.get(node, _NONE) for node in nodes_in(output_node(gm).args)))
+    handed_out = facts.behind(output_node(gm).all_input_nodes)
     uses = _Uses.of(gm, facts)
-    fixed = _NONE.union(*(facts.of.get(arg, _NONE) for node in gm.graph.nodes for arg in _asked_for_offset(node)))
+    fixed = facts.behind(arg for node in gm.graph.nodes for arg in _asked_for_offset(node))
     # What a copy that is replaced lives in from then on.
     moved: dict[int, frozenset[int]] = {}
     found: list[NeedlessCopy] = []

@@ -121,8 +121,7 @@ def test_convolutions_need_no_memory_beside_the_arena(registered: torch.device) 
 def test_gradients_of_convolutions(registered: torch.device) -> None:
     torch.manual_seed(0)
     model = Convolutions().to(registered)
-    reference = Convolutions()
-    reference.load_state_dict({key: value.cpu() for key, value in model.state_dict().items()})
+    reference = copy.deepcopy(model).cpu()
     f = torch.compile(lambda x: sum(one.square().mean() for one in model(x)), backend="fxwrap")
     for i in range(6):
         x = torch.randn(2, 2, 8, 8, generator=torch.manual_seed(i))
@@ -140,20 +139,20 @@ def test_gradients_of_convolutions(registered: torch.device) -> None:
 def test_what_eager_work_returns_is_where_captured_work_reads_it(registered: torch.device) -> None:
     """Without a copy: ``(conv) [ relu conv relu ]`` at one address at every call."""
     torch.manual_seed(0)
-    model = Convolutions()
     reference = Convolutions()
-    reference.load_state_dict(model.state_dict())
-    model = model.to(registered)
+    model = copy.deepcopy(reference).to(registered)
     options = {"eager_ops": ("aten::convolution",), "capture": "always"}
-    f = torch.compile(lambda x: model(x.sin())[0].cos(), backend="fxwrap", options=options)
+    f = torch.compile(lambda x: model(x.sin())[0].cos().sum(1), backend="fxwrap", options=options)
     with torch.no_grad():
         for i in range(6):
             x = torch.randn(2, 2, 8, 8, generator=torch.manual_seed(i))
-            wanted = reference(x.sin())[0].cos()
+            wanted = reference(x.sin())[0].cos().sum(1)
             torch.testing.assert_close(f(x.to(registered)).cpu(), wanted, rtol=1e-4, atol=1e-5)
     (graph,) = fxwrap.report(f).graphs
     assert graph.counters["replays"] > 0
     assert [partition.verdict.value for partition in graph.partitions].count("eager") == 2
+    recordings = [one for family in graph.program.families.values() for one in family.recordings]
+    assert recordings and not any(recording.own_bytes for recording in recordings)
 
 
 @pytest.mark.parametrize("eager_ops", [(), ("aten::convolution",)])
