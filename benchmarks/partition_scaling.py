@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule
 
 from fxwrap.host_graph import Kernel, launch
 from fxwrap.passes.dependencies import build_dependency_graph
-from fxwrap.passes.memory_planning import hinted_sizes, inner_storages
+from fxwrap.passes.memory_needs import hinted_sizes, inner_storages
 from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import judge

@@ -8,18 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from .devices import capture_cost, device_support
+from .eager_rules import EagerRule
 from .graphs.device_graph import freezes_addresses, places_results
 from .graphs.program import Program
 from .graphs.provision import Planners
 from .graphs.torch_functions import TorchFunctions
+from .host_graph import copy_graph
 from .options import Options
 from .owner import Owner
 from .passes.dependencies import build_dependency_graph
-from .passes.memory_planning import hinted_sizes, inner_storages, plan_pair, plan_program, predict_memory
-from .passes.operator_results import own_results, placeable_results
+from .passes.memory_needs import hinted_sizes, inner_storages
+from .passes.memory_planning import plan_pair, plan_program, predict_memory
+from .passes.operator_results import own_results, placeable_results, results_to_own
 from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
@@ -28,7 +31,17 @@ from .passes.verdicts import judge, main_device
 from .passes.verify import verify_memory, verify_schedule
 from .passes.workspace import measure_workspace
 from .passes.worth import weigh
-from .plan import CompiledPartition, MemoryPlan, PartitionGraph, Planned, ProgramPlan, Suggestion, Taken, Verdict
+from .plan import (
+    CompiledPartition,
+    MemoryPlan,
+    PartitionGraph,
+    Planned,
+    ProgramPlan,
+    StorageFacts,
+    Suggestion,
+    Taken,
+    Verdict,
+)
 
 
 @dataclass(frozen=True)
@@ -58,26 +71,18 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     Raises:
         PlanError: the verifier refused the schedule.
     """
-    device, eager_ops = main_device(gm), request.options.eager_ops
-    eager_ops = (*eager_ops, *device_support(device.type).eager_ops)
-    facts = analyse_storages(gm)
-    if freezes_addresses(device):
-        verdicts = judge(gm, eager_ops)
-        captured = {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
-        placed = placeable_results(facts, gm, device) if places_results(device) else {}
-        if own_results(gm, facts, captured, placed):
-            facts = analyse_storages(gm)
-    dependencies = build_dependency_graph(gm, facts)
-    sizes = hinted_sizes(facts)
-    inside = {index: sizes[index] for index in inner_storages(gm, facts) if index in sizes}
+    device, options = main_device(gm), request.options
+    eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops)
 
     def cut_program(refused: Mapping[str, str]) -> ProgramPlan:
-        options = request.options
-        verdicts = judge(gm, eager_ops, refused)
-        found = cut(dependencies, verdicts, device, facts, inside, options.peak_budget)
-        plan = ProgramPlan(gm, facts, verdicts, found, device, frozenset(request.static_inputs), request.phase)
+        graph, facts = _with_own_results(gm, device, eager_ops, refused)
+        verdicts = judge(graph, eager_ops, refused)
+        sizes = hinted_sizes(facts)
+        inside = {index: sizes[index] for index in inner_storages(graph, facts) if index in sizes}
+        found = cut(build_dependency_graph(graph, facts), verdicts, device, facts, inside, options.peak_budget)
+        plan = ProgramPlan(graph, facts, verdicts, found, device, frozenset(request.static_inputs), request.phase)
         plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches)
-        verify_schedule(gm, plan.schedule)
+        verify_schedule(graph, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
     def plan_recording(
@@ -87,7 +92,8 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         like: MemoryPlan | None,
     ) -> MemoryPlan:
         memory = plan_program(planned, taken, suggestion, like)
-        verify_memory(gm, planned.program.schedule, facts, memory, planned.numbers)
+        program = planned.program
+        verify_memory(program.graph, program.schedule, program.facts, memory, planned.numbers)
         return memory
 
     program = Program(
@@ -95,11 +101,34 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         request.options,
         request.torch,
         Planners(plan_recording, plan_pair, predict_memory, measure_workspace),
-        lambda inputs: evaluate_sizes(gm, inputs),
+        evaluate_sizes,
     )
     if request.owner is not None:
         request.owner.programs.append(program)
     return program
+
+
+def _with_own_results(
+    gm: GraphModule, device: torch.device, eager_ops: Sequence[str | EagerRule], refused: Mapping[str, str]
+) -> tuple[GraphModule, StorageFacts]:
+    """The graph in which results of captured operators are copied where they have to be, and its storages.
+
+    Which operators are captured may turn out later: the graph itself stays as it is.
+    """
+    facts = analyse_storages(gm)
+    if not freezes_addresses(device):
+        return gm, facts
+
+    def captured(graph: GraphModule) -> set[Node]:
+        verdicts = judge(graph, eager_ops, refused)
+        return {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
+
+    if not results_to_own(facts, gm, captured(gm)):
+        return gm, facts
+    gm = copy_graph(gm)
+    facts, inside = analyse_storages(gm), captured(gm)
+    placed = placeable_results(facts, gm, device, inside) if places_results(device) else {}
+    return (gm, analyse_storages(gm)) if own_results(gm, facts, inside, placed) else (gm, facts)
 
 
 def _compiled_elsewhere(plan: ProgramPlan, request: CompileRequest) -> dict[int, CompiledPartition]:

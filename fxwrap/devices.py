@@ -7,7 +7,7 @@ rules: CUDA and XPU need none.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,8 +102,10 @@ _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=flo
 
 
 # ``place_allocations(places)``: from now on, allocations of this thread that need exactly so many bytes get one of
-# these addresses, each one at a time; ``places`` are addresses with bytes, and none of them end it.
-PlaceAllocations = Callable[[Sequence[tuple[int, int]]], None]
+# these addresses, each one at a time; ``places`` are addresses with bytes, and none of them end it. It returns which
+# addresses, of all that were ever given, are in use; None where nobody knows. A second argument has spans in which
+# anything else may lie that is allocated until then.
+PlaceAllocations = Callable[..., "Collection[int] | None"]
 
 
 @dataclass(frozen=True, eq=False)

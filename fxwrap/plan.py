@@ -245,6 +245,7 @@ class ArenaPlan:
         alignment: bytes.
         plain: bytes that separate allocations without any reuse would take.
         taken: what was in the arena already.
+        scratch: bytes ``[low, high)`` that an operator may have while it runs, by operator.
     """
 
     device: torch.device
@@ -253,6 +254,7 @@ class ArenaPlan:
     alignment: int
     plain: int
     taken: tuple[Taken, ...] = ()
+    scratch: Mapping[Node, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @property
     def footprint(self) -> list[tuple[int, int]]:
@@ -383,7 +385,7 @@ class Planned:
         frozen: whether a graph freezes addresses; else storages may be allocated anew at every call.
         anew: storages that shall be.
         workspace: bytes that calls allocate beyond what they return, as far as is known.
-        places_results: whether what operators return can be planned: the device's allocator is told where it lies.
+        places_results: whether the device's allocator is told where what operators return shall lie.
     """
 
     program: ProgramPlan

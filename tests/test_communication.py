@@ -42,7 +42,8 @@ from fxwrap.graphs.flat import FlatBuilder
 from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.options import Options
 from fxwrap.passes.dependencies import build_dependency_graph
-from fxwrap.passes.memory_planning import live_ranges, plan_program
+from fxwrap.passes.memory_needs import live_ranges
+from fxwrap.passes.memory_planning import plan_program
 from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import judge

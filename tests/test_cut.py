@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 import fxwrap
 from fxwrap.errors import PlanError
 from fxwrap.passes.dependencies import build_dependency_graph
-from fxwrap.passes.memory_planning import inner_storages
+from fxwrap.passes.memory_needs import inner_storages
 from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import judge

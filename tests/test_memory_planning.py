@@ -34,7 +34,8 @@ from fxwrap.compiler import CompileRequest, compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.host_graph import Kind, kind_of, output_node
 from fxwrap.options import Options
-from fxwrap.passes.memory_planning import live_ranges, output_storages, plan_program, predict_memory
+from fxwrap.passes.memory_needs import live_ranges, output_storages
+from fxwrap.passes.memory_planning import plan_program, predict_memory
 from fxwrap.passes.symbols import storage_bytes
 from fxwrap.passes.verify import verify_memory
 from fxwrap.plan import Buffer, MemoryPlan, Planned, ProgramPlan, Slab, Taken
@@ -370,19 +371,77 @@ def test_what_lives_beside_operators_is_allocated_when_needed(frozen: bool) -> N
     assert (predicted.arena, predicted.total) == (memory.size, memory.size + 256)
 
 
-def test_copies_of_what_eager_work_returns_are_predicted() -> None:
-    """Where addresses are frozen captured work reads it from memory that stays: 256 bytes, and 256 for the result."""
+def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
+    """Where addresses are frozen captured work reads it there: 256 bytes, and 256 beside it for the result itself.
+
+    ::
+
+        arena    . o              arena    b b o
+        beside   b b       ->     beside   b . .      nothing, if the allocator can be told
+    """
     maker = GraphMaker()
     x, y = maker.input("x"), maker.input("y", (16, 4))
     out = maker.allocate(name="out")
     b = maker.extern(aten.cumsum.default, y, 0, name="b")
     maker.launch("mix", x, b, out)
     gm = maker.finish([out])
-    for eager_ops, nbytes in ((), 256), (("aten::cumsum",), 512):
-        (predicted,) = predict_memory([Planned(program_plan(gm, eager_ops), {}, {})], {})
-        assert (predicted.operators, predicted.total) == (nbytes, 64 + nbytes)
-    (predicted,) = predict_memory([Planned(program_plan(gm, ("aten::cumsum",)), {}, {}, frozen=False)], {})
-    assert predicted.total == 64 + 256
+    captured, eager = program_plan(gm), program_plan(gm, ("aten::cumsum",))
+    for planned, inside, beside in (
+        (Planned(captured, {}, {}), 64, 256),
+        (Planned(eager, {}, {}), 64 + 256, 256),
+        (Planned(eager, {}, {}, places_results=True), 64 + 256, 0),
+        (Planned(eager, {}, {}, frozen=False), 64, 256),
+    ):
+        (predicted,) = predict_memory([planned], {})
+        assert (predicted.arena, predicted.operators, predicted.total) == (inside, beside, inside + beside)
+        memory = plan_program(planned)
+        assert memory.size == inside
+        verify_memory(gm, planned.program.schedule, planned.program.facts, memory, {})
+
+
+def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
+    """The caller gets it, too: nothing is copied."""
+    maker = GraphMaker()
+    y = maker.input("y", (16, 4))
+    b = maker.extern(aten.cumsum.default, y, 0, name="b")
+    plan = program_plan(maker.finish([b, maker.extern(aten.flip.default, b, [0], name="c")]), ("aten::*",))
+    assert not plan_program(Planned(plan, {}, {})).location
+    placed = plan_program(Planned(plan, {}, {}, places_results=True))
+    assert len(placed.location) == len(placed.outputs) == 2
+
+
+def test_captured_operators_may_have_what_is_free() -> None:
+    """While b is computed, a lies there and c does not yet: c's bytes are free.
+
+    ::
+
+        a a .       b may take what it needs for a while from c's bytes;
+        . b b       c, which a custom operator returns, from none
+        . . c
+    """
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    a, c, out = maker.allocate((32, 4), name="a"), maker.allocate((64, 4), name="c"), maker.allocate(name="out")
+    maker.launch("mix", x, y, a)
+    b = maker.extern(aten.cumsum.default, a, 0, name="b")
+    maker.launch("mix", b, b, c)
+    k = maker.extern(torch.ops.fxwrap_planning.double.default, c, name="k")
+    maker.launch("mix", c, k, out)
+    plan = program_plan(maker.finish([out]))
+    planned = Planned(plan, {}, {}, places_results=True)
+    memory = plan_program(planned)
+    (arena,) = memory.arenas.values()
+    assert arena.scratch.keys() == {b}
+    at = {name: (low, low + arena.buffers[name].size) for name, low in arena.placement.offsets.items()}
+    free = set(range(arena.placement.size)) - set(range(*at["a"])) - set(range(*at["b"]))
+    assert {byte for low, high in arena.scratch[b] for byte in range(low, high)} == free
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    # Planted faults: what is alive, and what is not the program's.
+    outside = arena.placement.size, arena.placement.size + 64
+    for spans, complaint in ((at["a"], "overlaps a"), (at["b"], "overlaps b"), (outside, "not the program's")):
+        faulty = replace(arena, scratch={b: (spans,)})
+        with pytest.raises(PlanError, match=complaint):
+            verify_memory(plan.graph, plan.schedule, plan.facts, replace(memory, arenas={CPU: faulty}), {})
 
 
 def test_what_operators_return_is_placed_where_the_allocator_can_be_told() -> None:

@@ -132,7 +132,7 @@ def test_placed_results_are_not_copied() -> None:
     values, indices = (b.call(operator.getitem, sort, i) for i in (0, 1))
     gm = b.module(values, indices)
     facts = analyse_storages(gm)
-    placed = placeable_results(facts, gm, torch.device("cpu"))
+    placed = placeable_results(facts, gm, torch.device("cpu"), set(gm.graph.nodes))
     assert {facts.storages[index].name: nbytes for index, nbytes in placed.items()} == {
         f"{sort.name}[0]": 96,
         f"{sort.name}[1]": 192,

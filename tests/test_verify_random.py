@@ -36,10 +36,13 @@ from fxwrap.host_graph import Kind, reinterpret
 from fxwrap.passes.memory_planning import plan_pair, plan_program
 from fxwrap.passes.storages import _Analysis
 from fxwrap.passes.verify import verify_memory, verify_schedule
-from fxwrap.plan import MemoryPlan, Origin, Planned, ProgramPlan, StorageFacts, Suggestion, Taken
+from fxwrap.plan import MemoryPlan, Origin, Planned, ProgramPlan, Storage, StorageFacts, Suggestion, Taken
 
 ALIGNMENT = 64
 PLACE = 256  # bytes that every place has
+
+# By the node that first had it, and which of its results, where there are several.
+Memory = tuple[Node, "int | None"]
 
 
 # -- the oracle ---------------------------------------------------------------------------------------------
@@ -47,30 +50,31 @@ PLACE = 256  # bytes that every place has
 
 @dataclass(frozen=True)
 class Observed:
-    """What a run of a graph shows. Memory is named by the node that first had it.
+    """What a run of a graph shows.
 
     Attributes:
         of: the memory that each node's value lies in.
         touched: the memory that each node reads or writes; for one that waits, what the communication did, too.
         updated: inputs that were written.
-        nbytes: of the memory of allocations.
+        nbytes: of memory that is no input's.
     """
 
-    of: Mapping[Node, frozenset[Node]]
-    touched: Mapping[Node, frozenset[Node]]
-    updated: frozenset[Node]
-    nbytes: Mapping[Node, int]
+    of: Mapping[Node, frozenset[Memory]]
+    touched: Mapping[Node, frozenset[Memory]]
+    updated: frozenset[Memory]
+    nbytes: Mapping[Memory, int]
 
     @classmethod
     def of_run(cls, gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Observed:
         given = iter(inputs)
         values: dict[Node, Any] = {}  # all are kept, so that no address is used twice
-        first: dict[int, Node] = {}
-        of: dict[Node, frozenset[Node]] = {}
-        touched: dict[Node, frozenset[Node]] = {}
-        lent: dict[Node, frozenset[Node]] = defaultdict(frozenset)
+        first: dict[int, Memory] = {}
+        of: dict[Node, frozenset[Memory]] = {}
+        touched: dict[Node, frozenset[Memory]] = {}
+        lent: dict[Memory, frozenset[Memory]] = defaultdict(frozenset)
         versions: dict[Node, int] = {}
-        reduced: set[Node] = set()
+        reduced: set[Memory] = set()
+        nbytes: dict[Memory, int] = {}
         for node in gm.graph.nodes:
             if node.op == "output":
                 break
@@ -82,32 +86,33 @@ class Observed:
             else:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
-            addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors_in(values[node])]
-            of[node] = frozenset(first.setdefault(address, node) for address in addresses)
+            found = set()
+            for element, tensor in tensors_in(values[node]):
+                storage = tensor.untyped_storage()
+                memory = first.setdefault(storage.data_ptr(), (node, element))
+                found.add(memory)
+                if memory == (node, element) and node.op == "call_function":
+                    nbytes[memory] = storage.nbytes()
+            of[node] = frozenset(found)
             if node.op != "call_function" or node.target in (reinterpret, operator.getitem):
                 continue
-            found = frozenset[Node]().union(*(of[arg] for arg in node.all_input_nodes))
+            worked_on = frozenset[Memory]().union(*(of[arg] for arg in node.all_input_nodes))
             if node.target is collectives.wait_tensor.default:
-                found = found.union(*(lent[memory] for memory in found))
+                worked_on = worked_on.union(*(lent[memory] for memory in worked_on))
             elif getattr(node.target, "namespace", "") == "_c10d_functional":
                 for memory in of[node]:
-                    lent[memory] |= found
+                    lent[memory] |= worked_on
                 if node.target is collectives.all_reduce_.default:
-                    reduced |= found
-            touched[node] = found
-        changed = {node for node, version in versions.items() if values[node]._version != version}
-        nbytes = {
-            node: value.untyped_storage().nbytes()
-            for node, value in values.items()
-            if node.target is torch.empty_strided
-        }
-        return cls(of, touched, frozenset(changed | (reduced & set(versions))), nbytes)
+                    reduced |= worked_on
+            touched[node] = worked_on
+        changed = {(node, None) for node, version in versions.items() if values[node]._version != version}
+        return cls(of, touched, frozenset(changed | {one for one in reduced if one[0] in versions}), nbytes)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
+def tensors_in(value: Any) -> list[tuple[int | None, torch.Tensor]]:
+    """With positions, where there are several."""
+    items = list(enumerate(value)) if isinstance(value, (tuple, list)) else [(None, value)]
+    return [(element, item) for element, item in items if isinstance(item, torch.Tensor)]
 
 
 @dataclass(frozen=True)
@@ -125,24 +130,25 @@ class Case:
         return len(self.plan.schedule) + 1
 
     @cached_property
-    def handed_out(self) -> frozenset[Node]:
+    def handed_out(self) -> frozenset[Memory]:
         output = next(node for node in self.plan.graph.graph.nodes if node.op == "output")
-        return frozenset[Node]().union(*(self.seen.of[node] for node in output.all_input_nodes))
+        return frozenset[Memory]().union(*(self.seen.of[node] for node in output.all_input_nodes))
 
     @cached_property
-    def uses(self) -> Mapping[Node, list[int]]:
-        """The steps at which memory is worked on."""
-        found: dict[Node, list[int]] = defaultdict(list)
+    def uses(self) -> Mapping[Memory, list[int]]:
+        """The steps at which memory is worked on, or made by an operator."""
+        found: dict[Memory, list[int]] = defaultdict(list)
         for step, node in enumerate(self.plan.schedule):
-            for memory in self.seen.touched.get(node, ()):
+            made = {memory for memory in self.seen.of.get(node, ()) if memory[0] is node}
+            for memory in made | self.seen.touched.get(node, frozenset()):
                 found[memory].append(step)
         return found
 
-    def life(self, memory: Node) -> range:
+    def life(self, memory: Memory) -> range:
         """The steps during which memory may not be touched by others."""
         steps = self.uses.get(memory, [])
         stays = memory in self.handed_out
-        if memory.op == "placeholder":
+        if memory[0].op == "placeholder":
             stays = stays or memory in self.seen.updated
             return range(0, self.end if stays else max([*steps, 0]) + 1)
         if not steps:
@@ -150,22 +156,27 @@ class Case:
         return range(steps[0], self.end if stays else steps[-1] + 1)
 
     def life_of(self, taken: Taken) -> range:
-        if not taken.nodes or self.handed_out.intersection(taken.nodes):
+        given = [(node, None) for node in taken.nodes]
+        if not given or self.handed_out.intersection(given):
             return range(0, self.end)
-        return range(0, max([-1, *(step for node in taken.nodes for step in self.uses.get(node, []))]) + 1)
+        return range(0, max([-1, *(step for memory in given for step in self.uses.get(memory, []))]) + 1)
 
-    def nbytes(self, memory: Node) -> int:
+    def nbytes(self, memory: Memory) -> int:
         return self.seen.nbytes.get(memory, PLACE)
 
     def collision(self, facts: StorageFacts, memory: MemoryPlan) -> str:
         """The first byte that two have in the same step, found by looking at each; empty if there is none."""
 
         def span(index: int, offset: int) -> tuple[str, range, range]:
-            node = facts.storages[index].node
-            return node.name, self.life(node), range(offset, offset + self.nbytes(node))
+            storage = facts.storages[index]
+            one = memory_of(storage)
+            return storage.name, self.life(one), range(offset, offset + self.nbytes(one))
 
         spans = [span(index, offset) for index, (_, offset) in memory.location.items()]
         spans += [(f"taken from {one.low}", self.life_of(one), range(one.low, one.high)) for one in self.taken]
+        for node, free in memory.arenas[CPU].scratch.items() if CPU in memory.arenas else ():
+            step = self.plan.schedule.index(node)
+            spans += [(f"scratch of {node.name}", range(step, step + 1), range(low, high)) for low, high in free]
         slabs = [[span(index, offset) for index, offset in slab.offsets.items()] for slab in memory.slabs]
         for step in range(self.end):
             for space in (spans, *slabs):
@@ -186,6 +197,10 @@ class Case:
 
     def verify(self, memory: MemoryPlan, facts: StorageFacts | None = None) -> None:
         verify_memory(self.plan.graph, self.plan.schedule, facts or self.plan.facts, memory, {})
+
+
+def memory_of(storage: Storage) -> Memory:
+    return storage.node, storage.element
 
 
 def random_case(draw: random.Random, most_steps: int = 20) -> Case:
@@ -225,7 +240,15 @@ def test_every_plan_is_accepted(count: int) -> None:
         memory = case.plan_with()
         assert not case.collision(case.plan.facts, memory), f"seed {seed}"
         case.verify(memory)
-        asked = frozenset(index for index in memory.outputs if draw.random() < 0.5)
+        told = plan_program(replace(case.planned(), places_results=True), lambda device, case=case: case.taken)
+        assert not case.collision(case.plan.facts, told), f"seed {seed}"
+        case.verify(told)
+        around["scratch"] += any(arena.scratch for arena in told.arenas.values())
+        asked = frozenset(
+            index
+            for index in sorted(memory.outputs)
+            if draw.random() < 0.5 and case.plan.facts.storages[index].origin is Origin.ALLOCATION
+        )
         loose = plan_program(replace(case.planned(), frozen=False, anew=asked), lambda device, case=case: case.taken)
         facts = case.plan.facts
         # What a communication works on keeps its place.
@@ -240,10 +263,9 @@ def test_every_plan_is_accepted(count: int) -> None:
         around["given away"] += bool(given)
         around["used again after"] += any(again(case, memory, one) for one in given)
         around["outputs"] += bool(memory.outputs)
-    print(f"\naccepted: {2 * count} plans, {dict(around)}")
-    assert all(
-        around[kind] >= count // 12 for kind in ("places", "taken", "given away", "used again after", "outputs")
-    )
+    print(f"\naccepted: {3 * count} plans, {dict(around)}")
+    kinds = "places", "taken", "given away", "used again after", "outputs", "scratch"
+    assert all(around[kind] >= count // 12 for kind in kinds)
 
 
 def again(case: Case, memory: MemoryPlan, taken: Taken) -> bool:
@@ -322,7 +344,7 @@ def shifted_onto_another(case: Case, memory: MemoryPlan, draw: random.Random) ->
         (one, two)
         for one in memory.location
         for two in memory.location
-        if one != two and set(case.life(storages[one].node)) & set(case.life(storages[two].node))
+        if one != two and set(case.life(memory_of(storages[one]))) & set(case.life(memory_of(storages[two])))
     ]
     for one, two in draw.sample(pairs, min(3, len(pairs))):
         low, high = memory.location[two][1], memory.location[two][1] + memory.sizes[two]
@@ -360,8 +382,9 @@ class _Forgetful(_Analysis):
 
 def missed_alias(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """Planned as if a view, or what an operator returns of its operand, had memory of its own."""
-    planned = {case.plan.facts.storages[index].node for index in memory.location}
-    aliases = [n for n, found in case.seen.of.items() if n not in planned and found & planned]
+    planned = {memory_of(case.plan.facts.storages[index]) for index in memory.location}
+    made = {node for node, _ in planned}
+    aliases = [n for n, found in case.seen.of.items() if n not in made and found & planned]
     for node in draw.sample(aliases, min(6, len(aliases))):
         wrong = _Forgetful(case.plan.graph, node).run()
         yield case.plan_with(wrong), wrong, "overlap"
@@ -370,7 +393,7 @@ def missed_alias(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
 def onto_taken_bytes(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """A storage in bytes that another program's output has, before that is free."""
     for index in memory.location:
-        life = set(case.life(case.plan.facts.storages[index].node))
+        life = set(case.life(memory_of(case.plan.facts.storages[index])))
         others = [one for one in case.taken if life & set(case.life_of(one))]
         if others:
             one = draw.choice(others)
@@ -387,6 +410,20 @@ def output_cut_at_its_last_use(case: Case, memory: MemoryPlan, draw: random.Rand
             of = {n: facts.of[n] - {index} if n in output.all_input_nodes else found for n, found in facts.of.items()}
             wrong = replace(facts, of=of)
             yield case.plan_with(wrong), wrong, "overlap"
+
+
+def scratch_where_somebody_lives(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    """Bytes that are offered to an operator while they are somebody else's."""
+    told = plan_program(replace(case.planned(), places_results=True), lambda device: case.taken)
+    arena = told.arenas.get(CPU)
+    for node in arena.scratch if arena is not None else ():
+        step = case.plan.schedule.index(node)
+        alive = [i for i in told.location if step in case.life(memory_of(case.plan.facts.storages[i]))]
+        if alive and arena is not None:
+            index = draw.choice(alive)
+            low = told.location[index][1]
+            scratch = {**arena.scratch, node: ((low, low + told.sizes[index]),)}
+            yield replace(told, arenas={CPU: replace(arena, scratch=scratch)}), case.plan.facts, "overlaps"
 
 
 def misaligned(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
@@ -416,6 +453,7 @@ FAULTS: tuple[Callable[[Case, MemoryPlan, random.Random], Faulty], ...] = (
     missed_alias,
     onto_taken_bytes,
     output_cut_at_its_last_use,
+    scratch_where_somebody_lives,
     misaligned,
     outside_of_the_arena,
     too_small,

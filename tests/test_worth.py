@@ -15,7 +15,7 @@ import fxwrap
 from fxwrap.compiler import CompileRequest, compile_host_graph
 from fxwrap.devices import CaptureCost
 from fxwrap.options import Options
-from fxwrap.passes.memory_planning import hinted_sizes
+from fxwrap.passes.memory_needs import hinted_sizes
 from fxwrap.passes.worth import weigh
 from fxwrap.plan import ProgramPlan, Verdict
 

@@ -94,9 +94,10 @@ def register_device(
         cost: what issuing work costs the host, from which it is estimated whether a capture is worth it.
         place_allocations: tells the device's allocator where to put things: after ``place_allocations(places)``, an
             allocation of this thread that needs exactly so many bytes gets one of these addresses (pairs of an
-            address and bytes, each given to one at a time, and again when that is freed); the memory stays somebody
-            else's. ``place_allocations(())`` ends it. With it, what operators return lies in planned memory, too,
-            and not beside it in a graph's pool.
+            address and bytes, each given to one at a time, and again when that is freed), and others may lie in spans
+            that are a second argument; the memory stays somebody else's. ``place_allocations(())`` ends it. It
+            returns the addresses, of all ever given, that are in use, or None if it does not know. With it, what
+            operators return lies in planned memory, too, and not beside it in a graph's pool.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.

@@ -41,6 +41,9 @@ _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
 _LITERALS = (int, bool, str, type(None))
 Calls = Mapping[Node, Sequence[Callable[[], object]]]
 
+# What a node returned goes through: it comes in a list, to be taken out, so that nobody else has it.
+Landings = Mapping[Node, Callable[[list[Any]], Any]]
+
 
 class FlatFunction:
     """The built function; ``source`` is its text.
@@ -73,6 +76,7 @@ class FlatBuilder:
         registers: where values come from and go to that are not known now.
         emptied: values whose registers nobody reads afterwards.
         before, after: what to call before and after a node runs.
+        landings: what values go through.
     """
 
     def __init__(
@@ -82,9 +86,10 @@ class FlatBuilder:
         emptied: Container[Node] = (),
         before: Calls = MappingProxyType({}),
         after: Calls = MappingProxyType({}),
+        landings: Landings = MappingProxyType({}),
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
-        self._before, self._after = before, after
+        self._before, self._after, self._landings = before, after, landings
         self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
         self._kept_when_made: set[Node] = set()  # allocations that this function makes and keeps
         self._names = itertools.count()
@@ -236,7 +241,9 @@ class FlatBuilder:
     # -- how it becomes text --------------------------------------------------------------------------
 
     def _statement(self, node: Node) -> None:
-        if kind_of(node) in (Kind.LAUNCH, Kind.EXTERN) and not node.users:
+        if node in self._landings:
+            self._define(node, f"{self._constant(self._landings[node])}([{self._call(node)}])")
+        elif kind_of(node) in (Kind.LAUNCH, Kind.EXTERN) and not node.users:
             self._lines.append(self._call(node))
         elif kind_of(node) is Kind.CHECK:
             self.check(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ class Places:
     """Memory that stays, for values that eager work makes anew at every call.
 
     Values that share a storage get places that share one.
+
+    Args:
+        stable: addresses of storages that stay where they are.
     """
 
     def __init__(self, stable: set[int]) -> None:
@@ -37,6 +41,17 @@ class Places:
         )
         copy_tensors(value, place)
         return place
+
+
+def apart(source: torch.Tensor, place: torch.Tensor, places: Collection[int]) -> torch.Tensor:
+    """A tensor that can be copied after others have been, too: what lies in the place of another is cloned.
+
+    Args:
+        places: addresses of all places.
+    """
+    if source.data_ptr() == place.data_ptr():
+        return source
+    return source.clone() if source.untyped_storage().data_ptr() in places else source
 
 
 def copy_tensors(source: Any, place: Any) -> None:

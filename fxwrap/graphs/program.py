@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, MemoryLimitError, PlanError
@@ -21,6 +22,7 @@ from ..host_graph import (
     kind_of,
     operator_name,
     output_node,
+    output_values,
 )
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
@@ -36,7 +38,7 @@ from .turn import Call, Turn
 
 # Names of operators that captures have failed at -> the program cut around them.
 Cutter = Callable[[Mapping[str, str]], ProgramPlan]
-SizeEvaluator = Callable[[Mapping[Node, Any]], dict[Node, Any]]
+SizeEvaluator = Callable[[GraphModule, Mapping[Node, Any]], dict[Node, Any]]
 
 
 # Recordings that one family may make, times max_output_sets, while others hold on to the memory it needs.
@@ -85,7 +87,7 @@ class Family:
         moved: positions of inputs that were taken to stay where they are, and did not.
         copied: storages of outputs that are copied when handed out, because they were found held.
         settled: positions of inputs that were at one address call after call, and are taken to stay there.
-        warm_outputs: outputs of the last eager run by storage, to see whether the caller holds on to them.
+        warm_outputs: outputs of the last eager run by position, to see whether the caller holds on to them.
         cut_anew: whether its recordings were dropped because the program was cut anew.
         kept: whether somebody else had inputs that were taken to be given away.
         made: how many recordings there have been.
@@ -122,20 +124,29 @@ class Program:
         evaluate: SizeEvaluator,
     ) -> None:
         self._cut, self._refused = cut, dict[str, str]()
-        self.plan, self.options, self.functions = cut({}), options, functions
+        self.options, self.functions, self._planners, self._evaluate = options, functions, planners, evaluate
         self.counters = Counters()
         self.families: dict[Any, Family] = {}
         self.newest_plan: MemoryPlan | None = None
         self._recording = Turn()
-        self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
+        self._never_recorded = ""
+        self._adopt(cut({}))
         self._dynamic = _dynamic_positions(self._placeholders)
         self._on_accelerator = self.plan.device.type != "cpu"
-        self._never_recorded = ""
+
+    def _adopt(self, plan: ProgramPlan) -> None:
+        """Run by a plan from now on."""
+        self.plan = plan
+        self._placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
         self._eager = self._eager_function()
         self._output_nodes = self._tensor_outputs()
-        whole_storage = self._inputs_counted_from_their_storage()
         self._provider = Provider(
-            planners, evaluate, functions, self._placeholders, whole_storage, options.max_memory
+            self._planners,
+            functools.partial(self._evaluate, plan.graph),
+            self.functions,
+            self._placeholders,
+            self._inputs_counted_from_their_storage(),
+            self.options.max_memory,
         )
 
     # -- calling ----------------------------------------------------------------------------------------
@@ -260,7 +271,7 @@ class Program:
             family.warm_outputs = self._weak_outputs(outputs)
             family.forecast = forecast
             if forecast is not None:
-                self._provider.hand_out(forecast, [(index, storage) for index, _, storage in family.warm_outputs])
+                self._provider.hand_out(forecast, [(position, ref) for position, _, ref in family.warm_outputs])
         return outputs
 
     def _expect(self, inputs: list[Any], family: Family | None) -> Forecast | None:
@@ -292,10 +303,8 @@ class Program:
 
     def _tensor_outputs(self) -> list[tuple[int, int]]:
         """(position among the outputs, storage) of outputs in memory that a recording would own."""
-        values = output_node(self.plan.graph).args[0]
-        values = values if isinstance(values, (list, tuple)) else [values]
         found = []
-        for position, value in enumerate(values):
+        for position, value in enumerate(output_values(self.plan.graph)):
             if isinstance(value, Node):
                 for index in self.plan.facts.of.get(value, ()):
                     if self.plan.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
@@ -315,11 +324,11 @@ class Program:
     def _weak_outputs(self, outputs: Any) -> list[tuple[int, int, StorageWeakRef]]:
         values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         found = []
-        for position, index in self._output_nodes:
+        for position in dict(self._output_nodes):
             value = values[position]
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
-                found.append((index, storage.nbytes(), StorageWeakRef(storage)))
+                found.append((position, storage.nbytes(), StorageWeakRef(storage)))
         return found
 
     # -- recording --------------------------------------------------------------------------------------
@@ -345,8 +354,9 @@ class Program:
             return "inputs stay where they are"
         if not family.recordings:
             # Who kept the warm-up's outputs until now will keep the next ones, too.
-            kept = [(index, nbytes) for index, nbytes, ref in family.warm_outputs if not ref.expired()]
-            family.copied |= {index for index, nbytes in kept if nbytes <= self.options.copy_outputs_below}
+            kept = [(position, nbytes) for position, nbytes, ref in family.warm_outputs if not ref.expired()]
+            small = {position for position, nbytes in kept if nbytes <= self.options.copy_outputs_below}
+            family.copied |= {index for position, index in self._output_nodes if position in small}
             family.warm_outputs = []
             if family.cut_anew:
                 family.cut_anew = False
@@ -445,9 +455,11 @@ class Program:
     def _cut_around(self, refused: Mapping[str, str]) -> None:
         """Have the next recordings leave operators out of captured partitions, instead of losing whole ones."""
         self._refused.update(refused)
-        self.plan = self._cut(self._refused)
-        self._eager = self._eager_function()
+        before = self._output_nodes
+        self._adopt(self._cut(self._refused))
         for family in self.families.values():
+            copied = {position for position, index in before if index in family.copied}
+            family.copied = {index for position, index in self._output_nodes if position in copied}
             family.recordings.clear()
             family.cut_anew = True
 

@@ -13,7 +13,8 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, MemoryLimitError
-from ..plan import Allocations, MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Taken
+from ..host_graph import output_values
+from ..plan import Allocations, MemoryPlan, Origin, Planned, Prediction, ProgramPlan, Suggestion, Taken
 from .device_graph import runtime_for
 from .links import LINKS
 from .memory import ARENAS, Arena, reach, tensors_in
@@ -50,7 +51,8 @@ class Forecast:
 
     Attributes:
         planned: the program at the family's sizes.
-        successor: the forecast of the program that gets what this one saves, and its inputs by storage of this one.
+        successor: the forecast of the program that gets what this one saves, and positions of its inputs by those of
+            this one's outputs: programs may be cut anew, with other nodes and storages.
         suggestion: from a plan for this program and the one before.
         static_inputs: bytes of inputs that stay where they are.
         follows: it is the successor of another.
@@ -59,7 +61,7 @@ class Forecast:
     planned: Planned
     static_inputs: int = 0
     follows: bool = False
-    successor: tuple[weakref.ref[Forecast], Mapping[int, Sequence[Node]]] | None = None
+    successor: tuple[weakref.ref[Forecast], Mapping[int, Sequence[int]]] | None = None
     suggestion: Suggestion | None = None
 
 
@@ -113,14 +115,14 @@ class Provider:
         forecast = Forecast(planned, sum(map(reach, tensors_in([inputs[p] for p in bound]))))
         found = LINKS.made_by(inputs, range(len(inputs)))
         fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
-        handed_on: dict[Forecast, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
-        for position, (before, index) in found.items():
+        handed_on: dict[Forecast, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for position, (before, output) in found.items():
             storage = inputs[position].untyped_storage()
             fed[storage.device][storage._cdata] = storage.nbytes()
-            handed_on[before][index].append(self.placeholders[position])
+            handed_on[before][output].append(position)
         if plan.phase == "backward":
-            for before, nodes in handed_on.items():
-                before.successor = weakref.ref(forecast), nodes
+            for before, positions in handed_on.items():
+                before.successor = weakref.ref(forecast), positions
                 forecast.follows = True
                 ARENAS.withdraw(before)  # what both need together is found when the first is recorded
         else:
@@ -136,11 +138,12 @@ class Provider:
         """The memory of a family's calls, with that of the program that gets what they save, by device."""
         programs, handed_on = [forecast.planned], dict[int, Sequence[Node]]()
         if forecast.successor is not None and (after := forecast.successor[0]()) is not None:
-            programs, handed_on = [forecast.planned, after.planned], dict(forecast.successor[1])
+            programs = [forecast.planned, after.planned]
+            handed_on.update(_handed_on(forecast.planned, after.planned, forecast.successor[1]))
         return self.planners.predict(programs, handed_on)
 
     def hand_out(self, forecast: Forecast, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
-        """Note where the outputs of an eager run are, to see who gets them."""
+        """Note where the outputs of an eager run are, by position, to see who gets them."""
         LINKS.hand_out(forecast, outputs)
 
     def nobody_else_has(self, inputs: list[Any], positions: Collection[int]) -> list[int]:
@@ -230,7 +233,8 @@ class Provider:
         """What suits the program that gets what this one saves, too."""
         if forecast is None or forecast.successor is None or (after := forecast.successor[0]()) is None:
             return forecast.suggestion if forecast is not None else None
-        own, after.suggestion = self.planners.plan_pair(planned, after.planned, forecast.successor[1])
+        handed_on = _handed_on(planned, after.planned, forecast.successor[1])
+        own, after.suggestion = self.planners.plan_pair(planned, after.planned, handed_on)
         return own
 
     def _planned(
@@ -260,3 +264,15 @@ class Provider:
                 )
             found[node] = (value.device, reach(value))
         return found
+
+
+def _handed_on(first: Planned, second: Planned, positions: Mapping[int, Sequence[int]]) -> dict[int, list[Node]]:
+    """Inputs of the second program by storage of the first, from positions of inputs by those of outputs."""
+    facts, found = first.program.facts, defaultdict[int, list[Node]](list)
+    outputs = output_values(first.program.graph)
+    inputs = [node for node in second.program.graph.graph.nodes if node.op == "placeholder"]
+    for output, places in positions.items():
+        for index in facts.of.get(outputs[output], ()):
+            if facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
+                found[index] += [inputs[position] for position in places]
+    return dict(found)

@@ -17,10 +17,11 @@ from torch.fx import Node
 from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, operator_name, output_node
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
-from .flat import Calls, FlatBuilder, FlatFunction
+from .flat import FlatBuilder, FlatFunction
 from .lent import Lender, Lent, LentOutput, Others
 from .memory import Arena, reach, tensor_over, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
+from .placed import MemoryKeptError, PlacedResults
 from .places import Places, copy_tensors, unexpanded
 from .provision import Provision
 from .slabs import Slabs
@@ -103,9 +104,7 @@ class Recording:
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
         self._slabs = Slabs(self.plan, request.memory.slabs)
-        # What operators return, where the allocator can be told: addresses and bytes by node, and storages by these.
-        self._results: dict[Node, list[tuple[int, int]]] = {}
-        self._result_at: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._placed = PlacedResults(request.runtime.place_allocations, request.functions)
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
@@ -129,6 +128,7 @@ class Recording:
                     recording._take_memory()
                 recording._place_results()
                 recording._record(inputs)
+                recording._placed.captured()
             if request.bound_inputs:
                 check = request.functions.pointer_check
                 recording.same_addresses = check(recording.bound_addresses, request.bound_inputs)
@@ -136,20 +136,23 @@ class Recording:
             recording._as_seen.clear()
             recording._start_watching(inputs)
             outputs = recording._hand_out(inputs)
+            if recording._placed.keeper:
+                recording._leave_arenas(f"{recording._placed.keeper} keeps memory that it was offered for a while")
         finally:
             recording._as_seen.clear()
             recording._clear_registers()
             recording._clean_up()
         return recording, outputs
 
+    def _leave_arenas(self, why: str) -> None:
+        """Whatever is recorded there ends; others get other memory."""
+        for arena in self.request.arenas.values():
+            arena.clear(why)
+
     def _clean_up(self) -> None:
         """Leave nothing behind that is for the time of a call, be it over or broken off."""
         self._slabs.empty()
-        self._stop_placing()
-
-    def _stop_placing(self) -> None:
-        if self._results and self.request.runtime.place_allocations is not None:
-            self.request.runtime.place_allocations(())
+        self._placed.stop()
 
     def _assign_registers(self) -> None:
         """Registers hold what changes between calls: first the inputs, then values that leave a partition."""
@@ -157,6 +160,10 @@ class Recording:
         self._stores: dict[int, list[Node]] = {}
         self._complete: dict[int, list[Node]] = {}  # the same values, where they can be copied
         producer = {node: p.index for p in self.plan.partitions for node in p.nodes}
+        captured = [p for p in self.plan.partitions if p.verdict is Verdict.CAPTURED]
+        # Storages that have to lie where they always do: graphs read them, or they have a place in the plan.
+        self._fixed = self.plan.facts.named_in(node for p in captured for node in p.nodes)
+        self._fixed |= self.request.memory.location.keys()
         self._anew = self._allocated_anew()
         producer.update({node: index for index, nodes in self._anew.items() for node in nodes})
         bound = {storage.node for storage in self._planned_storages()}
@@ -248,23 +255,12 @@ class Recording:
         for storage in self.plan.facts.storages:
             if storage.origin is Origin.EXTERN and storage.index in self.request.memory.location:
                 planned = self._planned(storage.index)
-                at = planned.data_ptr(), planned.nbytes()
-                self._results.setdefault(storage.node, []).append(at)
-                self._result_at[at] = planned  # several may have it, one after the other
+                self._placed.add(storage, planned)
                 self._place_of[planned._cdata] = self.request.memory.location[storage.index]
-
-    def _over_plan(self, value: Any) -> Any:
-        """A result, by tensors over the storages of the plan, if it lies where it shall."""
-        if isinstance(value, (tuple, list)):
-            return tuple(map(self._over_plan, value))
-        if not isinstance(value, torch.Tensor):
-            return value
-        storage = value.untyped_storage()
-        planned = self._result_at.get((storage.data_ptr(), storage.nbytes()))
-        if planned is None:
-            return value
-        offset = int(value.storage_offset()) * value.dtype.itemsize
-        return tensor_over(planned, tuple(value.size()), value.stride(), value.dtype, offset)
+        for device, plan in self.request.memory.arenas.items():
+            arena = self.request.arenas[device]
+            for node, spans in plan.scratch.items():
+                self._placed.add_scratch(node, [arena.storage(low, high - low) for low, high in spans])
 
     def _planned(self, index: int) -> torch.UntypedStorage:
         """A storage of its own where the plan wants it."""
@@ -356,7 +352,7 @@ class Recording:
     def _capture(self, partition: Partition, known: _Known) -> None:
         runtime = self.request.runtime
         stores = self._stores.get(partition.index, [])
-        flat = self._flat(partition, known.captured, stores)
+        flat = self._flat(partition, known, True, stores)
         call = _Bound(flat, self._r, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
         call.stores = [self._registers[node] for node in stores]
@@ -374,7 +370,7 @@ class Recording:
                     raise
             graph.instantiate()
         except Exception as error:
-            self._stop_placing()
+            self._placed.stop()
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
@@ -393,7 +389,7 @@ class Recording:
             # long as the recording lives, or a later capture in the same pool could be given its memory.
             stable = self._stable_memory(known.inputs)
             for node in stores:
-                value = self._over_plan(self._r[self._registers[node]])
+                value = self._r[self._registers[node]]
                 if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
                     self._pooled.add(node)
                 self._keep(node, value, known)
@@ -406,18 +402,18 @@ class Recording:
 
     def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._stores.get(partition.index, [])
-        call = _Bound(self._flat(partition, known.common, stores), self._r)
+        call = _Bound(self._flat(partition, known, False, stores), self._r)
         call()
         self._steps.append(call)
         if not self.request.runtime.frozen_addresses:
             return
-        # A captured partition reads fixed addresses: give what eager work allocates places to be copied to.
+        # Graphs read fixed addresses: what eager work allocates beside the plan is copied to places that stay.
         places = Places(self._stable_memory(known.inputs))
         refresh = []
-        for node in self._complete.get(partition.index, []):
-            register = self._registers[node]
-            if not self.plan.verdicts[node].data_dependent:
-                self._r[register] = self._over_plan(places.put(self._r[register]))
+        for node in self._complete.get(partition.index, ()):
+            if self._needs_place(node):
+                register = self._registers[node]
+                self._r[register] = places.put(self._r[register])
                 self._keep(node, self._r[register], known)
                 refresh.append((register, self._r[register]))
         if refresh:
@@ -430,6 +426,13 @@ class Recording:
 
             self._steps.append(copy_over)
 
+    def _needs_place(self, node: Node) -> bool:
+        """Whether a value of eager work has to lie where it always does."""
+        if self.plan.verdicts[node].data_dependent:
+            return False
+        indices = self.plan.facts.of.get(node)
+        return indices is None or not indices.isdisjoint(self._fixed)
+
     def _keep(self, node: Node, value: Any, known: _Known) -> None:
         known.captured[node] = known.common[node] = value
         self._kept.append(value)
@@ -439,25 +442,21 @@ class Recording:
         known = [*self._memory.values(), *self._kept, *(places for places, _ in self._places.values())]
         known += [inputs[position] for position in self.request.bound_inputs]
         known += list(self._constants.values())
-        placed = {address for address, _ in self._result_at}
-        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | placed
+        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._placed.addresses
 
-    def _flat(self, partition: Partition, bound: dict[Node, Any], stores: Sequence[Node]) -> FlatFunction:
+    def _flat(self, partition: Partition, known: _Known, captured: bool, stores: Sequence[Node]) -> FlatFunction:
+        bound = known.captured if captured else known.common
         last = {node for node, index in self._last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.items() if n not in bound}
-        builder = FlatBuilder(bound, registers, last, *self._around(partition))
+        if self.request.runtime.frozen_addresses:
+            others = self._stable_memory(known.inputs)
+            before, landings = self._placed.around(partition.nodes, captured, others)
+            builder = FlatBuilder(bound, registers, last, before, landings=landings)
+        else:
+            builder = FlatBuilder(bound, registers, last, self._slabs.before, self._slabs.after)
         with self._slabs.filled():  # views of them are made
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
-
-    def _around(self, partition: Partition) -> tuple[Calls, Calls]:
-        """What to call before and after nodes run: where addresses are frozen there are no slabs."""
-        place = self.request.runtime.place_allocations
-        placed = [node for node in partition.nodes if node in self._results]
-        if place is None or not placed:
-            return self._slabs.before, self._slabs.after
-        before = {node: [functools.partial(place, self._results[node])] for node in placed}
-        return before, {node: [functools.partial(place, ())] for node in placed}
 
     def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
         """Build the function that hands out the outputs, and start watching their storages."""
@@ -586,7 +585,8 @@ class Recording:
         self.ended = why
         self._leave()
         self._graphs, self._steps, self._kept, self._watched = [], [], [], []
-        self._memory, self._places, self._updated, self._result_at = {}, {}, [], {}
+        self._memory, self._places, self._updated = {}, {}, []
+        self._placed.end()
         self._collect, self._check_inputs = _ended, None
         self._lent = Lent([], None)
         self._others = Others({}, self._lent, {}, None)
@@ -610,8 +610,10 @@ class Recording:
             for step in self._steps:
                 step()
             return self._hand_out(inputs)
-        except BaseException:
+        except BaseException as error:
             self._clean_up()
+            if isinstance(error, MemoryKeptError):
+                self._leave_arenas(error.subject)
             raise
         finally:
             r[:] = self._blank

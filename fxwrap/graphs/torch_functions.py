@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError
 from ..plan import Allocations
@@ -52,6 +53,11 @@ def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.Untype
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
+def _alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    storage: Any = torch.UntypedStorage
+    return storage._new_with_weak_ptr(reference.cdata)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class TorchFunctions:
     """
@@ -61,6 +67,7 @@ class TorchFunctions:
         pointer_check: ``(pointers, positions)``: makes a function that tells whether ``inputs[p]`` is at
             ``pointers[p]`` for every ``p`` in ``positions``.
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
+        alive: what a weak reference refers to; None if that is gone.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
         nobody_else_has: ``(inputs, positions)``: whether nobody but the caller has these inputs.
         allocations: tells what a function allocates on the CPU.
@@ -70,6 +77,7 @@ class TorchFunctions:
     use_counter: Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]] | None = None
     pointer_check: Callable[[Sequence[Any], Sequence[int]], PointerCheck] = pointer_check
     storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = _storage_at
+    alive: Callable[[StorageWeakRef], torch.UntypedStorage | None] = _alive
     lay_out: Callable[..., torch.Tensor] = _lay_out
     nobody_else_has: Callable[[list[Any], Sequence[int]], bool] = nobody_else_has
     allocations: Allocations = lambda run: None

@@ -74,11 +74,13 @@ def results_to_own(facts: StorageFacts, gm: GraphModule, captured: Collection[No
     return [value for value in found if value is not None and _operator_of(value) in captured]
 
 
-def placeable_results(facts: StorageFacts, gm: GraphModule, device: torch.device) -> dict[int, int]:
-    """Bytes of what operators return on a device whose allocator can be told where that shall lie, by storage.
+def placeable_results(
+    facts: StorageFacts, gm: GraphModule, device: torch.device, captured: Collection[Node]
+) -> dict[int, int]:
+    """Bytes of what operators return that the plan can have a place for, by storage.
 
-    Custom operators may keep what they return: it stays where they put it. What only data decides is missing, and so
-    is what depends on symbols.
+    Custom operators may keep what they return, which a graph cannot notice: captured ones are missing. So is what
+    only data decides, and what depends on symbols.
     """
     handed_out = facts.behind(output_node(gm).all_input_nodes)
     # What a communication fills is there before and after its call.
@@ -89,7 +91,11 @@ def placeable_results(facts: StorageFacts, gm: GraphModule, device: torch.device
         node = storage.node
         if storage.origin is not Origin.EXTERN or storage.index in lent or kind_of(node) is not Kind.EXTERN:
             continue
-        if not only_computes(node) or (storage.index in handed_out and _only_value(facts, storage) is None):
+        if node in captured and not only_computes(node):
+            continue
+        if any(facts.of.get(value) != {storage.index} for value in _values(node, storage.element)):
+            continue  # it may be memory of somebody else's
+        if storage.index in handed_out and _only_value(facts, storage) is None:
             continue
         value = storage.value
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device == device:

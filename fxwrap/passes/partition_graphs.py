@@ -7,7 +7,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..host_graph import Kind, checks_on, effective_users, is_symbolic_value, kind_of
 from ..plan import Origin, Partition, PartitionGraph, ProgramPlan, Signature
-from .memory_planning import output_storages
+from .memory_needs import output_storages
 
 
 def partition_graph(plan: ProgramPlan, partition: Partition) -> PartitionGraph:

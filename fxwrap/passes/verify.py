@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..host_graph import (
     reinterpret,
 )
 from ..listing import line_of
-from ..plan import MemoryPlan, Origin, Slab, Storage, StorageFacts, Taken
+from ..plan import ArenaPlan, MemoryPlan, Origin, Slab, Storage, StorageFacts, Taken
 
 # A storage: who made it, and which of its results it is (None for an only one).
 _Root = tuple[Node, int | None]
@@ -138,8 +138,46 @@ def verify_memory(
         if size and begin < stop:
             placed[device].append(_Placed(name, offset, offset + size, begin, stop))
     for device, items in placed.items():
-        others = _others(memory, plan.arenas[device].taken, spans, handed_out, end)
+        others = list(_others(memory, plan.arenas[device].taken, spans, handed_out, end))
         _check_overlap([*items, *others], schedule)
+        _check_scratch(plan.arenas[device], [*items, *others], position)
+
+
+def _check_scratch(arena: ArenaPlan, items: Sequence[_Placed], position: Mapping[Node, int]) -> None:
+    """What an operator may have while it runs has to be free then, and the program's at some time: else it is not
+    looked whether somebody else has it."""
+    offsets = arena.placement.offsets
+    own = _joined((offsets[name], offsets[name] + buffer.size) for name, buffer in arena.buffers.items())
+    for node, spans in arena.scratch.items():
+        step = position[node]
+        live = [item for item in items if item.begin <= step < item.end]
+        for low, high in spans:
+            for other in live:
+                if low < other.high and other.low < high:
+                    raise PlanError(
+                        f"plan: scratch of {node.name} overlaps {other.name} at step {step}, {line_of(node)}",
+                        expected="bytes that nobody has while it runs",
+                        got=f"bytes [{low}, {high}) and [{other.low}, {other.high})",
+                        remedy="this is a bug in fxwrap; please report the graph",
+                    )
+            covered = sum(min(high, stop) - max(low, begin) for begin, stop in own if begin < high and low < stop)
+            if covered < high - low:
+                raise PlanError(
+                    f"plan: scratch of {node.name} is not the program's",
+                    expected="bytes in which the program has storages at other steps",
+                    got=f"bytes [{low}, {high})",
+                    remedy="this is a bug in fxwrap; please report the graph",
+                )
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        else:
+            found.append((low, high))
+    return found
 
 
 def _size_there(

@@ -118,6 +118,8 @@ struct Place {
 };
 
 thread_local std::vector<Place> places;
+thread_local std::vector<std::pair<uintptr_t, size_t>> scratch;
+thread_local std::map<uintptr_t, size_t> scratch_taken;
 thread_local uint64_t placing = 0; // Tells apart what was given one time after another.
 
 struct Placed {
@@ -125,11 +127,30 @@ struct Placed {
   uint64_t placing;
 };
 
+// Addresses of all threads: memory that was allocated in a place may be freed on another, and after the end of main.
+struct InUse {
+  std::mutex mutex;
+  std::multiset<uintptr_t> addresses;
+};
+
+InUse& in_use() {
+  static auto* instance = new InUse();
+  return *instance;
+}
+
 // What an operator takes for a while only leaves its place to what it takes next.
 void leave_place(void* context) {
   const std::unique_ptr<Placed> placed(static_cast<Placed*>(context));
+  {
+    std::lock_guard<std::mutex> lock(in_use().mutex);
+    in_use().addresses.erase(in_use().addresses.find(reinterpret_cast<uintptr_t>(placed->data)));
+  }
+  if (placed->placing != placing) {
+    return;
+  }
+  scratch_taken.erase(reinterpret_cast<uintptr_t>(placed->data));
   for (Place& place : places) {
-    if (placed->placing == placing && place.data == placed->data) {
+    if (place.data == placed->data) {
       place.taken = false;
     }
   }
@@ -143,6 +164,39 @@ void* take_place(size_t bytes) {
     }
   }
   return nullptr;
+}
+
+uintptr_t aligned(uintptr_t address) {
+  return (address + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// The first gap between what has been given out of a span.
+void* take_scratch(size_t bytes) {
+  for (const auto& [begin, size] : scratch) {
+    uintptr_t low = aligned(begin);
+    for (const auto& [taken, taken_bytes] : scratch_taken) {
+      if (low + bytes > taken && taken + taken_bytes > low && !planted(Fault::kPlaceGivenTwice)) {
+        low = aligned(taken + taken_bytes);
+      }
+    }
+    if (low + bytes <= begin + size) {
+      scratch_taken[low] = bytes;
+      return reinterpret_cast<void*>(low);
+    }
+  }
+  return nullptr;
+}
+
+void* take_offered(size_t bytes) {
+  void* data = take_place(bytes);
+  if (data == nullptr) {
+    data = take_scratch(bytes);
+  }
+  if (data != nullptr) {
+    std::lock_guard<std::mutex> lock(in_use().mutex);
+    in_use().addresses.insert(reinterpret_cast<uintptr_t>(data));
+  }
+  return data;
 }
 
 size_t round_up(size_t bytes) {
@@ -171,7 +225,7 @@ c10::DataPtr CachingAllocator::allocate(size_t bytes) {
   if (bytes == 0) {
     return {nullptr, nullptr, &delete_block, device};
   }
-  if (void* data = take_place(bytes)) {
+  if (void* data = take_offered(bytes)) {
     return {data, new Placed{data, placing}, &leave_place, device};
   }
   const c10::Stream stream = current_stream(index);
@@ -519,12 +573,18 @@ c10::DeviceIndex device_at(const void* address) {
   return block ? block->device : static_cast<c10::DeviceIndex>(-1);
 }
 
-void place_allocations(const std::vector<std::pair<uintptr_t, size_t>>& given) {
+std::vector<uintptr_t> place_allocations(
+    const std::vector<std::pair<uintptr_t, size_t>>& given,
+    const std::vector<std::pair<uintptr_t, size_t>>& spans) {
   ++placing;
   places.clear();
+  scratch = spans;
+  scratch_taken.clear();
   for (const auto& [address, bytes] : given) {
     places.push_back({reinterpret_cast<void*>(address), bytes, false});
   }
+  std::lock_guard<std::mutex> lock(in_use().mutex);
+  return {in_use().addresses.begin(), in_use().addresses.end()};
 }
 
 void capture_ended() {

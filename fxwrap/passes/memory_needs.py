@@ -1,0 +1,271 @@
+"""What a program needs of memory: which storages are alive in which steps, and who allocates them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import PlanError
+from ..host_graph import control_flow_of, counts_from_storage, only_computes, output_node
+from ..packing import Buffer
+from ..plan import Origin, Planned, ProgramPlan, StorageFacts, Taken, Verdict
+from .operator_results import placeable_results
+from .symbols import concrete, hinted_layout, storage_bytes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a program needs of arenas.
+
+    Attributes:
+        planned: storages to place, by device.
+        beside: what operators allocate themselves, as far as sizes were known when the program was compiled; None for
+            what is no storage.
+        asked: names of what shall be allocated when it is needed.
+        movable: names of what may be.
+        temporaries: of these, what nobody can have after a call, in the steps that name them.
+        apart: of these, what an operator works on that counts from the start of a storage.
+        copies: bytes that are kept for what eager work returns and captured work reads.
+        end: the step after the last.
+    """
+
+    facts: StorageFacts
+    planned: Mapping[torch.device, list[tuple[int, Buffer]]]
+    beside: Mapping[torch.device, list[tuple[int | None, Buffer]]]
+    sizes: Mapping[int, int]
+    outputs: frozenset[int]
+    handed_out: frozenset[int]
+    ranges: Mapping[int, tuple[int, int]]
+    asked: frozenset[str]
+    movable: frozenset[str]
+    temporaries: Mapping[int, Buffer]
+    apart: frozenset[int]
+    copies: int
+    end: int
+
+    def end_of(self, taken: Taken) -> int:
+        """The step from which on others may have the bytes of another program's output."""
+        indices = self.facts.behind(taken.nodes)
+        if not indices or indices & self.handed_out:
+            return self.end
+        return max(self.ranges.get(index, (0, 0))[1] for index in indices)
+
+    @classmethod
+    def of(cls, planned: Planned) -> Needs:
+        program = planned.program
+        if program.facts.in_flight:
+            # An arena is used by others between calls, and an input or output that is copied too early is wrong.
+            names = sorted(program.facts.storages[index].name for index in program.facts.in_flight)
+            raise PlanError(
+                f"a communication on {', '.join(names)} is under way at a call's begin or end",
+                expected="every collective to be waited for in the graph that begins it",
+                remedy="wait for it inside of the compiled region, with wait_tensor",
+            )
+        ranges = live_ranges(program)
+        results, made_at = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
+        written = frozenset[int]().union(*program.facts.writes.values())
+        handed_out = _handed_out(program)
+        outputs = output_storages(program) | (handed_out & results.keys())
+        end = len(program.schedule) + 1
+        sizes: dict[int, int] = {}
+        items: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+        elsewhere = frozenset().union(*(compiled.signature.temporaries for compiled in program.compiled.values()))
+        for storage in program.facts.storages:
+            if storage.index in elsewhere:
+                continue  # whoever compiled the partition allocates it
+            first, last = ranges.get(storage.index, (0, 1))
+            if storage.origin is Origin.ALLOCATION:
+                layout = concrete(storage.node.args[:2], planned.numbers)
+                if layout is None:
+                    continue  # its size depends on data: allocated when it is known
+                kwargs: Mapping[str, Any] = storage.node.kwargs
+                sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
+                device = kwargs["device"]
+                if kwargs.get("pin_memory") or not (storage.index in ranges or storage.index in outputs):
+                    continue
+                begin, stop = first, end if storage.index in outputs else last
+            elif storage.node in planned.places:
+                device, sizes[storage.index] = planned.places[storage.node]
+                # Filled before the first step; an updated one is copied back after the last.
+                begin, stop = 0, end if storage.index in written | handed_out else last
+            elif storage.index in results:
+                device, sizes[storage.index] = program.device, results[storage.index]
+                begin = made_at[storage.node]
+                stop = end if storage.index in outputs else max(last, begin + 1)
+            else:
+                continue
+            buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
+            items[device].append((storage.index, buffer))
+        placed = {index for buffers in items.values() for index, _ in buffers}
+        beside = _beside(planned, ranges, handed_out, end, placed)
+        stays = _stays(planned)
+        free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
+        asked = frozenset(name for index, name in free.items() if index in planned.anew)
+        temporaries = {
+            index: Buffer(free[index], sizes[index], *steps)
+            for index, steps in (_temporaries(program).items() if free else ())
+            if index in free
+        }
+        return cls(
+            facts=program.facts,
+            planned=items,
+            beside=beside,
+            sizes=sizes,
+            outputs=outputs,
+            handed_out=handed_out,
+            ranges=ranges,
+            asked=asked,
+            movable=frozenset(free.values()),
+            temporaries=temporaries,
+            apart=_counted_from(program) if temporaries else frozenset(),
+            copies=_copies(planned, placed) if planned.frozen else 0,
+            end=end,
+        )
+
+
+def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
+    """``[first step that touches a storage, last step + 1)``, in steps of the schedule.
+
+    A step is one work node. Views do not touch storage; what they are used for does.
+    """
+    ranges: dict[int, tuple[int, int]] = {}
+    for step, node in enumerate(program.schedule):
+        for index in program.facts.touched(node):
+            begin, _ = ranges.get(index, (step, step))
+            ranges[index] = (begin, step + 1)
+    return ranges
+
+
+def hinted_sizes(facts: StorageFacts) -> dict[int, int]:
+    """Bytes of storages at the sizes a program was compiled for; those that only data decides are missing."""
+    sizes = {}
+    for storage in facts.storages:
+        if (layout := hinted_layout(storage.value)) is not None:
+            sizes[storage.index] = storage_bytes(*layout, storage.value.dtype)
+    return sizes
+
+
+def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
+    """Storages that live and die inside a program; the others live anyway, whatever the order."""
+    handed_out = facts.behind(output_node(gm).all_input_nodes)
+    return frozenset(
+        storage.index
+        for storage in facts.storages
+        if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in handed_out
+    )
+
+
+def output_storages(program: ProgramPlan) -> frozenset[int]:
+    """Allocated storages that values handed to the caller live in."""
+    storages = program.facts.storages
+    return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)
+
+
+def _placed_results(planned: Planned) -> dict[int, int]:
+    """Bytes of what operators return that lies in the plan, by storage.
+
+    Where the allocator can be told, that is all whose size is known. Elsewhere it is what graphs read of eager work,
+    which is copied there.
+    """
+    program = planned.program
+    if not planned.frozen:
+        return {}
+    work = {n: p for p in program.partitions if p.index not in program.compiled for n in p.nodes}
+    captured = {n for n, p in work.items() if p.verdict is Verdict.CAPTURED}
+    read_by_graphs = program.facts.named_in(captured)
+    found = {}
+    for index, nbytes in placeable_results(program.facts, program.graph, program.device, captured).items():
+        node = program.facts.storages[index].node
+        if node not in work or program.verdicts[node].data_dependent:
+            continue
+        if planned.places_results or (node not in captured and index in read_by_graphs):
+            found[index] = nbytes
+    return found
+
+
+def _beside(
+    planned: Planned,
+    ranges: Mapping[int, tuple[int, int]],
+    handed_out: frozenset[int],
+    end: int,
+    placed: Collection[int],
+) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
+    """What operators allocate themselves: results, from the call that makes them to the last use, and workspace.
+
+    What is copied to a place in the plan lives as long as its partition runs.
+    """
+    program = planned.program
+    steps = {node: step for step, node in enumerate(program.schedule)}
+    sizes = hinted_sizes(program.facts)
+    found: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
+    for node, nbytes in planned.workspace.items():
+        buffer = Buffer(f"{node.name} workspace", nbytes, steps[node], steps[node] + 1)
+        found[program.device].append((None, buffer))
+    over = {node: steps[partition.nodes[-1]] + 1 for partition in program.partitions for node in partition.nodes}
+    for storage in program.facts.storages:
+        if storage.index in placed and planned.places_results:
+            continue
+        if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
+            begin = steps[storage.node]
+            _, last = ranges.get(storage.index, (begin, begin + 1))
+            stop = end if storage.index in handed_out else max(last, begin + 1)
+            if storage.index in placed:
+                stop = over[storage.node]
+            found[storage.value.device].append(
+                (storage.index, Buffer(storage.name, sizes[storage.index], begin, stop))
+            )
+    return found
+
+
+def _copies(planned: Planned, placed: Collection[int]) -> int:
+    """Bytes of what eager work returns and graphs read, if it is not planned: it is copied to memory that stays."""
+    facts, partitions = planned.program.facts, planned.program.partitions
+    captured = {node for p in partitions if p.verdict is Verdict.CAPTURED for node in p.nodes}
+    eager = {node for p in partitions if p.verdict is not Verdict.CAPTURED for node in p.nodes}
+    sizes, found = hinted_sizes(facts), 0
+    for index in facts.named_in(captured).difference(placed):
+        node = facts.storages[index].node
+        if node in eager and not planned.program.verdicts[node].data_dependent:
+            found += sizes.get(index, 0)
+    return found
+
+
+def _stays(planned: Planned) -> frozenset[int]:
+    """Storages that need memory of the plan."""
+    facts = planned.program.facts
+    if planned.frozen:
+        # A captured partition could allocate from the pool of its graph; but that gives whole blocks which earlier
+        # captures have freed, or new ones, and grew by as much as the arena shrank, or more.
+        return frozenset(storage.index for storage in facts.storages)
+    # What a communication works on must live until it is waited for, wherever that is.
+    begun = frozenset[Node]().union(*facts.ends.values())
+    return frozenset[int]().union(*(facts.touched(node) for node in (*begun, *facts.ends)))
+
+
+def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
+    """Allocated storages that nobody can have after a call, and the steps in which they are named."""
+    found: dict[int, tuple[int, int]] = {}
+    kept = set(program.facts.named_in(n for p in program.partitions if p.index in program.compiled for n in p.nodes))
+    kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
+    for step, node in enumerate(program.schedule):
+        named = program.facts.named_in([node])
+        found.update({index: (found.get(index, (step, step))[0], step + 1) for index in named})
+        if not only_computes(node):
+            kept |= named
+    return {index: steps for index, steps in found.items() if index not in kept}
+
+
+def _counted_from(program: ProgramPlan) -> frozenset[int]:
+    """Storages from the start of which an operator may count."""
+    nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
+    return program.facts.behind(operand for node in nodes for operand in node.all_input_nodes)
+
+
+def _handed_out(program: ProgramPlan) -> frozenset[int]:
+    """Storages that the caller gets, or gets back."""
+    return program.facts.behind(output_node(program.graph).all_input_nodes)
