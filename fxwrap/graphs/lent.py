@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,8 +99,8 @@ class Lender(Protocol):
     version: int
 
 
-class Others:
-    """What other recordings have lent out of the bytes that one works on."""
+class Overwritten:
+    """What a replay overwrites: its own outputs, and what other recordings have lent out of the bytes it works on."""
 
     def __init__(
         self,
@@ -114,26 +115,23 @@ class Others:
         """
         self._footprints, self._own, self._handed_in, self._counter = footprints, own, handed_in, counter
         self._versions: list[int] = []
-        self._near: list[LentOutput] = []
-        self._counts: Callable[[], list[int]] | None = None
         self._free: list[int] = []
+        self._look_again(self._versions)
 
     def away(self) -> bool:
-        """Whether nobody has any of them, but the call that is to run."""
+        """Whether nobody has any of it, but the call that is to run. One look at all: it is asked at every call."""
         while True:
-            versions = [arena.version for arena in self._footprints]
-            if versions != self._versions:
-                self._look_again(versions)
-            if not self._near:
-                return True
-            if self._counts is None:
-                return False
             counts = self._counts()
             # A recording that ends says so before it lets go of its outputs.
-            if [arena.version for arena in self._footprints] == self._versions:
+            versions = list(map(_version, self._footprints))
+            if versions == self._versions:
                 break
-        if counts == self._free:
+            self._look_again(versions)
+        if counts == self._own.unheld + self._free:
             return True
+        if self._own.held():
+            return False
+        counts = counts[len(self._own.outputs) :]
         self._free = list(map(min, counts, self._free))
         return counts == self._free
 
@@ -149,4 +147,9 @@ class Others:
                         near.append(output)
                         free.append(unheld + self._handed_in.get(output.storage._cdata, 0))
         self._near, self._free, self._versions = near, free, versions
-        self._counts = self._counter([o.storage for o in near]) if self._counter is not None else None
+        storages = [output.storage for output in (*self._own.outputs, *near)]
+        # Where torch cannot tell, somebody has everything.
+        self._counts = self._counter(storages) if self._counter is not None else lambda: [1] * len(storages)
+
+
+_version = operator.attrgetter("version")

@@ -182,9 +182,8 @@ class Program:
                     if (
                         recording.take(call)
                         and not recording.settled
-                        and not recording.held()
-                        and not recording.spoiled()
                         and recording.has_its_memory(inputs)
+                        and not recording.spoiled()
                     ):
                         outputs = recording.run(inputs)
                         self.counters.count_replay()

@@ -149,7 +149,7 @@ class Provider:
     def nobody_else_has(self, inputs: list[Any], positions: Collection[int]) -> list[int]:
         """Those of some inputs that only this call has. To be asked before anything else is done with them."""
         only = [p for p in sorted(positions) if isinstance(inputs[p], torch.Tensor)]
-        return [p for p in only if self.functions.nobody_else_has(inputs, [p])]
+        return [p for p in only if self.functions.nobody_else_has([p])(inputs)]
 
     def provide(
         self,

@@ -18,7 +18,7 @@ from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, o
 from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
-from .lent import Lender, Lent, LentOutput, Others
+from .lent import Lender, Lent, LentOutput, Overwritten
 from .memory import Arena, reach, tensor_over, tensors_in
 from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
 from .placed import MemoryKeptError, PlacedResults
@@ -110,6 +110,8 @@ class Recording:
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
         # Whether every bound input of a call is where it was.
         self.same_addresses: Callable[[list[Any]], bool] = lambda inputs: True
+        # Whether nobody else has the inputs that are given away.
+        self.has_given_away = request.functions.nobody_else_has(request.provision.given_away)
         self._assign_registers()
 
     # -- making -----------------------------------------------------------------------------------------
@@ -529,7 +531,7 @@ class Recording:
             arena: plan.footprint if plan is not None else () for arena, plan in plans.items()
         }
         given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.provision.given_away)
-        self._others = Others(footprints, self._lent, given, counter)
+        self._overwritten = Overwritten(footprints, self._lent, given, counter)
         ticket = OUTPUT_ADDRESSES.add(self._lent.addresses)
         self._leave = weakref.finalize(self, _leave, ticket, self._lent, list(arenas.values()))
         self._leave.atexit = False
@@ -559,7 +561,7 @@ class Recording:
         return sum(storage.nbytes() for handle, storage in storages.items() if handle not in self._place_of)
 
     def spoiled(self) -> bool:
-        """Whether the memory of an output is not where it was. To be asked after ``held``."""
+        """Whether the memory of an output is not where it was. To be asked after ``has_its_memory``."""
         return self._lent.spoiled()
 
     def moved_outputs(self) -> set[int]:
@@ -571,14 +573,9 @@ class Recording:
         return self._lent.held()
 
     def has_its_memory(self, inputs: list[Any]) -> bool:
-        """Whether nobody has an output of another recording in the memory that it works on, nor the inputs that
-        are given away."""
-        return self._others.away() and self.has_given_away(inputs)
-
-    def has_given_away(self, inputs: list[Any]) -> bool:
-        """Whether nobody else has the inputs that are given away."""
-        given = self.request.provision.given_away
-        return not given or self.request.functions.nobody_else_has(inputs, given)
+        """Whether nobody has one of its outputs, nor one of another recording in the memory that it works on, nor
+        the inputs that are given away."""
+        return self._overwritten.away() and self.has_given_away(inputs)
 
     def end(self, why: str) -> None:
         """Never run again, and let go of all memory. Called by who has the turn of one of its arenas, or its own."""
@@ -589,7 +586,7 @@ class Recording:
         self._placed.end()
         self._collect, self._check_inputs = _ended, None
         self._lent = Lent([], None)
-        self._others = Others({}, self._lent, {}, None)
+        self._overwritten = Overwritten({}, self._lent, {}, None)
 
     def run(self, inputs: list[Any]) -> Any:
         """Replay on ``inputs`` (the caller has the turn) and hand out the outputs.

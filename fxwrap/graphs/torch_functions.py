@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import CaptureError
 from ..plan import Allocations
 
-PointerCheck = Callable[[list[Any]], bool]
+# Asked of the inputs at every call.
+InputCheck = Callable[[list[Any]], bool]
 _TENSOR: Any = torch.Tensor
 
 
@@ -27,23 +28,31 @@ def _lay_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...
     return tensor.detach().as_strided(size, stride, tensor.storage_offset() + offset)
 
 
-def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> PointerCheck:
-    """Asked at every call, of a hundred parameters: what can be is looked up beforehand."""
-    expected, pointer_of = [pointers[p] for p in positions], torch.Tensor.data_ptr
-    if len(expected) < 2:  # a getter of one item returns no tuple
-        return lambda inputs: [pointer_of(inputs[p]) for p in positions] == expected
-    chosen = operator.itemgetter(*positions)
+def _chooser(positions: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    if len(positions) < 2:  # a getter of one item returns no tuple
+        return lambda inputs: [inputs[p] for p in positions]
+    return operator.itemgetter(*positions)
+
+
+def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> InputCheck:
+    """Asked of a hundred parameters: what can be is looked up beforehand."""
+    expected, pointer_of, chosen = [pointers[p] for p in positions], torch.Tensor.data_ptr, _chooser(positions)
     return lambda inputs: [*map(pointer_of, chosen(inputs))] == expected
 
 
-def nobody_else_has(inputs: list[Any], positions: Sequence[int]) -> bool:
+def nobody_else_has(positions: Sequence[int]) -> InputCheck:
     """Whether some tensors are only in a list that a backward program got from autograd, which waits for it.
 
     A storage's use count tells of other tensors that share it, and these counts of others who have the same one:
-    here the list, autograd's own tuple, the list below and the argument of the question are four.
+    here the list, autograd's own tuple, what is chosen and the argument of the question are four.
     """
-    asked, use_count = [inputs[p] for p in positions], _TENSOR._use_count
-    return max(map(sys.getrefcount, asked), default=0) <= 4 and max(map(use_count, asked), default=0) <= 1
+    chosen, references, use_count = _chooser(positions), sys.getrefcount, _TENSOR._use_count
+
+    def check(inputs: list[Any]) -> bool:
+        asked = chosen(inputs)
+        return max(map(references, asked)) <= 4 and max(map(use_count, asked)) <= 1
+
+    return check if positions else lambda inputs: True
 
 
 def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
@@ -69,16 +78,16 @@ class TorchFunctions:
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         alive: what a weak reference refers to; None if that is gone.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
-        nobody_else_has: ``(inputs, positions)``: whether nobody but the caller has these inputs.
+        nobody_else_has: ``(positions)``: makes a function that tells whether nobody but the caller has these inputs.
         allocations: tells what a function allocates on the CPU.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
     use_counter: Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]] | None = None
-    pointer_check: Callable[[Sequence[Any], Sequence[int]], PointerCheck] = pointer_check
+    pointer_check: Callable[[Sequence[Any], Sequence[int]], InputCheck] = pointer_check
     storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = _storage_at
     alive: Callable[[StorageWeakRef], torch.UntypedStorage | None] = _alive
     lay_out: Callable[..., torch.Tensor] = _lay_out
-    nobody_else_has: Callable[[list[Any], Sequence[int]], bool] = nobody_else_has
+    nobody_else_has: Callable[[Sequence[int]], InputCheck] = nobody_else_has
     allocations: Allocations = lambda run: None
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
