@@ -209,6 +209,12 @@ class FlatBuilder:
         """
         self._define(node, f"{self._constant(function)}({', '.join([text, *map(self._argument, args)])})")
 
+    def stand_for(self, node: Node, text: str) -> None:
+        """Have what is made of ``node`` made of ``text``, which ``constant`` returned: at every call, unlike what is
+        made of bound values."""
+        self._locals[node] = text
+        self._pinned.add(text)
+
     def constant(self, value: Any) -> str:
         """The text that stands for a value."""
         return self._constant(value)

@@ -467,7 +467,7 @@ class Recording:
         lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())
         lasting = {s.node for s in self.plan.facts.storages if s.index in self.request.memory.outputs}
-        for node in {root: None for value in output.all_input_nodes for root in _bases(value)}:
+        for node, users in _made_of(output).items():
             indices = self.plan.facts.of.get(node, frozenset())
             behind = [self.plan.facts.storages[i].node for i in indices]
             memory = [self._memory[n] for n in behind if n in lasting and n in self._memory]
@@ -493,6 +493,8 @@ class Recording:
             copy = bool(indices & self.request.copied) or node in self._pooled
             if copy:
                 builder.assign(node, functools.partial(each, copy_out), value)
+            elif planned and all(user.meta.get("call") is lay_out for user in users):
+                builder.stand_for(node, value)  # what is handed out is laid over it anyway
             elif planned:
                 tensor = self._memory[node]
                 builder.assign(node, lay_out, value, tuple(tensor.size()), tensor.stride(), 0)
@@ -663,11 +665,17 @@ def _leave(ticket: int, lent: Lent, arenas: Sequence[Arena]) -> None:
         arena.changed()
 
 
-def _bases(node: Node) -> set[Node]:
-    """The values a view is made of."""
-    if kind_of(node) is not Kind.VIEW:
-        return {node}
-    return set().union(*(_bases(arg) for arg in node.all_input_nodes))
+def _made_of(output: Node) -> dict[Node, list[Node]]:
+    """What outputs, and the views among them, are made of: by value that is no view, the views of it, and
+    ``output`` itself where the value is an output."""
+    found: dict[Node, list[Node]] = {}
+    users = [output]
+    for user in users:
+        for node in user.all_input_nodes:
+            if node not in found and kind_of(node) is Kind.VIEW:
+                users.append(node)
+            found.setdefault(node, []).append(user)
+    return {node: users for node, users in found.items() if kind_of(node) is not Kind.VIEW}
 
 
 class _Bound:
