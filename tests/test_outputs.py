@@ -211,6 +211,36 @@ def test_an_output_whose_memory_its_holder_moves(compiled: Any) -> None:
     assert f.program.counters.recordings["an output's holder moved its memory"] >= 1
 
 
+def test_moved_memory_is_seen_whatever_is_recorded_meanwhile(compiled: Any) -> None:
+    """Slices of an arena are counted: one that moved away must not pass for one that is new."""
+    f: Compiled = compiled(lambda x: torch.sin(x) + 1)
+    others = [compiled(function) for function in (torch.cos, torch.tanh)]
+    for _ in range(3):
+        f(torch.randn(16))
+    for other in others:
+        shared = f(x := torch.randn(16))
+        shared.share_memory_()
+        handle = shared.untyped_storage()
+        del shared
+        for _ in range(3):
+            other(torch.randn(16))
+        y = torch.randn(16)
+        torch.testing.assert_close(f(y), torch.sin(y) + 1)
+        torch.testing.assert_close(torch.empty(0).set_(handle)[:16], torch.sin(x) + 1)
+
+
+def test_a_view_that_is_handed_out_is_a_tensor_of_its_own(compiled: Any, device: torch.device) -> None:
+    """Nothing relates it to the memory but its storage, though it is laid over it directly."""
+    f: Compiled = compiled(lambda x: (torch.sin(x) + 1).transpose(0, 1))
+    for _ in range(4):
+        y = f(x := torch.randn(3, 5, device=device))
+        torch.testing.assert_close(y, (torch.sin(x) + 1).transpose(0, 1))
+        assert y._base is None
+        assert y._version == 0
+        y.unsqueeze_(0).add_(1)
+    assert f.program.counters.replays
+
+
 def test_an_output_cannot_be_grown_and_everything_stays_usable(compiled: Any) -> None:
     f: Compiled = compiled(lambda x: torch.sin(x) + 1)
     for _ in range(3):

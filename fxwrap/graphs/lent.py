@@ -91,10 +91,12 @@ class Lender(Protocol):
 
     Attributes:
         lent: outputs that were handed out, by recording.
-        version: changes whenever ``lent`` does.
+        version: changes whenever ``lent`` does, and before there is another slice of the block.
+        block: all of its memory. Its use count tells how many slices are where they were made.
     """
 
     device: torch.device
+    block: torch.UntypedStorage | None
     lent: list[Lent]
     version: int
 
@@ -114,12 +116,16 @@ class Overwritten:
             handed_in: how many of the tensors that a call hands in, and gives away, share a storage (by its handle).
         """
         self._footprints, self._own, self._handed_in, self._counter = footprints, own, handed_in, counter
-        self._versions: list[int] = []
-        self._free: list[int] = []
+        self._versions, self._free, self._slices = list[int](), list[int](), list[int]()
+        self._counts: Callable[[], list[int]]
+        self._all_slices = all(output.device is not None and output.storage.nbytes() for output in own.outputs)
         self._look_again(self._versions)
 
     def away(self) -> bool:
-        """Whether nobody has any of it, but the call that is to run. One look at all: it is asked at every call."""
+        """Whether nobody has any of it, but the call that is to run, and its own outputs are where they were.
+
+        It is asked at every call: one look at all. Whoever moves the memory of a slice lets go of the arena's block.
+        """
         while True:
             counts = self._counts()
             # A recording that ends says so before it lets go of its outputs.
@@ -127,13 +133,18 @@ class Overwritten:
             if versions == self._versions:
                 break
             self._look_again(versions)
-        if counts == self._own.unheld + self._free:
+        if counts == self._own.unheld + self._free + self._slices:
             return True
         if self._own.held():
             return False
         counts = counts[len(self._own.outputs) :]
         self._free = list(map(min, counts, self._free))
-        return counts == self._free
+        others, slices = counts[: len(self._free)], counts[len(self._free) :]
+        if others != self._free or self._own.spoiled():
+            return False
+        if self._all_slices:
+            self._slices = slices
+        return True
 
     def _look_again(self, versions: list[int]) -> None:
         near, free = [], []
@@ -146,8 +157,10 @@ class Overwritten:
                         unheld = lent.unheld[position] if lent.unheld else 0
                         near.append(output)
                         free.append(unheld + self._handed_in.get(output.storage._cdata, 0))
-        self._near, self._free, self._versions = near, free, versions
-        storages = [output.storage for output in (*self._own.outputs, *near)]
+        self._free, self._versions = free, versions
+        self._slices = [0]  # not known: there is no such count
+        blocks = [arena.block for arena in self._footprints if arena.block is not None]
+        self._asked = storages = [*(output.storage for output in (*self._own.outputs, *near)), *blocks]
         # Where torch cannot tell, somebody has everything.
         self._counts = self._counter(storages) if self._counter is not None else lambda: [1] * len(storages)
 

@@ -42,7 +42,8 @@ class Arena:
     Attributes:
         nbytes: how large it is.
         lent: the outputs in it that were handed out, by recording.
-        version: changes whenever ``lent`` does.
+        version: changes whenever ``lent`` does, and before there is another slice of the block.
+        block: all of it. Its use count tells how many slices are where they were made.
     """
 
     device: torch.device
@@ -50,7 +51,7 @@ class Arena:
     lent: list[Lent] = field(default_factory=list)
     version: int = 0
     busy: Turn = field(default_factory=Turn)
-    _block: torch.UntypedStorage | None = None
+    block: torch.UntypedStorage | None = None
     _begin: int = 0
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _pool: Any = None
@@ -59,9 +60,10 @@ class Arena:
         """A storage of its own over bytes of the arena; it keeps them."""
         if not nbytes:
             return torch.UntypedStorage(0, device=self.device)  # the arena may have no memory at all
-        assert self._block is not None
+        assert self.block is not None
         begin = self._begin + offset
-        return self._block[begin : begin + nbytes]  # type: ignore[return-value]
+        self.changed()
+        return self.block[begin : begin + nbytes]  # type: ignore[return-value]
 
     def resize(self, nbytes: int) -> None:
         """Become so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
@@ -70,7 +72,7 @@ class Arena:
         if self.device.type == "cpu" and whole.data_ptr() % _CPU_ALIGNMENT:
             whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
         self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
-        self._block, self.nbytes = whole.untyped_storage(), nbytes
+        self.block, self.nbytes = whole.untyped_storage(), nbytes
 
     def pool(self, make: Callable[[], Any]) -> Any:
         """The memory pool of the graphs that work in the arena. Nothing in it outlives the call that has the turn."""
@@ -82,7 +84,7 @@ class Arena:
         """End what was recorded, and give the memory back as soon as nobody has an output in it."""
         for user, _ in self.users():
             user.end(why)
-        self._users, self.lent, self._block, self.nbytes = [], [], None, 0
+        self._users, self.lent, self.block, self.nbytes = [], [], None, 0
         self.changed()
 
     def users(self) -> list[tuple[ArenaUser, int]]:

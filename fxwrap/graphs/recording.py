@@ -563,7 +563,7 @@ class Recording:
         return sum(storage.nbytes() for handle, storage in storages.items() if handle not in self._place_of)
 
     def spoiled(self) -> bool:
-        """Whether the memory of an output is not where it was. To be asked after ``has_its_memory``."""
+        """Whether the memory of an output is not where it was."""
         return self._lent.spoiled()
 
     def moved_outputs(self) -> set[int]:
@@ -576,7 +576,7 @@ class Recording:
 
     def has_its_memory(self, inputs: list[Any]) -> bool:
         """Whether nobody has one of its outputs, nor one of another recording in the memory that it works on, nor
-        the inputs that are given away."""
+        the inputs that are given away; and its outputs are where they were."""
         return self._overwritten.away() and self.has_given_away(inputs)
 
     def end(self, why: str) -> None:
