@@ -27,20 +27,20 @@ from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
 from .passes.symbols import evaluate_sizes
-from .passes.verdicts import judge, main_device
+from .passes.verdicts import captured, judge, main_device
 from .passes.verify import verify_memory, verify_schedule
 from .passes.workspace import measure_workspace
 from .passes.worth import weigh
 from .plan import (
     CompiledPartition,
     MemoryPlan,
+    NodeVerdict,
     PartitionGraph,
     Planned,
     ProgramPlan,
     StorageFacts,
     Suggestion,
     Taken,
-    Verdict,
 )
 
 
@@ -77,11 +77,11 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     def cut_program(refused: Mapping[str, str]) -> ProgramPlan:
         graph, facts = _with_own_results(gm, device, eager_ops, refused)
         verdicts = judge(graph, eager_ops, refused)
-        sizes = hinted_sizes(facts)
+        sizes, placed = hinted_sizes(facts), _placed(graph, facts, verdicts, device)
         inside = {index: sizes[index] for index in inner_storages(graph, facts) if index in sizes}
         found = cut(build_dependency_graph(graph, facts), verdicts, device, facts, inside, options.peak_budget)
         plan = ProgramPlan(graph, facts, verdicts, found, device, frozenset(request.static_inputs), request.phase)
-        plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches)
+        plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches, placed)
         verify_schedule(graph, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
@@ -116,19 +116,19 @@ def _with_own_results(
     Which operators are captured may turn out later: the graph itself stays as it is.
     """
     facts = analyse_storages(gm)
-    if not freezes_addresses(device):
-        return gm, facts
-
-    def captured(graph: GraphModule) -> set[Node]:
-        verdicts = judge(graph, eager_ops, refused)
-        return {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
-
-    if not results_to_own(facts, gm, captured(gm)):
+    if not freezes_addresses(device) or not results_to_own(facts, gm, captured(judge(gm, eager_ops, refused))):
         return gm, facts
     gm = copy_graph(gm)
-    facts, inside = analyse_storages(gm), captured(gm)
-    placed = placeable_results(facts, gm, device, inside) if places_results(device) else {}
-    return (gm, analyse_storages(gm)) if own_results(gm, facts, inside, placed) else (gm, facts)
+    facts, verdicts = analyse_storages(gm), judge(gm, eager_ops, refused)
+    copied = own_results(gm, facts, captured(verdicts), _placed(gm, facts, verdicts, device))
+    return gm, analyse_storages(gm) if copied else facts
+
+
+def _placed(
+    gm: GraphModule, facts: StorageFacts, verdicts: Mapping[Node, NodeVerdict], device: torch.device
+) -> Mapping[int, int]:
+    """Results that the device's allocator is told where to put: bytes by storage."""
+    return placeable_results(facts, gm, device, captured(verdicts)) if places_results(device) else {}
 
 
 def _compiled_elsewhere(plan: ProgramPlan, request: CompileRequest) -> dict[int, CompiledPartition]:

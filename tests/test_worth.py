@@ -62,6 +62,22 @@ def test_an_input_that_stays_is_not_paid_for() -> None:
     assert partition.worth is not None and partition.worth.copies == 0 and partition.worth.pays
 
 
+def test_what_eager_work_makes_where_it_is_read_is_not_paid_for() -> None:
+    """``( cumsum ) [ a b c ]``: 64 bytes are copied, unless the allocator was told where to put them."""
+    maker = GraphMaker()
+    before = maker.extern(aten.cumsum.default, maker.input("x"), 0)
+    gm = maker.finish([mix(maker, "c", mix(maker, "b", mix(maker, "a", before)))])
+    plan = compile_host_graph(gm, CompileRequest(Options(eager_ops=("aten::cumsum",), capture="always"), (0,))).plan
+    (made,) = [storage.index for storage in plan.facts.storages if storage.node is before]
+    copies = []
+    for placed in ((), (made,)):
+        found = weigh(plan, COST, hinted_sizes(plan.facts), "always", 1, placed)
+        (worth,) = [partition.worth for partition in found.partitions if partition.verdict is Verdict.CAPTURED]
+        assert worth is not None
+        copies.append(worth.copies)
+    assert copies == [4 + 64 / 1000, 0]
+
+
 def test_a_partition_that_does_not_pay_joins_its_neighbours() -> None:
     """
     ::

@@ -103,12 +103,13 @@ class _Slot:
     """Memory that a call is offered.
 
     Attributes:
-        element: the result whose place it is; None for memory of its own, which goes when the call is over.
+        planned: the place of a result; None for memory of its own, which goes when the call is over.
+        element: which result, for operators with several.
     """
 
     nbytes: int
-    element: int | None = None
     planned: torch.UntypedStorage | None = None
+    element: int | None = None
 
 
 class _Landing:

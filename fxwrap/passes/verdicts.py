@@ -32,6 +32,11 @@ def is_work(node: Node) -> bool:
     return kind_of(node) in _WORK
 
 
+def captured(verdicts: Mapping[Node, NodeVerdict]) -> set[Node]:
+    """The nodes that are to be captured."""
+    return {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
+
+
 def judge(
     gm: GraphModule,
     eager_ops: Sequence[str | EagerRule] = (),

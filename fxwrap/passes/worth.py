@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,12 @@ from ..plan import NodeVerdict, Origin, Partition, ProgramPlan, Verdict, Worth
 
 
 def weigh(
-    plan: ProgramPlan, cost: CaptureCost, sizes: Mapping[int, int], capture: str = "auto", min_launches: int = 1
+    plan: ProgramPlan,
+    cost: CaptureCost,
+    sizes: Mapping[int, int],
+    capture: str = "auto",
+    min_launches: int = 1,
+    placed: Container[int] = (),
 ) -> ProgramPlan:
     """Have captured partitions that are not worth it run eagerly; neighbours that are eager then are joined.
 
@@ -30,8 +35,9 @@ def weigh(
         sizes: bytes of storages at the sizes the program was compiled for.
         capture: "auto" for the estimate, "always" for all that can be captured, "never" for none.
         min_launches: launches and library calls that a captured partition has at least.
+        placed: storages that eager operators make where graphs read them: the allocator is told.
     """
-    elsewhere = _elsewhere(plan)
+    elsewhere = _elsewhere(plan, placed)
     paid: frozenset[int] = frozenset()
     judged: list[Partition] = []
     for partition in plan.partitions:
@@ -83,7 +89,7 @@ def _touched(plan: ProgramPlan, partition: Partition) -> frozenset[int]:
     return frozenset().union(*(plan.facts.touched(node) for node in partition.nodes))
 
 
-def _elsewhere(plan: ProgramPlan) -> frozenset[int]:
+def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:
     """Storages that are somewhere else at every call: inputs that do not stay in place, what eager operators make."""
     placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
     static = {placeholders[position] for position in plan.static_inputs}
@@ -92,6 +98,7 @@ def _elsewhere(plan: ProgramPlan) -> frozenset[int]:
         for storage in plan.facts.storages
         if (storage.origin is Origin.INPUT and storage.node not in static)
         or (storage.origin is Origin.EXTERN and plan.verdicts[storage.node].verdict is Verdict.EAGER)
+        if storage.index not in placed
     )
 
 
