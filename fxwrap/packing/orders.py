@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .problem import Part
 
 # Buffers times orders: what a default plan may spend, whatever the clock says.
-_WORK = 10_000
+_WORK = 3_200
 _FEWEST, _MOST = 2, 10
 # Loads during a buffer's life are looked at one by one up to so many in all.
 _SPANS = 20_000_000
