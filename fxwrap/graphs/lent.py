@@ -160,6 +160,7 @@ class Overwritten:
         self._free, self._versions = free, versions
         self._slices = [0]  # not known: there is no such count
         blocks = [arena.block for arena in self._footprints if arena.block is not None]
+        # Kept: the counter knows them by their handles.
         self._asked = storages = [*(output.storage for output in (*self._own.outputs, *near)), *blocks]
         # Where torch cannot tell, somebody has everything.
         self._counts = self._counter(storages) if self._counter is not None else lambda: [1] * len(storages)

@@ -68,9 +68,10 @@ class PlacedResults:
             others: addresses of other storages that stay where they are.
         """
         found: dict[Node, _Captured | _Eager] = {}
+        addresses = self.addresses
         for node in nodes:
             planned, scratch = self._planned.get(node, {}), self._scratch.get(node, []) if captured else []
-            common = node, planned, self._offer, self.addresses, others
+            common = node, planned, self._offer, addresses, others
             if captured and (planned or scratch):
                 found[node] = _Captured(*common, scratch=scratch, note=self._note)
             elif planned:

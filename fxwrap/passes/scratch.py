@@ -53,24 +53,24 @@ def free_at_steps(arena: ArenaPlan, taken: Sequence[Fixed], steps: Sequence[int]
     spans += [(one.begin, one.end, one.low, one.high) for one in taken]
     begins = sorted(spans, reverse=True)
     ends = sorted(spans, key=lambda span: span[1], reverse=True)
+    footprint = arena.footprint
     live: list[Span] = []  # in order, and apart
     found = {}
     for step in sorted(steps):
         while ends and ends[-1][1] <= step:
-            begin, end, *span = ends.pop()
-            if begin < end and (known := tuple(span)) in live:
-                live.remove(known)
+            _, _, low, high = ends.pop()
+            if (low, high) in live:  # it may have come and gone between two of the steps
+                live.remove((low, high))
         while begins and begins[-1][0] <= step:
             _, end, low, high = begins.pop()
             if end > step:
                 bisect.insort(live, (low, high))
-        found[step] = tuple(_between(arena, live))
+        found[step] = tuple(_between(footprint, live, arena.alignment))
     return found
 
 
-def _between(arena: ArenaPlan, live: Sequence[Span]) -> Iterator[Span]:
-    alignment = arena.alignment
-    for first, end in arena.footprint:
+def _between(footprint: Sequence[Span], live: Sequence[Span], alignment: int) -> Iterator[Span]:
+    for first, end in footprint:
         begin = first
         for low, high in [*live, (end, end)]:
             if begin >= end:

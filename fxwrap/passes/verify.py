@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,8 +146,7 @@ def verify_memory(
 def _check_scratch(arena: ArenaPlan, items: Sequence[_Placed], position: Mapping[Node, int]) -> None:
     """What an operator may have while it runs has to be free then, and the program's at some time: else it is not
     looked whether somebody else has it."""
-    offsets = arena.placement.offsets
-    own = _joined((offsets[name], offsets[name] + buffer.size) for name, buffer in arena.buffers.items())
+    footprint = arena.footprint  # what is looked at
     for node, spans in arena.scratch.items():
         step = position[node]
         live = [item for item in items if item.begin <= step < item.end]
@@ -160,24 +159,13 @@ def _check_scratch(arena: ArenaPlan, items: Sequence[_Placed], position: Mapping
                         got=f"bytes [{low}, {high}) and [{other.low}, {other.high})",
                         remedy="this is a bug in fxwrap; please report the graph",
                     )
-            covered = sum(min(high, stop) - max(low, begin) for begin, stop in own if begin < high and low < stop)
-            if covered < high - low:
+            if not any(begin <= low and high <= stop for begin, stop in footprint):
                 raise PlanError(
                     f"plan: scratch of {node.name} is not the program's",
                     expected="bytes in which the program has storages at other steps",
                     got=f"bytes [{low}, {high})",
                     remedy="this is a bug in fxwrap; please report the graph",
                 )
-
-
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if found and low <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], high)
-        else:
-            found.append((low, high))
-    return found
 
 
 def _size_there(
