@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .codegen.emission import FxwrapCodegen
     from .codegen.registration import DeviceRegistration, register_device
     from .inspection.explain import Explanation, explain, report
+    from .inspection.record import record
     from .inspection.release import release
     from .inspection.stats import stats
 
@@ -52,6 +53,7 @@ __all__ = [
     "cpp_kernels",
     "explain",
     "plan_memory",
+    "record",
     "register_device",
     "release",
     "report",
@@ -66,6 +68,7 @@ _LAZY = {
     "Explanation": ".inspection.explain",
     "explain": ".inspection.explain",
     "report": ".inspection.explain",
+    "record": ".inspection.record",
     "release": ".inspection.release",
     "stats": ".inspection.stats",
 }

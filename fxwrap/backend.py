@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from .codegen.dynamo import owned_by
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
+from .codegen.torch_versions import registered_operators
 from .options import parse_options
 from .owner import Owner
 
@@ -34,7 +35,7 @@ def fxwrap(
         OptionError: an option or the mode is unknown or has a wrong value.
         UnsupportedModelError: the graph uses more than one accelerator.
     """
-    own, patches = parse_options(options, inductor_options())
+    own, patches = parse_options(options, inductor_options(), registered_operators())
     owner = owner if owner is not None else Owner()
     compiled = compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, owner)
     return owned_by(compiled, owner)

@@ -11,23 +11,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .devices import capture_cost, device_support
-from .eager_rules import EagerRule
 from .graphs.device_graph import freezes_addresses, places_results
 from .graphs.program import Program
 from .graphs.provision import Planners
 from .graphs.torch_functions import TorchFunctions
-from .host_graph import copy_graph
 from .options import Options
 from .owner import Owner
 from .passes.dependencies import build_dependency_graph
 from .passes.memory_needs import hinted_sizes, inner_storages
 from .passes.memory_planning import plan_pair, plan_program, predict_memory
-from .passes.operator_results import own_results, placeable_results, results_to_own
+from .passes.operator_results import placeable_results
 from .passes.partition import cut
 from .passes.partition_graphs import partition_graph
 from .passes.storages import analyse_storages
 from .passes.symbols import evaluate_sizes
-from .passes.verdicts import captured, judge, main_device
+from .passes.verdicts import FIXED_ADDRESSES, captured, judge, main_device
 from .passes.verify import verify_memory, verify_schedule
 from .passes.workspace import measure_workspace
 from .passes.worth import weigh
@@ -50,6 +48,7 @@ class CompileRequest:
 
     Attributes:
         static_inputs: positions of inputs whose address AOTAutograd expects to stay.
+        donated: positions of inputs that AOTAutograd lets a backward graph overwrite.
         phase: "inference", "forward" or "backward".
         owner: collects the programs (see ``fxwrap.explain``).
         compile_partition: may return what runs in a partition's place.
@@ -57,6 +56,7 @@ class CompileRequest:
 
     options: Options = field(default_factory=Options)
     static_inputs: tuple[int, ...] = ()
+    donated: frozenset[int] = frozenset()
     phase: str = "inference"
     owner: Owner | None = None
     compile_partition: Callable[[PartitionGraph], Callable[..., Any] | None] | None = None
@@ -71,18 +71,20 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     Raises:
         PlanError: the verifier refused the schedule.
     """
-    device, options = main_device(gm), request.options
-    eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops)
+    device, options, facts = main_device(gm), request.options, analyse_storages(gm)
+    fixed = FIXED_ADDRESSES if freezes_addresses(device) else ()
+    eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops, *fixed)
+    sizes, dependencies = hinted_sizes(facts), build_dependency_graph(gm, facts)
+    inside = {index: sizes[index] for index in inner_storages(gm, facts) if index in sizes}
 
     def cut_program(refused: Mapping[str, str]) -> ProgramPlan:
-        graph, facts = _with_own_results(gm, device, eager_ops, refused)
-        verdicts = judge(graph, eager_ops, refused)
-        sizes, placed = hinted_sizes(facts), _placed(graph, facts, verdicts, device)
-        inside = {index: sizes[index] for index in inner_storages(graph, facts) if index in sizes}
-        found = cut(build_dependency_graph(graph, facts), verdicts, device, facts, inside, options.peak_budget)
-        plan = ProgramPlan(graph, facts, verdicts, found, device, frozenset(request.static_inputs), request.phase)
+        verdicts = judge(gm, eager_ops, refused)
+        placed = _placed(gm, facts, verdicts, device)
+        found = cut(dependencies, verdicts, device, facts, inside, options.peak_budget)
+        static, donated = frozenset(request.static_inputs), request.donated
+        plan = ProgramPlan(gm, facts, verdicts, found, device, static, request.phase, donated)
         plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches, placed)
-        verify_schedule(graph, plan.schedule)
+        verify_schedule(gm, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
     def plan_recording(
@@ -106,22 +108,6 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
     if request.owner is not None:
         request.owner.programs.append(program)
     return program
-
-
-def _with_own_results(
-    gm: GraphModule, device: torch.device, eager_ops: Sequence[str | EagerRule], refused: Mapping[str, str]
-) -> tuple[GraphModule, StorageFacts]:
-    """The graph in which results of captured operators are copied where they have to be, and its storages.
-
-    Which operators are captured may turn out later: the graph itself stays as it is.
-    """
-    facts = analyse_storages(gm)
-    if not freezes_addresses(device) or not results_to_own(facts, gm, captured(judge(gm, eager_ops, refused))):
-        return gm, facts
-    gm = copy_graph(gm)
-    facts, verdicts = analyse_storages(gm), judge(gm, eager_ops, refused)
-    copied = own_results(gm, facts, captured(verdicts), _placed(gm, facts, verdicts, device))
-    return gm, analyse_storages(gm) if copied else facts
 
 
 def _placed(

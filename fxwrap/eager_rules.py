@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from .errors import OptionError
 from .host_graph import operator_name, schema_of
 
 
@@ -40,6 +42,17 @@ class EagerRule:
     devices: tuple[str, ...] = ()
     remedy: str = ""
 
+    def __post_init__(self) -> None:
+        names = self.operators
+        # A string is a collection, too, of letters.
+        listed = isinstance(names, Collection) and not isinstance(names, str)
+        if not listed or not all(isinstance(name, str) for name in names):
+            raise OptionError(
+                f"wrong operators for the EagerRule {self.reason!r}",
+                expected="a tuple of names, such as ('mylib::lookup',)",
+                got=repr(names),
+            )
+
     def why(self, node: Node) -> str | None:
         """Why a launch or extern call is to run eagerly; None if the rule says nothing about it."""
         overload = schema_of(node)
@@ -67,3 +80,41 @@ def as_rules(eager_ops: Sequence[str | EagerRule]) -> list[EagerRule]:
     if names:
         rules.insert(0, EagerRule("listed in eager_ops", names, remedy="take it out of eager_ops"))
     return rules
+
+
+def check_names(eager_ops: Sequence[str | EagerRule], registered: Iterable[str]) -> None:
+    """Raise an OptionError at the first name that matches no operator.
+
+    A name outside of the operators' namespaces may be a kernel's, and a rule for some devices may name what is
+    registered only where they are: these are taken as they come.
+
+    Args:
+        registered: the operators that torch knows, as ``namespace::name`` or ``namespace::name.overload``.
+    """
+    names = [name for rule in as_rules(eager_ops) if not rule.devices for name in rule.operators]
+    if not names:
+        return
+    spellings: dict[str, str] = {}
+    for full in registered:
+        packet = full.partition(".")[0]
+        spellings |= {one.replace("::", "."): one for one in (packet, f"{packet}.default", full)}
+    namespaces = {spelling.partition(".")[0] for spelling in spellings}
+    for name in names:
+        dotted = name.replace("::", ".")
+        namespace, dot, _ = dotted.partition(".")
+        is_operator = "::" in name or "*" in name or (dot and namespace in namespaces)
+        if not is_operator or dotted in spellings:
+            continue
+        close = difflib.get_close_matches(dotted, spellings, n=1, cutoff=0.75)
+        if "*" in name:
+            remedy = "list each operator, or match many by an EagerRule with a predicate or tags"
+        elif close:
+            remedy = f"did you mean {spellings[close[0]]!r}?"
+        else:
+            remedy = "import what registers it before the first call"
+        raise OptionError(
+            f"no operator is called {name!r} (option 'eager_ops')",
+            expected="the full name of a registered operator, as namespace::name or namespace::name.overload",
+            got=repr(name),
+            remedy=remedy,
+        )

@@ -16,7 +16,6 @@ It runs as it is (``gm(*inputs)``); everything that fxwrap does with it keeps th
 
 from __future__ import annotations
 
-import copy
 import enum
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -369,13 +368,6 @@ def last_frame(trace: str) -> str:
             code = lines[position + 1] if position + 1 < len(lines) else ""
             return f"{lines[position][5:].split(', in ')[0]}: {code}".replace('"', "")
     return ""
-
-
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """A graph of new nodes, with the same names and metadata."""
-    found = GraphModule(gm, copy.deepcopy(gm.graph))
-    found.meta.update(gm.meta)
-    return found
 
 
 def output_values(gm: GraphModule) -> list[Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .eager_rules import EagerRule
+from .eager_rules import EagerRule, check_names
 from .errors import OptionError
 
 
@@ -25,7 +25,7 @@ class Options:
     strict: bool = _option(False, "raise instead of falling back when a graph cannot be emitted, planned or captured")
     warmup: int = _option(1, "eager runs of each new shape before it is recorded", minimum=0)
     max_recordings: int = _option(
-        64, "recordings one program may keep; further shapes run eagerly and are counted", minimum=1
+        64, "recordings one program may keep; for more, the least recently used one ends", minimum=1
     )
     max_memory: int = _option(
         0,
@@ -49,33 +49,33 @@ class Options:
         "how many times the memory of program order fewer partitions may take, at the sizes compiled for",
         minimum=1,
     )
-    copy_outputs_below: int = _option(
-        1 << 20,
-        "bytes; an output that is still held at the next call is copied from then on when it is at most "
-        "this large, and gets a second recording when it is larger",
-        minimum=0,
-    )
-    max_output_sets: int = _option(
-        4, "recordings of one shape that may exist because large outputs were held", minimum=1
-    )
     codegen: type | None = _option(None, "a subclass of fxwrap.FxwrapCodegen to emit and compile with")
 
 
 def parse_options(
-    user: Mapping[str, Any] | None, inductor_options: Mapping[str, Any]
+    user: Mapping[str, Any] | None, inductor_options: Mapping[str, Any], operators: Iterable[str]
 ) -> tuple[Options, dict[str, Any]]:
     """Split what the user passed into fxwrap's options and Inductor's.
 
     Args:
         user: the ``options`` dictionary given to ``torch.compile``.
         inductor_options: Inductor's option names with their present values.
+        operators: the names of all registered operators.
 
     Returns:
         The parsed options, and the patches for Inductor's configuration.
 
     Raises:
-        OptionError: a name is neither fxwrap's nor Inductor's, or a value has the wrong type.
+        OptionError: a name is neither fxwrap's nor Inductor's, a value has the wrong type, or an operator's name
+            is nobody's.
     """
+    if user is not None and not isinstance(user, Mapping):
+        raise OptionError(
+            "wrong type of options",
+            expected="a dictionary of names and values, such as {'strict': True}",
+            got=f"{user!r} of type {type(user).__name__}",
+            remedy='torch.compile(model, backend="fxwrap", options={...})',
+        )
     own: dict[str, Any] = {}
     patches: dict[str, Any] = {}
     specs = {spec.name: spec for spec in fields(Options)}
@@ -93,7 +93,9 @@ def parse_options(
                 got=repr(name),
                 remedy=f"did you mean {close[0]!r}?" if close else "see the table of options in the README",
             )
-    return Options(**own), patches
+    parsed = Options(**own)
+    check_names(parsed.eager_ops, operators)
+    return parsed, patches
 
 
 def _checked(name: str, value: Any, spec: Any) -> Any:

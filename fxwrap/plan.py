@@ -270,8 +270,8 @@ class ArenaPlan:
 
 
 @dataclass(frozen=True)
-class Slab:
-    """Memory of several storages that is there in steps ``[begin, end)`` only.
+class Region:
+    """Memory of several storages that is there in steps ``[begin, end)`` of each call only.
 
     Attributes:
         size: bytes.
@@ -288,39 +288,37 @@ class Slab:
 class MemoryPlan:
     """Where every planned storage of a recording lies.
 
+    Where a graph freezes addresses, in an arena. Where it calls again (CPU), temporaries lie in regions, and what
+    somebody can have after the call is allocated at the call.
+
     Attributes:
         arenas: one per device.
         location: storage index -> its device and its offset in that device's arena, in bytes: of allocations, inputs
             that are copied, and what operators return where the device's allocator can be told.
         outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
         sizes: concrete sizes in bytes of every storage with an allocation node, or a location.
-        anew: storages outside of the arenas, which are allocated at every call.
-        slabs: for those of them that nobody can have afterwards: they are named while their slab has memory.
+        regions: memory that comes and goes with each call: its storages are named while it is there.
+        per_call: storages that are allocated at every call.
+        peak: bytes that the program's own storages take at one time, at most, with regions as large as they are.
+        lower_bound: bytes that they take at one time, at most, if every storage is there from its first use to its
+            last; where there are arenas, the sum of theirs.
+        plain: bytes that separate allocations without any reuse take.
     """
 
     arenas: Mapping[torch.device, ArenaPlan]
     location: Mapping[int, tuple[torch.device, int]]
     outputs: frozenset[int]
     sizes: Mapping[int, int]
-    anew: frozenset[int] = frozenset()
-    slabs: tuple[Slab, ...] = ()
-
-    @property
-    def made_at_calls(self) -> frozenset[int]:
-        """Storages that are new at every call."""
-        return self.anew.difference(*(slab.offsets for slab in self.slabs))
+    regions: tuple[Region, ...] = ()
+    per_call: frozenset[int] = frozenset()
+    peak: int = 0
+    lower_bound: int = 0
+    plain: int = 0
 
     @property
     def size(self) -> int:
+        """Bytes of the arenas."""
         return sum(arena.placement.size for arena in self.arenas.values())
-
-    @property
-    def lower_bound(self) -> int:
-        return sum(arena.placement.lower_bound for arena in self.arenas.values())
-
-    @property
-    def plain(self) -> int:
-        return sum(arena.plain for arena in self.arenas.values())
 
 
 @dataclass(frozen=True)
@@ -331,15 +329,13 @@ class Prediction:
 
     Attributes:
         arena: there all the time.
-        anew: storages allocated when they are needed, at one time.
         operators: results that operators allocate, and their workspace if that is known, at one time.
-        outside: both of them, at one time.
+        outside: all that is not in the arena, at one time: regions, what is allocated at every call, ``operators``.
         outputs: of all this, what the caller has in the end.
     """
 
     device: torch.device
     arena: int
-    anew: int
     operators: int
     outside: int
     outputs: int
@@ -353,7 +349,10 @@ class Prediction:
 class ProgramPlan:
     """Everything decided about a host graph before shapes are known.
 
-    ``compiled`` holds the partitions, by index, that somebody else compiled.
+    Attributes:
+        static_inputs: positions of inputs whose address AOTAutograd expects to stay.
+        donated: positions of inputs that AOTAutograd marks as donated: nobody needs them after their last use.
+        compiled: the partitions, by index, that somebody else compiled.
     """
 
     graph: GraphModule
@@ -363,6 +362,7 @@ class ProgramPlan:
     device: torch.device
     static_inputs: frozenset[int]
     phase: str
+    donated: frozenset[int] = frozenset()
     compiled: Mapping[int, CompiledPartition] = field(default_factory=dict)
 
     @property
@@ -382,19 +382,19 @@ class Planned:
     Attributes:
         numbers: concrete sizes (``evaluate_sizes``).
         places: inputs that are copied to a place in an arena: device and bytes.
-        frozen: whether a graph freezes addresses; else storages may be allocated anew at every call.
-        anew: storages that shall be.
+        frozen: whether a graph freezes addresses; else memory comes and goes with each call.
         workspace: bytes that calls allocate beyond what they return, as far as is known.
         places_results: whether the device's allocator is told where what operators return shall lie.
+        donated: inputs that are freed after their last use: bytes of a storage, and the inputs that share it.
     """
 
     program: ProgramPlan
     numbers: Mapping[Node, Any]
     places: Mapping[Node, tuple[torch.device, int]]
     frozen: bool = True
-    anew: frozenset[int] = frozenset()
     workspace: Mapping[Node, int] = field(default_factory=dict)
     places_results: bool = False
+    donated: tuple[tuple[int, tuple[Node, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -403,10 +403,6 @@ class Suggestion:
 
     Attributes:
         placements: by device: offsets by name; the size and the lower bound are those of both programs.
-        anew: names of storages that are allocated at every call.
-        slabs: what of them shares memory.
     """
 
     placements: Mapping[torch.device, Placement]
-    anew: frozenset[str]
-    slabs: tuple[Slab, ...] = ()

@@ -23,7 +23,7 @@ import torch
 
 from fxwrap.backend import fxwrap as backend
 from fxwrap.devices import registered_devices
-from fxwrap.graphs.device_graph import using_runtime
+from fxwrap.graphs.device_graph import runtime_for, using_runtime
 from fxwrap.graphs.memory import ArenaPool
 from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.owner import Owner
@@ -111,6 +111,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device of a test."""
     with DEVICES[request.param]() as device:
         yield device
+
+
+def freezes(device: torch.device) -> bool:
+    """Whether graphs of a device freeze addresses: then outputs lie in memory of the recording's own."""
+    return runtime_for(device).frozen_addresses
 
 
 @pytest.fixture(autouse=True)
@@ -208,10 +213,8 @@ def inductor(fn: Callable[..., Any], **compile_options: Any) -> Callable[..., An
 @pytest.fixture
 def own_arenas(monkeypatch: pytest.MonkeyPatch) -> ArenaPool:
     """Arenas that no other test has recorded in."""
-    from fxwrap.graphs import provision
-    from fxwrap.inspection import release
-
     arenas = ArenaPool()
-    for module in (provision, release):
-        monkeypatch.setattr(module, "ARENAS", arenas)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fxwrap.") and hasattr(module, "ARENAS"):
+            monkeypatch.setattr(module, "ARENAS", arenas)
     return arenas

@@ -314,7 +314,6 @@ def test_gradients_take_the_place_of_saved_activations() -> None:
     assert rows(others.placements[CPU]) == {"g2": 1, "g1": 3, "g0": 2}
     for suggestion in (own, others):
         assert suggestion.placements[CPU].size == suggestion.placements[CPU].lower_bound == 4 * ROW
-        assert not suggestion.anew
 
     # Both programs' plans follow it, the second where the first has left what it saved.
     memory = plan_program(Planned(first, {}, {}), suggestion=own)

@@ -11,8 +11,12 @@ from conftest import Compiled
 
 import fxwrap
 from fxwrap.codegen.inductor import inductor_options
+from fxwrap.codegen.torch_versions import registered_operators
 from fxwrap.errors import EmissionError, OptionError, UnsupportedModelError
+from fxwrap.host_graph import operator_name
 from fxwrap.options import Options, parse_options
+from fxwrap.passes.verdicts import is_work
+from fxwrap.plan import Verdict
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,14 @@ from fxwrap.options import Options, parse_options
         ({"warmup": -1}, "int of at least 0"),
         ({"strict": 1}, "expected: bool"),
         ({"eager_ops": [1]}, "a string, a fxwrap.EagerRule, or a sequence of these"),
+        ({"eager_ops": 3}, "a string, a fxwrap.EagerRule, or a sequence of these"),
+        ({"eager_ops": None}, "a string, a fxwrap.EagerRule, or a sequence of these"),
+        ({"eager_ops": "aten::nonzer0"}, "did you mean 'aten::nonzero'?"),
+        ({"max_recordings": True}, "int of at least 1"),
+        ({"max_recordings": 2.0}, "int of at least 1"),
+        ({1: 2}, "unknown option 1"),
+        ({None: 2}, "unknown option None"),
+        ({b"strict": True}, "did you mean 'strict'"),
         ({"capture": "sometimes"}, "one of 'auto', 'always', 'never'"),
         ({"min_launches": 0}, "int of at least 1"),
         ({"peak_budget": 0.5}, "float of at least 1"),
@@ -42,6 +54,15 @@ def test_wrong_options(compiled: Any, options: dict[str, Any], said: str) -> Non
     # The next function compiles.
     g: Compiled = compiled(lambda x: x + 2)
     assert torch.equal(g(torch.ones(2)), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("options", [["strict"], "strict", ("strict", True), {"strict"}, 3, True])
+def test_options_that_are_no_dictionary(options: Any) -> None:
+    f = torch.compile(lambda x: x + 1, backend="fxwrap", options=options)
+    with pytest.raises(Exception, match="OptionError: wrong type of options") as caught:
+        f(torch.ones(2))
+    assert "expected: a dictionary" in str(caught.value)
+    assert f"got: {options!r} of type {type(options).__name__}" in str(caught.value)
 
 
 def test_unknown_mode(compiled: Any) -> None:
@@ -71,7 +92,7 @@ def test_modes_and_options_reach_inductor(compiled: Any, monkeypatch: pytest.Mon
 
 
 def test_parsing_returns_both_kinds() -> None:
-    own, patches = parse_options({"warmup": 2, "epilogue_fusion": False}, inductor_options())
+    own, patches = parse_options({"warmup": 2, "epilogue_fusion": False}, inductor_options(), ())
     assert own == Options(warmup=2) and patches == {"epilogue_fusion": False}
 
 
@@ -146,9 +167,104 @@ def test_stats_of_a_stranger() -> None:
 
 def test_option_error_is_a_value_error() -> None:
     with pytest.raises(ValueError):
-        parse_options({"warmup": None}, {})
+        parse_options({"warmup": None}, {}, ())
     with pytest.raises(OptionError):
-        parse_options({"x": 1}, {})
+        parse_options({"x": 1}, {}, ())
+
+
+@torch.library.custom_op("fxwrap_bad_input::lookup", mutates_args=())
+def _lookup(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+_lookup.register_fake(torch.empty_like)
+_NUMBERS = torch.Tag.nondeterministic_bitwise
+
+
+@pytest.mark.parametrize(
+    ("eager_ops", "remedy"),
+    [
+        ("aten::nonzer0", "did you mean 'aten::nonzero'?"),
+        ("aten.nonzer0", "did you mean 'aten::nonzero'?"),
+        ("atn::nonzero", "did you mean 'aten::nonzero'?"),
+        ("aten::add.Tensr", "did you mean 'aten::add.Tensor'?"),
+        (["aten::mm", "fxwrap_bad_input::lokup"], "did you mean 'fxwrap_bad_input::lookup'?"),
+        (["mylib::lookup"], "import what registers it before the first call"),
+        ("aten::*", "an EagerRule with a predicate or tags"),
+        ("nolib::*", "an EagerRule with a predicate or tags"),
+        (fxwrap.EagerRule("slow", ("aten::mm", "aten::nonzer0")), "did you mean 'aten::nonzero'?"),
+        (fxwrap.EagerRule("slow", ("aten::nonzer0",), tags=(_NUMBERS,)), "did you mean 'aten::nonzero'?"),
+    ],
+)
+def test_names_of_no_operator(eager_ops: Any, remedy: str) -> None:
+    with pytest.raises(OptionError, match="no operator is called") as caught:
+        parse_options({"eager_ops": eager_ops}, {}, registered_operators())
+    error = caught.value
+    assert "eager_ops" in error.subject and "namespace::name" in error.expected and remedy in error.remedy
+    assert error.subject.startswith(f"no operator is called {error.got}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::nonzero",
+        "aten.nonzero",
+        "aten::nonzero.default",
+        "aten::add",
+        "aten::add.Tensor",
+        "aten.add.Tensor",
+        "aten::add.default",  # as any overload is called, too
+        "aten::_embedding_bag_forward_only",
+        "prims::sin",
+        "_c10d_functional::wait_tensor",
+        "fxwrap_bad_input::lookup",
+        "fxwrap_bad_input.lookup",
+        "fxwrap_bad_input::lookup.default",
+        # Kernels and functions
+        "cpp_fused_sin_0",
+        "triton_poi_fused_add_0",
+        "addmm",
+        "aten",
+        "nolib.lookup",
+    ],
+)
+def test_names_of_operators_and_kernels(name: str) -> None:
+    rule = fxwrap.EagerRule("slow", (name,), tags=(_NUMBERS,))
+    for given in (name, [name], (rule,), {name, rule}):
+        own, _ = parse_options({"eager_ops": given}, {}, registered_operators())
+        assert set(own.eager_ops) == (set(given) if not isinstance(given, str) else {given})
+
+
+def test_rules_without_names_and_rules_of_other_devices() -> None:
+    """What is registered on another device's machine only is not known here."""
+    rules = (
+        fxwrap.EagerRule("slow", tags=(_NUMBERS,)),
+        fxwrap.EagerRule("slow", predicate=lambda node: False),
+        fxwrap.EagerRule("slow", ("npu_lib::lookup",), devices=("npu",)),
+    )
+    own, _ = parse_options({"eager_ops": rules}, {}, registered_operators())
+    assert own.eager_ops == rules
+
+
+@pytest.mark.parametrize("operators", ["aten::mm", None, ("aten::mm", 1), torch.ops.aten.mm])
+def test_rule_with_wrong_operators(operators: Any) -> None:
+    with pytest.raises(OptionError, match="a tuple of names"):
+        fxwrap.EagerRule("slow", operators)
+
+
+def test_whatever_a_program_calls_may_be_listed(compiled: Any) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (_lookup(x.sin()) @ x).cos().cumsum(0)
+
+    f: Compiled = compiled(model)
+    x = torch.ones(4, 4)
+    f(x)
+    names = {operator_name(node) for node in f.program.plan.graph.graph.nodes if is_work(node)}
+    assert {"fxwrap_bad_input::lookup", "aten::mm"} <= names and any("::" not in name for name in names)
+    g: Compiled = compiled(model, options={"eager_ops": sorted(names)})
+    torch.testing.assert_close(g(x), model(x))
+    (partition,) = g.program.plan.partitions
+    assert partition.verdict is Verdict.EAGER and "listed in eager_ops" in partition.reason
 
 
 @pytest.mark.parametrize("stage", ["emission", "analysis"])

@@ -273,7 +273,7 @@ def test_what_a_collective_was_given_is_not_freed_before_a_wait_in_another_parti
     program = compile_host_graph(overlap.gm, CompileRequest(Options(eager_ops=ALWAYS_EAGER)))
     for call in range(2):
         program(*overlap.maker.inputs(call))
-    (family,) = program.families.values()
+    (family,) = program.specializations.values()
     (recording,) = family.recordings
     index = {node.name: p.index for p in program.plan.partitions for node in p.nodes}
     # Where a register is emptied; one that is not listed is emptied when the call is over.

@@ -2,47 +2,121 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import gc
 import linecache
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, tensors_in
+from conftest import Compiled, freezes, tensors_in
 
-from fxwrap.graphs.program import Program
+from fxwrap.graphs.program import Program, _capturing
 from fxwrap.graphs.recording import Recording
+from fxwrap.graphs.turn import Call, Turn
 
 
-def test_second_thread_gets_right_numbers(compiled: Any) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-    f: Compiled = compiled(model)
-    with torch.no_grad():
-        for _ in range(3):
-            f(torch.randn(4, 32))
+def _in_threads(work: list[Callable[[], None]]) -> None:
+    """Run functions at one time, on the device of the test; raise the first error."""
     errors: list[BaseException] = []
 
-    def work(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def run(one: Callable[[], None]) -> None:
         try:
             with torch.no_grad():
-                for _ in range(200):
-                    x = torch.randn(4, 32, generator=generator)
-                    torch.testing.assert_close(f(x), model(x))
+                one()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    threads = [threading.Thread(target=contextvars.copy_context().run, args=(run, one)) for one in work]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors, errors[0]
+    if errors:
+        raise errors[0]
+
+
+def _calls(
+    f: Callable[[torch.Tensor], Any],
+    expected: Callable[[torch.Tensor], Any],
+    device: torch.device,
+    barrier: threading.Barrier,
+    seed: int,
+) -> None:
+    """200 calls in a plain loop, which has the result of the call before. After 20 everybody has come so far."""
+    generator = torch.Generator().manual_seed(seed)
+    for call in range(200):
+        if call == 20:
+            barrier.wait(60)
+        x = torch.randn(32, 32, generator=generator).to(device)
+        y = f(x)
+        torch.testing.assert_close(y, expected(x), rtol=1e-4, atol=1e-4)
+
+
+def test_four_threads_and_one_program(compiled: Any, device: torch.device, own_arenas: Any) -> None:
+    """Calls that run at one time have a recording each, and an arena."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)).to(device)
+    f, before = compiled(model), list[int]()
+    with torch.no_grad():
+        f(torch.randn(32, 32, device=device))  # torch compiles once
+    barrier = threading.Barrier(4, lambda: before.append(f.program.counters.replays))
+    _in_threads([functools.partial(_calls, f, model, device, barrier, seed) for seed in range(4)])
     counters = f.program.counters
-    assert counters.replays > 0
+    assert counters.replays - before[0] >= 0.9 * 4 * 180, counters.to_dict()
+    assert sum(counters.recordings.values()) <= 4 * 4, counters.to_dict()
+
+
+def test_three_threads_and_three_programs(compiled: Any, device: torch.device, own_arenas: Any) -> None:
+    functions: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: (x.sin() @ x).cos(), lambda x: (x.cos() @ x).sin() @ x, lambda x: torch.relu(x @ x).sum(0)
+    ]  # fmt: skip
+    programs, before = [compiled(function) for function in functions], list[list[int]]()
+    for f in programs:
+        with torch.no_grad():
+            f(torch.randn(32, 32, device=device))
+    barrier = threading.Barrier(3, lambda: before.append([f.program.counters.replays for f in programs]))
+    _in_threads(
+        [
+            functools.partial(_calls, f, function, device, barrier, seed)
+            for seed, (f, function) in enumerate(zip(programs, functions, strict=True))
+        ]
+    )
+    for f, replays in zip(programs, before[0], strict=True):
+        counters = f.program.counters
+        assert counters.replays - replays >= 0.9 * 180, counters.to_dict()
+
+
+def test_threads_that_train(compiled: Any, device: torch.device, own_arenas: Any) -> None:
+    """Autograd runs a backward in the thread of its call on a CPU, and in one of its own on a device."""
+    models = [torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)) for _ in range(3)]
+    functions: list[Compiled] = [compiled(model.to(device)) for model in models]
+    for f in functions:
+        f(torch.randn(8, 16, device=device)).sum().backward()
+
+    def steps(model: torch.nn.Module, f: Compiled, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(60):
+            x = torch.randn(8, 16, generator=generator).to(device)
+            found = []
+            for call in (model, f):
+                model.zero_grad()
+                with torch.enable_grad():
+                    call(x).square().sum().backward()
+                found.append([p.grad for p in model.parameters()])
+            for mine, theirs in zip(*found, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+    _in_threads(
+        [functools.partial(steps, *both, seed) for seed, both in enumerate(zip(models, functions, strict=True))]
+    )
+    for program in (program for f in functions for program in f.programs):
+        assert program.counters.replays >= 40, program.counters.to_dict()
 
 
 def test_a_program_called_while_it_runs(compiled: Any) -> None:
@@ -88,7 +162,7 @@ def test_interrupt_during_recording(compiled: Any, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         f(torch.randn(4, 4))
     monkeypatch.undo()
-    assert not any(family.recordings for family in f.program.families.values())
+    assert not any(family.recordings for family in f.program.specializations.values())
     for _ in range(3):
         x = torch.randn(4, 4)
         torch.testing.assert_close(f(x), (x.sin() @ x).cos())
@@ -142,14 +216,13 @@ def test_an_interrupt_at_any_line_leaves_nothing_taken(compiled: Any, device: to
     outcome, position = INTERRUPTED, 0
     while outcome is INTERRUPTED:
         if what == "recording":
-            program.families.clear()
+            program.specializations.clear()
             run()
         outcome = interrupted_at(position, run)
         position += 1
-        assert not program._recording.taken()
-        for family in program.families.values():
-            for recording in family.recordings:
-                assert not any(turn.taken() for turn in recording._turns)
+        assert not any(turn.taken() for turn in _capturing.values())
+        for recording in program.specializations.recordings():
+            assert not any(turn.taken() for turn in recording._turns)
         (y,) = tensors_in(run())
         torch.testing.assert_close(y, expected)
     assert position > (30 if what == "replay" else 200)
@@ -169,35 +242,30 @@ def test_the_arena_is_shared_and_means_nothing_between_calls(compiled: Any, devi
         for h, first, second in ((f, torch.sin, torch.cos), (g, torch.cos, torch.sin)):
             x = torch.randn(8, 8, device=device)
             torch.testing.assert_close(h(x), second(first(x) @ x) @ x)
-            for family in h.program.families.values():
-                for recording in family.recordings:
-                    for arena in recording.request.arenas.values():
-                        torch.empty(0, dtype=torch.uint8, device=device).set_(arena.storage(0, arena.nbytes)).fill_(
-                            0xFF
-                        )
-                        arenas.add(id(arena))
-    assert len(arenas) == 1
+            for recording in h.program.specializations.recordings():
+                for arena in recording.request.arenas.values():
+                    everything = torch.empty(0, dtype=torch.uint8, device=device)
+                    everything.set_(arena.storage(0, arena.nbytes)).fill_(0xFF)
+                    arenas.add(id(arena))
+    assert len(arenas) == freezes(device)
     assert f.program.counters.replays == 3
 
 
-def test_dropping_the_function_frees_its_memory(compiled: Any, own_arenas: Any) -> None:
-    import gc
-    import weakref
-
+def test_dropping_the_function_frees_its_memory(compiled: Any, device: torch.device, own_arenas: Any) -> None:
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
     for _ in range(4):
-        f(torch.randn(8, 8))
+        f(torch.randn(8, 8, device=device))
     program = weakref.ref(f.program)
-    (arena,) = map(weakref.ref, f.program.families[None].recordings[0].request.arenas.values())
-    del f
+    (recording,) = f.program.specializations.recordings()
+    arenas = [weakref.ref(arena) for arena in recording.request.arenas.values()]
+    assert len(arenas) == freezes(device)
+    del f, recording
     torch._dynamo.reset()
     gc.collect()
-    assert program() is None and arena() is None
+    assert program() is None and not any(arena() for arena in arenas)
 
 
 def test_turns() -> None:
-    from fxwrap.graphs.turn import Call, Turn
-
     turn, mine, other = Turn(), Call(), Call()
     assert turn.take(mine) and turn.take(mine) and not turn.take(other)
     turn.give(other)
@@ -211,10 +279,25 @@ def test_turns() -> None:
     assert turn.take(lost) and turn.take(mine)
 
 
-def test_outputs_sent_by_a_worker_process_arrive_whole(compiled: Any) -> None:
-    """Pickling for a queue moves an output's memory into shared memory, where no use count of ours reaches."""
-    import time
+def test_turns_that_are_waited_for() -> None:
+    """Another thread's turn ends; this thread's would not while it waits."""
+    turn, mine, other = Turn(), Call(), Call()
+    assert turn.take(mine)
+    begin = time.monotonic()
+    assert not turn.take(other, 30.0) and time.monotonic() - begin < 10
+    waited = list[bool]()
+    thread = threading.Thread(
+        target=lambda: waited.extend(turn.take(call, wait) for call, wait in ((Call(), 0.01), (Call(), 30.0)))
+    )
+    thread.start()
+    time.sleep(0.1)
+    turn.give(mine)
+    thread.join()
+    assert waited == [False, True] and not turn.taken()
 
+
+def test_outputs_sent_by_a_worker_process_arrive_whole(compiled: Any) -> None:
+    """Pickling for a queue moves an output's memory into shared memory: the next call must not write there."""
     from torch.utils.data import DataLoader
 
     weight = torch.randn(8, 8)

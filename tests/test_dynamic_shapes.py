@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, assert_same, inductor
+from conftest import Compiled, assert_same, inductor, on_simulated
 
 from fxwrap.passes.arena_layout import lay_out_arena
 
@@ -31,7 +31,7 @@ def test_eight_batch_sizes(compiled: Any, device: torch.device, dynamic: bool | 
     program = ours.programs[-1]
     # Automatic dynamic shapes compile the first size by itself, turn dynamic at the second, and take the first
     # one through the dynamic program when it comes again: one round less for it.
-    assert len(program.families) == 8
+    assert len(program.specializations) == 8
     # A size that needs a larger arena than was foreseen ends what was recorded in it.
     assert set(program.counters.recordings) <= {"first", "new shape", "the arena moved"}
     assert program.counters.eager == {"warm-up": 8}
@@ -54,7 +54,7 @@ def test_training_with_varying_batch(compiled: Any) -> None:
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad)
     for program in ours.programs:
-        assert len(program.families) == 3 and program.counters.replays >= 3
+        assert len(program.specializations) == 3 and program.counters.replays >= 3
 
 
 def test_sizes_in_arithmetic_and_outputs(compiled: Any) -> None:
@@ -71,17 +71,72 @@ def test_sizes_in_arithmetic_and_outputs(compiled: Any) -> None:
             assert number == 3 * length
 
 
-def test_more_shapes_than_may_be_recorded_run_eagerly_and_are_counted(compiled: Any) -> None:
-    f: Compiled = compiled(torch.nn.Linear(4, 4), dynamic=True, options={"max_recordings": 2})
-    with torch.no_grad():
-        for _ in range(3):
-            for batch in range(2, 7):
-                x = torch.randn(batch, 4)
-                torch.testing.assert_close(f(x), f.fn(x))
+@torch.no_grad()
+def _call(f: Compiled, batch: int, device: torch.device, most: int) -> None:
+    x = torch.randn(batch, 4, device=device)
+    torch.testing.assert_close(f(x), f.fn(x))
+    recordings = f.program.specializations.recordings()
+    assert len(recordings) <= most and not any(recording.ended for recording in recordings)
+
+
+def test_more_shapes_than_may_be_recorded(compiled: Any, device: torch.device) -> None:
+    """Called in turn they would take each other's place for ever: some are replayed, the others run eagerly."""
+    f: Compiled = compiled(torch.nn.Linear(4, 4).to(device), dynamic=True, options={"max_recordings": 8})
+    for _ in range(3):
+        for batch in range(2, 42):
+            _call(f, batch, device, 8)
     counters = f.program.counters
-    assert sum(counters.recordings.values()) == 2
-    assert counters.eager == {"warm-up": 2, "more than 2 shapes (max_recordings)": 9}
-    assert len(f.program.families) == 2  # nothing grows with the shapes that are not recorded
+    assert set(counters.eager) == {"warm-up", "8 other recordings are used more often (max_recordings)"}
+    assert 8 <= sum(counters.recordings.values()) <= 40
+    replays = counters.replays
+    for _ in range(9):
+        for batch in range(2, 42):
+            _call(f, batch, device, 8)
+    assert counters.replays - replays >= 9 * 4, counters.to_dict()
+
+
+def test_another_phase(compiled: Any, device: torch.device) -> None:
+    """
+    ::
+
+        2 ... 9   2 ... 9   2 ... 9   10 ... 17   10 ... 17   10 ... 17   10 ... 17
+                  recorded  replayed              in the place of the others          replayed
+    """
+    f: Compiled = compiled(torch.nn.Linear(4, 4).to(device), dynamic=True, options={"max_recordings": 8})
+    for _ in range(12):
+        for batch in range(2, 10):
+            _call(f, batch, device, 8)
+    replays = f.program.counters.replays
+    assert replays >= 8 * 8
+    for number in range(20):
+        if number == 12:
+            replays = f.program.counters.replays
+        for batch in range(10, 18):
+            _call(f, batch, device, 8)
+    counters = f.program.counters
+    assert counters.replays == replays + 8 * 8, counters.to_dict()
+    assert counters.recordings["max_recordings: the least recently used"] == 0, "nobody came back"
+
+
+def test_shapes_that_come_back_after_a_while_stay(compiled: Any, device: torch.device) -> None:
+    """Two phases in turn: patience grows, so that not every change of phase is recorded."""
+    f: Compiled = compiled(torch.nn.Linear(4, 4).to(device), dynamic=True, options={"max_recordings": 4})
+    for number in range(40):
+        for _ in range(4):
+            for batch in range(2, 6) if number % 2 else range(6, 10):
+                _call(f, batch, device, 4)
+    counters = f.program.counters
+    assert sum(counters.recordings.values()) <= 40, counters.to_dict()
+    assert counters.replays >= 0.4 * 40 * 16, counters.to_dict()
+
+
+def test_nothing_grows_with_the_shapes_that_are_not_recorded(compiled: Any) -> None:
+    f: Compiled = compiled(torch.nn.Linear(4, 4), dynamic=True, options={"max_recordings": 2})
+    cpu = torch.device("cpu")
+    for batch in range(2, 60):
+        for _ in range(2):
+            _call(f, batch, cpu, 2)
+        assert len(f.program.specializations) <= 8 * 2
 
 
 def test_a_backward_that_takes_an_expression_of_sizes(compiled: Any, device: torch.device) -> None:
@@ -118,9 +173,10 @@ def test_another_shape_is_planned_in_the_order_of_the_one_before(
 
     monkeypatch.setattr("fxwrap.passes.memory_planning.lay_out_arena", lay_out)
     f: Compiled = compiled(lambda x: (x @ x.t()).softmax(-1) @ x, dynamic=True)
-    for length in (5, 5, 50, 50):
-        x = torch.randn(length, 8)
-        torch.testing.assert_close(f(x), (x @ x.t()).softmax(-1) @ x)
+    with on_simulated():
+        for length in (5, 5, 50, 50):
+            x = torch.randn(length, 8)
+            torch.testing.assert_close(f(x), (x @ x.t()).softmax(-1) @ x)
     first, *others = tried
     assert not first[0] and first[1]
     assert [like for like, _ in others] == [offsets for _, offsets in tried[:-1]]

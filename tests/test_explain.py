@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from conftest import Compiled
+from conftest import Compiled, on_simulated
 
 import fxwrap
 from fxwrap.codegen.torch_versions import allocations
@@ -40,11 +41,12 @@ return buf4
 partition  verdict   launches  extern calls  reason
 0          captured  2         3             estimate: saves 8 us of calls for 0 us of replay and 0 us of copies
 
-arena                   storages  bytes        lower bound  without reuse
-cpu                     3         512          512          768
-  of which outputs      1         256
-allocated by operators  0         not planned
-predicted on cpu: a call takes 512 bytes (arena 512)
+memory                         storages  bytes        lower bound  without reuse
+comes and goes with each call  3         512          512          768
+  of which in 2 region(s)      2         512
+  of which outputs             1         256
+allocated by operators         0         not planned
+predicted on cpu: a call takes 512 bytes (allocated when needed 512, by operators 0 of it)
   256 bytes are the caller's in the end
 
 replays: 0
@@ -53,21 +55,49 @@ eager runs: 1 (warm-up)
 """
 
 
+# Where addresses are frozen.
+GOLDEN_ARENA = """\
+memory                  storages  bytes        lower bound  without reuse
+arena on cpu            3         512          512          768
+  of which outputs      1         256
+allocated by operators  0         not planned
+predicted on cpu: a call takes 512 bytes (arena 512)
+  256 bytes are the caller's in the end, and 512 bytes of inputs stay where they are
+"""
+
+
 def test_golden_text() -> None:
     explanation = fxwrap.explain(_function, torch.randn(8, 8), torch.randn(8, 8))
     assert str(explanation).strip() == GOLDEN.strip()
 
 
+def test_golden_text_of_an_arena() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x, self.w = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+        def forward(self) -> torch.Tensor:
+            return _function(self.x, self.w)
+
+    with on_simulated(), torch.no_grad():
+        assert GOLDEN_ARENA in str(fxwrap.explain(Own()))
+
+
 def test_memory_is_predicted_before_anything_is_recorded(
     compiled: Any, device: torch.device, own_arenas: ArenaPool
 ) -> None:
-    """A backward is planned with its forward: together they take what the arena is in the end."""
+    """A backward is planned with its forward: together they take what the arena is in the end, or, where there is
+    none, what is allocated at one time."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).to(device)
     f: Compiled = compiled(lambda x: model(x).square().sum())
 
+    given = [torch.ones(4, 16, device=device) for _ in range(7)]
+    each = iter(given)
+
     def step() -> None:
         model.zero_grad()
-        f(torch.ones(4, 16, device=device)).backward()
+        f(next(each)).backward()
 
     step()
     assert not any(program.counters.recordings for program in f.programs)
@@ -79,7 +109,14 @@ def test_memory_is_predicted_before_anything_is_recorded(
     for _ in range(5):
         step()
     assert all(program.counters.replays for program in f.programs)
-    assert predicted.total == predicted.arena == own_arenas.kept(device)
+    if predicted.arena:
+        assert predicted.total == predicted.arena == own_arenas.kept(device)
+    else:
+        model.zero_grad()
+        changes = allocations(step)
+        assert changes is not None and device.type == "cpu"
+        assert predicted.total == max(itertools.accumulate(changes)) - 4, "autograd has the loss's gradient, too"
+        assert predicted.operators == 0 == own_arenas.kept(device)
 
 
 def test_what_operators_allocate_is_predicted(compiled: Any, device: torch.device) -> None:
@@ -137,7 +174,13 @@ def test_plain_data_and_page(tmp_path: Path) -> None:
     explanation = fxwrap.explain(_function, torch.randn(8, 8), torch.randn(8, 8))
     data = json.loads(json.dumps(explanation.to_dict()))
     (graph,) = data["graphs"]
-    assert graph["memory"]["arena_bytes"] == graph["memory"]["lower_bound_bytes"] == 512
+    assert graph["memory"]["arena_bytes"] == 0
+    assert graph["memory"]["peak_bytes"] == graph["memory"]["lower_bound_bytes"] == 512
+    assert graph["memory"]["without_reuse_bytes"] == 768 and graph["memory"]["output_bytes"] == 256
+    (predicted,) = graph["memory"]["predicted"]
+    assert predicted == {
+        "device": "cpu", "arena": 0, "operators": 0, "outside": 512, "outputs": 256, "total": 512
+    }  # fmt: skip
     assert graph["partitions"][0]["verdict"] == "captured"
     assert all(node["verdict"] in ("captured", "eager") for node in graph["nodes"].values())
     assert any("void kernel" in source or "cpp" in source for source in graph["kernels"].values())
@@ -165,7 +208,19 @@ def test_symbolic_sizes_are_shown_and_planned_for_the_shape_at_hand(compiled: An
     f(torch.randn(6, 8), torch.randn(8, 8))
     text = str(fxwrap.report(f.call))
     assert "allocate (s" in text
-    assert f.program.newest_plan.size == 384  # two buffers of 6 * 8 floats
+    assert f.program.newest_plan.peak == 384  # two buffers of 6 * 8 floats
+
+
+def test_the_newest_shape_is_shown_and_predicted(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(_function, dynamic=True)
+    w = torch.randn(8, 8, device=device)
+    for rows in (6, 12):
+        for _ in range(3):
+            f(torch.randn(rows, 8, device=device), w)
+        (report,) = fxwrap.report(f.call).graphs
+        (predicted,) = report.predicted
+        assert report.memory is not None and report.memory.peak >= 2 * rows * 8 * 4
+        assert predicted.total == report.memory.peak
 
 
 def test_explaining_leaves_the_compiled_function_alone(compiled: Any) -> None:

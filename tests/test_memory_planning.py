@@ -38,7 +38,7 @@ from fxwrap.passes.memory_needs import live_ranges, output_storages
 from fxwrap.passes.memory_planning import plan_program, predict_memory
 from fxwrap.passes.symbols import storage_bytes
 from fxwrap.passes.verify import verify_memory
-from fxwrap.plan import Buffer, MemoryPlan, Planned, ProgramPlan, Slab, Taken
+from fxwrap.plan import Buffer, MemoryPlan, Planned, Prediction, ProgramPlan, Region, Taken
 
 
 @pytest.mark.parametrize(
@@ -278,22 +278,46 @@ def test_bytes_that_others_have_are_left_alone_unless_given_away() -> None:
     assert min(offsets_by_name(plan, held).values()) == 128
 
 
+RETURNS_ITS_OPERAND = (
+    aten.add_.Tensor,
+    aten.copy_.default,
+    aten.split.Tensor,
+    halve,
+    collectives.all_reduce_.default,
+    collectives.wait_tensor.default,
+)
+
+
+def results_by_hand(plan: ProgramPlan) -> dict[str, Buffer]:
+    """What captured operators return and the caller gets: it is copied to the plan."""
+    made: dict[Node, frozenset[str]] = {}
+    found: dict[str, Buffer] = {}
+    lent: frozenset[str] = frozenset()
+    for node in plan.graph.graph.nodes:
+        first = node.args[0] if node.args else None
+        of_several = getattr(first, "target", None) in (aten.split_copy.Tensor, aten.var_mean.correction)
+        if node.target in (aten.sin.default, aten.rand.default) or of_several:
+            maker, name = (first, f"{first.name}[{node.args[1]}]") if of_several else (node, node.name)
+            made[node] = frozenset({name})
+            if "val" in node.meta:
+                nbytes, end = 4 * node.meta["val"].numel(), len(plan.schedule) + 1
+                found[name] = Buffer(name, nbytes, plan.schedule.index(maker), end)
+        elif kind_of(node) is Kind.VIEW or node.target in RETURNS_ITS_OPERAND:
+            made[node] = made.get(first, frozenset())
+        if getattr(node.target, "namespace", "") == "_c10d_functional":
+            lent = lent.union(*(made.get(operand, ()) for operand in node.all_input_nodes))
+    returned = frozenset[str]().union(*(made.get(node, ()) for node in output_node(plan.graph).all_input_nodes))
+    return {name: buffer for name, buffer in found.items() if name in returned - lent}
+
+
 def accesses_by_hand(plan: ProgramPlan) -> dict[Node, tuple[int, int]]:
     """First and last step that works on each allocation or input, by following values from argument to argument."""
-    returns_its_operand = (
-        aten.add_.Tensor,
-        aten.copy_.default,
-        aten.split.Tensor,
-        halve,
-        collectives.all_reduce_.default,
-        collectives.wait_tensor.default,
-    )
     gathers = (collectives.all_gather_into_tensor.default, collectives.all_gather_into_tensor_coalesced.default)
     made_of: dict[Node, set[Node]] = {}
     for node in plan.graph.graph.nodes:
         if kind_of(node) in (Kind.ALLOCATION, Kind.PLACEHOLDER):
             made_of[node] = {node}
-        elif kind_of(node) is Kind.VIEW or node.target in returns_its_operand:
+        elif kind_of(node) is Kind.VIEW or node.target in RETURNS_ITS_OPERAND:
             made_of[node] = set(made_of.get(node.args[0], ()))
     found: dict[Node, tuple[int, int]] = {}
     for step, node in enumerate(plan.schedule):
@@ -328,32 +352,56 @@ def test_plans_of_random_graphs(recipe: Recipe, places: bool) -> None:
             place = placed.pop(node.name)
             assert (place.size, place.begin) == (256, 0)
             assert place.end == (end if plan.facts.of[node] <= afterwards else expected.get(node, (0, 0))[1] + 1)
-    assert not memory.anew
+    assert not memory.per_call and not memory.regions
     assert placed == {
         node.name: Buffer(
             node.name, 4 * torch.Size(node.args[0]).numel(), first, end if node in returned else last + 1
         )
         for node, (first, last) in expected.items()
         if kind_of(node) is Kind.ALLOCATION
-    }
+    } | results_by_hand(plan)
     if arena is not None:
         check_placement(list(arena.buffers.values()), arena.placement, arena.alignment)
         assert arena.plain == sum(aligned(buffer.size, 64) for buffer in arena.buffers.values())
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_what_lives_beside_operators_is_allocated_when_needed(frozen: bool) -> None:
-    """Where that takes less: 320 + 256 bytes become 128 + 256. It has memory in the steps that name it.
-
-    Where addresses are frozen nothing of the kind is done.
+def test_an_arena_is_there_all_the_time() -> None:
+    """And what operators allocate themselves comes on top, where addresses are frozen: 320 + 256 bytes.
 
     ::
 
-        arena    . s s s                  arena    . s s s
-                 . . . o                           . . . o
+        arena    . s s s
                  a a . .
-        beside   . . b b          ->      beside   a a b b
+                 a a . o        a, b: 256 bytes, s, o: 64
+        beside   . . b b
     """
+    memory, predicted, _ = _beside_an_operator(frozen=True)
+    assert (memory.size, memory.peak, memory.lower_bound, memory.plain) == (320, 320, 320, 384)
+    assert not memory.regions and not memory.per_call
+    assert (predicted.arena, predicted.operators, predicted.outside, predicted.total) == (320, 256, 256, 576)
+
+
+def test_memory_comes_and_goes_with_each_call() -> None:
+    """Where a graph calls again there is no arena; no more is taken than is alive in step 3, 384 bytes.
+
+    ::
+
+        region   a a . .
+        region   . s s s        one region for both would be there in step 3, too: 576 bytes
+        new      . . . o        the caller gets it
+        operator . . b b
+    """
+    memory, predicted, index = _beside_an_operator(frozen=False)
+    assert not memory.arenas and not memory.location and memory.size == 0
+    assert memory.regions == (Region(0, 2, 256, {index["a"]: 0}), Region(1, 4, 64, {index["s"]: 0}))
+    assert memory.per_call == memory.outputs == {index["out"]}
+    assert memory.sizes == {index["a"]: 256, index["s"]: 64, index["out"]: 64}
+    assert (memory.peak, memory.lower_bound, memory.plain) == (320, 320, 384)
+    assert (predicted.arena, predicted.operators, predicted.outside) == (0, 256, 384)
+    assert (predicted.total, predicted.outputs) == (384, 64)
+
+
+def _beside_an_operator(frozen: bool) -> tuple[MemoryPlan, Prediction, dict[str, int]]:
     maker = GraphMaker()
     x, y = maker.input("x"), maker.input("y", (16, 4))
     a, s, out = maker.allocate((16, 4), name="a"), maker.allocate(name="s"), maker.allocate(name="out")
@@ -362,13 +410,32 @@ def test_what_lives_beside_operators_is_allocated_when_needed(frozen: bool) -> N
     b = maker.extern(aten.cumsum.default, y, 0, name="b")
     maker.launch("mix", s, b, out)
     plan = program_plan(maker.finish([out]))
-    memory = plan_program(Planned(plan, {}, {}, frozen))
-    (index,) = (storage.index for storage in plan.facts.storages if storage.node is a)
-    assert memory.anew == (frozenset() if frozen else {index})
-    assert memory.slabs == (() if frozen else (Slab(0, 2, 256, {index: 0}),))
-    assert memory.size == (320 if frozen else 128)
-    (predicted,) = predict_memory([Planned(plan, {}, {}, frozen)], {})
-    assert (predicted.arena, predicted.total) == (memory.size, memory.size + 256)
+    planned = Planned(plan, {}, {}, frozen)
+    memory = plan_program(planned)
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    (predicted,) = predict_memory([planned], {})
+    return memory, predicted, {storage.name: storage.index for storage in plan.facts.storages}
+
+
+def test_what_somebody_may_keep_is_allocated_at_every_call() -> None:
+    """What a custom operator gets, what the caller gets, and what has no place of its own: idle and pinned memory."""
+    maker = GraphMaker()
+    x = maker.input("x")
+    a, b, pinned, out = (maker.allocate(name=name) for name in ("a", "b", "pinned", "out"))
+    maker.allocate(name="idle")
+    pinned.kwargs = {**pinned.kwargs, "pin_memory": True}
+    maker.launch("mix", x, x, a)
+    maker.launch("mix", a, a, b)
+    k = maker.extern(torch.ops.fxwrap_planning.double.default, maker.view(b, (16,), (1,)), name="k")
+    maker.launch("mix", k, k, pinned)
+    maker.launch("mix", pinned, k, out)
+    plan = program_plan(maker.finish([maker.view(out, (4,), (1,), 4)]))
+    memory = plan_program(Planned(plan, {}, {}, frozen=False))
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    index = {storage.name: storage.index for storage in plan.facts.storages}
+    assert memory.regions == (Region(0, 2, 64, {index["a"]: 0}),)
+    assert memory.per_call == {index[name] for name in ("b", "pinned", "idle", "out")}
+    assert memory.outputs == {index["out"]}
 
 
 def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
@@ -390,13 +457,26 @@ def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
         (Planned(captured, {}, {}), 64, 256),
         (Planned(eager, {}, {}), 64 + 256, 256),
         (Planned(eager, {}, {}, places_results=True), 64 + 256, 0),
-        (Planned(eager, {}, {}, frozen=False), 64, 256),
     ):
         (predicted,) = predict_memory([planned], {})
         assert (predicted.arena, predicted.operators, predicted.total) == (inside, beside, inside + beside)
         memory = plan_program(planned)
-        assert memory.size == inside
+        assert memory.size == memory.peak == inside
         verify_memory(gm, planned.program.schedule, planned.program.facts, memory, {})
+
+
+def test_what_eager_work_returns_is_read_where_it_is() -> None:
+    """Where addresses are not frozen: nothing is copied, 64 bytes for out and 256 for b."""
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    out = maker.allocate(name="out")
+    maker.launch("mix", x, maker.extern(aten.cumsum.default, y, 0, name="b"), out)
+    gm = maker.finish([out])
+    for eager_ops in ALWAYS_EAGER, ("aten::cumsum",):
+        planned = Planned(program_plan(gm, eager_ops), {}, {}, frozen=False)
+        (predicted,) = predict_memory([planned], {})
+        assert (predicted.arena, predicted.operators, predicted.total) == (0, 256, 64 + 256)
+        assert plan_program(planned).peak == 64
 
 
 def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
@@ -404,7 +484,8 @@ def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
     maker = GraphMaker()
     y = maker.input("y", (16, 4))
     b = maker.extern(aten.cumsum.default, y, 0, name="b")
-    plan = program_plan(maker.finish([b, maker.extern(aten.flip.default, b, [0], name="c")]), ("aten::*",))
+    gm = maker.finish([b, maker.extern(aten.flip.default, b, [0], name="c")])
+    plan = program_plan(gm, ("aten::cumsum", "aten::flip"))
     assert not plan_program(Planned(plan, {}, {})).location
     placed = plan_program(Planned(plan, {}, {}, places_results=True))
     assert len(placed.location) == len(placed.outputs) == 2

@@ -428,7 +428,7 @@ def test_inputs_that_stay_in_place_are_bound(recipe: Recipe, static: set[int], h
     request = CompileRequest(graph.options, tuple(static), torch=TORCH_FUNCTIONS["use counts"])
     program = compile_host_graph(graph.gm, request)
     check_calls(graph.gm, graph.inputs, program, hold, sorted(static))
-    (family,) = program.families.values()
+    (family,) = program.specializations.values()
     assert family.recordings
     assert all(set(recording.request.bound_inputs) == static for recording in family.recordings)
     check_calls(graph.gm, graph.inputs, program, hold)

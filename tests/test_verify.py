@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -46,7 +47,7 @@ from fxwrap.passes.partition import cut
 from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import is_work, judge
 from fxwrap.passes.verify import verify_memory, verify_schedule
-from fxwrap.plan import ArenaPlan, Buffer, MemoryPlan, Planned, ProgramPlan, Taken
+from fxwrap.plan import ArenaPlan, Buffer, MemoryPlan, Planned, ProgramPlan, Region, Taken
 
 
 def planned(gm: GraphModule, dependencies: nx.DiGraph | None = None) -> ProgramPlan:
@@ -207,6 +208,106 @@ def _too_small(sound: Sound) -> MemoryPlan:
 def test_a_fault_in_a_memory_plan_is_caught(plant: Callable[[Sound], MemoryPlan], message: str, sound: Sound) -> None:
     with pytest.raises(PlanError, match=message):
         verify_plan(sound.plan, plant(sound))
+
+
+# The same program where memory comes and goes:
+#
+#   192 |    b1 b1 b1
+#   128 | b0 b0 b0 b3 b3       one region, with b2, that is there all the time, and one for b1; out is allocated
+#    64 |       b2 b2 b2       at every call
+#     0 +--------------
+
+
+def _changed(memory: MemoryPlan, which: int, **changes: Any) -> MemoryPlan:
+    regions = list(memory.regions)
+    regions[which] = replace(regions[which], **changes)
+    return replace(memory, regions=tuple(regions))
+
+
+def _also_in_a_region(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return replace(memory, per_call=memory.per_call | {sound.index("b1")})
+
+
+def _nowhere(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return replace(memory, per_call=frozenset())
+
+
+def _taken_out_of_its_region(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return _changed(memory, 1, offsets={})
+
+
+def _also_in_an_arena(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return replace(memory, arenas=sound.memory.arenas, location={sound.index("out"): (CPU, 0)})
+
+
+def _an_input(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return replace(memory, per_call=memory.per_call | {sound.index("x")})
+
+
+def _output_in_a_region(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    region = Region(4, 5, 64, {sound.index("out"): 0})
+    return replace(memory, regions=(*memory.regions, region), per_call=frozenset())
+
+
+def _in_two_regions(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return _changed(memory, 1, offsets={sound.index("b1"): 0, sound.index("b3"): 0})
+
+
+def _region_that_comes_too_late(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return _changed(memory, 0, begin=1)
+
+
+def _region_that_goes_too_early(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return _changed(memory, 1, end=3)
+
+
+def _too_small_a_region(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return _changed(memory, 1, size=60)
+
+
+def _neighbours_in_a_region(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
+    return _changed(memory, 0, offsets=dict.fromkeys(memory.regions[0].offsets, 0))
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (_also_in_a_region, "b1 has memory twice"),
+        (_nowhere, "out has no memory"),
+        (_taken_out_of_its_region, "b1 has no memory"),
+        (_also_in_an_arena, "out has memory twice"),
+        (_an_input, "x has memory twice"),
+        (_output_in_a_region, "out has memory in steps 4 to 4 only\n.*\n.*an output"),
+        (_in_two_regions, "b3 has memory in steps 1 to 3 only\n.*\n.*another place, too"),
+        (_region_that_comes_too_late, r"b0 has no memory at step 0, launch \w+\(x, .*b0\)"),
+        (_region_that_goes_too_early, r"b1 has no memory at step 3, launch \w+\(b2, b1, b3\)"),
+        (_too_small_a_region, "b1 lies outside of its region"),
+        (_neighbours_in_a_region, "b0 and b2 overlap at step 2"),
+    ],
+)
+def test_a_fault_is_caught_where_memory_comes_and_goes(
+    plant: Callable[[Sound, MemoryPlan], MemoryPlan], message: str, sound: Sound
+) -> None:
+    memory = plan_program(Planned(sound.plan, {}, {}, frozen=False))
+    verify_plan(sound.plan, memory)
+    assert [region.offsets.keys() for region in memory.regions] == [
+        {sound.index(name) for name in ("b0", "b2", "b3")},
+        {sound.index("b1")},
+    ]
+    assert memory.per_call == memory.outputs == {sound.index("out")}
+    with pytest.raises(PlanError, match=message):
+        verify_plan(sound.plan, plant(sound, memory))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_memory_that_nobody_works_on_is_no_fault(frozen: bool) -> None:
+    """Nor that there is nothing else: only the input is updated and handed out."""
+    maker = GraphMaker()
+    x = maker.input("x")
+    maker.allocate(name="idle")
+    maker.launch("update", x, x)
+    plan = planned(maker.finish([maker.view(x, (4,), (1,))]))
+    verify_plan(plan, plan_program(Planned(plan, {}, {}, frozen)))
 
 
 def _view(maker: GraphMaker, updated: Node, x: Node) -> Node:
@@ -450,6 +551,7 @@ def test_what_the_passes_decide_is_accepted(recipe: Recipe, shuffle: int, places
         plan = planned(gm, reordered(dependencies, nodes))
         verify_schedule(gm, plan.schedule)
         verify_plan(plan, plan_program(Planned(plan, {}, where)))
+        verify_plan(plan, plan_program(Planned(plan, {}, {}, frozen=False)))
 
 
 def test_storages_of_no_bytes_may_lie_anywhere() -> None:
@@ -460,6 +562,9 @@ def test_storages_of_no_bytes_may_lie_anywhere() -> None:
     plan = planned(maker.finish([out]))
     memory = plan_program(Planned(plan, {}, {}))
     assert memory.arenas[CPU].buffers == {"nothing": Buffer("nothing", 0, 0, 1), "out": Buffer("out", 64, 1, 3)}
+    verify_plan(plan, memory)
+    memory = plan_program(Planned(plan, {}, {}, frozen=False))
+    assert [region.size for region in memory.regions] == [0]
     verify_plan(plan, memory)
 
 

@@ -20,6 +20,7 @@ from ..compiler import CompileRequest
 from ..devices import device_support
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
 from ..options import Options
+from . import torch_versions as versions
 from .emission import FxwrapCodegen
 from .host_scalars import copy_host_scalars
 from .request import requesting
@@ -79,6 +80,7 @@ def compile_with_inductor(
         request = CompileRequest(
             options=options,
             static_inputs=tuple(kwargs.get("static_input_idxs") or ()),
+            donated=versions.donated_inputs() if kwargs.get("is_backward") else frozenset(),
             phase=_phase(kwargs),
             owner=owner,
             torch=_torch_functions(),
@@ -210,7 +212,6 @@ def _with_settings_of(devices: set[torch.device], patches: dict[str, Any]) -> di
 
 def _torch_functions() -> Any:
     from ..graphs.torch_functions import TorchFunctions
-    from . import torch_versions as versions
 
     return TorchFunctions(
         use_counter=versions.use_counter,
@@ -219,4 +220,5 @@ def _torch_functions() -> Any:
         lay_out=versions.lay_out,
         allocations=versions.allocations,
         below_autograd=versions.below_autograd,
+        saved_tensors_hooks=versions.saved_tensors_hooks,
     )

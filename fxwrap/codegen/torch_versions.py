@@ -155,6 +155,11 @@ def _extern_functions(count: int) -> frozenset[Any]:
     return frozenset(value for value in vars(_extern_kernels).values() if callable(value))
 
 
+def registered_operators() -> list[str]:
+    """What operators of C++ and Python are called, with their overloads."""
+    return torch._C._dispatch_get_all_op_names()
+
+
 def extern_kernels() -> frozenset[Any]:
     """The Python functions Inductor's wrapper calls for library kernels (``torch.addmm``, ...)."""
     return _extern_functions(len(vars(_extern_kernels)))
@@ -215,6 +220,18 @@ def allocations(run: Callable[[], Any]) -> list[int] | None:
         threads = torch._C._autograd._disable_profiler_legacy()
     del result
     return [e.cpu_memory_usage() for thread in threads for e in thread if e.kind() == "memory_alloc"]
+
+
+def saved_tensors_hooks() -> bool:
+    """Whether hooks pack what autograd saves, in this thread: their owner may keep it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def donated_inputs() -> frozenset[int]:
+    """Positions of the inputs that the backward graph being compiled may overwrite, by AOTAutograd's word."""
+    from torch._inductor.utils import get_donated_idxs
+
+    return frozenset(get_donated_idxs() or ())
 
 
 def below_autograd() -> Any:

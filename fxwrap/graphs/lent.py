@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .memory import Arena
 
 UseCounter = Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
 
@@ -17,15 +21,17 @@ class LentOutput:
     """A storage that is handed out, and where it lies.
 
     Attributes:
-        index: of the storage in its program's facts.
+        indices: storages in its program's facts, of which it is one.
         device: of the arena; None for memory of its own.
         low: first byte in the arena.
+        owner: the recording that hands it out.
     """
 
     storage: torch.UntypedStorage
-    index: int
+    indices: frozenset[int]
     device: torch.device | None = None
     low: int = 0
+    owner: weakref.ref[Any] | None = None
 
     @property
     def high(self) -> int:
@@ -42,13 +48,17 @@ class Lent:
     A storage's use count tells who has it: it is compared with what it was when nobody did.
     """
 
-    def __init__(self, outputs: Sequence[LentOutput], counter: UseCounter | None) -> None:
+    def __init__(
+        self, outputs: Sequence[LentOutput], counter: UseCounter | None, handed_out: Mapping[int, int] | None = None
+    ) -> None:
+        """
+        Args:
+            handed_out: how many tensors somebody has already of each storage, by its handle.
+        """
         self.outputs = list(outputs)
-        storages = [output.storage for output in self.outputs]
-        self._counts = counter(storages) if counter is not None else None
-        self.unheld = self._counts() if self._counts is not None else []
-        self.addresses = [storage.data_ptr() for storage in storages]
-        self._storages = storages
+        self._counts = counter([output.storage for output in self.outputs]) if counter is not None else None
+        counts, known = self._counts() if self._counts is not None else [], handed_out or {}
+        self.unheld = [n - known.get(output.storage._cdata, 0) for n, output in zip(counts, outputs, strict=False)]
         self._orphan = False
 
     def held(self) -> dict[LentOutput, int]:
@@ -64,18 +74,6 @@ class Lent:
         found = zip(self.outputs, counts, self.unheld, strict=True)
         return {output: count - unheld for output, count, unheld in found if count > unheld}
 
-    def spoiled(self) -> bool:
-        """Whether the memory of an output is not where it was: its holder freed it, or shared it with another
-        process. To be asked after ``held``: that happens while somebody holds it."""
-        return list(map(torch.UntypedStorage.data_ptr, self._storages)) != self.addresses
-
-    def moved(self) -> set[int]:
-        """Indices of storages whose memory is not where it was."""
-        now = map(torch.UntypedStorage.data_ptr, self._storages)
-        return {
-            o.index for o, address, before in zip(self.outputs, now, self.addresses, strict=True) if address != before
-        }
-
     def leave(self) -> None:
         """The recording ends: whoever has its outputs now is all who share them, but for the entry here."""
         self._orphan = True
@@ -86,27 +84,12 @@ class Lent:
         return self._orphan and not self.held()
 
 
-class Lender(Protocol):
-    """An arena, as far as the outputs in it go.
-
-    Attributes:
-        lent: outputs that were handed out, by recording.
-        version: changes whenever ``lent`` does, and before there is another slice of the block.
-        block: all of its memory. Its use count tells how many slices are where they were made.
-    """
-
-    device: torch.device
-    block: torch.UntypedStorage | None
-    lent: list[Lent]
-    version: int
-
-
 class Overwritten:
     """What a replay overwrites: its own outputs, and what other recordings have lent out of the bytes it works on."""
 
     def __init__(
         self,
-        footprints: Mapping[Lender, Sequence[tuple[int, int]]],
+        footprints: Mapping[Arena, Sequence[tuple[int, int]]],
         own: Lent,
         handed_in: Mapping[int, int],
         counter: UseCounter | None,
@@ -116,16 +99,13 @@ class Overwritten:
             handed_in: how many of the tensors that a call hands in, and gives away, share a storage (by its handle).
         """
         self._footprints, self._own, self._handed_in, self._counter = footprints, own, handed_in, counter
-        self._versions, self._free, self._slices = list[int](), list[int](), list[int]()
         self._counts: Callable[[], list[int]]
-        self._all_slices = all(output.device is not None and output.storage.nbytes() for output in own.outputs)
-        self._look_again(self._versions)
+        self._free: list[int]
+        self._versions: list[int]
+        self._look_again([])
 
     def away(self) -> bool:
-        """Whether nobody has any of it, but the call that is to run, and its own outputs are where they were.
-
-        It is asked at every call: one look at all. Whoever moves the memory of a slice lets go of the arena's block.
-        """
+        """Whether nobody has any of it, but the call that is to run. It is asked at every call: one look at all."""
         while True:
             counts = self._counts()
             # A recording that ends says so before it lets go of its outputs.
@@ -133,21 +113,21 @@ class Overwritten:
             if versions == self._versions:
                 break
             self._look_again(versions)
-        if counts == self._own.unheld + self._free + self._slices:
+        if counts == self._own.unheld + self._free:
             return True
         if self._own.held():
             return False
-        counts = counts[len(self._own.outputs) :]
-        self._free = list(map(min, counts, self._free))
-        others, slices = counts[: len(self._free)], counts[len(self._free) :]
-        if others != self._free or self._own.spoiled():
-            return False
-        if self._all_slices:
-            self._slices = slices
-        return True
+        others = counts[len(self._own.outputs) :]
+        self._free = list(map(min, others, self._free))
+        return others == self._free
+
+    def in_the_way(self) -> list[LentOutput]:
+        """Outputs of other recordings that somebody has. To be asked after ``away``."""
+        counts = self._counts()[len(self._own.outputs) :]
+        return [output for output, count, free in zip(self._near, counts, self._free, strict=True) if count > free]
 
     def _look_again(self, versions: list[int]) -> None:
-        near, free = [], []
+        near, free = list[LentOutput](), list[int]()
         for arena, footprint in self._footprints.items():
             for lent in arena.lent:
                 if lent is self._own:
@@ -157,11 +137,9 @@ class Overwritten:
                         unheld = lent.unheld[position] if lent.unheld else 0
                         near.append(output)
                         free.append(unheld + self._handed_in.get(output.storage._cdata, 0))
-        self._free, self._versions = free, versions
-        self._slices = [0]  # not known: there is no such count
-        blocks = [arena.block for arena in self._footprints if arena.block is not None]
+        self._near, self._free, self._versions = near, free, versions
         # Kept: the counter knows them by their handles.
-        self._asked = storages = [*(output.storage for output in (*self._own.outputs, *near)), *blocks]
+        self._asked = storages = [output.storage for output in (*self._own.outputs, *near)]
         # Where torch cannot tell, somebody has everything.
         self._counts = self._counter(storages) if self._counter is not None else lambda: [1] * len(storages)
 

@@ -22,7 +22,7 @@ class Links:
         self._sweeps = itertools.count(1)
 
     def hand_out(self, owner: Any, outputs: Iterable[tuple[int, StorageWeakRef]]) -> None:
-        """Note outputs of ``owner``: the number of each and its storage."""
+        """Note outputs of ``owner``: the index of each storage, and where it is now."""
         for index, storage in outputs:
             self._known[storage.cdata] = storage, weakref.ref(owner), index
         if next(self._sweeps) % 64 == 0:
@@ -31,7 +31,7 @@ class Links:
                     self._known.pop(handle, None)
 
     def made_by(self, inputs: Sequence[Any], positions: Iterable[int]) -> dict[int, tuple[Any, int]]:
-        """By position, for inputs that are outputs of others: whose, and the number."""
+        """By position, for inputs that are outputs of others: whose, and the index of the storage."""
         found = {}
         for position in positions:
             value = inputs[position]

@@ -42,8 +42,8 @@ class Arena:
     Attributes:
         nbytes: how large it is.
         lent: the outputs in it that were handed out, by recording.
-        version: changes whenever ``lent`` does, and before there is another slice of the block.
-        block: all of it. Its use count tells how many slices are where they were made.
+        version: changes whenever ``lent`` does.
+        block: all of it.
     """
 
     device: torch.device
@@ -62,7 +62,6 @@ class Arena:
             return torch.UntypedStorage(0, device=self.device)  # the arena may have no memory at all
         assert self.block is not None
         begin = self._begin + offset
-        self.changed()
         return self.block[begin : begin + nbytes]  # type: ignore[return-value]
 
     def resize(self, nbytes: int) -> None:
@@ -136,6 +135,9 @@ class ArenaUser(Protocol):
         """Never run again, and let go of the arena's memory. Called by who has the arena's turn."""
 
 
+_Choice = Callable[[Arena], bool] | None
+
+
 class ArenaPool:
     """Arenas by device and stream.
 
@@ -147,10 +149,16 @@ class ArenaPool:
         self._arenas: dict[tuple[torch.device, Any], list[weakref.ref[Arena]]] = {}
         self._expected: dict[tuple[torch.device, Any], dict[int, tuple[weakref.ref[Any], int]]] = {}
 
-    def take(self, device: torch.device, stream: Any, call: Call, taken: list[Arena]) -> Arena:
-        """An arena that ``call`` now has; it is entered in ``taken``, too."""
+    def take(self, device: torch.device, stream: Any, call: Call, taken: list[Arena], but: _Choice = None) -> Arena:
+        """An arena that ``call`` now has; it is entered in ``taken``, too. A new one if none is free.
+
+        Args:
+            but: tells which arenas will not do.
+        """
         arenas = self._arenas.setdefault((device, stream), [])
         for arena in self._alive(arenas):
+            if but is not None and but(arena):
+                continue
             # Entered first, so that an interrupt cannot come between taking and knowing what to give back.
             taken.append(arena)
             if arena.busy.take(call):
@@ -186,8 +194,11 @@ class ArenaPool:
 
     def kept(self, device: torch.device | None = None) -> int:
         """Bytes of the arenas of a device (None: of all), and of what recordings in them keep beside them."""
-        arenas = self._on(device)
-        return sum(arena.nbytes + sum(user.own_bytes for user, _ in arena.users()) for arena in arenas)
+        return sum(map(self._kept_by, self._on(device)))
+
+    @staticmethod
+    def _kept_by(arena: Arena) -> int:
+        return arena.nbytes + sum(user.own_bytes for user, _ in arena.users())
 
     def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
         """End recordings, the least recently used first, until ``arena`` may have ``nbytes``; whether it may.
@@ -198,10 +209,12 @@ class ArenaPool:
             limit: bytes of all arenas of the device, and of what recordings keep beside them.
         """
         call = Call()
+        mine = [one for one in self._on(arena.device) if one is arena or one.busy.take(call)]
+        if nbytes + sum(self._kept_by(one) for one in self._on(arena.device) if one not in mine) > limit:
+            return False
         if nbytes != arena.nbytes:
             arena.clear("the arena moved")
         while self.kept(arena.device) - arena.nbytes + nbytes > limit:
-            mine = [one for one in self._on(arena.device) if one is arena or one.busy.take(call)]
             users = [(user, one) for one in mine for user, _ in one.users()]
             if not users:
                 return False
@@ -210,6 +223,16 @@ class ArenaPool:
             if its is not arena and not its.users():
                 its.clear("")
         return True
+
+    def owns(self, address: int) -> bool:
+        """Whether an address lies in an arena: what lives there is an output of a recording."""
+        blocks = [arena.block for arena in self._on(None) if arena.block is not None]
+        return any(block.data_ptr() <= address < block.data_ptr() + block.nbytes() for block in blocks)
+
+    def pressure(self, device: torch.device) -> tuple[int, int]:
+        """What may go away by itself: outputs that somebody has, and arenas that calls have now."""
+        arenas = self._on(device)
+        return sum(len(arena.held()) for arena in arenas), sum(arena.busy.taken() for arena in arenas)
 
     def pools(self) -> list[Any]:
         """The pools in which graphs allocate."""
@@ -236,11 +259,16 @@ class ArenaPool:
 ARENAS = ArenaPool()
 
 
+def has_address(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory: a sparse one is made of others, one on the meta device is nowhere."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a value that an operator returned: a tensor, or a tuple or list with tensors."""
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_in(item)]
-    return [value] if isinstance(value, torch.Tensor) and value.layout is torch.strided else []
+    return [value] if isinstance(value, torch.Tensor) and has_address(value) else []
 
 
 def reach(tensor: torch.Tensor) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +29,13 @@ from ..host_graph import (
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
 from .counters import Counters
-from .device_graph import DeviceRuntime, runtime_for
+from .device_graph import freezes_addresses, runtime_for
 from .flat import FlatBuilder
-from .memory import Arena
-from .outputs import OUTPUT_ADDRESSES
+from .memory import ARENAS, Arena
+from .packed import PACKED
 from .provision import Forecast, Planners, Provider
-from .recording import Recording, RecordingRequest
+from .recording import Recording, RecordingRequest, next_use
+from .specialization import Decision, Specialization, Specializations
 from .torch_functions import TorchFunctions
 from .turn import Call, Turn
 
@@ -40,79 +43,30 @@ from .turn import Call, Turn
 Cutter = Callable[[Mapping[str, str]], ProgramPlan]
 SizeEvaluator = Callable[[GraphModule, Mapping[Node, Any]], dict[Node, Any]]
 
-
-# Recordings that one family may make, times max_output_sets, while others hold on to the memory it needs.
-_MOST_RECORDINGS = 4
+_MISSED = object()
+_WARM_UP, _SHORT = "warm-up", "more than max_memory"
+# Hardware captures one program at a time: a device's generator can be part of one capture only.
+_capturing: defaultdict[torch.device, Turn] = defaultdict(Turn)
+# Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
+_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """Where an input was, without holding it.
+class _Cut:
+    """A plan, and what is made of it once."""
 
-    An address alone says little: what a call allocates often lands where the call before had freed. A storage
-    that is still alive is the same one.
-
-    Attributes:
-        start: the address of the storage, where that of an output is.
-    """
-
-    address: int
-    start: int
-    storage: StorageWeakRef
-
-    @classmethod
-    def of(cls, value: Any) -> _Seen | None:
-        """None for what has no address: numbers, opaque tensors."""
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            return None
-        if value.is_conj() or value.is_neg():
-            return None  # the memory alone does not say what the value is
-        try:
-            storage = value.untyped_storage()
-            return cls(value.data_ptr(), storage.data_ptr(), StorageWeakRef(storage))
-        except RuntimeError:
-            return None
-
-    def is_still(self, other: _Seen) -> bool:
-        alive = not self.storage.expired()
-        return alive and self.storage.cdata == other.storage.cdata and self.address == other.address
-
-
-@dataclass(eq=False)
-class Family:
-    """The recordings of one shape (and stream), and what was learnt about its inputs and outputs.
-
-    Attributes:
-        seen: where the last eager run's static inputs were.
-        moved: positions of inputs that were taken to stay where they are, and did not.
-        copied: storages of outputs that are copied when handed out, because they were found held.
-        settled: positions of inputs that were at one address call after call, and are taken to stay there.
-        warm_outputs: outputs of the last eager run by position, to see whether the caller holds on to them.
-        cut_anew: whether its recordings were dropped because the program was cut anew.
-        kept: whether somebody else had inputs that were taken to be given away.
-        made: how many recordings there have been.
-        forecast: of the memory it needs.
-        too_large: whether that is more than it may have.
-    """
-
-    recordings: list[Recording] = field(default_factory=list)
-    eager_runs: int = 0
-    moved: set[int] = field(default_factory=set)
-    copied: set[int] = field(default_factory=set)
-    settled: set[int] = field(default_factory=set)
-    seen: dict[int, _Seen | None] = field(default_factory=dict)
-    warm_outputs: list[tuple[int, int, StorageWeakRef]] = field(default_factory=list)
-    cut_anew: bool = False
-    kept: bool = False
-    made: int = 0
-    forecast: Forecast | None = None
-    too_large: bool = False
+    plan: ProgramPlan
+    placeholders: Sequence[Node]
+    eager: Callable[[list[Any]], Any]
+    outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs in memory that a recording may own
+    overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
+    provider: Provider
 
 
 class Program:
     """Runs a host graph: eagerly at first, then from recordings.
 
-    Safe to call from several threads: a call that finds its recording in use runs eagerly.
+    Safe to call from several threads: calls that run at one time have a recording each.
     """
 
     def __init__(
@@ -123,30 +77,40 @@ class Program:
         planners: Planners,
         evaluate: SizeEvaluator,
     ) -> None:
-        self._cut, self._refused = cut, dict[str, str]()
+        self._cut_around, self._refused = cut, dict[str, str]()
         self.options, self.functions, self._planners, self._evaluate = options, functions, planners, evaluate
         self.counters = Counters()
-        self.families: dict[Any, Family] = {}
+        self.specializations = Specializations(options.max_recordings)
         self.newest_plan: MemoryPlan | None = None
-        self._recording = Turn()
         self._never_recorded = ""
-        self._adopt(cut({}))
-        self._dynamic = _dynamic_positions(self._placeholders)
+        self._cut = self._adopt(cut({}))
+        self._dynamic = _dynamic_positions(self._cut.placeholders)
+        self._freezes_addresses = freezes_addresses(self.plan.device)
+        self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
 
-    def _adopt(self, plan: ProgramPlan) -> None:
-        """Run by a plan from now on."""
-        self.plan = plan
-        self._placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
-        self._eager = self._eager_function()
-        self._output_nodes = self._tensor_outputs()
-        self._provider = Provider(
+    @property
+    def plan(self) -> ProgramPlan:
+        return self._cut.plan
+
+    def _adopt(self, plan: ProgramPlan) -> _Cut:
+        placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
+        written, frozen = frozenset[int]().union(*plan.facts.writes.values()), freezes_addresses(plan.device)
+        provider = Provider(
             self._planners,
             functools.partial(self._evaluate, plan.graph),
             self.functions,
-            self._placeholders,
-            self._inputs_counted_from_their_storage(),
+            placeholders,
+            _inputs_counted_from_their_storage(plan),
             self.options.max_memory,
+        )
+        return _Cut(
+            plan,
+            placeholders,
+            _eager_function(plan, placeholders),
+            _tensor_outputs(plan),
+            [p for p in sorted(plan.donated) if frozen or written & plan.facts.of.get(placeholders[p], frozenset())],
+            provider,
         )
 
     # -- calling ----------------------------------------------------------------------------------------
@@ -156,36 +120,42 @@ class Program:
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the program on a list of inputs."""
-        if len(inputs) != len(self._placeholders):
+        if len(inputs) != len(self._cut.placeholders):
             raise InputError(
                 "program called with the wrong number of inputs",
-                expected=str(len(self._placeholders)),
+                expected=str(len(self._cut.placeholders)),
                 got=str(len(inputs)),
             )
         try:
+            if self._cut.overwritten:
+                PACKED.copy_from(inputs, self._cut.overwritten)
             if self._on_accelerator:
                 with self._guard():
-                    return self._run(self._key(inputs), inputs)
-            return self._run(self._key(inputs) if self._dynamic else None, inputs)
+                    outputs = self._run(self._key(inputs), inputs)
+            else:
+                outputs = self._run(self._key(inputs) if self._dynamic else None, inputs)
+            if self._is_forward and self.functions.saved_tensors_hooks():
+                PACKED.note(outputs)
+            return outputs
         except BaseException as error:
-            self.counters.count_event(f"a call raised {type(error).__name__}")
+            self.counters.count("events", f"a call raised {type(error).__name__}")
             raise
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
-        family = self.families.get(key)
-        if family is not None:
-            for recording in family.recordings:
-                if not recording.same_addresses(inputs):
-                    continue
-                call = Call()
-                try:
-                    if recording.take(call) and not recording.settled and recording.has_its_memory(inputs):
-                        outputs = recording.run(inputs)
-                        self.counters.count_replay()
-                        return outputs
-                finally:
-                    recording.give(call)
+        found = self.specializations.get(key)
+        if found is not None:
+            outputs = self._replay(found, inputs)
+            if outputs is not _MISSED:
+                return outputs
         return self._not_replayed(key, inputs)
+
+    def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
+        call = Call()
+        for recording in specialization.recordings:
+            if recording.take(call) and recording.may_run(inputs):
+                return self._run_recording(recording, inputs, call)
+            recording.give(call)
+        return _MISSED
 
     def _key(self, inputs: Sequence[Any]) -> Any:
         """What tells recordings apart: every size that may vary, and the stream."""
@@ -200,52 +170,63 @@ class Program:
         return sizes
 
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
-        call = Call()
+        specialization = self.specializations.get(key) or self.specializations.add(key, Specialization())
+        specialization.calls.append(next_use())
+        call, cut, capturing = Call(), self._cut, _capturing[self.plan.device]
+        reason = self._eager_reason(specialization)
+        # Before anything is decided: what another thread records may be what this call needs.
+        if not reason and self._freezes_addresses and not capturing.take(call, _WAIT_S):
+            reason = "another capture is under way"
+        if reason:
+            return self._run_eagerly(cut, inputs, reason, specialization)
         try:
-            if not self._recording.take(call):
-                return self._run_eagerly(inputs, "another call is being recorded")
-            family = self.families.get(key)
-            if family is None and len(self.families) < self.options.max_recordings:
-                family = self.families[key] = Family()
-            reason = self._eager_reason(family)
-            if reason or family is None:
-                return self._run_eagerly(inputs, reason, family)
-            why = self._adapt(family, inputs)
-            if not why:
-                return self._run_eagerly(inputs, "called while another call of the program runs")
-            return self._record(family, inputs, why)
+            decision = specialization.decide(inputs, call)
+            if decision.event:
+                self.counters.count("events", decision.event)
+            reason = decision.eager
+            if decision.record and specialization.waits_for_memory(self.plan.device):
+                reason = _SHORT
+            elif decision.record and not self.specializations.make_room(specialization, call):
+                reason = f"{self.options.max_recordings} other recordings are used more often (max_recordings)"
+            elif decision.record:
+                return self._record(cut, specialization, inputs, decision, call)
         finally:
-            self._recording.give(call)
+            capturing.give(call)
+        if decision.replay is not None:
+            return self._run_recording(decision.replay, inputs, call)
+        return self._run_eagerly(cut, inputs, reason, specialization)
 
-    def _eager_reason(self, family: Family | None) -> str:
+    def _run_recording(self, recording: Recording, inputs: list[Any], call: Call) -> Any:
+        try:
+            outputs = recording.run(inputs)
+            self.counters.count("replays")
+            return outputs
+        finally:
+            recording.give(call)
+
+    def _eager_reason(self, specialization: Specialization) -> str:
         if self._never_recorded:
             return self._never_recorded
-        if family is None:
-            return f"more than {self.options.max_recordings} shapes (max_recordings)"
-        if family.too_large:
-            return "more than max_memory"
-        if family.recordings:
+        if specialization.recordings:
             return ""
         # Hardware cannot capture what happens once only: kernels load and are tuned, libraries make workspaces.
-        if family.eager_runs < max(self.options.warmup, int(self._on_accelerator)):
-            return "warm-up"
-        if sum(len(other.recordings) for other in self.families.values()) >= self.options.max_recordings:
-            return f"more than {self.options.max_recordings} shapes (max_recordings)"
+        if specialization.eager_runs < max(self.options.warmup, int(self._on_accelerator)):
+            return _WARM_UP
         return ""
 
     @property
     def forecast(self) -> Forecast | None:
         """Of the newest shape that is known; None where nothing will be recorded."""
-        found = [family.forecast for family in self.families.values() if family.forecast is not None]
+        found = [one.forecast for one in self.specializations.values() if one.forecast is not None]
         return found[-1] if found else None
 
     def predict(self) -> list[Prediction]:
         """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
-        return self._provider.predict(self.forecast) if self.forecast is not None else []
+        return self._cut.provider.predict(self.forecast) if self.forecast is not None else []
 
     def release(self) -> None:
-        """End every recording, but those that another call uses at this moment; the next call records anew."""
-        for recording in [recording for family in list(self.families.values()) for recording in family.recordings]:
+        """End every recording, but those that another call uses at this moment; the next call records again."""
+        for recording in self.specializations.recordings():
             call = Call()
             try:
                 if recording.take(call):
@@ -253,226 +234,139 @@ class Program:
             finally:
                 recording.give(call)
 
+    def _guard(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.get_device_module(self.plan.device).device(self.plan.device)
+
     # -- eager ------------------------------------------------------------------------------------------
 
-    def _run_eagerly(self, inputs: list[Any], reason: str, family: Family | None = None) -> Any:
-        self.counters.count_eager(reason)
-        forecast = self._expect(inputs, family)
-        outputs = self._eager(inputs)
-        if family is not None:
-            family.eager_runs += 1
-            family.seen = {p: _Seen.of(inputs[p]) for p in self.plan.static_inputs}
-            family.warm_outputs = self._weak_outputs(outputs)
-            family.forecast = forecast
-            if forecast is not None:
-                self._provider.hand_out(forecast, [(position, ref) for position, _, ref in family.warm_outputs])
+    def _run_eagerly(self, cut: _Cut, inputs: list[Any], reason: str, specialization: Specialization) -> Any:
+        self.counters.count("eager", reason)
+        if reason != _WARM_UP:
+            return cut.eager(inputs)
+        self._expect(cut, inputs, specialization)
+        specialization.note(inputs)
+        outputs = cut.eager(inputs)
+        specialization.eager_runs += 1
+        specialization.warm_outputs = _weak_outputs(cut, outputs)
+        if specialization.forecast is not None:
+            cut.provider.hand_out(specialization.forecast, specialization.warm_outputs)
         return outputs
 
-    def _expect(self, inputs: list[Any], family: Family | None) -> Forecast | None:
+    def _expect(self, cut: _Cut, inputs: list[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
-        if family is not None and family.forecast is not None:
-            return family.forecast  # planned once: a family beyond max_recordings runs eagerly at every call
-        if self._never_recorded or (family is None and self.newest_plan is not None):
-            return None
+        known = self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full())
+        if specialization.forecast is not None or known:
+            return
         try:
-            moved = family.moved if family else ()
-            forecast, self.newest_plan = self._provider.expect(self.plan, inputs, moved, self.newest_plan)
+            specialization.forecast, self.newest_plan = cut.provider.expect(cut.plan, inputs, self.newest_plan)
         except PlanError as error:
             if self.options.strict:
                 raise
             self._never_recorded = str(error.subject)
-            return None
-        return forecast
-
-    def _eager_function(self) -> Callable[[list[Any]], Any]:
-        """The whole schedule as one flat function with plain allocations."""
-        gm = self.plan.graph
-        builder = FlatBuilder(constants(gm), {node: i for i, node in enumerate(self._placeholders)})
-        for node in checks_on(self._placeholders):
-            if builder.available(node):
-                builder.check(node)
-        for partition in self.plan.partitions:
-            builder.run_partition(self.plan, partition)
-        return builder.build(output_node(gm).args[0]).function
-
-    def _tensor_outputs(self) -> list[tuple[int, int]]:
-        """(position among the outputs, storage) of outputs in memory that a recording would own."""
-        found = []
-        for position, value in enumerate(output_values(self.plan.graph)):
-            if isinstance(value, Node):
-                for index in self.plan.facts.of.get(value, ()):
-                    if self.plan.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
-                        found.append((position, index))
-        return found
-
-    def _inputs_counted_from_their_storage(self) -> dict[Node, str]:
-        """Inputs of which an operator may read what lies before their first element, and that operator."""
-        facts, found = self.plan.facts, dict[Node, str]()
-        for node in self.plan.graph.graph.nodes:
-            if counts_from_storage(node):
-                for index in facts.of.get(node.all_input_nodes[0], ()):
-                    if facts.storages[index].origin is Origin.INPUT:
-                        found[facts.storages[index].node] = operator_name(node)
-        return found
-
-    def _weak_outputs(self, outputs: Any) -> list[tuple[int, int, StorageWeakRef]]:
-        values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        found = []
-        for position in dict(self._output_nodes):
-            value = values[position]
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                storage = value.untyped_storage()
-                found.append((position, storage.nbytes(), StorageWeakRef(storage)))
-        return found
 
     # -- recording --------------------------------------------------------------------------------------
 
-    def _adapt(self, family: Family, inputs: list[Any]) -> str:
-        """Find out why no recording could be replayed, and change the family's ways; empty if one is busy."""
-        moved = [recording for recording in family.recordings if recording.ended]
-        if moved:
-            family.recordings[:] = [recording for recording in family.recordings if not recording.ended]
-            if not family.recordings:
-                return moved[-1].ended
-        whole = [recording for recording in family.recordings if not recording.spoiled()]
-        if len(whole) < len(family.recordings):
-            # Whoever sends outputs away, or frees them, will do so again: from now on they get copies.
-            for recording in family.recordings:
-                family.copied |= recording.moved_outputs()
-            family.recordings[:] = [r for r in whole if r.request.copied >= family.copied]
-            return "an output's holder moved its memory"
-        settled = [recording for recording in family.recordings if recording.settled]
-        if settled:
-            family.settled.update(*(recording.settled for recording in settled))
-            family.recordings[:] = [recording for recording in family.recordings if not recording.settled]
-            return "inputs stay where they are"
-        if not family.recordings:
-            # Who kept the warm-up's outputs until now will keep the next ones, too.
-            kept = [(position, nbytes) for position, nbytes, ref in family.warm_outputs if not ref.expired()]
-            small = {position for position, nbytes in kept if nbytes <= self.options.copy_outputs_below}
-            family.copied |= {index for position, index in self._output_nodes if position in small}
-            family.warm_outputs = []
-            if family.cut_anew:
-                family.cut_anew = False
-                return "cut anew around what could not be captured"
-            return "first" if len(self.families) == 1 else "new shape"
-        at_place = [recording for recording in family.recordings if recording.same_addresses(inputs)]
-        if not at_place:
-            return self._adapt_to_move(family, inputs)
-        held = [recording for recording in at_place if recording.held()]
-        if len(held) == len(at_place):
-            return self._adapt_to_held(family, held)
-        free = [recording for recording in at_place if recording not in held]
-        if any(recording.has_its_memory(inputs) for recording in free):
-            return ""  # another call has it
-        if family.made >= _MOST_RECORDINGS * self.options.max_output_sets:
-            return ""
-        if not all(recording.has_given_away(inputs) for recording in free):
-            family.kept = True
-        if len(family.recordings) >= self.options.max_output_sets:
-            family.recordings.remove(free[0])
-        self.counters.count_event("an output of another program was held in memory that was needed")
-        return "memory held by other outputs"
-
-    def _adapt_to_move(self, family: Family, inputs: list[Any]) -> str:
-        recording = family.recordings[-1]
-        moved = {
-            position
-            for position in recording.request.bound_inputs
-            if inputs[position].data_ptr() != recording.bound_addresses[position]
-        }
-        lent = {p for p in moved if inputs[p].untyped_storage().data_ptr() in OUTPUT_ADDRESSES}
-        stable = lent == moved
-        if stable and len(family.recordings) < self.options.max_output_sets:
-            return "inputs from another recording of the program before"
-        # They come from anywhere: from now on they are inputs like others.
-        family.moved |= moved if stable else moved - lent
-        family.recordings.clear()
-        self.counters.count_event("an input taken to stay in place has moved")
-        return "inputs moved"
-
-    def _adapt_to_held(self, family: Family, held: list[Recording]) -> str:
-        sizes = {output.index: output.storage.nbytes() for recording in held for output in recording.held()}
-        small = {index for index, nbytes in sizes.items() if nbytes <= self.options.copy_outputs_below}
-        large = set(sizes) - small
-        self.counters.count_event("an output was still held at the next call")
-        if large and len(family.recordings) >= self.options.max_output_sets:
-            small, large = set(sizes), set()
-        if small:
-            family.copied |= small
-            # Recordings that hand these out uncopied are of no more use.
-            family.recordings[:] = [r for r in family.recordings if r.request.copied >= family.copied]
-        return "large outputs held" if large else "small outputs held"
-
-    def _record(self, family: Family, inputs: list[Any], why: str) -> Any:
-        may_give_away = self.plan.phase == "backward" and not family.kept
-        alone = self._provider.nobody_else_has(inputs, self.plan.static_inputs if may_give_away else ())
-        bound = [p for p in sorted(self.plan.static_inputs | family.settled) if self._stays(family, p, inputs[p])]
-        call, turns = Call(), list[Arena]()
+    def _record(
+        self, cut: _Cut, specialization: Specialization, inputs: list[Any], decision: Decision, call: Call
+    ) -> Any:
+        why, turns = decision.record, list[Arena]()
+        if why == "first":
+            specialization.look_at_the_warm_up()
+            why = "first" if len(self.specializations) == 1 else "new shape"
+        pressure = ARENAS.pressure(cut.plan.device)
         try:
-            copied = frozenset(family.copied)
-            memory = self._provider.provide(
-                self.plan, inputs, bound, alone, copied, family.forecast, self.newest_plan, call, turns
+            runtime = runtime_for(cut.plan.device)
+            frozen, backward = runtime.frozen_addresses, cut.plan.phase == "backward"
+            static = specialization.static(inputs, cut.plan.static_inputs, frozen, backward)
+            forecast, plans = specialization.forecast, (specialization.plan, self.newest_plan)
+            decision.apart |= specialization.apart
+            provide, which = cut.provider.provide, decision.will_not_do
+            provision = provide(cut.plan, inputs, static, forecast, *plans, call, turns, which)
+            self.newest_plan = specialization.plan = provision[1]
+            copied = specialization.copied_of(index for _, index in cut.outputs)
+            request = RecordingRequest(
+                runtime, self.functions, *provision, static, copied, weakref.ref(specialization)
             )
-            self.newest_plan = memory.memory
-            request = RecordingRequest(self._runtime(), self.functions, memory, bound, copied)
             recording, outputs = Recording.record(request, inputs)
         except MemoryLimitError:
             if self.options.strict:
                 raise
-            family.too_large = True
-            return self._run_eagerly(inputs, "more than max_memory")
+            specialization.short = pressure
+            return self._run_eagerly(cut, inputs, _SHORT, specialization)
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise
-            self._never_recorded = str(error.subject)
-            return self._run_eagerly(inputs, self._never_recorded)
+            if isinstance(error, PlanError) and any(arena.held() for arena in turns):
+                specialization.apart = True  # it may be what is in the arena now
+            else:
+                self._never_recorded = str(error.subject)
+            return self._run_eagerly(cut, inputs, str(error.subject), specialization)
         finally:
             for arena in turns:
                 arena.busy.give(call)
+        self._keep(specialization, recording, inputs, why)
+        return outputs
+
+    def _keep(self, specialization: Specialization, recording: Recording, inputs: list[Any], why: str) -> None:
         if recording.eager_reasons and self.options.strict:
             raise CaptureError(
                 f"{len(recording.eager_reasons)} partition(s) could not be captured",
                 got="; ".join(f"partition {i}: {reason}" for i, reason in recording.eager_reasons.items()),
                 remedy="list the operators in eager_ops, or leave strict out",
             )
-        family.made += 1
-        self.counters.count_recording(why)
+        self.counters.count("recordings", why)
         for reason in recording.eager_reasons.values():
-            self.counters.count_event(reason)
-        if recording.refused:
-            self._cut_around(recording.refused)
-        else:
-            family.recordings.append(recording)
-        return outputs
+            self.counters.count("events", reason)
+        if not recording.refused:
+            specialization.add(recording, inputs)
+            return
+        # The next recordings leave the operators out of captured partitions, instead of losing whole ones.
+        self._refused.update(recording.refused)
+        self._cut = self._adopt(self._cut_around(self._refused))
+        for known in self.specializations.values():
+            known.cut_again()
 
-    def _cut_around(self, refused: Mapping[str, str]) -> None:
-        """Have the next recordings leave operators out of captured partitions, instead of losing whole ones."""
-        self._refused.update(refused)
-        before = self._output_nodes
-        self._adopt(self._cut(self._refused))
-        for family in self.families.values():
-            copied = {position for position, index in before if index in family.copied}
-            family.copied = {index for position, index in self._output_nodes if position in copied}
-            family.recordings.clear()
-            family.cut_anew = True
 
-    def _runtime(self) -> DeviceRuntime:
-        return runtime_for(self.plan.device)
+def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node]) -> Callable[[list[Any]], Any]:
+    """The whole schedule as one flat function with plain allocations."""
+    builder = FlatBuilder(constants(plan.graph), {node: i for i, node in enumerate(placeholders)})
+    for node in checks_on(placeholders):
+        if builder.available(node):
+            builder.check(node)
+    for partition in plan.partitions:
+        builder.run_partition(plan, partition)
+    return builder.build(output_node(plan.graph).args[0]).function
 
-    def _guard(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.get_device_module(self.plan.device).device(self.plan.device)
 
-    def _stays(self, family: Family, position: int, value: Any) -> bool:
-        """Whether to take an input's address as fixed: it was there before, or another recording owns it."""
-        if position in family.moved or (here := _Seen.of(value)) is None:
-            return False
-        if here.start in OUTPUT_ADDRESSES or position in family.settled:
-            return True
-        if not family.seen:
-            return True  # no call to compare with (warmup=0): AOTAutograd's word is all there is
-        before = family.seen.get(position)
-        return before is not None and before.is_still(here)
+def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
+    found = []
+    for position, value in enumerate(output_values(plan.graph)):
+        if isinstance(value, Node):
+            for index in plan.facts.of.get(value, ()):
+                if plan.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
+                    found.append((position, index))
+    return found
+
+
+def _inputs_counted_from_their_storage(plan: ProgramPlan) -> dict[Node, str]:
+    """Inputs of which an operator may read what lies before their first element, and that operator."""
+    facts, found = plan.facts, dict[Node, str]()
+    for node in plan.graph.graph.nodes:
+        if counts_from_storage(node):
+            for index in facts.of.get(node.all_input_nodes[0], ()):
+                if facts.storages[index].origin is Origin.INPUT:
+                    found[facts.storages[index].node] = operator_name(node)
+    return found
+
+
+def _weak_outputs(cut: _Cut, outputs: Any) -> list[tuple[int, StorageWeakRef]]:
+    values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    found = []
+    for position, index in cut.outputs:
+        value = values[position]
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            found.append((index, StorageWeakRef(value.untyped_storage())))
+    return found
 
 
 def _dynamic_positions(placeholders: Sequence[Node]) -> list[tuple[int, str | None, int]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,10 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, MemoryLimitError
-from ..host_graph import output_values
-from ..plan import Allocations, MemoryPlan, Origin, Planned, Prediction, ProgramPlan, Suggestion, Taken
+from ..plan import Allocations, MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Taken
 from .device_graph import runtime_for
 from .links import LINKS
-from .memory import ARENAS, Arena, reach, tensors_in
+from .memory import ARENAS, Arena, has_address, reach, tensors_in
 from .torch_functions import TorchFunctions
 from .turn import Call
 
@@ -47,12 +47,11 @@ class Planners:
 
 @dataclass(eq=False)
 class Forecast:
-    """What is known of the memory of one family of recordings before it is made.
+    """What is known of the memory of a specialization before anything is recorded.
 
     Attributes:
-        planned: the program at the family's sizes.
-        successor: the forecast of the program that gets what this one saves, and positions of its inputs by those of
-            this one's outputs: programs may be cut anew, with other nodes and storages.
+        planned: the program at the sizes.
+        successor: the forecast of the program that gets what this one saves, and its inputs by storage of this one.
         suggestion: from a plan for this program and the one before.
         static_inputs: bytes of inputs that stay where they are.
         follows: it is the successor of another.
@@ -61,23 +60,17 @@ class Forecast:
     planned: Planned
     static_inputs: int = 0
     follows: bool = False
-    successor: tuple[weakref.ref[Forecast], Mapping[int, Sequence[int]]] | None = None
+    successor: tuple[weakref.ref[Forecast], Mapping[int, Sequence[Node]]] | None = None
     suggestion: Suggestion | None = None
 
 
-@dataclass(frozen=True)
-class Provision:
-    """What a recording gets.
+# A plan, the arenas for it by device, and positions of the donated inputs whose memory is used again.
+Provision = tuple[Planned, MemoryPlan, Mapping[torch.device, Arena], tuple[int, ...]]
 
-    Attributes:
-        arenas: by device; the call that records has their turns.
-        given_away: positions of inputs that nobody else has, and whose memory is used again after their last use.
-    """
 
-    planned: Planned
-    memory: MemoryPlan
-    arenas: Mapping[torch.device, Arena]
-    given_away: tuple[int, ...]
+def storage_of(inputs: Sequence[Any]) -> Callable[[int], int]:
+    """Tells the handle of an input's storage."""
+    return lambda position: int(inputs[position].untyped_storage()._cdata)
 
 
 @dataclass
@@ -95,34 +88,32 @@ class Provider:
     _workspace: Mapping[Node, int] | None = None
 
     def expect(
-        self, plan: ProgramPlan, inputs: Sequence[Any], moved: Collection[int], like: MemoryPlan | None
+        self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None
     ) -> tuple[Forecast, MemoryPlan]:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
 
         Args:
-            moved: positions of static inputs that do not stay where they are after all.
             like: the plan before, for other sizes.
 
         Raises:
             PlanError: the program cannot be recorded at all.
         """
-        bound = plan.static_inputs.difference(moved)
         try:
-            planned = self._planned(plan, inputs, bound)
+            planned = self._planned(plan, inputs, plan.static_inputs)
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planners.plan(planned, lambda device: (), None, like)
-        forecast = Forecast(planned, sum(map(reach, tensors_in([inputs[p] for p in bound]))))
+        forecast = Forecast(planned, sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs]))))
         found = LINKS.made_by(inputs, range(len(inputs)))
         fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
-        handed_on: dict[Forecast, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for position, (before, output) in found.items():
+        handed_on: dict[Forecast, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
+        for position, (before, index) in found.items():
             storage = inputs[position].untyped_storage()
             fed[storage.device][storage._cdata] = storage.nbytes()
-            handed_on[before][output].append(position)
+            handed_on[before][index].append(self.placeholders[position])
         if plan.phase == "backward":
-            for before, positions in handed_on.items():
-                before.successor = weakref.ref(forecast), positions
+            for before, nodes in handed_on.items():
+                before.successor = weakref.ref(forecast), nodes
                 forecast.follows = True
                 ARENAS.withdraw(before)  # what both need together is found when the first is recorded
         else:
@@ -138,63 +129,59 @@ class Provider:
         """The memory of a family's calls, with that of the program that gets what they save, by device."""
         programs, handed_on = [forecast.planned], dict[int, Sequence[Node]]()
         if forecast.successor is not None and (after := forecast.successor[0]()) is not None:
-            programs = [forecast.planned, after.planned]
-            handed_on.update(_handed_on(forecast.planned, after.planned, forecast.successor[1]))
+            programs, handed_on = [forecast.planned, after.planned], dict(forecast.successor[1])
         return self.planners.predict(programs, handed_on)
 
     def hand_out(self, forecast: Forecast, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
-        """Note where the outputs of an eager run are, by position, to see who gets them."""
+        """Note where the outputs of an eager run are, by storage, to see who gets them."""
         LINKS.hand_out(forecast, outputs)
-
-    def nobody_else_has(self, inputs: list[Any], positions: Collection[int]) -> list[int]:
-        """Those of some inputs that only this call has. To be asked before anything else is done with them."""
-        only = [p for p in sorted(positions) if isinstance(inputs[p], torch.Tensor)]
-        return [p for p in only if self.functions.nobody_else_has([p])(inputs)]
 
     def provide(
         self,
         plan: ProgramPlan,
         inputs: Sequence[Any],
-        bound: Collection[int],
-        alone: Collection[int],
-        copied: frozenset[int],
+        static: Collection[int],
         forecast: Forecast | None,
+        known: MemoryPlan | None,
         like: MemoryPlan | None,
         call: Call,
         turns: list[Arena],
+        but: Callable[[Arena], bool],
     ) -> Provision:
-        """Plan a recording in arenas that ``call`` gets, and that grow if need be.
+        """Plan a recording, in arenas that ``call`` gets, and that grow if need be.
 
         Args:
-            bound: positions of inputs whose addresses stay.
-            alone: of these, what nobody else has.
-            copied: storages of outputs that are held, and so copied, or allocated anew.
-            like: the plan before.
+            static: positions of inputs whose addresses stay.
+            known, like: plans for the same sizes, and for others.
             turns: the arenas are entered here, to be given back.
+            but: tells which arenas will not do.
 
         Raises:
             CaptureError: an input cannot have a place.
             MemoryLimitError: more than ``max_memory`` would be kept.
             PlanError: the verifier refused the plan.
         """
-        planned = self._planned(plan, inputs, bound, copied)
+        planned = self._planned(plan, inputs, static)
         if forecast is not None:
             forecast.planned = planned  # it is known by now which inputs stay
+        if not planned.frozen:
+            memory = known or self.planners.plan(planned, lambda device: (), None, None)
+            return planned, memory, {}, ()
         suggestion = self._with_successor(planned, forecast)
-        handed_in: dict[int, list[int]] = defaultdict(list)  # positions by storage
-        for position in set(bound).intersection(alone):
-            handed_in[inputs[position].untyped_storage()._cdata].append(position)
+        donated: dict[int, list[int]] = defaultdict(list)  # positions by storage
+        for position in plan.donated.intersection(static):
+            donated[inputs[position].untyped_storage()._cdata].append(position)
         given_away: set[int] = set()
         stream = runtime_for(plan.device).stream_key()
 
         def arena_of(device: torch.device) -> Arena:
             found = next((arena for arena in turns if arena.device == device), None)
-            return found or ARENAS.take(device, stream, call, turns)
+            return found or ARENAS.take(device, stream, call, turns, but)
 
         def taken(device: torch.device) -> list[Taken]:
             found = []
             for output, holders in arena_of(device).held().items():
-                positions = handed_in.get(output.storage._cdata, [])
+                positions = donated.get(output.storage._cdata, [])
                 last = positions if len(positions) == holders else []
                 found.append(Taken(output.low, output.high, tuple(self.placeholders[p] for p in last)))
                 given_away.update(last)
@@ -209,13 +196,14 @@ class Provider:
             # Moved memory has nobody's outputs in it: another plan.
             if not any([self._fit(arena, nbytes, stream) for arena, nbytes in sizes.items()]):
                 # The arena's pool is where operators allocate during capture.
-                used = {*memory.arenas, plan.device} if planned.frozen else set(memory.arenas)
-                arenas = {device: arena_of(device) for device in used}
-                return Provision(planned, memory, arenas, tuple(sorted(given_away)))
+                arenas = {device: arena_of(device) for device in {*memory.arenas, plan.device}}
+                return planned, memory, arenas, tuple(sorted(given_away))
 
     def _fit(self, arena: Arena, nbytes: int, stream: Any) -> bool:
         """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
-        for expected in (ARENAS.expected(arena.device, stream), 0):
+        # Around live outputs it may be more next time: few steps up, so that few recordings end.
+        room = _SLACK * arena.nbytes if nbytes > arena.nbytes and arena.held() else 0
+        for expected in (max(room, ARENAS.expected(arena.device, stream)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
             if not self.max_memory or ARENAS.make_room(arena, size, self.max_memory):
@@ -233,20 +221,27 @@ class Provider:
         """What suits the program that gets what this one saves, too."""
         if forecast is None or forecast.successor is None or (after := forecast.successor[0]()) is None:
             return forecast.suggestion if forecast is not None else None
-        handed_on = _handed_on(planned, after.planned, forecast.successor[1])
-        own, after.suggestion = self.planners.plan_pair(planned, after.planned, handed_on)
+        own, after.suggestion = self.planners.plan_pair(planned, after.planned, forecast.successor[1])
         return own
 
-    def _planned(
-        self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int], anew: frozenset[int] = frozenset()
-    ) -> Planned:
+    def _planned(self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int]) -> Planned:
         runtime = runtime_for(plan.device)
         if runtime.frozen_addresses:
             places, places_results = self._places(inputs, bound), runtime.place_allocations is not None
             return Planned(plan, self._numbers(inputs), places, places_results=places_results)
         if self._workspace is None:
             self._workspace = self.planners.measure(plan.schedule, self.functions.allocations)
-        return Planned(plan, self._numbers(inputs), {}, False, anew, self._workspace)
+        donated = tuple(self._donated(plan, inputs))
+        return Planned(plan, self._numbers(inputs), {}, False, self._workspace, donated=donated)
+
+    def _donated(self, plan: ProgramPlan, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[Node, ...]]]:
+        """Storages of which all that share them are donated: bytes, and the inputs."""
+        tensors = [p for p, v in enumerate(inputs) if isinstance(v, torch.Tensor) and has_address(v)]
+        for _, sharing in itertools.groupby(sorted(tensors, key=storage_of(inputs)), storage_of(inputs)):
+            positions = list(sharing)
+            if plan.donated.issuperset(positions):
+                nbytes = inputs[positions[0]].untyped_storage().nbytes()
+                yield nbytes, tuple(self.placeholders[p] for p in positions)
 
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         return self.evaluate(dict(zip(self.placeholders, inputs, strict=True)))
@@ -255,7 +250,7 @@ class Provider:
         """Inputs that are copied to places in the arena: device and bytes."""
         found = {}
         for position, (node, value) in enumerate(zip(self.placeholders, inputs, strict=True)):
-            if position in bound or not isinstance(value, torch.Tensor):
+            if position in bound or not isinstance(value, torch.Tensor) or not has_address(value):
                 continue
             if node in self.whole_storage:
                 raise CaptureError(
@@ -264,15 +259,3 @@ class Provider:
                 )
             found[node] = (value.device, reach(value))
         return found
-
-
-def _handed_on(first: Planned, second: Planned, positions: Mapping[int, Sequence[int]]) -> dict[int, list[Node]]:
-    """Inputs of the second program by storage of the first, from positions of inputs by those of outputs."""
-    facts, found = first.program.facts, defaultdict[int, list[Node]](list)
-    outputs = output_values(first.program.graph)
-    inputs = [node for node in second.program.graph.graph.nodes if node.op == "placeholder"]
-    for output, places in positions.items():
-        for index in facts.of.get(outputs[output], ()):
-            if facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
-                found[index] += [inputs[position] for position in places]
-    return dict(found)

@@ -7,29 +7,25 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
 from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, operator_name, output_node
-from ..plan import MemoryPlan, Origin, Partition, ProgramPlan, Verdict
+from ..plan import MemoryPlan, Origin, Partition, Planned, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
-from .lent import Lender, Lent, LentOutput, Overwritten
-from .memory import Arena, reach, tensor_over, tensors_in
-from .outputs import OUTPUT_ADDRESSES, copy_out, each, relay, views_of
+from .lent import Lent, LentOutput, Overwritten
+from .memory import Arena, has_address, reach, tensor_over, tensors_in
+from .outputs import copy_out, each, relay, views_of
 from .placed import MemoryKeptError, PlacedResults
 from .places import Places, copy_tensors, unexpanded
-from .provision import Provision
-from .slabs import Slabs
+from .regions import Regions
 from .torch_functions import TorchFunctions
 from .turn import Call, Turn
-
-# Replays in a row with an input at the same address, after which it is taken to stay there.
-_STAYED = 8
 
 
 @dataclass(frozen=True)
@@ -37,46 +33,44 @@ class RecordingRequest:
     """What one recording is made from.
 
     Attributes:
+        arenas: by device; the call that records has their turns. None where a graph calls again.
+        given_away: positions of donated inputs whose memory is used again after their last use.
         bound_inputs: positions of the inputs whose address is taken to stay.
         copied: storages of outputs that are copied when handed out.
+        policy: is told of outputs that are live when their memory is needed.
     """
 
     runtime: DeviceRuntime
     functions: TorchFunctions
-    provision: Provision
+    planned: Planned
+    memory: MemoryPlan
+    arenas: Mapping[torch.device, Arena]
+    given_away: tuple[int, ...]
     bound_inputs: list[int]
     copied: frozenset[int]
+    policy: weakref.ref[Policy]
 
-    @property
-    def plan(self) -> ProgramPlan:
-        return self.provision.planned.program
 
-    @property
-    def numbers(self) -> Mapping[Node, Any]:
-        return self.provision.planned.numbers
+class Policy(Protocol):
+    """Who decides what becomes of recordings: ``graphs/specialization``."""
 
-    @property
-    def places(self) -> Mapping[Node, tuple[torch.device, int]]:
-        return self.provision.planned.places
-
-    @property
-    def memory(self) -> MemoryPlan:
-        return self.provision.memory
-
-    @property
-    def arenas(self) -> Mapping[torch.device, Arena]:
-        return self.provision.arenas
+    def found_live(self, outputs: Collection[int]) -> bool: ...
 
 
 class Recording:
     """Made by recording one call (``Recording.record``), then replayed with ``run``.
 
     Whoever calls ``run`` has the turn (``take``).
+
+    Attributes:
+        ended: why it can never run again; empty while it can.
+        superseded: why another is to be recorded in its place; empty while it is good.
+        used: when it was used last, as a number that grows.
     """
 
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
-        self.plan = request.plan
+        self.plan = request.planned.program
         # Who has an arena's turn is alone in everything that was recorded in it.
         self._turns = tuple(arena.busy for arena in request.arenas.values()) or (Turn(),)
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
@@ -84,8 +78,8 @@ class Recording:
         self.eager_reasons: dict[int, str] = {}
         # Operators and kernels that a capture failed at, and how: the program can be cut anew around them.
         self.refused: dict[str, str] = {}
-        self.ended = ""
-        self.used = next(_uses)
+        self.ended = self.superseded = ""
+        self.used = next_use()
         self._graphs: list[DeviceGraph] = []
         self._steps: list[Callable[[], Any]] = []
         self._memory: dict[Node, torch.Tensor] = {}
@@ -96,22 +90,21 @@ class Recording:
         # By device: places, and the positions of the inputs that are copied to them.
         self._places: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         self._updated: list[tuple[int, torch.Tensor]] = []
-        # Copied inputs that have been at one address so far, how often, and which of them can be bound from now on.
-        self._at: dict[int, int] = {}
-        self._stayed = 0
-        self.settled: frozenset[int] = frozenset()
         # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
-        self._slabs = Slabs(self.plan, request.memory.slabs)
+        self._lent = Lent([], None)
+        self._leave: Callable[[], object] = _nothing
+        self._regions = Regions(self.plan, request.memory.regions)
         self._placed = PlacedResults(request.runtime.place_allocations, request.functions)
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
         self.bound_addresses: list[Any] = [None] * len(self._placeholders)
         # Whether every bound input of a call is where it was.
         self.same_addresses: Callable[[list[Any]], bool] = lambda inputs: True
-        # Whether nobody else has the inputs that are given away.
-        self.has_given_away = request.functions.nobody_else_has(request.provision.given_away)
+        # Whether nobody can read what a call overwrites.
+        self._overwritten: Overwritten | None = None
+        self._inference = torch.is_inference_mode_enabled()
         self._assign_registers()
 
     # -- making -----------------------------------------------------------------------------------------
@@ -126,7 +119,7 @@ class Recording:
         try:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                with recording._slabs.filled():
+                with recording._regions.filled():
                     recording._take_memory()
                 recording._place_results()
                 recording._record(inputs)
@@ -134,10 +127,12 @@ class Recording:
             if request.bound_inputs:
                 check = request.functions.pointer_check
                 recording.same_addresses = check(recording.bound_addresses, request.bound_inputs)
+            outputs = recording._hand_out(inputs)
             # Only now, with everything temporary gone, does a use count tell who else holds an output.
             recording._as_seen.clear()
-            recording._start_watching(inputs)
-            outputs = recording._hand_out(inputs)
+            recording._clear_registers()
+            if request.arenas:
+                recording._start_watching(inputs, outputs)
             if recording._placed.keeper:
                 recording._leave_arenas(f"{recording._placed.keeper} keeps memory that it was offered for a while")
         finally:
@@ -153,7 +148,7 @@ class Recording:
 
     def _clean_up(self) -> None:
         """Leave nothing behind that is for the time of a call, be it over or broken off."""
-        self._slabs.empty()
+        self._regions.empty()
         self._placed.stop()
 
     def _assign_registers(self) -> None:
@@ -166,11 +161,11 @@ class Recording:
         # Storages that have to lie where they always do: graphs read them, or they have a place in the plan.
         self._fixed = self.plan.facts.named_in(node for p in captured for node in p.nodes)
         self._fixed |= self.request.memory.location.keys()
-        self._anew = self._allocated_anew()
-        producer.update({node: index for index, nodes in self._anew.items() for node in nodes})
+        self._per_call = self._allocated_per_call()
+        producer.update({node: index for index, nodes in self._per_call.items() for node in nodes})
         bound = {storage.node for storage in self._planned_storages()}
         for partition in self.plan.partitions:
-            for node in (*partition.nodes, *self._anew.get(partition.index, ())):
+            for node in (*partition.nodes, *self._per_call.get(partition.index, ())):
                 users = effective_users(node)
                 leaves = any(producer.get(user) != partition.index for user in users)
                 if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
@@ -183,13 +178,13 @@ class Recording:
         self._inputs_end = len(self._placeholders)
         self._blank = tuple(self._r)
 
-    def _allocated_anew(self) -> dict[int, list[Node]]:
+    def _allocated_per_call(self) -> dict[int, list[Node]]:
         """Allocations that are made at every call, by the first partition that names them."""
         found: dict[int, list[Node]] = {}
         seen: set[int] = set()
         for partition in self.plan.partitions:
             named = self.plan.facts.named_in(partition.nodes)
-            for index in sorted((named & self.request.memory.made_at_calls) - seen):
+            for index in sorted((named & self.request.memory.per_call) - seen):
                 found.setdefault(partition.index, []).append(self.plan.facts.storages[index].node)
             seen |= named
         return found
@@ -233,19 +228,19 @@ class Recording:
         return [
             s
             for s in self.plan.facts.storages
-            if s.origin is Origin.ALLOCATION and s.index in memory.sizes and s.index not in memory.made_at_calls
+            if s.origin is Origin.ALLOCATION and s.index in memory.sizes and s.index not in memory.per_call
         ]
 
     def _take_memory(self) -> None:
         memory = self.request.memory
         for storage in self.plan.facts.storages:
-            if storage.origin is not Origin.ALLOCATION or storage.index in memory.made_at_calls:
+            if storage.origin is not Origin.ALLOCATION or storage.index in memory.per_call:
                 continue  # an input's place is laid out when the input is seen
             options: Any = storage.node.kwargs
-            if storage.index in self._slabs.places:
-                slab, offset = self._slabs.places[storage.index]
+            if storage.index in self._regions.places:
+                region, offset = self._regions.places[storage.index]
                 size, stride = self._layout(storage.node)
-                self._memory[storage.node] = tensor_over(slab, size, stride, options["dtype"], offset)
+                self._memory[storage.node] = tensor_over(region, size, stride, options["dtype"], offset)
             elif storage.index in memory.location:
                 planned, (size, stride) = self._planned(storage.index), self._layout(storage.node)
                 self._memory[storage.node] = tensor_over(planned, size, stride, options["dtype"])
@@ -270,12 +265,12 @@ class Recording:
         return self.request.arenas[device].storage(offset, self.request.memory.sizes[index])
 
     def _layout(self, node: Node) -> Any:
-        return torch.fx.map_arg(node.args[:2], self.request.numbers.__getitem__)
+        return torch.fx.map_arg(node.args[:2], self.request.planned.numbers.__getitem__)
 
     def _record(self, inputs: Sequence[Any]) -> None:
         self._r[: self._inputs_end] = inputs
         self._check_inputs = self._input_checks()
-        common = {**self._constants, **self.request.numbers, **self._memory}
+        common = {**self._constants, **self.request.planned.numbers, **self._memory}
         common.update(self._take_inputs(inputs))
         known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
@@ -307,7 +302,7 @@ class Recording:
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
         """Nothing is bound but numbers and constants: inputs are the caller's own."""
-        bound = {**self._constants, **self.request.numbers}
+        bound = {**self._constants, **self.request.planned.numbers}
         return bound, {n: i for n, i in self._registers.items() if n not in bound}
 
     def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -315,7 +310,7 @@ class Recording:
         found: dict[Node, Any] = {}
         written = frozenset().union(*self.plan.facts.writes.values())
         for position, node in enumerate(self._placeholders):
-            if node not in self.request.places:
+            if node not in self.request.planned.places:
                 continue
             (index,) = self.plan.facts.of[node]
             value = inputs[position]
@@ -324,8 +319,7 @@ class Recording:
             places, positions = self._places.setdefault(place.device, ([], []))
             places.append(unexpanded(place))
             positions.append(position)
-            self._at[position] = value.data_ptr()
-            if index in written:
+            if index in written and position not in self.plan.donated:
                 self._updated.append((position, place))
         self._fill_places(inputs)
         return found
@@ -363,7 +357,8 @@ class Recording:
             with runtime.capture_stream():
                 try:
                     graph.capture_begin()
-                    issue(call)
+                    with self._as_replayed():
+                        issue(call)
                     graph.capture_end()
                 except BaseException:
                     # Wherever it came from: a stream, or this thread, must not be left capturing.
@@ -405,7 +400,8 @@ class Recording:
     def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._stores.get(partition.index, [])
         call = _Bound(self._flat(partition, known, False, stores), self._r)
-        call()
+        with self._as_replayed():
+            call()
         self._steps.append(call)
         if not self.request.runtime.frozen_addresses:
             return
@@ -428,9 +424,14 @@ class Recording:
 
             self._steps.append(copy_over)
 
+    def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
+        """Where a graph calls again, what it makes anew is what it makes at replays: inference tensors, too."""
+        return torch.inference_mode(self._inference and not self.request.runtime.frozen_addresses)
+
     def _needs_place(self, node: Node) -> bool:
         """Whether a value of eager work has to lie where it always does."""
-        if self.plan.verdicts[node].data_dependent:
+        value = node.meta.get("val")
+        if self.plan.verdicts[node].data_dependent or (isinstance(value, torch.Tensor) and not has_address(value)):
             return False
         indices = self.plan.facts.of.get(node)
         return indices is None or not indices.isdisjoint(self._fixed)
@@ -455,8 +456,8 @@ class Recording:
             before, landings = self._placed.around(partition.nodes, captured, others)
             builder = FlatBuilder(bound, registers, last, before, landings=landings)
         else:
-            builder = FlatBuilder(bound, registers, last, self._slabs.before, self._slabs.after)
-        with self._slabs.filled():  # views of them are made
+            builder = FlatBuilder(bound, registers, last, self._regions.before, self._regions.after)
+        with self._regions.filled():  # views of them are made
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
@@ -490,7 +491,9 @@ class Recording:
                 value, owned = builder.register(node), memory  # an operator returned planned memory
             else:
                 continue  # new at every call
-            copy = bool(indices & self.request.copied) or node in self._pooled
+            whole = node.meta.get("val")
+            sparse = isinstance(whole, torch.Tensor) and not has_address(whole)  # its parts are nobody's outputs
+            copy = bool(indices & self.request.copied) or node in self._pooled or sparse
             if copy:
                 builder.assign(node, functools.partial(each, copy_out), value)
             elif planned and all(user.meta.get("call") is lay_out for user in users):
@@ -501,7 +504,7 @@ class Recording:
             else:
                 builder.assign(node, functools.partial(each, functools.partial(_alias, lay_out)), value)
             if not copy:
-                self._watch(owned, min(indices))
+                self._watch(owned, indices)
         return builder.build(output.args[0]).function
 
     def _lent_by(self, node: Node) -> int | None:
@@ -517,25 +520,25 @@ class Recording:
                 return position
         return None
 
-    def _watch(self, tensors: Sequence[torch.Tensor], index: int) -> None:
+    def _watch(self, tensors: Sequence[torch.Tensor], indices: frozenset[int]) -> None:
         known = {output.storage.data_ptr() for output in self._watched}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
-                place = self._place_of.get(storage._cdata, (None, 0))
-                self._watched.append(LentOutput(storage, index, *place))
+                device, low = self._place_of.get(storage._cdata, (None, 0))
+                self._watched.append(LentOutput(storage, indices, device, low, weakref.ref(self)))
 
-    def _start_watching(self, inputs: Sequence[Any]) -> None:
+    def _start_watching(self, inputs: Sequence[Any], outputs: Any) -> None:
+        handed_out = Counter(tensor.untyped_storage()._cdata for tensor in tensors_in(outputs))
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
-        self._lent = Lent(self._watched, counter)
+        self._lent = Lent(self._watched, counter, handed_out)
         plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
-        footprints: dict[Lender, Sequence[tuple[int, int]]] = {
+        footprints: dict[Arena, Sequence[tuple[int, int]]] = {
             arena: plan.footprint if plan is not None else () for arena, plan in plans.items()
         }
-        given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.provision.given_away)
+        given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.given_away)
         self._overwritten = Overwritten(footprints, self._lent, given, counter)
-        ticket = OUTPUT_ADDRESSES.add(self._lent.addresses)
-        self._leave = weakref.finalize(self, _leave, ticket, self._lent, list(arenas.values()))
+        self._leave = weakref.finalize(self, _leave, self._lent, list(arenas.values()))
         self._leave.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
         for arena, plan in plans.items():
@@ -562,22 +565,32 @@ class Recording:
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept}
         return sum(storage.nbytes() for handle, storage in storages.items() if handle not in self._place_of)
 
-    def spoiled(self) -> bool:
-        """Whether the memory of an output is not where it was."""
-        return self._lent.spoiled()
+    def is_at(self, position: int, value: Any) -> bool:
+        """Whether a static input is where it was."""
+        return bool(value.data_ptr() == self.bound_addresses[position])
 
-    def moved_outputs(self) -> set[int]:
-        """Storages of outputs whose memory is not where it was."""
-        return self._lent.moved()
+    def may_run(self, inputs: list[Any]) -> bool:
+        """Whether it suits a call: static inputs are where they were, and nobody can read what it overwrites."""
+        if self.superseded or not self.same_addresses(inputs):
+            return False
+        return self._overwritten is None or self._overwritten.away()
+
+    @property
+    def live_outputs(self) -> Sequence[LentOutput]:
+        """What it hands out uncopied."""
+        return self._lent.outputs
 
     def held(self) -> Mapping[LentOutput, int]:
-        """Outputs handed out before that somebody still has."""
+        """Live outputs: somebody has them."""
         return self._lent.held()
 
-    def has_its_memory(self, inputs: list[Any]) -> bool:
-        """Whether nobody has one of its outputs, nor one of another recording in the memory that it works on, nor
-        the inputs that are given away; and its outputs are where they were."""
-        return self._overwritten.away() and self.has_given_away(inputs)
+    def tell_who_is_in_the_way(self) -> None:
+        """Have those copy their outputs from now on which are live, again, in the memory that it works on."""
+        for output in self._overwritten.in_the_way() if self._overwritten is not None else ():
+            owner = output.owner() if output.owner is not None else None
+            policy = owner.request.policy() if owner is not None else None
+            if policy is not None:
+                policy.found_live(output.indices)
 
     def end(self, why: str) -> None:
         """Never run again, and let go of all memory. Called by who has the turn of one of its arenas, or its own."""
@@ -587,8 +600,7 @@ class Recording:
         self._memory, self._places, self._updated = {}, {}, []
         self._placed.end()
         self._collect, self._check_inputs = _ended, None
-        self._lent = Lent([], None)
-        self._overwritten = Overwritten({}, self._lent, {}, None)
+        self._lent, self._overwritten = Lent([], None), None
 
     def run(self, inputs: list[Any]) -> Any:
         """Replay on ``inputs`` (the caller has the turn) and hand out the outputs.
@@ -596,7 +608,7 @@ class Recording:
         Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
         """
         r = self._r
-        self.used = next(_uses)
+        self.used = next_use()
         try:
             r[: self._inputs_end] = inputs
             if self._frees_inputs:
@@ -604,8 +616,6 @@ class Recording:
             if self._check_inputs is not None:
                 self._check_inputs(r)
             self._fill_places(inputs)
-            if self._at:
-                self._note_addresses(inputs)
             for step in self._steps:
                 step()
             return self._hand_out(inputs)
@@ -616,12 +626,6 @@ class Recording:
             raise
         finally:
             r[:] = self._blank
-
-    def _note_addresses(self, inputs: Sequence[Any]) -> None:
-        self._at = {position: at for position, at in self._at.items() if inputs[position].data_ptr() == at}
-        self._stayed += 1
-        if self._stayed == _STAYED:
-            self.settled, self._at = frozenset(self._at), {}
 
     def _hand_out(self, inputs: Sequence[Any]) -> Any:
         for position, place in self._updated:
@@ -651,15 +655,19 @@ class _Known:
     captured: dict[Node, Any]
 
 
-_uses = itertools.count(1)
+# Numbers that grow, for who was used last.
+next_use = itertools.count(1).__next__
+
+
+def _nothing() -> None:
+    """Ends nothing."""
 
 
 def _ended(registers: list[Any]) -> Any:
     raise AssertionError("a recording that has ended was run")
 
 
-def _leave(ticket: int, lent: Lent, arenas: Sequence[Arena]) -> None:
-    OUTPUT_ADDRESSES.remove(ticket)
+def _leave(lent: Lent, arenas: Sequence[Arena]) -> None:
     lent.leave()
     for arena in arenas:
         arena.changed()
@@ -698,4 +706,6 @@ class _Bound:
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    if not has_address(tensor):
+        return tensor
     return lay_out(tensor, tuple(tensor.size()), tensor.stride(), 0)

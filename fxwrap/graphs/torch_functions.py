@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from ..plan import Allocations
 
 # Asked of the inputs at every call.
 InputCheck = Callable[[list[Any]], bool]
-_TENSOR: Any = torch.Tensor
 
 
 def _lay_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
@@ -38,21 +36,6 @@ def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> InputChe
     """Asked of a hundred parameters: what can be is looked up beforehand."""
     expected, pointer_of, chosen = [pointers[p] for p in positions], torch.Tensor.data_ptr, _chooser(positions)
     return lambda inputs: [*map(pointer_of, chosen(inputs))] == expected
-
-
-def nobody_else_has(positions: Sequence[int]) -> InputCheck:
-    """Whether some tensors are only in a list that a backward program got from autograd, which waits for it.
-
-    A storage's use count tells of other tensors that share it, and these counts of others who have the same one:
-    here the list, autograd's own tuple, what is chosen and the argument of the question are four.
-    """
-    chosen, references, use_count = _chooser(positions), sys.getrefcount, _TENSOR._use_count
-
-    def check(inputs: list[Any]) -> bool:
-        asked = chosen(inputs)
-        return max(map(references, asked)) <= 4 and max(map(use_count, asked)) <= 1
-
-    return check if positions else lambda inputs: True
 
 
 def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
@@ -78,7 +61,7 @@ class TorchFunctions:
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         alive: what a weak reference refers to; None if that is gone.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
-        nobody_else_has: ``(positions)``: makes a function that tells whether nobody but the caller has these inputs.
+        saved_tensors_hooks: tells whether hooks pack what autograd saves, in this thread.
         allocations: tells what a function allocates on the CPU.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
@@ -88,6 +71,6 @@ class TorchFunctions:
     storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = _storage_at
     alive: Callable[[StorageWeakRef], torch.UntypedStorage | None] = _alive
     lay_out: Callable[..., torch.Tensor] = _lay_out
-    nobody_else_has: Callable[[Sequence[int]], InputCheck] = nobody_else_has
+    saved_tensors_hooks: Callable[[], bool] = lambda: False
     allocations: Allocations = lambda run: None
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

@@ -1,22 +1,26 @@
-"""Taking turns without waiting."""
+"""Taking turns."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 import weakref
+
+_POLL_S = 0.0005
 
 
 class Call:
     """One call's token. Whoever makes it keeps it in a local variable, and nowhere else."""
 
-    __slots__ = ("__weakref__", "process")
+    __slots__ = ("__weakref__", "process", "thread")
 
     def __init__(self) -> None:
-        self.process = os.getpid()
+        self.process, self.thread = os.getpid(), threading.get_ident()
 
 
 class Turn:
-    """Who may use something now: one call at a time, and nobody waits.
+    """Who may use something now: one call at a time.
 
     Taking is one atomic step that also notes who took it. The note is a weak reference, so that a turn ends with
     its call at the latest: an interrupt, wherever it comes, and be it in the ``finally`` that gives back, leaves
@@ -26,8 +30,22 @@ class Turn:
     def __init__(self) -> None:
         self._holder: dict[int, weakref.ref[Call]] = {}
 
-    def take(self, call: Call) -> bool:
-        """Whether ``call`` has the turn now."""
+    def take(self, call: Call, wait_s: float = 0.0) -> bool:
+        """Whether ``call`` has the turn now.
+
+        Args:
+            wait_s: so many seconds another thread is waited for, but no call of this one, which cannot end before.
+        """
+        end = time.monotonic() + wait_s if wait_s else 0.0
+        while not (has := self._try(call)) and wait_s and time.monotonic() < end:
+            holder = next(iter(self._holder.values()), lambda: None)()
+            if holder is not None and holder.thread == call.thread:
+                break
+            del holder
+            time.sleep(_POLL_S)
+        return has
+
+    def _try(self, call: Call) -> bool:
         holder = self._holder.setdefault(0, weakref.ref(call, self._end))()
         if holder is not None and holder.process != call.process:
             self._holder.clear()

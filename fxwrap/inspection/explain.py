@@ -115,6 +115,7 @@ class GraphReport:
             if memory is None
             else {
                 "arena_bytes": memory.size,
+                "peak_bytes": memory.peak,
                 "lower_bound_bytes": memory.lower_bound,
                 "without_reuse_bytes": memory.plain,
                 "output_bytes": output_bytes(memory),
@@ -280,15 +281,21 @@ def _cut_lines(plan: ProgramPlan) -> list[Text]:
 
 
 def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
-    table = Table("arena", "storages", "bytes", "lower bound", "without reuse", box=None, pad_edge=False)
+    table = Table("memory", "storages", "bytes", "lower bound", "without reuse", box=None, pad_edge=False)
     for device, arena in memory.arenas.items():
         table.add_row(
-            str(device),
+            f"arena on {device}",
             str(len(arena.buffers)),
             f"{arena.placement.size:,}",
             f"{arena.placement.lower_bound:,}",
             f"{arena.plain:,}",
         )
+    if not memory.arenas:
+        shared = sum(len(region.offsets) for region in memory.regions)
+        regions = f"{sum(region.size for region in memory.regions):,}"
+        bounds = f"{memory.peak:,}", f"{memory.lower_bound:,}", f"{memory.plain:,}"
+        table.add_row("comes and goes with each call", str(shared + len(memory.per_call)), *bounds)
+        table.add_row(f"  of which in {len(memory.regions)} region(s)", str(shared), regions, "", "")
     outside = outside_the_plan(report.program.plan.facts)
     table.add_row("  of which outputs", str(len(memory.outputs)), f"{output_bytes(memory):,}", "", "")
     table.add_row("allocated by operators", str(len(outside)), "not planned", "", "")

@@ -190,13 +190,12 @@ def most_alive(taken: Iterable[tuple[int, int, int]]) -> int:
     return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
 
 
-def alive_at_steps(taken: Iterable[tuple[int, int, int]], end: int, begin: int = 0) -> list[int]:
-    """Bytes live in each of the steps ``[begin, end)``; of each: bytes, begin, end."""
-    change = [0] * (end - begin + 1)
+def alive_at_steps(taken: Iterable[tuple[int, int, int]], end: int) -> list[int]:
+    """Bytes live in each of the steps ``[0, end)``; of each: bytes, begin, end."""
+    change = [0] * (end + 1)
     for size, first, stop in taken:
-        if first < end and stop > begin:
-            change[max(first - begin, 0)] += size
-            change[min(stop, end) - begin] -= size
+        change[min(first, end)] += size
+        change[min(stop, end)] -= size
     return list(itertools.accumulate(change[:-1]))
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ..errors import PlanError
-from ..host_graph import control_flow_of, counts_from_storage, only_computes, output_node
+from ..host_graph import (
+    Kind,
+    control_flow_of,
+    counts_from_storage,
+    kind_of,
+    only_computes,
+    operator_name,
+    output_node,
+)
 from ..packing import Buffer
 from ..plan import Origin, Planned, ProgramPlan, StorageFacts, Taken, Verdict
 from .operator_results import placeable_results
@@ -26,10 +34,11 @@ class Needs:
         planned: storages to place, by device.
         beside: what operators allocate themselves, as far as sizes were known when the program was compiled; None for
             what is no storage.
-        asked: names of what shall be allocated when it is needed.
-        movable: names of what may be.
-        temporaries: of these, what nobody can have after a call, in the steps that name them.
-        apart: of these, what an operator works on that counts from the start of a storage.
+        allocations: storages with an allocation node whose size is known.
+        temporaries: of these, what nobody can have after a call, in the steps that name them; none where addresses
+            are frozen.
+        apart: temporaries that an operator works on which counts from the start of a storage.
+        donated: inputs that are freed after their last use.
         copies: bytes that are kept for what eager work returns and captured work reads.
         end: the step after the last.
     """
@@ -41,10 +50,10 @@ class Needs:
     outputs: frozenset[int]
     handed_out: frozenset[int]
     ranges: Mapping[int, tuple[int, int]]
-    asked: frozenset[str]
-    movable: frozenset[str]
+    allocations: frozenset[int]
     temporaries: Mapping[int, Buffer]
     apart: frozenset[int]
+    donated: Sequence[Buffer]
     copies: int
     end: int
 
@@ -86,7 +95,11 @@ class Needs:
                 kwargs: Mapping[str, Any] = storage.node.kwargs
                 sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
                 device = kwargs["device"]
-                if kwargs.get("pin_memory") or not (storage.index in ranges or storage.index in outputs):
+                if (
+                    kwargs.get("pin_memory")
+                    or device.type == "meta"
+                    or not (storage.index in ranges or storage.index in outputs)
+                ):
                     continue
                 begin, stop = first, end if storage.index in outputs else last
             elif storage.node in planned.places:
@@ -103,13 +116,10 @@ class Needs:
             items[device].append((storage.index, buffer))
         placed = {index for buffers in items.values() for index, _ in buffers}
         beside = _beside(planned, ranges, handed_out, end, placed)
-        stays = _stays(planned)
-        free = {index: b.name for buffers in items.values() for index, b in buffers if index not in stays}
-        asked = frozenset(name for index, name in free.items() if index in planned.anew)
         temporaries = {
-            index: Buffer(free[index], sizes[index], *steps)
-            for index, steps in (_temporaries(program).items() if free else ())
-            if index in free
+            index: Buffer(program.facts.storages[index].name, sizes[index], *steps)
+            for index, steps in (_temporaries(program).items() if not planned.frozen else ())
+            if index in placed
         }
         return cls(
             facts=program.facts,
@@ -119,10 +129,10 @@ class Needs:
             outputs=outputs,
             handed_out=handed_out,
             ranges=ranges,
-            asked=asked,
-            movable=frozenset(free.values()),
+            allocations=frozenset(i for i in sizes if program.facts.storages[i].origin is Origin.ALLOCATION),
             temporaries=temporaries,
-            apart=_counted_from(program) if temporaries else frozenset(),
+            apart=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
+            donated=_donated(planned, ranges, handed_out, end),
             copies=_copies(planned, placed) if planned.frozen else 0,
             end=end,
         )
@@ -169,21 +179,23 @@ def output_storages(program: ProgramPlan) -> frozenset[int]:
 def _placed_results(planned: Planned) -> dict[int, int]:
     """Bytes of what operators return that lies in the plan, by storage.
 
-    Where the allocator can be told, that is all whose size is known. Elsewhere it is what graphs read of eager work,
-    which is copied there.
+    Where the allocator can be told, that is all whose size is known. Elsewhere it is what is copied there: what
+    graphs read of eager work, and what the caller gets of captured work.
     """
     program = planned.program
     if not planned.frozen:
         return {}
     work = {n: p for p in program.partitions if p.index not in program.compiled for n in p.nodes}
     captured = {n for n, p in work.items() if p.verdict is Verdict.CAPTURED}
-    read_by_graphs = program.facts.named_in(captured)
+    read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
+    may_keep = captured if planned.places_results else ()
+    results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.numbers)
     found = {}
-    for index, nbytes in placeable_results(program.facts, program.graph, program.device, captured).items():
+    for index, nbytes in results.items():
         node = program.facts.storages[index].node
         if node not in work or program.verdicts[node].data_dependent:
             continue
-        if planned.places_results or (node not in captured and index in read_by_graphs):
+        if planned.places_results or index in (handed_out if node in captured else read_by_graphs):
             found[index] = nbytes
     return found
 
@@ -235,16 +247,18 @@ def _copies(planned: Planned, placed: Collection[int]) -> int:
     return found
 
 
-def _stays(planned: Planned) -> frozenset[int]:
-    """Storages that need memory of the plan."""
-    facts = planned.program.facts
-    if planned.frozen:
-        # A captured partition could allocate from the pool of its graph; but that gives whole blocks which earlier
-        # captures have freed, or new ones, and grew by as much as the arena shrank, or more.
-        return frozenset(storage.index for storage in facts.storages)
-    # What a communication works on must live until it is waited for, wherever that is.
-    begun = frozenset[Node]().union(*facts.ends.values())
-    return frozenset[int]().union(*(facts.touched(node) for node in (*begun, *facts.ends)))
+def _donated(
+    planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+) -> list[Buffer]:
+    """Inputs whose memory is free after their last use: who gave them has let go of them. Several may share one
+    storage; one that is never used is let go of with the call."""
+    found = []
+    for nbytes, nodes in planned.donated:
+        indices = planned.program.facts.behind(nodes)
+        if indices.isdisjoint(handed_out):
+            stop = max((ranges.get(index, (0, end))[1] for index in indices), default=end)
+            found.append(Buffer(nodes[0].name, nbytes, 0, stop))
+    return found
 
 
 def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
@@ -261,9 +275,14 @@ def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
 
 
 def _counted_from(program: ProgramPlan) -> frozenset[int]:
-    """Storages from the start of which an operator may count."""
+    """Storages from the start of which an operator may count, or that it may take for one if they share memory."""
+    facts = program.facts
     nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
-    return program.facts.behind(operand for node in nodes for operand in node.all_input_nodes)
+    # Decompositions ask whether their results, or a result and an operand, are views of one tensor.
+    asks = [n for n in program.schedule if kind_of(n) is Kind.EXTERN and len(facts.writes.get(n, ())) > 1]
+    asks += [n for n in program.schedule if "linalg" in operator_name(n)]
+    counted = facts.behind(operand for node in nodes for operand in node.all_input_nodes)
+    return counted.union(*(facts.touched(node) for node in asks))
 
 
 def _handed_out(program: ProgramPlan) -> frozenset[int]:

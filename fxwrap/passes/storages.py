@@ -165,7 +165,9 @@ class _Analysis:
                 self.elements[node] = {i: self._new(node, Origin.EXTERN, i) for i in range(len(val))}
                 self.of[node] = _NONE.union(*self.elements[node].values())
             elif _may_be_tensor(returns[0]):
-                self.of[node] = self._new(node, Origin.EXTERN)
+                # A sparse tensor holds the indices and values that it was made of.
+                made_of = _NONE if getattr(val, "layout", torch.strided) is torch.strided else self.reads[node]
+                self.of[node] = self._new(node, Origin.EXTERN) | made_of
         elif returns:
             self.elements[node] = {
                 i: aliased[i] or (self._new(node, Origin.EXTERN, i) if _may_be_tensor(declared) else _NONE)

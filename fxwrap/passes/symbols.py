@@ -46,6 +46,16 @@ def concrete(value: Any, numbers: Mapping[Node, Any]) -> Any:
     return None if missing else result
 
 
+def number_at(value: Any, numbers: Mapping[Node, Any]) -> int | None:
+    """A size at concrete sizes; None if they do not tell."""
+    if isinstance(value, int):
+        return value
+    known = ((node.meta.get("val"), number) for node, number in numbers.items())
+    symbols = {val.node.expr: number for val, number in known if isinstance(val, torch.SymInt)}
+    found = value.node.expr.xreplace(symbols)
+    return int(found) if found.is_Integer else None
+
+
 def hint(number: Any) -> int | None:
     """The size that a symbolic one had when the program was compiled; None for one that only data decides."""
     if isinstance(number, int):

@@ -143,6 +143,12 @@ def _selects_by_mask(node: Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values[1:])
 
 
+def _has_no_address(node: Node) -> bool:
+    values = [arg.meta.get("val") for arg in (node, *node.all_input_nodes)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(tensor.layout is not torch.strided or tensor.device.type == "meta" for tensor in tensors)
+
+
 _EVERYWHERE = (
     EagerRule(
         "control flow is decided on the host",
@@ -171,6 +177,14 @@ _EVERYWHERE = (
         "a collective runs on the process group's own stream",
         predicate=communicates,
         remedy="nothing: replays go on on either side of it",
+    ),
+)
+# Where a graph keeps the addresses that it was captured with.
+FIXED_ADDRESSES = (
+    EagerRule(
+        "works on a tensor without memory of its own: sparse, or on the meta device",
+        predicate=_has_no_address,
+        remedy="dense tensors on the device",
     ),
 )
 _ON_ACCELERATORS = (

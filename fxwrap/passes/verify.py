@@ -26,14 +26,17 @@ from ..host_graph import (
     is_symbolic_value,
     kind_of,
     launch,
+    only_computes,
     reinterpret,
 )
 from ..listing import line_of
-from ..plan import ArenaPlan, MemoryPlan, Origin, Slab, Storage, StorageFacts, Taken
+from ..plan import ArenaPlan, MemoryPlan, Origin, Region, Storage, StorageFacts, Taken
 
 # A storage: who made it, and which of its results it is (None for an only one).
 _Root = tuple[Node, int | None]
 
+# Bytes: wide vector loads on a CPU want a cache line.
+_REGION_ALIGNMENT = 64
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 _RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
@@ -117,7 +120,8 @@ def verify_memory(
     end = len(schedule) + 1
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
-    _check_slabs(memory, schedule, spans, facts, plan, numbers, handed_out)
+    _check_regions(memory, schedule, spans, facts, plan, numbers, handed_out)
+    _check_homes(facts, plan)
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:
@@ -141,6 +145,21 @@ def verify_memory(
         others = list(_others(memory, plan.arenas[device].taken, spans, handed_out, end))
         _check_overlap([*items, *others], schedule)
         _check_scratch(plan.arenas[device], [*items, *others], position)
+
+
+def _check_homes(facts: StorageFacts, plan: MemoryPlan) -> None:
+    """What is allocated at every call is nowhere else; without arenas, it is all that is in no region."""
+    elsewhere = plan.location.keys() | {index for region in plan.regions for index in region.offsets}
+    for storage in facts.storages:
+        index, made = storage.index, storage.index in plan.per_call
+        homeless = not (made or plan.arenas or index in elsewhere) and index in plan.sizes
+        if homeless or (made and (index in elsewhere or storage.origin is not Origin.ALLOCATION)):
+            raise PlanError(
+                f"plan: {storage.name} has " + ("no memory" if homeless else "memory twice"),
+                expected="a region, a place in an arena, or a new allocation at every call",
+                got="none of them" if homeless else "more than one, or no allocation of the program's own",
+                remedy="this is a bug in fxwrap; please report the graph",
+            )
 
 
 def _check_scratch(arena: ArenaPlan, items: Sequence[_Placed], position: Mapping[Node, int]) -> None:
@@ -178,7 +197,7 @@ def _size_there(
     alignment: int,
     where: str,
 ) -> int:
-    """Bytes that are accessed of a storage, which has to lie within an arena or slab."""
+    """Bytes that are accessed of a storage, which has to lie within an arena or region."""
     made = storage.origin is Origin.EXTERN
     size = _returned(storage) if made else _needed(memory.graph, storage.node, numbers)
     known = plan.sizes.get(storage.index, 0)
@@ -196,7 +215,7 @@ def _size_there(
     return size
 
 
-def _check_slabs(
+def _check_regions(
     memory: _Memory,
     schedule: Sequence[Node],
     spans: Mapping[_Root, tuple[int, int]],
@@ -205,43 +224,50 @@ def _check_slabs(
     numbers: Mapping[Node, Any],
     handed_out: Collection[_Root],
 ) -> None:
-    """What lies in a slab is named in its steps only, by nobody who may keep it, and overlaps nothing there."""
-    slabs: dict[_Root, Slab] = {}
+    """What lies in a region is named in its steps only, by nobody who may keep it, and overlaps nothing there."""
+    regions: dict[_Root, Region] = {}
     placed: dict[int, list[_Placed]] = defaultdict(list)
-    for slab in plan.slabs:
-        for index, offset in slab.offsets.items():
+    for region in plan.regions:
+        for index, offset in region.offsets.items():
             storage = facts.storages[index]
             root = (storage.node, storage.element)
             allocated = storage.origin is Origin.ALLOCATION
-            if not allocated or root in handed_out or index in plan.location or root in slabs:
+            if not allocated or root in handed_out or index in plan.location or root in regions:
                 raise PlanError(
-                    f"plan: {storage.name} has memory in steps {slab.begin} to {slab.end - 1} only",
-                    expected="an allocation that is not handed out, in one slab",
+                    f"plan: {storage.name} has memory in steps {region.begin} to {region.end - 1} only",
+                    expected="an allocation that is not handed out, in one region",
                     got="an output" if root in handed_out else "another place, too" if allocated else "no allocation",
                 )
-            slabs[root] = slab
-            alignment = plan.arenas[storage.node.kwargs["device"]].alignment  # type: ignore[index]
-            size = _size_there(memory, storage, plan, numbers, offset, slab.size, alignment, "slab")
+            regions[root] = region
+            size = _size_there(memory, storage, plan, numbers, offset, region.size, _REGION_ALIGNMENT, "region")
             if size and root in spans:
-                placed[id(slab)].append(_Placed(storage.name, offset, offset + size, *spans[root]))
+                placed[id(region)].append(_Placed(storage.name, offset, offset + size, *spans[root]))
     for items in placed.values():
         _check_overlap(items, schedule)
-    for step, node in enumerate(schedule if slabs else ()):
-        for root in slabs.keys() & (memory.touched(node) | memory.roots(node)):
-            if not slabs[root].begin <= step < slabs[root].end:
+    for step, node in enumerate(schedule if regions else ()):
+        named = regions.keys() & (memory.touched(node) | memory.roots(node))
+        for root in named if not only_computes(node) else ():
+            raise PlanError(
+                f"plan: {_name(root)} has memory in steps {regions[root].begin} to {regions[root].end - 1} only",
+                expected=f"memory that {line_of(node)} may keep",
+                got="a region",
+                remedy="this is a bug in fxwrap; please report the graph",
+            )
+        for root in named:
+            if not regions[root].begin <= step < regions[root].end:
                 raise PlanError(
                     f"plan: {_name(root)} has no memory at step {step}, {line_of(node)}",
                     expected="memory in the steps that name it",
-                    got=f"memory in steps {slabs[root].begin} to {slabs[root].end - 1}",
+                    got=f"memory in steps {regions[root].begin} to {regions[root].end - 1}",
                     remedy="this is a bug in fxwrap; please report the graph",
                 )
-    for node in memory.graph.nodes if slabs else ():
+    for node in memory.graph.nodes if regions else ():
         if counts_from_storage(node) or control_flow_of(node) is not None:
-            for root in memory.roots_in((node.args, node.kwargs)) & slabs.keys():
-                if any(slabs[root].offsets.values()):
+            for root in memory.roots_in((node.args, node.kwargs)) & regions.keys():
+                if any(regions[root].offsets.values()):
                     raise PlanError(
-                        f"plan: {_name(root)} is in a slab with others",
-                        expected="a slab of its own",
+                        f"plan: {_name(root)} is in a region with others",
+                        expected="a region of its own",
                         got=f"an operand of {line_of(node)}, which may count from the start of the storage",
                     )
 
@@ -260,18 +286,23 @@ def _others(
         stop = end if stays else max(spans.get(root, (0, 0))[1] for root in roots)
         name = f"another program's output, here {_name(min(roots, key=str))}" if roots else "another program's output"
         if stop:
-            yield _Placed(name, one.low, one.high, 0, stop)
+            yield _Placed(name, one.low, one.high, 0, stop, planned=False)
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """Bytes ``[low, high)`` of an arena, live in steps ``[begin, end)``."""
+    """Bytes ``[low, high)`` of an arena, live in steps ``[begin, end)``.
+
+    Attributes:
+        planned: whether this plan put it there; what others have is where it is.
+    """
 
     name: str
     low: int
     high: int
     begin: int
     end: int
+    planned: bool = True
 
 
 def _check_overlap(items: list[_Placed], schedule: Sequence[Node] = ()) -> None:
@@ -279,7 +310,7 @@ def _check_overlap(items: list[_Placed], schedule: Sequence[Node] = ()) -> None:
     for item in sorted(items, key=lambda item: item.begin):
         live = [other for other in live if other.end > item.begin]
         for other in live:
-            if item.low < other.high and other.low < item.high:
+            if item.low < other.high and other.low < item.high and (item.planned or other.planned):
                 line = f", {line_of(schedule[item.begin])}" if item.begin < len(schedule) else ""
                 raise PlanError(
                     f"plan: {other.name} and {item.name} overlap at step {item.begin}{line}",
@@ -422,6 +453,8 @@ class _Memory:
             self._elements[node] = elements
             return frozenset().union(*elements)
         roots = frozenset({(node, None)}) | shared
+        if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
+            roots |= self.roots_in((node.args, node.kwargs))  # a sparse tensor holds what it was made of
         for _, key in _fake_storages(val):
             roots |= by_storage.get(key, frozenset())
         return roots

@@ -528,6 +528,8 @@ c10::DeviceAllocator* device_allocator() {
 }
 
 void resize_storage(c10::StorageImpl* storage, size_t bytes) {
+  // As CUDA does: memory that is a slice of somebody else's stays where it is.
+  TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   OnDevice guard(storage->device().index());
   c10::DataPtr fresh = allocator().allocate(bytes);
   const size_t kept = std::min(bytes, storage->nbytes());

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from ..plan import ProgramPlan, Slab
+from ..plan import ProgramPlan, Region
 
 
-class Slabs:
-    """The slabs of a plan: filled before the first step that names what is in one, and emptied after the last.
+class Regions:
+    """The regions of a plan: filled before the first step that names what is in one, and emptied after the last.
 
     ::
 
@@ -29,17 +29,17 @@ class Slabs:
         before, after: what to call before and after a node runs.
     """
 
-    def __init__(self, program: ProgramPlan, slabs: Sequence[Slab]) -> None:
+    def __init__(self, program: ProgramPlan, regions: Sequence[Region]) -> None:
         self.places: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
         after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
-        for slab in slabs:
+        for region in regions:
             storage = torch.UntypedStorage(0)
-            self._sizes.append((storage, slab.size))
-            self.places.update({index: (storage, offset) for index, offset in slab.offsets.items()})
-            before[program.schedule[slab.begin]].append(functools.partial(storage.resize_, slab.size))
-            after[program.schedule[slab.end - 1]].append(functools.partial(storage.resize_, 0))
+            self._sizes.append((storage, region.size))
+            self.places.update({index: (storage, offset) for index, offset in region.offsets.items()})
+            before[program.schedule[region.begin]].append(functools.partial(storage.resize_, region.size))
+            after[program.schedule[region.end - 1]].append(functools.partial(storage.resize_, 0))
         self.before: Mapping[Node, Sequence[Callable[[], object]]] = dict(before)
         self.after: Mapping[Node, Sequence[Callable[[], object]]] = dict(after)
 

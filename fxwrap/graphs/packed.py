@@ -1,0 +1,38 @@
+"""Saved tensors that hooks have packed: their owner may keep them as they are, so that nobody overwrites them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class PackedTensors:
+    """Outputs of forward programs that ran while hooks pack what autograd saves, by the handle of their storage.
+
+    AOTAutograd donates saved tensors to the backward program all the same, and Inductor's kernels write into them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def note(self, outputs: Any) -> None:
+        for handle, storage in list(self._known.items()):
+            if storage.expired():
+                self._known.pop(handle, None)
+        for value in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = StorageWeakRef(value.untyped_storage())
+                self._known[storage.cdata] = storage
+
+    def copy_from(self, inputs: list[Any], positions: Iterable[int]) -> None:
+        """Put copies in the place of packed tensors among the inputs that are to be overwritten."""
+        for position in positions if self._known else ():
+            known = self._known.get(inputs[position].untyped_storage()._cdata)
+            if known is not None and not known.expired():
+                inputs[position] = inputs[position].clone()
+
+
+PACKED = PackedTensors()

@@ -1,0 +1,343 @@
+"""The policy: what is recorded, kept, copied and made static for one set of sizes, and on which event.
+
+================================== ==================================================================================
+no recording can be replayed, for  answer
+================================== ==================================================================================
+every one is in use                record another: calls that run at one time have one each
+they have ended                    record again (the arena moved, they were released or evicted)
+a static input is elsewhere        record for the new address; after a few moves it is static no more
+an output is live                  run eagerly; found live twice, it is copied from then on (the outputs of the
+                                   warm-up that are live when the first recording is made: at once)
+another program's output is live   run eagerly, then record around it; found live twice, its program copies it
+there are ``max_recordings``       the least recently used one goes, if this shape is called more often
+================================== ==================================================================================
+
+Live outputs are an event where graphs freeze addresses only: elsewhere what the caller gets is allocated at the call.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..plan import MemoryPlan
+from .memory import ARENAS, Arena, has_address
+from .provision import Forecast
+from .recording import Recording
+from .turn import Call
+
+# An input that has moved so often is static no more; one that AOTAutograd does not call static may not move at all.
+_MOVES = 3
+# Bytes: copying such an output takes less than finding out whether it is live.
+_SMALL = 1 << 20
+# Recordings at other addresses than the present ones that are kept.
+_ELSEWHERE = 3
+# Recordings made because other programs' outputs were live: from the second on in an arena of its own, then no more.
+BLOCKED = 3
+# Calls of a shape since another was used last, for it to take the place of that one: at first, and at most.
+_PATIENCE, _MOST_PATIENCE = 2, 64
+# How many shapes are known, for each recording that there may be.
+_KNOWN = 8
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where an input was, without holding it.
+
+    An address alone says little: what a call allocates often lands where the call before had freed. A storage
+    that is still alive is the same one.
+
+    """
+
+    address: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, value: Any) -> Seen | None:
+        """None for what has no address: numbers, opaque tensors."""
+        if not isinstance(value, torch.Tensor) or not has_address(value):
+            return None
+        if value.is_conj() or value.is_neg():
+            return None  # the memory alone does not say what the value is
+        try:
+            storage = value.untyped_storage()
+            return cls(value.data_ptr(), StorageWeakRef(storage))
+        except RuntimeError:
+            return None
+
+    def is_still(self, other: Seen) -> bool:
+        alive = not self.storage.expired()
+        return alive and self.storage.cdata == other.storage.cdata and self.address == other.address
+
+
+@dataclass
+class Decision:
+    """What to do with a call that cannot be replayed as it is.
+
+    Attributes:
+        replay: a recording that can be replayed after all; the call has its turn.
+        record: why to record; empty to run eagerly.
+        eager: why to run eagerly.
+        event: what happened, for the counters.
+        apart: record in an arena in which nobody else's outputs are live.
+        in_use: arenas of recordings that would do, but for other calls that have them.
+    """
+
+    replay: Recording | None = None
+    record: str = ""
+    eager: str = ""
+    event: str = ""
+    apart: bool = False
+    in_use: frozenset[Arena] = frozenset()
+
+    def will_not_do(self, arena: Arena) -> bool:
+        """Whether to record in another arena."""
+        return arena in self.in_use or (self.apart and bool(arena.held()))
+
+
+@dataclass(eq=False)
+class Specialization:
+    """The recordings of one set of sizes (and stream), and what was learnt about its inputs and outputs.
+
+    Several threads may be in here at one time: what they replace they replace in one step.
+
+    Attributes:
+        seen: where the inputs of the last eager run were.
+        moves: how often a static input was found elsewhere, by position.
+        live: how often an output was found live when its memory was needed, by storage.
+        copied: storages of outputs that are copied when handed out.
+        copies_all: whether all are.
+        warm_outputs: outputs of the last eager run, by storage.
+        blocked: how often another program's outputs were live in the memory that every recording needs.
+        apart: whether a plan around live outputs was refused.
+        why: why the recordings before ended, for the next one.
+        plan: the memory plan, where it depends on nothing but sizes.
+        calls: when it was called lately without a recording, as numbers that grow.
+        evicted: whether it had a recording that others took the place of.
+        short: what took memory when there was too little (``ArenaPool.pressure``).
+    """
+
+    recordings: tuple[Recording, ...] = ()
+    eager_runs: int = 0
+    seen: dict[int, Seen | None] = field(default_factory=dict)
+    moves: collections.Counter[int] = field(default_factory=collections.Counter)
+    live: collections.Counter[int] = field(default_factory=collections.Counter)
+    copied: frozenset[int] = frozenset()
+    copies_all: bool = False
+    warm_outputs: list[tuple[int, StorageWeakRef]] = field(default_factory=list)
+    blocked: int = 0
+    apart: bool = False
+    why: str = ""
+    forecast: Forecast | None = None
+    plan: MemoryPlan | None = None
+    calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
+    evicted: bool = False
+    short: tuple[int, int] | None = None
+
+    # -- what a call finds ------------------------------------------------------------------------------
+
+    def decide(self, inputs: list[Any], call: Call) -> Decision:
+        """Find out why no recording could be replayed, and what to do about it."""
+        self._leave_out_the_ended()
+        here = [recording for recording in self.recordings if recording.same_addresses(inputs)]
+        if not here:
+            return self._moved(inputs) if self.recordings and not self.why else self._first()
+        live: list[Recording] = []
+        blocked: list[Recording] = []
+        for recording in here:
+            if not recording.take(call):
+                recording.give(call)
+                continue
+            if recording.may_run(inputs):
+                return Decision(replay=recording)
+            (live if recording.held() else blocked).append(recording)
+            recording.give(call)
+        if live:
+            return self._live(live)
+        if blocked:
+            return self._blocked(blocked)
+        arenas = frozenset(arena for recording in here for arena in recording.request.arenas.values())
+        return Decision(record="every recording is in use", in_use=arenas)
+
+    def _leave_out_the_ended(self) -> None:
+        over = [r for r in self.recordings if r.ended or r.superseded]
+        if over:
+            self.why = over[-1].ended or over[-1].superseded
+            self.recordings = tuple(r for r in self.recordings if not (r.ended or r.superseded))
+
+    def _first(self) -> Decision:
+        why, self.why = self.why, ""
+        return Decision(record=why or "first")
+
+    def _moved(self, inputs: Sequence[Any]) -> Decision:
+        """No recording is for these addresses. What another recording hands out is at one of a few."""
+
+        def moved_from(recording: Recording) -> list[int]:
+            return [p for p in recording.request.bound_inputs if not recording.is_at(p, inputs[p])]
+
+        moved = min(map(moved_from, self.recordings), key=len)
+        known = [p for p in moved if ARENAS.owns(inputs[p].data_ptr())]
+        if len(known) == len(moved):
+            return Decision(record="inputs from another recording of the program before")
+        self.moves.update(set(moved).difference(known))
+        return Decision(record="inputs moved", event="a static input has moved")
+
+    def _live(self, recordings: Sequence[Recording]) -> Decision:
+        found = frozenset[int]().union(*(output.indices for r in recordings for output in r.held()))
+        event = "an output was still live at the next call"
+        if not self.found_live(found):
+            return Decision(eager="an output of an earlier call is live", event=event)
+        self._leave_out_the_ended()
+        return Decision(record="live outputs are copied from now on", event=event)
+
+    def _blocked(self, recordings: Sequence[Recording]) -> Decision:
+        for recording in recordings:
+            recording.tell_who_is_in_the_way()
+        self.blocked += 1
+        event = "an output of another program was live in memory that was needed"
+        if self.blocked % 2 or self.blocked > 2 * BLOCKED:
+            return Decision(eager="an output of another program is live in its memory", event=event)
+        return Decision(record="around live outputs of other programs", event=event, apart=self.blocked > 2)
+
+    def found_live(self, outputs: Collection[int]) -> bool:
+        """Note that outputs (storages) are live although their memory is needed; whether they are copied from now on.
+
+        So are all small ones, and when it happens again all others: the number of recordings made for it is bounded.
+        """
+        self.live.update(outputs)
+        twice = frozenset(index for index in outputs if self.live[index] > 1) - self.copied
+        if not twice:
+            return False
+        self.copies_all = bool(self.copied)
+        small = (o.indices for r in self.recordings for o in r.live_outputs if o.storage.nbytes() <= _SMALL)
+        self.copied |= twice.union(*small)
+        for recording in self.recordings:
+            if not recording.request.copied >= self.copied:
+                recording.superseded = "live outputs are copied from now on"
+        return True
+
+    def copied_of(self, outputs: Iterable[int]) -> frozenset[int]:
+        """Which outputs (storages) are copied when handed out."""
+        return frozenset(outputs) if self.copies_all else self.copied.intersection(outputs)
+
+    def cut_again(self) -> None:
+        """The program was cut around an operator that could not be captured."""
+        self.recordings, self.why, self.plan = (), "cut anew around what could not be captured", None
+
+    def look_at_the_warm_up(self) -> None:
+        """Copy the outputs that the caller still has of the eager run before: a loop that keeps them goes on so."""
+        self.copied |= {index for index, storage in self.warm_outputs if not storage.expired()}
+        self.warm_outputs = []
+
+    # -- inputs -----------------------------------------------------------------------------------------
+
+    def static(self, inputs: Sequence[Any], expected: Collection[int], copies: bool, backward: bool) -> list[int]:
+        """Positions of the inputs whose addresses are taken to stay.
+
+        Args:
+            expected: what AOTAutograd says. In a backward these are all saved tensors: parameters, which stay, and
+                activations, which stay only if they lie in an arena.
+            copies: whether other inputs are copied: then one had better stay that was there in the call before.
+        """
+        asked = range(len(inputs)) if copies else sorted(expected)
+        return [p for p in asked if self._stays(p, inputs[p], p in expected and (copies or not backward))]
+
+    def _stays(self, position: int, value: Any, expected: bool) -> bool:
+        moves = self.moves[position]
+        if moves >= (_MOVES if expected else 1) or (here := Seen.of(value)) is None:
+            return False
+        if expected and (moves or not self.seen or ARENAS.owns(here.address)):
+            return True  # without a call to compare with (warmup=0) there is AOTAutograd's word alone
+        before = self.seen.get(position)
+        return before is not None and before.is_still(here)
+
+    def note(self, inputs: Sequence[Any]) -> None:
+        """Remember where the inputs of an eager run are."""
+        self.seen = {position: Seen.of(value) for position, value in enumerate(inputs)}
+
+    # -- recordings -------------------------------------------------------------------------------------
+
+    def add(self, recording: Recording, inputs: list[Any]) -> None:
+        """Keep a recording; of those for other addresses the least recently used goes."""
+        elsewhere = [r for r in self.recordings if not r.same_addresses(inputs)]
+        gone = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
+        # What is static comes first: a recording with fewer static inputs is for other addresses, too.
+        kept = [r for r in self.recordings if r not in gone]
+        self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.bound_inputs)))
+        self.why = ""
+
+    def waits_for_memory(self, device: torch.device) -> bool:
+        """Whether memory was short, and nothing that took it has gone since."""
+        if self.short is not None:
+            now = ARENAS.pressure(device)
+            if now[0] < self.short[0] or now[1] < self.short[1]:
+                self.short = None
+        return self.short is not None
+
+
+class Specializations:
+    """The specializations of a program by key, and which may have recordings."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._patience = most, _PATIENCE
+        self._by_key: dict[Any, Specialization] = {}
+        self.get = self._by_key.get
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def values(self) -> list[Specialization]:
+        return list(self._by_key.values())
+
+    def clear(self) -> None:
+        self._by_key.clear()
+
+    def add(self, key: Any, new: Specialization) -> Specialization:
+        """Know one more; of those without a recording the oldest are forgotten."""
+        if len(self._by_key) >= _KNOWN * self._most:
+            idle = [known for known, one in list(self._by_key.items()) if not one.recordings]
+            for known in idle[: len(idle) // 2 + 1]:
+                self._by_key.pop(known, None)
+        return self._by_key.setdefault(key, new)
+
+    def recordings(self) -> list[Recording]:
+        return [recording for one in self.values() for recording in one.recordings]
+
+    def is_full(self) -> bool:
+        return len(self.recordings()) >= self._most
+
+    def make_room(self, wanted: Specialization, call: Call) -> bool:
+        """End the least recently used recording if there are too many; False if it has to stay.
+
+        It stays unless ``wanted`` was called more than once since that was used. Shapes called in turn, more of them
+        than there may be recordings, would otherwise be recorded at every call. A recording that is missed
+        afterwards shows that shapes come back after a longer while: the number doubles.
+        """
+        if wanted.evicted:
+            wanted.evicted = False
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        while self.is_full():
+            owners = ((r, one) for one in self.values() for r in one.recordings)
+            for oldest, owner in sorted(owners, key=lambda known: known[0].used):
+                recent = itertools.islice(reversed(wanted.calls), self._patience)
+                if sum(when > oldest.used for when in recent) < self._patience and owner is not wanted:
+                    return False
+                owner.why = "max_recordings: the least recently used"
+                try:
+                    if not oldest.take(call):
+                        continue
+                    oldest.end(owner.why)
+                finally:
+                    oldest.give(call)
+                owner.recordings = tuple(r for r in owner.recordings if r is not oldest)
+                owner.evicted = owner is not wanted
+                break
+            else:
+                return False
+        return True
