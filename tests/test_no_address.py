@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, and memory that repeats: a graph with fixed addresses leaves them to others."""
+"""Tensors without memory of their own, and memory that repeats: no graph with fixed addresses holds them."""
 
 from __future__ import annotations
 

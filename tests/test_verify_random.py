@@ -33,7 +33,6 @@ from torch.fx import GraphModule, Node
 from fxwrap.compiler import CompileRequest, compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.host_graph import Kind, launch, reinterpret
-from fxwrap.passes.memory_needs import hinted_sizes
 from fxwrap.passes.memory_planning import plan_pair, plan_program
 from fxwrap.passes.storages import _Analysis
 from fxwrap.passes.verify import verify_memory, verify_schedule

@@ -152,7 +152,8 @@ def _check_homes(facts: StorageFacts, plan: MemoryPlan) -> None:
     elsewhere = plan.location.keys() | {index for region in plan.regions for index in region.offsets}
     for storage in facts.storages:
         index, made = storage.index, storage.index in plan.per_call
-        homeless = not (made or plan.arenas or index in elsewhere) and index in plan.sizes
+        comes_and_goes = bool(plan.per_call or plan.regions)
+        homeless = comes_and_goes and not made and index not in elsewhere and index in plan.sizes
         if homeless or (made and (index in elsewhere or storage.origin is not Origin.ALLOCATION)):
             raise PlanError(
                 f"plan: {storage.name} has " + ("no memory" if homeless else "memory twice"),
