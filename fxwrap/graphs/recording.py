@@ -426,7 +426,9 @@ class Recording:
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """Where a graph calls again, what it makes anew is what it makes at replays: inference tensors, too."""
-        return torch.inference_mode(self._inference and not self.request.runtime.frozen_addresses)
+        if self._inference and not self.request.runtime.frozen_addresses:
+            return torch.inference_mode()
+        return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
 
     def _needs_place(self, node: Node) -> bool:
         """Whether a value of eager work has to lie where it always does."""
