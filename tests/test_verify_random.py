@@ -98,7 +98,7 @@ class Observed:
                 continue
             worked_on = frozenset[Memory]().union(*(of[arg] for arg in node.all_input_nodes))
             if node.target is collectives.wait_tensor.default:
-                worked_on = worked_on.union(*(lent[memory] for memory in worked_on))
+                worked_on = worked_on.union(*(lent.pop(memory, frozenset()) for memory in worked_on))
             elif getattr(node.target, "namespace", "") == "_c10d_functional":
                 for memory in of[node]:
                     lent[memory] |= worked_on
