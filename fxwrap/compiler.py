@@ -54,13 +54,13 @@ class CompileRequest:
         compile_partition: may return what runs in a partition's place.
     """
 
+    torch: TorchFunctions
     options: Options = field(default_factory=Options)
     static_inputs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
     phase: str = "inference"
     owner: Owner | None = None
     compile_partition: Callable[[PartitionGraph], Callable[..., Any] | None] | None = None
-    torch: TorchFunctions = field(default_factory=TorchFunctions)
 
 
 def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:

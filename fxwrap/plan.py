@@ -397,12 +397,5 @@ class Planned:
     donated: tuple[tuple[int, tuple[Node, ...]], ...] = ()
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """A plan for a program together with another.
-
-    Attributes:
-        placements: by device: offsets by name; the size and the lower bound are those of both programs.
-    """
-
-    placements: Mapping[torch.device, Placement]
+# Offsets by name in the arena of each device, for one of two programs: size and lower bound are those of both.
+Suggestion = Mapping[torch.device, Placement]

@@ -7,6 +7,7 @@ whatever the passes decide can be compared with ``gm(*inputs)``.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import random
@@ -23,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxwrap.codegen.inductor import _torch_functions
-from fxwrap.graphs.torch_functions import TorchFunctions
+from fxwrap.codegen.request import torch_functions
+from fxwrap.compiler import CompileRequest
 from fxwrap.host_graph import Kernel, Kind, launch, reinterpret
 from fxwrap.options import Options
 from fxwrap.plan import Partition
@@ -43,8 +44,8 @@ PROPERTY = settings(
     print_blob=False,
 )
 
-# Outputs are handed out in different ways, depending on whether torch can tell that one is still held.
-TORCH_FUNCTIONS = {"use counts": _torch_functions(), "no use counts": TorchFunctions()}
+# What fxwrap asks for at each compilation, but for options.
+compile_request = functools.partial(CompileRequest, torch_functions())
 
 
 # -- kernels ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Outputs in an arena: stacked, at the other end of what others have, and planned for two programs at once.
+"""Outputs in an arena: at the other end of what others have, and planned for two programs at once.
 
 The drawings show an arena: steps go to the right, bytes go up, one row is 64 bytes (the alignment on a CPU). ``#`` is
 what others have.
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from placements import aligned, check_placement, heaviest_step, random_buffers
-from random_graphs import CPU, GraphMaker, by_name
+from random_graphs import CPU, GraphMaker, by_name, compile_request
 from torch.fx import GraphModule
 
 import fxwrap.passes.verify as verify_module
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.packing import Buffer, Placement, plan_memory
 from fxwrap.passes.arena_layout import Fixed, fits, lay_out_arena
@@ -33,49 +33,6 @@ def rows(placement: Placement) -> dict[str, int]:
 
 
 # -- one program --------------------------------------------------------------------------------------------
-
-
-def test_outputs_are_stacked_in_the_order_in_which_they_are_made() -> None:
-    """
-    ::
-
-        320 |       u u             a, b, c stay after the program; t and u lie above them
-        256 |   t t u u
-        192 |   t t   c c
-        128 |     b b b b
-         64 | a a a a a a
-          0 +------------
-              0 1 2 3 4 5
-    """
-    buffers = [
-        Buffer("a", ROW, 0, 6), Buffer("t", 2 * ROW, 1, 3), Buffer("b", ROW, 2, 6), Buffer("u", 2 * ROW, 3, 5),
-        Buffer("c", ROW, 4, 6),
-    ]  # fmt: skip
-    placement = lay_out_arena(buffers, {"a", "b", "c"}, (), ROW)
-    check_placement(buffers, placement, ROW)
-    assert rows(placement) == {"a": 0, "b": 1, "c": 2, "t": 2, "u": 3}
-    assert placement.size == placement.lower_bound == 5 * ROW
-
-
-def test_outputs_are_not_stacked_where_that_takes_more() -> None:
-    """
-    ::
-
-        stacked             anywhere
-
-        320 |   t
-        256 |   t           256 |   t
-        192 | a a a         192 |   t g         g stays after the program; below it, t has no room
-        128 | a a a         128 | a a a
-         64 |     g          64 | a a a
-          0 +------           0 +------
-              0 1 2               0 1 2
-    """
-    buffers = [Buffer("a", 2 * ROW, 0, 3), Buffer("t", 2 * ROW, 1, 2), Buffer("g", ROW, 2, 3)]
-    placement = lay_out_arena(buffers, {"g"}, (), ROW)
-    check_placement(buffers, placement, ROW)
-    assert rows(placement) == {"a": 0, "t": 2, "g": 2}
-    assert placement.size == placement.lower_bound == 4 * ROW
 
 
 def test_outputs_come_down_from_the_top_where_others_have_bytes() -> None:
@@ -291,7 +248,7 @@ def backward() -> GraphModule:
 
 
 def plan_of(gm: GraphModule) -> ProgramPlan:
-    return compile_host_graph(gm, CompileRequest()).plan
+    return compile_host_graph(gm, compile_request()).plan
 
 
 def test_gradients_take_the_place_of_saved_activations() -> None:
@@ -310,19 +267,19 @@ def test_gradients_take_the_place_of_saved_activations() -> None:
     inputs = by_name(second.graph)
     handed_on = {index[name]: [inputs[name]] for name in ("s0", "s1", "s2")}
     own, others = plan_pair(Planned(first, {}, {}), Planned(second, {}, {}), handed_on)
-    assert rows(own.placements[CPU]) == {"s0": 0, "s1": 2, "s2": 3}
-    assert rows(others.placements[CPU]) == {"g2": 1, "g1": 3, "g0": 2}
+    assert rows(own[CPU]) == {"s0": 0, "s1": 2, "s2": 3}
+    assert rows(others[CPU]) == {"g2": 1, "g1": 3, "g0": 2}
     for suggestion in (own, others):
-        assert suggestion.placements[CPU].size == suggestion.placements[CPU].lower_bound == 4 * ROW
+        assert suggestion[CPU].size == suggestion[CPU].lower_bound == 4 * ROW
 
     # Both programs' plans follow it, the second where the first has left what it saved.
     memory = plan_program(Planned(first, {}, {}), suggestion=own)
     verify_memory(first.graph, first.schedule, first.facts, memory, {})
-    assert memory.arenas[CPU].placement == own.placements[CPU]
-    saved = [Taken(o, o + ROW, (inputs[name],)) for name, o in own.placements[CPU].offsets.items()]
+    assert memory.arenas[CPU].placement == own[CPU]
+    saved = [Taken(o, o + ROW, (inputs[name],)) for name, o in own[CPU].offsets.items()]
     memory = plan_program(Planned(second, {}, {}), lambda device: saved, others)
     verify_memory(second.graph, second.schedule, second.facts, memory, {})
-    assert memory.arenas[CPU].placement == others.placements[CPU]
+    assert memory.arenas[CPU].placement == others[CPU]
 
 
 def test_what_somebody_else_may_have_lives_on_through_both() -> None:
@@ -332,9 +289,9 @@ def test_what_somebody_else_may_have_lives_on_through_both() -> None:
     inputs = by_name(second.graph)
     handed_on = {index[name]: [inputs[name]] for name in ("s1", "s2")}
     own, others = plan_pair(Planned(first, {}, {}), Planned(second, {}, {}), handed_on)
-    s0 = own.placements[CPU].offsets["s0"]
-    assert s0 not in others.placements[CPU].offsets.values()
-    assert own.placements[CPU].size == own.placements[CPU].lower_bound == 4 * ROW
+    s0 = own[CPU].offsets["s0"]
+    assert s0 not in others[CPU].offsets.values()
+    assert own[CPU].size == own[CPU].lower_bound == 4 * ROW
 
 
 def test_a_suggestion_is_not_followed_where_somebody_has_the_bytes() -> None:

@@ -28,6 +28,7 @@ from random_graphs import (
     by_name,
     check_calls,
     collectives,
+    compile_request,
     expected_of,
     picture,
     run_schedule,
@@ -35,7 +36,7 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.graphs.device_graph import DeviceRuntime, using_runtime
 from fxwrap.graphs.flat import FlatBuilder
@@ -236,7 +237,7 @@ def test_what_arrives_across_captured_work_is_copied_when_it_is_there(
 ) -> None:
     """Captured work on hardware reads fixed addresses: what eager work makes has a place that it is copied to."""
     with using_runtime(runtime) if runtime is not None else contextlib.nullcontext():
-        program = compile_host_graph(overlap.gm, CompileRequest(Options(eager_ops=ALWAYS_EAGER)))
+        program = compile_host_graph(overlap.gm, compile_request(Options(eager_ops=ALWAYS_EAGER)))
         check_calls(overlap.gm, overlap.maker.inputs, program, [False] * 4)
     assert picture(program.plan.partitions) == "eager[begin g] captured[k] eager[s wait_g wait_s] captured[read last]"
     assert set(program.counters.eager) == {"warm-up"}
@@ -270,7 +271,7 @@ def test_what_a_collective_was_given_is_not_freed_before_a_wait_in_another_parti
         ( begin  g = all_gather(x) )   [ k ]   ( s  wait_g  wait_s )   [ read  last ]
                  x is named here last ----------> and read until here
     """
-    program = compile_host_graph(overlap.gm, CompileRequest(Options(eager_ops=ALWAYS_EAGER)))
+    program = compile_host_graph(overlap.gm, compile_request(Options(eager_ops=ALWAYS_EAGER)))
     for call in range(2):
         program(*overlap.maker.inputs(call))
     (family,) = program.specializations.values()
@@ -302,7 +303,7 @@ def test_what_is_under_way_beyond_the_program_is_never_recorded(make: Callable[[
     """Between two calls the arena is somebody else's, and an output that is copied while it arrives is wrong."""
     maker = GraphMaker()
     gm = make(maker)
-    program = compile_host_graph(gm, CompileRequest(Options()))
+    program = compile_host_graph(gm, compile_request(Options()))
     for call in range(3):
         x = maker.inputs(call)
         (result,) = program(*x)
@@ -312,7 +313,7 @@ def test_what_is_under_way_beyond_the_program_is_never_recorded(make: Callable[[
         assert torch.equal(result, expected)
     assert program.counters.replays == 0
     assert program.counters.eager["a communication on g is under way at a call's begin or end"] == 2
-    strict = compile_host_graph(gm, CompileRequest(Options(strict=True, warmup=0)))
+    strict = compile_host_graph(gm, compile_request(Options(strict=True, warmup=0)))
     with pytest.raises(PlanError, match="wait for it inside of the compiled region"):
         strict(*maker.inputs(0))
 

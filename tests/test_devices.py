@@ -226,7 +226,7 @@ def test_a_device_in_plain_python() -> None:
     script = ROOT / "examples" / "pydevice" / "pydevice.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    for line in ("graph 0: inference on pydevice:0", "launch cpp_fused_gelu_0(buf0)", "pydevice:0              4"):
+    for line in ("graph 0: inference on pydevice:0", "launch cpp_fused_gelu_0(buf0)", "arena on pydevice:0     4"):
         assert line in done.stdout
     assert "'no device graph for pydevice:0': 2" in done.stdout
 

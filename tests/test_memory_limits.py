@@ -247,7 +247,7 @@ def test_after_a_shortage_it_replays_again(
     other = own_arenas.take(device, "another stream", call, taken)
     other.resize(64 << 10)
     user = User(1)
-    other.enter(user, Lent([], None), other.nbytes)
+    other.enter(user, Lent(), other.nbytes)
     _run(f, x, 2 + length)
     assert f.program.counters.eager == {"warm-up": 1, "more than max_memory": 1 + length}
     assert not f.program.counters.recordings
@@ -316,7 +316,7 @@ def test_the_least_recently_used_ends_first() -> None:
     pool, arenas = _pool([1000, 2000, 0])
     a, b, c = User(3), User(1, 300), User(2)
     for user, arena in ((a, arenas[0]), (b, arenas[0]), (c, arenas[1])):
-        arena.enter(user, Lent([], None), arena.nbytes)
+        arena.enter(user, Lent(), arena.nbytes)
     assert pool.kept(CPU) == 3300
     assert pool.make_room(arenas[2], 1500, 3000)
     assert (a.ended, bool(b.ended), bool(c.ended)) == ("", True, True)
@@ -326,7 +326,7 @@ def test_the_least_recently_used_ends_first() -> None:
 def test_what_is_in_use_stays() -> None:
     pool, arenas = _pool([1000, 0])
     user = User(1)
-    arenas[0].enter(user, Lent([], None), 1000)
+    arenas[0].enter(user, Lent(), 1000)
     running = Call()
     assert arenas[0].busy.take(running)
     assert not pool.make_room(arenas[1], 500, 1200) and not user.ended

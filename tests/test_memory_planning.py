@@ -25,12 +25,13 @@ from random_graphs import (
     by_name,
     check_calls,
     collectives,
+    compile_request,
     halve,
     recipes,
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.host_graph import Kind, kind_of, output_node
 from fxwrap.options import Options
@@ -64,7 +65,7 @@ def test_bytes_are_counted_up_to_the_last_element(
 
 
 def program_plan(gm: GraphModule, eager_ops: Sequence[str] = ALWAYS_EAGER) -> ProgramPlan:
-    return compile_host_graph(gm, CompileRequest(options=Options(eager_ops=tuple(eager_ops)))).plan
+    return compile_host_graph(gm, compile_request(options=Options(eager_ops=tuple(eager_ops)))).plan
 
 
 def offsets_by_name(plan: ProgramPlan, memory: MemoryPlan) -> Mapping[str, int]:
@@ -93,7 +94,7 @@ def test_a_chain_takes_two_places() -> None:
               k0 k1 k2 k3 (after)                  k3     b2     b3: the output, which the caller gets
     """
     maker, gm = chain(4)
-    program = compile_host_graph(gm, CompileRequest())
+    program = compile_host_graph(gm, compile_request())
     memory = plan_program(Planned(program.plan, {}, {}))
     nodes = by_name(gm)
     of = program.plan.facts.of
@@ -111,9 +112,9 @@ def test_views_keep_their_memory_alive() -> None:
     """
     ::
 
-        192 |       c  c
-        128 | a  a  a  a              v is a view of a, so a must stay until r, which reads v
-         64 |    b  b  out out
+        192 |    b  b  out out
+        128 |       c  c
+         64 | a  a  a  a              v is a view of a, so a must stay until r, which reads v
           0 +-----------------
               k0 k1 k2 r (after)
     """
@@ -126,10 +127,10 @@ def test_views_keep_their_memory_alive() -> None:
     maker.launch("mix", b, x, c, name="k2")
     maker.launch("mix", c, v, out, name="r")
     gm = maker.finish([out])
-    program = compile_host_graph(gm, CompileRequest())
+    program = compile_host_graph(gm, compile_request())
     memory = plan_program(Planned(program.plan, {}, {}))
     placed = offsets_by_name(program.plan, memory)
-    assert placed == {"a": 64, "b": 0, "c": 128, "out": 0}
+    assert placed == {"a": 0, "b": 128, "c": 64, "out": 128}
     assert memory.size == memory.lower_bound == 192
     check_calls(gm, maker.inputs, program, [False, False, False, True, False])
 
@@ -199,7 +200,7 @@ def test_memory_whose_size_only_data_decides_is_allocated_when_it_is_known() -> 
     out = maker.allocate(name="out")
     maker.launch("mix", some, some, out)
     gm = maker.finish([out])
-    program = compile_host_graph(gm, CompileRequest())
+    program = compile_host_graph(gm, compile_request())
     memory = plan_program(Planned(program.plan, {}, {}))
     assert set(offsets_by_name(program.plan, memory)) == {"out"}
     assert {program.plan.facts.storages[index].name for index in memory.sizes} == {"out"}

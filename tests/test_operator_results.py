@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled, assert_same, on_simulated, tensors_in
-from random_graphs import CPU, TORCH_FUNCTIONS, GraphMaker, check_calls, collectives
+from random_graphs import CPU, GraphMaker, check_calls, collectives, compile_request
 from test_view_copies import Building
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.options import Options
 from fxwrap.passes.memory_planning import plan_program
@@ -45,7 +45,7 @@ def placeable(gm: GraphModule, may_keep: bool = True, numbers: Mapping[Node, Any
 
 def planned(gm: GraphModule, eager_ops: tuple[str, ...] = (), **changes: Any) -> tuple[ProgramPlan, MemoryPlan]:
     """Where addresses are frozen."""
-    plan = compile_host_graph(gm, CompileRequest(Options(eager_ops=eager_ops, capture="always"))).plan
+    plan = compile_host_graph(gm, compile_request(Options(eager_ops=eager_ops, capture="always"))).plan
     memory = plan_program(Planned(plan, {}, {}, **changes))
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     return plan, memory
@@ -105,7 +105,7 @@ def test_of_eager_work_only_what_graphs_read_has_a_place() -> None:
 def run(gm: GraphModule, *sizes: tuple[int, ...], eager_ops: tuple[str, ...] = ()) -> Any:
     """Compare with the graph, on the CPU with graphs that keep addresses; outputs are held, spoilt, and compared."""
     with on_simulated():
-        request = CompileRequest(Options(eager_ops=eager_ops, capture="always"), torch=TORCH_FUNCTIONS["use counts"])
+        request = compile_request(Options(eager_ops=eager_ops, capture="always"))
         program = compile_host_graph(gm, request)
         hold = [False, True, False, False, True, True, False, False, False]
         check_calls(gm, lambda seed: [torch.randn(size) for size in sizes or [(4, 6)]], program, hold)

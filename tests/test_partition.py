@@ -19,13 +19,13 @@ from random_graphs import (
     ALWAYS_EAGER,
     CPU,
     PROPERTY,
-    TORCH_FUNCTIONS,
     GraphMaker,
     Recipe,
     aten,
     build,
     by_name,
     check_calls,
+    compile_request,
     expected_of,
     picture,
     random_recipe,
@@ -36,7 +36,7 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.graphs.device_graph import using_runtime
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.simulated import SIMULATED
@@ -52,8 +52,8 @@ from fxwrap.plan import NodeVerdict, Partition, Planned, Verdict
 HOLD = [False, True, False, False, True, True, False]
 
 
-def compiled(gm: GraphModule, eager_ops: Sequence[str] = (), functions: str = "use counts") -> Program:
-    request = CompileRequest(options=Options(eager_ops=(*ALWAYS_EAGER, *eager_ops)), torch=TORCH_FUNCTIONS[functions])
+def compiled(gm: GraphModule, eager_ops: Sequence[str] = ()) -> Program:
+    request = compile_request(options=Options(eager_ops=(*ALWAYS_EAGER, *eager_ops)))
     return compile_host_graph(gm, request)
 
 
@@ -398,13 +398,12 @@ def test_random_graphs_of_all_sizes(count: int) -> None:
 # -- the numbers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("functions", list(TORCH_FUNCTIONS))
 @PROPERTY
 @given(recipes(), st.lists(st.booleans(), min_size=3, max_size=6))
-def test_programs_compute_what_their_graphs_compute(functions: str, recipe: Recipe, hold: list[bool]) -> None:
+def test_programs_compute_what_their_graphs_compute(recipe: Recipe, hold: list[bool]) -> None:
     """On every call: the warm-up, the recording and replays; updates of inputs; outputs that the caller keeps."""
     graph = build(recipe)
-    program = compile_host_graph(graph.gm, CompileRequest(graph.options, torch=TORCH_FUNCTIONS[functions]))
+    program = compile_host_graph(graph.gm, compile_request(graph.options))
     check_calls(graph.gm, graph.inputs, program, hold)
     assert set(program.counters.eager) <= {"warm-up"}, "what was planned must be recorded"
 
@@ -415,7 +414,7 @@ def test_programs_compute_the_same_with_frozen_addresses(recipe: Recipe, hold: l
     """As on hardware: inputs are copied to places in the arena, and captured work sees no other address."""
     graph = build(recipe)
     with using_runtime(SIMULATED):
-        program = compile_host_graph(graph.gm, CompileRequest(graph.options, torch=TORCH_FUNCTIONS["use counts"]))
+        program = compile_host_graph(graph.gm, compile_request(graph.options))
         check_calls(graph.gm, graph.inputs, program, hold)
     assert set(program.counters.eager) <= {"warm-up"}
 
@@ -425,7 +424,7 @@ def test_programs_compute_the_same_with_frozen_addresses(recipe: Recipe, hold: l
 def test_inputs_that_stay_in_place_are_bound(recipe: Recipe, static: set[int], hold: list[bool]) -> None:
     """Static inputs have the same address and new contents on every call; in the end they move after all."""
     graph = build(recipe)
-    request = CompileRequest(graph.options, tuple(static), torch=TORCH_FUNCTIONS["use counts"])
+    request = compile_request(graph.options, tuple(static))
     program = compile_host_graph(graph.gm, request)
     check_calls(graph.gm, graph.inputs, program, hold, sorted(static))
     (family,) = program.specializations.values()
@@ -434,9 +433,8 @@ def test_inputs_that_stay_in_place_are_bound(recipe: Recipe, static: set[int], h
     check_calls(graph.gm, graph.inputs, program, hold)
 
 
-@pytest.mark.parametrize("functions", list(TORCH_FUNCTIONS))
 @pytest.mark.parametrize("operator", ["in place", "out", "view"])
-def test_an_output_that_an_operator_returns_is_not_written_over(operator: str, functions: str) -> None:
+def test_an_output_that_an_operator_returns_is_not_written_over(operator: str) -> None:
     """
     ::
 
@@ -452,7 +450,7 @@ def test_an_output_that_an_operator_returns_is_not_written_over(operator: str, f
     else:
         result = maker.extern(aten.alias.default, a)
     gm = maker.finish([result])
-    check_calls(gm, maker.inputs, compiled(gm, functions=functions), [True] * 5)
+    check_calls(gm, maker.inputs, compiled(gm), [True] * 5)
 
 
 @pytest.mark.parametrize(
@@ -503,7 +501,7 @@ def test_random_graphs_are_worth_the_trouble() -> None:
     cuts = reuses = updates = 0
     for _ in range(60):
         graph = build(random_recipe(draw))
-        plan = compile_host_graph(graph.gm, CompileRequest(graph.options)).plan
+        plan = compile_host_graph(graph.gm, compile_request(graph.options)).plan
         memory = plan_program(Planned(plan, {}, {}))
         written = [plan.facts.storages[index].node for indices in plan.facts.writes.values() for index in indices]
         cuts += len(plan.partitions) >= 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from random_graphs import (
     CPU,
     PROPERTY,
-    TORCH_FUNCTIONS,
     GraphMaker,
     Recipe,
     build,
     by_name,
     check_calls,
+    compile_request,
     halve,
     kernel,
     recipes,
@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxwrap
 from fxwrap.codegen import torch_versions
 from fxwrap.codegen.torch_versions import allocations
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.recording import Recording
@@ -63,6 +63,11 @@ def bytes_of(recording: Recording) -> dict[str, int]:
 # -- which storages share one --------------------------------------------------------------------------------
 
 
+def share(buffers: Mapping[int, Buffer], others: Sequence[int], *rest: Any) -> tuple[Region, ...]:
+    """``others``: bytes that other things take, at each step."""
+    return share_regions(buffers, [Buffer("", n, step, step + 1) for step, n in enumerate(others)], *rest)
+
+
 def test_one_region_for_everything_where_there_is_room() -> None:
     """
     ::
@@ -73,13 +78,13 @@ def test_one_region_for_everything_where_there_is_room() -> None:
     """
     buffers = {1: Buffer("a", 64, 0, 2), 2: Buffer("b", 64, 4, 6), 3: Buffer("c", 64, 1, 3)}
     others = [64, 0, 0, 0, 64, 64]
-    (region,) = share_regions(buffers, others, 192, 64)
+    (region,) = share(buffers, others, 192, 64)
     assert (region.begin, region.end, region.size) == (0, 6, 128)
     assert sorted(region.offsets) == [1, 2, 3] and region.offsets[1] != region.offsets[3]
     # It is not there when nobody needs it, and then others may take as much as they like.
-    assert share_regions(buffers, [*others, 1000], 1064, 64) == (region,)
+    assert share(buffers, [*others, 1000], 1064, 64) == (region,)
     later = {i: replace(b, begin=b.begin + 1, end=b.end + 1) for i, b in buffers.items()}
-    (moved,) = share_regions(later, [192, *others, 192], 192, 64)
+    (moved,) = share(later, [192, *others, 192], 192, 64)
     assert moved == replace(region, begin=1, end=7)
 
 
@@ -93,12 +98,12 @@ def test_one_region_that_takes_too_much_in_any_step_is_not_made() -> None:
     """
     buffers = {1: Buffer("a", 64, 0, 2), 2: Buffer("b", 64, 4, 6), 3: Buffer("c", 64, 1, 3)}
     expected = Region(0, 6, 64, {1: 0, 2: 0}), Region(1, 3, 64, {3: 0})
-    assert share_regions(buffers, [64, 0, 0, 0, 64, 64], 128, 64) == expected
+    assert share(buffers, [64, 0, 0, 0, 64, 64], 128, 64) == expected
     # One step with a byte more is enough, wherever it is. (In step 1 there would be no room for a and c.)
     for step in (0, 2, 3, 4, 5):
         others = [65 if step == i else 64 for i in range(6)]
-        assert len(share_regions(buffers, others, 192, 64)) > 1
-    assert len(share_regions(buffers, [64] * 6, 192, 64)) == 1
+        assert len(share(buffers, others, 192, 64)) > 1
+    assert len(share(buffers, [64] * 6, 192, 64)) == 1
 
 
 def test_a_region_is_as_small_as_it_can_be_packed() -> None:
@@ -120,20 +125,20 @@ def test_a_region_is_as_small_as_it_can_be_packed() -> None:
         packed = plan_memory(list(buffers.values()), 64, 0.05)
         room = alone(list(buffers.values()), steps)
         small += packed.size == room
-        assert (packed.size == room) <= (len(share_regions(buffers, steps, room, 64)) == 1)
+        assert (packed.size == room) <= (len(share(buffers, steps, room, 64)) == 1)
     assert small > 25
 
 
 def test_what_is_counted_from_the_start_of_a_storage_has_a_region_of_its_own() -> None:
     buffers = {0: Buffer("b0", 64, 0, 2), 1: Buffer("b1", 10, 0, 2), 2: Buffer("b2", 128, 0, 1)}
-    own, together = share_regions(buffers, [0, 0], 1000, 64, {1})
+    own, together = share(buffers, [0, 0], 1000, 64, {1})
     assert own == Region(0, 2, 10, {1: 0})
     assert (together.begin, together.end, together.size, together.offsets.keys()) == (0, 2, 192, {0, 2})
-    assert share_regions({1: buffers[1]}, [0, 0], 1000, 64, {1}) == (Region(0, 2, 10, {1: 0}),)
+    assert share({1: buffers[1]}, [0, 0], 1000, 64, {1}) == (Region(0, 2, 10, {1: 0}),)
     # What lies apart takes its part of the room.
-    assert share_regions(buffers, [0, 64], 202 + 64, 64, {1}) == (own, together)
-    assert len(share_regions(buffers, [0, 64], 202 + 63, 64, {1})) == 3
-    assert share_regions({}, [0, 0], 1000, 64) == ()
+    assert share(buffers, [0, 64], 202 + 64, 64, {1}) == (own, together)
+    assert len(share(buffers, [0, 64], 202 + 63, 64, {1})) == 3
+    assert share({}, [0, 0], 1000, 64) == ()
 
 
 @st.composite
@@ -157,7 +162,7 @@ def test_regions_have_what_their_storages_need(
 ) -> None:
     buffers, others = problem
     room = alone([*buffers.values()], others) + more
-    regions = share_regions(buffers, others, room, 64, apart)
+    regions = share(buffers, others, room, 64, apart)
     assert sorted(index for region in regions for index in region.offsets) == sorted(buffers)
     for step, nbytes in enumerate(others):
         assert nbytes + sum(region.size for region in regions if region.begin <= step < region.end) <= room
@@ -183,7 +188,7 @@ def test_few_regions() -> None:
             buffers[i] = Buffer(f"b{i}", 64 * draw.randint(1, 6), begin, begin + draw.randint(1, 4))
         others = [64 * draw.randint(0, 6) for _ in range(12)]
         room = alone(list(buffers.values()), others)
-        found += len(share_regions(buffers, others, room, 64))
+        found += len(share(buffers, others, room, 64))
         fewest += min(len(ways) for ways in set_partitions(list(buffers.values())) if together(ways, others) <= room)
     print(f"\n{found} regions, {fewest} would do")
     assert found <= 1.15 * fewest
@@ -233,7 +238,7 @@ def test_memory_is_there_in_the_steps_that_name_a_storage() -> None:
     maker.launch("mix", a, maker.view(a, (16,), (1,)), b)
     maker.launch(kernel("look", look, ()), b)
     maker.launch("mix", x, x, out)
-    program = compile_host_graph(maker.finish([out]), CompileRequest())
+    program = compile_host_graph(maker.finish([out]), compile_request())
     for seed in range(4):
         program(*maker.inputs(seed))
     assert seen[-2:] == [{"a": 128, "b": 128}] * 2  # replays
@@ -263,7 +268,7 @@ def test_memory_is_there_in_the_steps_that_name_a_storage() -> None:
 def test_random_graphs_compute_the_same(recipe: Recipe, hold: list[bool]) -> None:
     """A storage without memory has no address: whoever named it then would fail, not compute something else."""
     graph = build(recipe)
-    program = compile_host_graph(graph.gm, CompileRequest(graph.options, torch=TORCH_FUNCTIONS["use counts"]))
+    program = compile_host_graph(graph.gm, compile_request(graph.options))
     check_calls(graph.gm, graph.inputs, program, hold)
     assert set(program.counters.eager) <= {"warm-up"}
     assert not any(sum(bytes_of(recording).values()) for recording in recordings(program))
@@ -284,7 +289,7 @@ def test_an_error_leaves_no_memory_behind() -> None:
     maker.launch(kernel("may_fail", may_fail, (1,)), a, b)
     maker.launch("mix", b, b, out)
     gm = maker.finish([out])
-    program = compile_host_graph(gm, CompileRequest())
+    program = compile_host_graph(gm, compile_request())
     for seed in range(3):
         program(*maker.inputs(seed))
     (recording,) = recordings(program)
@@ -326,7 +331,7 @@ def test_an_operator_that_counts_from_the_start_of_a_storage() -> None:
     part = maker.extern(aten.as_strided_copy.default, b, (16,), (1,), 0, name="part")
     maker.launch("mix", a, part, out)
     gm = maker.finish([out])
-    program = compile_host_graph(gm, CompileRequest())
+    program = compile_host_graph(gm, compile_request())
     check_calls(gm, maker.inputs, program, [False, True, False])
     (recording,) = recordings(program)
     memory = recording.request.memory
@@ -353,7 +358,7 @@ def test_an_operator_that_asks_whether_its_results_share_a_storage() -> None:
     maker.extern(aten.linalg_qr.out, x, Q=q, R=r)
     maker.extern(aten.mm.out, q, r, out=out)
     gm = maker.finish([out])
-    program = compile_host_graph(gm, CompileRequest())
+    program = compile_host_graph(gm, compile_request())
     check_calls(gm, maker.inputs, program, [False, True, False, True])
     assert program.counters.replays == 2
 
@@ -456,7 +461,7 @@ def test_donated_inputs_are_let_go_of_after_their_last_use() -> None:
     maker.launch("mix", s, x, a)
     maker.launch(kernel("look", look, ()), a)
     maker.launch("mix", a, a, out)
-    program = compile_host_graph(maker.finish([out]), CompileRequest(donated=frozenset({1, 2})))
+    program = compile_host_graph(maker.finish([out]), compile_request(donated=frozenset({1, 2})))
     for seed in range(4):
         inputs = [value.clone() for value in maker.inputs(seed)]
         storages = [StorageWeakRef(value.untyped_storage()) for value in inputs[1:]]
@@ -607,7 +612,7 @@ def test_what_somebody_may_keep_is_in_no_region() -> None:
     kept = maker.extern(halve, maker.view(b, (16,), (1,)), name="kept")
     maker.launch("mix", kept, x, out)
     gm = maker.finish([out])
-    plan = compile_host_graph(gm, CompileRequest()).plan
+    plan = compile_host_graph(gm, compile_request()).plan
     memory = plan_program(Planned(plan, {}, {}, frozen=False))
     assert not memory.regions
     (index,) = memory.per_call - memory.outputs

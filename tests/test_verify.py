@@ -28,6 +28,7 @@ from random_graphs import (
     build,
     by_name,
     check_calls,
+    compile_request,
     expected_of,
     recipes,
     reordered,
@@ -37,7 +38,7 @@ from random_graphs import (
 from torch.fx import GraphModule, Node
 
 import fxwrap.passes.verify as verify_module
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.options import Options
 from fxwrap.packing import plan_memory
@@ -75,8 +76,8 @@ class Sound:
     ::
 
         192 | b0 b0 b0 b3 b3            x -> k0 -> b0 -> k1 -> b1 -> k2 -> b2 -> k3 -> b3 -> k4 -> out
-        128 |       b2 b2 b2            Every kernel also reads what the one before it read.
-         64 |    b1 b1 b1 out out       The caller gets out.
+        128 |    b1 b1 b1 out out       Every kernel also reads what the one before it read.
+         64 |       b2 b2 b2            The caller gets out.
           0 +--------------------
               k0 k1 k2 k3 k4 (after)
     """
@@ -111,7 +112,7 @@ def sound() -> Sound:
     plan = planned(gm)
     found = Sound(maker, gm, plan, plan_program(Planned(plan, {}, {})))
     names = ("b0", "b1", "b2", "b3", "out")
-    assert [found.memory.location[found.index(name)][1] for name in names] == [128, 0, 64, 128, 0]
+    assert [found.memory.location[found.index(name)][1] for name in names] == [128, 64, 0, 128, 64]
     verify_schedule(gm, plan.schedule)
     verify_plan(plan, found.memory)
     return found
@@ -615,7 +616,7 @@ def test_a_view_in_the_schedule_touches_nothing() -> None:
     v = maker.view(b, (n,), (1,), 0, name="v")
     maker.launch("mix", v, x, out, name="k3")
     gm = maker.finish([out])
-    program = compile_host_graph(gm, CompileRequest(options=Options(eager_ops=ALWAYS_EAGER)))
+    program = compile_host_graph(gm, compile_request(options=Options(eager_ops=ALWAYS_EAGER)))
     assert work_order(program.plan.schedule) == "begin n v k0 k1 k2 k3"
     check_calls(gm, maker.inputs, program, [False, False, False, True])
     verify_plan(program.plan, plan_program(Planned(program.plan, {}, {})))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled
-from random_graphs import ALWAYS_EAGER, GraphMaker, aten, picture
+from random_graphs import ALWAYS_EAGER, GraphMaker, aten, compile_request, picture
 from torch.fx import GraphModule, Node
 
 import fxwrap
-from fxwrap.compiler import CompileRequest, compile_host_graph
+from fxwrap.compiler import compile_host_graph
 from fxwrap.devices import CaptureCost
 from fxwrap.options import Options
 from fxwrap.passes.memory_needs import hinted_sizes
@@ -29,7 +29,7 @@ def mix(maker: GraphMaker, name: str, source: Node, host: bool = False) -> Node:
 
 
 def plan_of(gm: GraphModule, static: tuple[int, ...] = ()) -> ProgramPlan:
-    request = CompileRequest(Options(eager_ops=ALWAYS_EAGER, capture="always"), static)
+    request = compile_request(Options(eager_ops=ALWAYS_EAGER, capture="always"), static)
     return compile_host_graph(gm, request).plan
 
 
@@ -67,7 +67,7 @@ def test_what_eager_work_makes_where_it_is_read_is_not_paid_for() -> None:
     maker = GraphMaker()
     before = maker.extern(aten.cumsum.default, maker.input("x"), 0)
     gm = maker.finish([mix(maker, "c", mix(maker, "b", mix(maker, "a", before)))])
-    plan = compile_host_graph(gm, CompileRequest(Options(eager_ops=("aten::cumsum",), capture="always"), (0,))).plan
+    plan = compile_host_graph(gm, compile_request(Options(eager_ops=("aten::cumsum",), capture="always"), (0,))).plan
     (made,) = [storage.index for storage in plan.facts.storages if storage.node is before]
     copies = []
     for placed in ((), (made,)):

@@ -23,7 +23,7 @@ from ..options import Options
 from . import torch_versions as versions
 from .emission import FxwrapCodegen
 from .host_scalars import copy_host_scalars
-from .request import requesting
+from .request import requesting, torch_functions
 
 # What a host graph needs from Inductor. Reuse is off so that the planner sees every buffer; graph_partition,
 # memory_planning and cudagraphs are stages that fxwrap has itself.
@@ -83,7 +83,7 @@ def compile_with_inductor(
             donated=versions.donated_inputs() if kwargs.get("is_backward") else frozenset(),
             phase=_phase(kwargs),
             owner=owner,
-            torch=_torch_functions(),
+            torch=torch_functions(),
         )
         return _compile_program(gm, example_inputs, args, kwargs, request)
 
@@ -208,17 +208,3 @@ def _with_settings_of(devices: set[torch.device], patches: dict[str, Any]) -> di
     names = ", ".join(map(str, devices))
     _refuse_others(patches, needed, "on this device", f"which the registration of {names} sets")
     return {**patches, **needed}
-
-
-def _torch_functions() -> Any:
-    from ..graphs.torch_functions import TorchFunctions
-
-    return TorchFunctions(
-        use_counter=versions.use_counter,
-        pointer_check=versions.pointer_check,
-        storage_at=versions.storage_at,
-        lay_out=versions.lay_out,
-        allocations=versions.allocations,
-        below_autograd=versions.below_autograd,
-        saved_tensors_hooks=versions.saved_tensors_hooks,
-    )

@@ -7,13 +7,29 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from ..compiler import CompileRequest
+from ..graphs.torch_functions import TorchFunctions
+from . import torch_versions as versions
 
 _current: ContextVar[CompileRequest | None] = ContextVar("fxwrap_request", default=None)
 
 
+def torch_functions() -> TorchFunctions:
+    """What running a program needs of torch's private interfaces."""
+    return TorchFunctions(
+        use_counter=versions.use_counter,
+        pointer_check=versions.pointer_check,
+        storage_at=versions.storage_at,
+        alive=versions.alive,
+        lay_out=versions.lay_out,
+        allocations=versions.allocations,
+        below_autograd=versions.below_autograd,
+        saved_tensors_hooks=versions.saved_tensors_hooks,
+    )
+
+
 def current_request() -> CompileRequest:
     """The request under way on this thread; a plain one where codegen runs outside of fxwrap's backend."""
-    return _current.get() or CompileRequest()
+    return _current.get() or CompileRequest(torch_functions())
 
 
 @contextlib.contextmanager

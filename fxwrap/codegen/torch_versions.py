@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,7 @@ from torch._inductor.codegen import cpp_utils
 from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
-
-from ..graphs import torch_functions
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # What devices are called in C++; where torch has no such table, a device's op overrides say it.
 CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
@@ -188,10 +188,15 @@ def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> Callable
     In C++ where the build has it: CPU builds do not.
     """
     native: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if native is None:
-        return torch_functions.pointer_check(pointers, positions)
-    expected, chosen = list(pointers), list(positions)
-    return lambda inputs: native(inputs, expected, chosen)
+    if native is not None:
+        expected, chosen = list(pointers), list(positions)
+        return lambda inputs: native(inputs, expected, chosen)
+    # Asked of a hundred parameters: what can be is looked up beforehand.
+    expected, pointer_of = [pointers[p] for p in positions], torch.Tensor.data_ptr
+    if len(positions) < 2:  # a getter of one item returns no tuple
+        return lambda inputs: [pointer_of(inputs[p]) for p in positions] == expected
+    choose = operator.itemgetter(*positions)
+    return lambda inputs: [*map(pointer_of, choose(inputs))] == expected
 
 
 # (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are
@@ -201,6 +206,12 @@ lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: 
 
 # (address, device, bytes) -> a storage over memory that somebody else owns and keeps.
 storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer")  # noqa: B009
+
+
+def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """What a weak reference refers to; None if that is gone."""
+    storage: Any = torch.UntypedStorage
+    return storage._new_with_weak_ptr(reference.cdata)  # type: ignore[no-any-return]
 
 
 def allocations(run: Callable[[], Any]) -> list[int] | None:

@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,23 +50,23 @@ class Lent:
     """
 
     def __init__(
-        self, outputs: Sequence[LentOutput], counter: UseCounter | None, handed_out: Mapping[int, int] | None = None
+        self,
+        outputs: Sequence[LentOutput] = (),
+        counter: UseCounter = lambda storages: list,
+        handed_out: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             handed_out: how many tensors somebody has already of each storage, by its handle.
         """
         self.outputs = list(outputs)
-        self._counts = counter([output.storage for output in self.outputs]) if counter is not None else None
-        counts, known = self._counts() if self._counts is not None else [], handed_out or {}
-        self.unheld = [n - known.get(output.storage._cdata, 0) for n, output in zip(counts, outputs, strict=False)]
+        self._counts = counter([output.storage for output in self.outputs])
+        counts = zip(self._counts(), self.outputs, strict=True)
+        self.unheld = [n - handed_out.get(output.storage._cdata, 0) for n, output in counts]
         self._orphan = False
 
     def held(self) -> dict[LentOutput, int]:
-        """The outputs that somebody has, and how many tensors they have of each: all outputs, and no tensors, where
-        torch cannot tell."""
-        if self._counts is None:
-            return dict.fromkeys(self.outputs, 0)
+        """The outputs that somebody has, and how many tensors they have of each."""
         counts = self._counts()
         if counts == self.unheld:
             return {}
@@ -92,7 +93,7 @@ class Overwritten:
         footprints: Mapping[Arena, Sequence[tuple[int, int]]],
         own: Lent,
         handed_in: Mapping[int, int],
-        counter: UseCounter | None,
+        counter: UseCounter,
     ) -> None:
         """
         Args:
@@ -134,14 +135,12 @@ class Overwritten:
                     continue
                 for position, output in enumerate(lent.outputs):
                     if output.device == arena.device and output.within(footprint):
-                        unheld = lent.unheld[position] if lent.unheld else 0
                         near.append(output)
-                        free.append(unheld + self._handed_in.get(output.storage._cdata, 0))
+                        free.append(lent.unheld[position] + self._handed_in.get(output.storage._cdata, 0))
         self._near, self._free, self._versions = near, free, versions
         # Kept: the counter knows them by their handles.
-        self._asked = storages = [output.storage for output in (*self._own.outputs, *near)]
-        # Where torch cannot tell, somebody has everything.
-        self._counts = self._counter(storages) if self._counter is not None else lambda: [1] * len(storages)
+        self._asked = [output.storage for output in (*self._own.outputs, *near)]
+        self._counts = self._counter(self._asked)
 
 
 _version = operator.attrgetter("version")

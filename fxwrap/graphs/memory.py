@@ -229,10 +229,12 @@ class ArenaPool:
         blocks = [arena.block for arena in self._on(None) if arena.block is not None]
         return any(block.data_ptr() <= address < block.data_ptr() + block.nbytes() for block in blocks)
 
-    def pressure(self, device: torch.device) -> tuple[int, int]:
-        """What may go away by itself: outputs that somebody has, and arenas that calls have now."""
-        arenas = self._on(device)
-        return sum(len(arena.held()) for arena in arenas), sum(arena.busy.taken() for arena in arenas)
+    def pressure(self, device: torch.device) -> int:
+        """Bytes that may become free by themselves: outputs that somebody has, and arenas that calls have now."""
+        return sum(
+            self._kept_by(arena) if arena.busy.taken() else sum(output.high - output.low for output in arena.held())
+            for arena in self._on(device)
+        )
 
     def pools(self) -> list[Any]:
         """The pools in which graphs allocate."""

@@ -283,6 +283,7 @@ class Program:
             provide, which = cut.provider.provide, decision.will_not_do
             provision = provide(cut.plan, inputs, static, forecast, *plans, call, turns, which)
             self.newest_plan = specialization.plan = provision[1]
+            specialization.forecast = forecast or Forecast(provision[0])
             copied = specialization.copied_of(index for _, index in cut.outputs)
             request = RecordingRequest(
                 runtime, self.functions, *provision, static, copied, weakref.ref(specialization)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -66,11 +65,6 @@ class Forecast:
 
 # A plan, the arenas for it by device, and positions of the donated inputs whose memory is used again.
 Provision = tuple[Planned, MemoryPlan, Mapping[torch.device, Arena], tuple[int, ...]]
-
-
-def storage_of(inputs: Sequence[Any]) -> Callable[[int], int]:
-    """Tells the handle of an input's storage."""
-    return lambda position: int(inputs[position].untyped_storage()._cdata)
 
 
 @dataclass
@@ -236,9 +230,11 @@ class Provider:
 
     def _donated(self, plan: ProgramPlan, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[Node, ...]]]:
         """Storages of which all that share them are donated: bytes, and the inputs."""
-        tensors = [p for p, v in enumerate(inputs) if isinstance(v, torch.Tensor) and has_address(v)]
-        for _, sharing in itertools.groupby(sorted(tensors, key=storage_of(inputs)), storage_of(inputs)):
-            positions = list(sharing)
+        sharing: dict[int, list[int]] = defaultdict(list)
+        for position, value in enumerate(inputs):
+            if isinstance(value, torch.Tensor) and has_address(value):
+                sharing[value.untyped_storage()._cdata].append(position)
+        for positions in sharing.values():
             if plan.donated.issuperset(positions):
                 nbytes = inputs[positions[0]].untyped_storage().nbytes()
                 yield nbytes, tuple(self.placeholders[p] for p in positions)

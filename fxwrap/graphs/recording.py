@@ -93,7 +93,7 @@ class Recording:
         # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
         self._pooled: set[Node] = set()
         self._watched: list[LentOutput] = []
-        self._lent = Lent([], None)
+        self._lent = Lent()
         self._leave: Callable[[], object] = _nothing
         self._regions = Regions(self.plan, request.memory.regions)
         self._placed = PlacedResults(request.runtime.place_allocations, request.functions)
@@ -130,14 +130,14 @@ class Recording:
             outputs = recording._hand_out(inputs)
             # Only now, with everything temporary gone, does a use count tell who else holds an output.
             recording._as_seen.clear()
-            recording._clear_registers()
+            recording._r[:] = recording._blank
             if request.arenas:
                 recording._start_watching(inputs, outputs)
             if recording._placed.keeper:
                 recording._leave_arenas(f"{recording._placed.keeper} keeps memory that it was offered for a while")
         finally:
             recording._as_seen.clear()
-            recording._clear_registers()
+            recording._r[:] = recording._blank
             recording._clean_up()
         return recording, outputs
 
@@ -602,7 +602,7 @@ class Recording:
         self._memory, self._places, self._updated = {}, {}, []
         self._placed.end()
         self._collect, self._check_inputs = _ended, None
-        self._lent, self._overwritten = Lent([], None), None
+        self._lent, self._overwritten = Lent(), None
 
     def run(self, inputs: list[Any]) -> Any:
         """Replay on ``inputs`` (the caller has the turn) and hand out the outputs.
@@ -637,9 +637,6 @@ class Recording:
     def _fill_places(self, inputs: Sequence[Any]) -> None:
         for places, positions in self._places.values():
             torch._foreach_copy_(places, [unexpanded(inputs[position]) for position in positions])
-
-    def _clear_registers(self) -> None:
-        self._r[:] = self._blank
 
 
 @dataclass(frozen=True)

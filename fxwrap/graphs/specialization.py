@@ -52,7 +52,6 @@ class Seen:
 
     An address alone says little: what a call allocates often lands where the call before had freed. A storage
     that is still alive is the same one.
-
     """
 
     address: int
@@ -120,7 +119,7 @@ class Specialization:
         plan: the memory plan, where it depends on nothing but sizes.
         calls: when it was called lately without a recording, as numbers that grow.
         evicted: whether it had a recording that others took the place of.
-        short: what took memory when there was too little (``ArenaPool.pressure``).
+        short: bytes that others had when there was too little memory (``ArenaPool.pressure``).
     """
 
     recordings: tuple[Recording, ...] = ()
@@ -138,7 +137,7 @@ class Specialization:
     plan: MemoryPlan | None = None
     calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
-    short: tuple[int, int] | None = None
+    short: int | None = None
 
     # -- what a call finds ------------------------------------------------------------------------------
 
@@ -273,11 +272,9 @@ class Specialization:
         self.why = ""
 
     def waits_for_memory(self, device: torch.device) -> bool:
-        """Whether memory was short, and nothing that took it has gone since."""
-        if self.short is not None:
-            now = ARENAS.pressure(device)
-            if now[0] < self.short[0] or now[1] < self.short[1]:
-                self.short = None
+        """Whether memory was short, and others have no less of it now."""
+        if self.short is not None and ARENAS.pressure(device) < self.short:
+            self.short = None
         return self.short is not None
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from ..packing import Buffer, Placement, plan_memory
+from ..plan import Region
 
 # How much larger than the lower bound an arena may get before the ends of it are no longer kept for outputs.
 _ROOM = (1.0, 1.003, 1.01, 1.02, 1.04, 1.08, 1.16, 1.3)
@@ -36,19 +37,15 @@ def lay_out_arena(
     alignment: int,
     like: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
-    """Place buffers so that those live at the same time do not overlap, with outputs at one end.
+    """Place buffers so that those live at the same time do not overlap; outputs at one end, beside what others have.
 
     ::
 
-        forward                       backward
-                                      |    g g g      gradients come down from the top
-            t t   t                   |  t   g g
-        |   s s s s                   |s s   t g      saved activations die from the top,
-        | s s s s s                   |s s s   t      the first that was saved is the last that is needed
-        +----------                   +---------
-
-    Activations are stacked in the order in which they are made, so that a backward program finds what is free in
-    one piece, and puts gradients, which stay, at the other end.
+        |    g g g      outputs (gradients), which stay, come down from the top
+        |  t   g g
+        |s s   t g      others' outputs: saved activations
+        |s s s   t
+        +---------
 
     Args:
         outputs: names of buffers that live on after the program.
@@ -61,11 +58,7 @@ def lay_out_arena(
     problem = _Problem.of(buffers, fixed, alignment)
     if fixed:
         return problem.placement(problem.between_ends(outputs))
-    stacked = problem.placement(problem.on_a_stack(outputs))
-    if stacked.size == stacked.lower_bound:
-        return stacked
-    free = plan_memory(buffers, alignment, SEARCH_S, like=like)
-    return free if free.size < stacked.size else stacked
+    return plan_memory(buffers, alignment, SEARCH_S, like=like)
 
 
 def fits(offsets: Mapping[str, int], buffers: Sequence[Buffer], fixed: Sequence[Fixed], alignment: int) -> bool:
@@ -100,8 +93,8 @@ class _Problem:
             [(f.low, -(-f.high // alignment) * alignment) for f in fixed if f.begin < item.end and item.begin < f.end]
             for item in items
         ]
-        taken = [(f.high - f.low, f.begin, f.end) for f in fixed]
-        taken += [(size, item.begin, item.end) for item, size in zip(items, sizes, strict=True)]
+        taken = [Buffer("", f.high - f.low, f.begin, f.end) for f in fixed]
+        taken += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
         return cls(items, sizes, near, around, fixed, alignment, most_alive(taken))
 
     def allows(self, offsets: Mapping[str, int]) -> bool:
@@ -124,55 +117,34 @@ class _Problem:
         names = (item.name for item in self.items)
         return Placement(dict(zip(names, offsets, strict=True)), size, self.bound)
 
-    def on_a_stack(self, outputs: Collection[str]) -> list[int]:
-        """Outputs from the bottom, in the order in which they are made; the rest at the lowest free offset."""
-        stack, height = dict[int, int](), 0
-        for i in sorted(range(len(self.items)), key=lambda i: self.items[i].begin):
-            if self.items[i].name in outputs:
-                stack[i] = height
-                height += self.sizes[i]
-        return self._best(self._fit(order, stack) for order in self._orders(stack))
-
     def between_ends(self, outputs: Collection[str]) -> list[int]:
         """Outputs from the top of as small an arena as will do, the rest from the bottom, around what is fixed."""
         high = {i for i, item in enumerate(self.items) if item.name in outputs}
-        lowest = self._best(self._fit(order, {}) for order in self._orders(()))
+        orders = self._orders()
+        lowest = min(map(self._fit, orders), key=self._top)
         limit = self._top(lowest)
         for room in _ROOM:
             top = -(-int(self.bound * room) // self.alignment) * self.alignment
             if top >= limit:
                 break
-            for order in self._orders(()):
+            for order in orders:
                 for one in (order, sorted(order, key=lambda i: i not in high)):
-                    found = self._fit(one, {}, high, top)
+                    found = self._fit(one, high, top)
                     if self._top(found) <= top and min(found, default=0) >= 0:
                         return found
         return lowest
 
-    def _orders(self, placed: Collection[int]) -> Iterator[list[int]]:
-        rest = [i for i in range(len(self.items)) if i not in placed]
-        tries = max(1, _EFFORT // max(len(rest), 1))
-        for key in itertools.islice(_KEYS, tries):
-            yield sorted(rest, key=lambda i: key(self.items[i], self.sizes[i]))
-
-    def _best(self, found: Iterator[list[int]]) -> list[int]:
-        best: list[int] | None = None
-        for offsets in found:
-            if best is None or self._top(offsets) < self._top(best):
-                best = offsets
-            if self._top(best) <= self.bound:
-                break
-        assert best is not None
-        return best
+    def _orders(self) -> list[list[int]]:
+        every = range(len(self.items))
+        keys = _KEYS[: max(1, _EFFORT // max(len(every), 1))]
+        return [sorted(every, key=lambda i, key=key: key(self.items[i], self.sizes[i])) for key in keys]  # type: ignore[misc]
 
     def _top(self, offsets: Sequence[int]) -> int:
         return max((offset + size for offset, size in zip(offsets, self.sizes, strict=True)), default=0)
 
-    def _fit(
-        self, order: Sequence[int], placed: dict[int, int], high: Collection[int] = (), top: int = 0
-    ) -> list[int]:
+    def _fit(self, order: Sequence[int], high: Collection[int] = (), top: int = 0) -> list[int]:
         """First fit: ``high`` ones at the highest free offset below ``top`` (negative: there is none)."""
-        offsets: list[int | None] = [placed.get(i) for i in range(len(self.items))]
+        offsets: list[int | None] = [None] * len(self.items)
         for i in order:
             others = ((offsets[j], self.sizes[j]) for j in self.near[i])
             taken = [(offset, offset + size) for offset, size in others if offset is not None and size]
@@ -181,22 +153,18 @@ class _Problem:
         return [offset if offset is not None else 0 for offset in offsets]
 
 
-def most_alive(taken: Iterable[tuple[int, int, int]]) -> int:
-    """The largest number of bytes live in one step; of each: bytes, begin, end."""
+def alive_at_steps(held: Iterable[Buffer | Region]) -> list[int]:
+    """Bytes live in each step, up to the last in which anything is."""
     change: dict[int, int] = defaultdict(int)
-    for size, begin, end in taken:
-        change[begin] += size
-        change[end] -= size
-    return max(itertools.accumulate(change[step] for step in sorted(change)), default=0)
+    for one in held:
+        change[one.begin] += one.size
+        change[one.end] -= one.size
+    return list(itertools.accumulate(change[step] for step in range(max(change, default=0))))
 
 
-def alive_at_steps(taken: Iterable[tuple[int, int, int]], end: int) -> list[int]:
-    """Bytes live in each of the steps ``[0, end)``; of each: bytes, begin, end."""
-    change = [0] * (end + 1)
-    for size, first, stop in taken:
-        change[min(first, end)] += size
-        change[min(stop, end)] -= size
-    return list(itertools.accumulate(change[:-1]))
+def most_alive(held: Iterable[Buffer | Region]) -> int:
+    """The largest number of bytes live in one step."""
+    return max(alive_at_steps(held), default=0)
 
 
 def lowest_gap(taken: list[tuple[int, int]], size: int) -> int:

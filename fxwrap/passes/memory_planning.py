@@ -12,15 +12,8 @@ import torch
 from torch.fx import Node
 
 from ..packing import Buffer, Placement, plan_memory
-from ..plan import (
-    ArenaPlan,
-    MemoryPlan,
-    Planned,
-    Prediction,
-    Suggestion,
-    Taken,
-)
-from .arena_layout import SEARCH_S, Fixed, alive_at_steps, fits, lay_out_arena, most_alive
+from ..plan import ArenaPlan, MemoryPlan, Planned, Prediction, Suggestion, Taken
+from .arena_layout import SEARCH_S, Fixed, fits, lay_out_arena, most_alive
 from .memory_needs import Needs
 from .regions import share_regions
 from .scratch import scratch_of
@@ -54,15 +47,15 @@ def plan_program(
     found = suggestion
     if found is None or not _allowed(found, needs, fixed):
         before = {d: one.placement.offsets for d, one in like.arenas.items()} if like is not None else {}
-        found = Suggestion({d: _lay_out(needs, d, fixed[d], before.get(d, {})) for d in needs.planned})
+        found = {d: _lay_out(needs, d, fixed[d], before.get(d, {})) for d in needs.planned}
     arenas: dict[torch.device, ArenaPlan] = {}
     location: dict[int, tuple[torch.device, int]] = {}
     for device, items in needs.planned.items():
         alignment = _alignment(device)
         buffers = {buffer.name: buffer for _, buffer in items}
         plain = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
-        offsets = found.placements[device].offsets
-        arenas[device] = ArenaPlan(device, buffers, found.placements[device], alignment, plain, there[device])
+        offsets = found[device].offsets
+        arenas[device] = ArenaPlan(device, buffers, found[device], alignment, plain, there[device])
         location.update({index: (device, offsets[b.name]) for index, b in items})
     main = planned.program.device
     if planned.places_results and main in arenas:
@@ -79,15 +72,13 @@ def _plan_calls(needs: Needs) -> MemoryPlan:
 
     With them no more is taken at any time than if every storage came with its first use and went with its last.
     """
-    own = [(index, b) for items in needs.planned.values() for index, b in items]
-    beside = [b for items in needs.beside.values() for _, b in items]
-    others = [(b.size, b.begin, b.end) for index, b in own if index not in needs.temporaries]
-    others += [(b.size, b.begin, b.end) for b in (*beside, *needs.donated)]
-    taken = alive_at_steps(others, needs.end)
-    room = _most_alive([*(b for _, b in own), *beside, *needs.donated])
-    regions = share_regions(needs.temporaries, taken, room, _ALIGNMENT["cpu"], needs.apart)
+    own = {index: buffer for items in needs.planned.values() for index, buffer in items}
+    beside = [*needs.donated, *(b for items in needs.beside.values() for _, b in items)]
+    others = [*beside, *(b for index, b in own.items() if index not in needs.temporaries)]
+    room = most_alive([*beside, *own.values()])
+    regions = share_regions(needs.temporaries, others, room, _ALIGNMENT["cpu"], needs.apart)
     per_call = needs.allocations.difference(*(region.offsets for region in regions))
-    lasting = [(b.size, b.begin, b.end) for index, b in own if index in per_call]
+    lasting = [buffer for index, buffer in own.items() if index in per_call]
     return MemoryPlan(
         {},
         {},
@@ -95,9 +86,9 @@ def _plan_calls(needs: Needs) -> MemoryPlan:
         needs.sizes,
         regions,
         per_call,
-        peak=most_alive([*lasting, *((region.size, region.begin, region.end) for region in regions)]),
-        lower_bound=_most_alive([b for _, b in own]),
-        plain=sum(b.size for _, b in own),
+        peak=most_alive([*lasting, *regions]),
+        lower_bound=most_alive(own.values()),
+        plain=sum(buffer.size for buffer in own.values()),
     )
 
 
@@ -123,11 +114,10 @@ def plan_pair(
         def own(name: str) -> bool:
             return name.startswith(str(which))
 
-        split = {
+        return {
             device: Placement({n[1:]: o for n, o in p.offsets.items() if own(n)}, p.size, p.lower_bound)
             for device, p in placements.items()
         }
-        return Suggestion(split)
 
     return half(0), half(1)
 
@@ -150,16 +140,12 @@ def predict_memory(programs: Sequence[Planned], handed_on: Mapping[int, Sequence
             Prediction(
                 device,
                 arena=plan_memory(planned, _alignment(device), SEARCH_S).size if frozen else 0,
-                operators=_most_alive(beside),
-                outside=_most_alive(beside if frozen else [*planned, *beside]),
+                operators=most_alive(beside),
+                outside=most_alive(beside if frozen else [*planned, *beside]),
                 outputs=sum(b.size for b in (*planned, *beside) if b.end == chain.end),
             )
         )
     return found
-
-
-def _most_alive(buffers: Sequence[Buffer]) -> int:
-    return most_alive((buffer.size, buffer.begin, buffer.end) for buffer in buffers)
 
 
 @dataclass(frozen=True)
@@ -199,7 +185,7 @@ class _Chain:
 def _allowed(suggestion: Suggestion, needs: Needs, fixed: Mapping[torch.device, Sequence[Fixed]]) -> bool:
     for device, items in needs.planned.items():
         buffers = [b for _, b in items]
-        placement = suggestion.placements.get(device)
+        placement = suggestion.get(device)
         if placement is None or not fits(placement.offsets, buffers, fixed[device], _alignment(device)):
             return False
     return True

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from ..packing import Buffer, plan_memory
 from ..plan import Region
-from .arena_layout import SEARCH_S, lowest_gap
+from .arena_layout import SEARCH_S, alive_at_steps, lowest_gap
 
 # Steps and storages that are looked at in all, a storage like ten steps: up to half a second on a CPU.
 _EFFORT = 10_000_000
 
 
 def share_regions(
-    buffers: Mapping[int, Buffer], others: Sequence[int], room: int, alignment: int, apart: Collection[int] = ()
+    buffers: Mapping[int, Buffer], others: Sequence[Buffer], room: int, alignment: int, apart: Collection[int] = ()
 ) -> tuple[Region, ...]:
     """Few regions for storages, with which no more than ``room`` is ever taken.
 
@@ -32,16 +32,14 @@ def share_regions(
 
     Args:
         buffers: by storage index, in steps of the program.
-        others: bytes that other things than these take, at each step.
+        others: what takes memory beside these.
         room: bytes; what each storage takes in the steps in which it is there fits in any case.
         alignment: bytes, of offsets in a region.
         apart: storages that need a region of their own.
     """
     own = {i: Region(b.begin, b.end, b.size, {i: 0}) for i, b in buffers.items()}
     alone = [own.pop(i) for i in buffers if i in apart]
-    taken = _Taken([*others], room)
-    for region in (*own.values(), *alone):
-        taken.instead((), region)
+    taken = _Taken(alive_at_steps([*others, *own.values(), *alone]), room)
     whole = _one_region([buffers[i] for i in own], list(own), alignment) if own else None
     if whole is not None and taken.fits([*own.values()], whole):
         joined = [whole]

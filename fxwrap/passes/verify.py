@@ -6,9 +6,10 @@ what the operators' fake results show, accesses from walking the graph, overlap 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ from ..plan import ArenaPlan, MemoryPlan, Origin, Region, Storage, StorageFacts,
 # A storage: who made it, and which of its results it is (None for an only one).
 _Root = tuple[Node, int | None]
 
+_fault = functools.partial(PlanError, remedy="this is a bug in fxwrap; please report the graph")
+
 # Bytes: wide vector loads on a CPU want a cache line.
 _REGION_ALIGNMENT = 64
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
@@ -54,10 +57,10 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
     required = [node for node in gm.graph.nodes if memory.works(node)]
     for node in required:
         if node not in position:
-            raise PlanError(f"schedule: {node.name} never runs", expected="every launch and extern call once")
+            raise _fault(f"schedule: {node.name} never runs", expected="every launch and extern call once")
     if len(position) != len(schedule):
         doubled = next(node for node in position if list(schedule).count(node) > 1)
-        raise PlanError(f"schedule: {doubled.name} runs twice", expected="every launch and extern call once")
+        raise _fault(f"schedule: {doubled.name} runs twice", expected="every launch and extern call once")
     for node in schedule:
         for source in memory.sources(node, set(position)):
             if position[source] >= position[node]:
@@ -84,11 +87,10 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
 
 
 def _wrong_order(before: Node, after: Node, position: Mapping[Node, int], why: str) -> None:
-    raise PlanError(
+    raise _fault(
         f"schedule: {after.name} runs before {before.name}",
         expected=f"{before.name} first, because {why}",
         got=f"steps {position[before]} ({before.name}) and {position[after]} ({after.name})",
-        remedy="this is a bug in fxwrap; please report the graph",
     )
 
 
@@ -121,7 +123,7 @@ def verify_memory(
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
     _check_regions(memory, schedule, spans, facts, plan, numbers, handed_out)
-    _check_homes(facts, plan)
+    _check_homes(facts, plan, spans.keys() | handed_out)
     placed: dict[torch.device, list[_Placed]] = defaultdict(list)
     for storage in facts.storages:
         if storage.index not in plan.location:
@@ -147,19 +149,18 @@ def verify_memory(
         _check_scratch(plan.arenas[device], [*items, *others], position)
 
 
-def _check_homes(facts: StorageFacts, plan: MemoryPlan) -> None:
-    """What is allocated at every call is nowhere else; without arenas, it is all that is in no region."""
-    elsewhere = plan.location.keys() | {index for region in plan.regions for index in region.offsets}
+def _check_homes(facts: StorageFacts, plan: MemoryPlan, used: Collection[_Root]) -> None:
+    """Memory that is used and of which the size is known is in one place."""
+    places = Counter([*plan.location, *plan.per_call, *(i for region in plan.regions for i in region.offsets)])
     for storage in facts.storages:
-        index, made = storage.index, storage.index in plan.per_call
-        comes_and_goes = bool(plan.per_call or plan.regions)
-        homeless = comes_and_goes and not made and index not in elsewhere and index in plan.sizes
-        if homeless or (made and (index in elsewhere or storage.origin is not Origin.ALLOCATION)):
-            raise PlanError(
-                f"plan: {storage.name} has " + ("no memory" if homeless else "memory twice"),
-                expected="a region, a place in an arena, or a new allocation at every call",
-                got="none of them" if homeless else "more than one, or no allocation of the program's own",
-                remedy="this is a bug in fxwrap; please report the graph",
+        index, own, options = storage.index, storage.origin is Origin.ALLOCATION, storage.node.kwargs
+        # Whoever brings a storage into being brings memory, too.
+        count = places[index] + (index in plan.per_call and not own)
+        planned = own and index in plan.sizes and not options.get("pin_memory") and str(options["device"]) != "meta"
+        if count > 1 or (planned and not count and (storage.node, storage.element) in used):
+            raise _fault(
+                f"plan: {storage.name} has {'memory twice' if count else 'no memory'}",
+                expected="one of: a region, a place in an arena, a new allocation at every call",
             )
 
 
@@ -173,18 +174,16 @@ def _check_scratch(arena: ArenaPlan, items: Sequence[_Placed], position: Mapping
         for low, high in spans:
             for other in live:
                 if low < other.high and other.low < high:
-                    raise PlanError(
+                    raise _fault(
                         f"plan: scratch of {node.name} overlaps {other.name} at step {step}, {line_of(node)}",
                         expected="bytes that nobody has while it runs",
                         got=f"bytes [{low}, {high}) and [{other.low}, {other.high})",
-                        remedy="this is a bug in fxwrap; please report the graph",
                     )
             if not any(begin <= low and high <= stop for begin, stop in footprint):
-                raise PlanError(
+                raise _fault(
                     f"plan: scratch of {node.name} is not the program's",
                     expected="bytes in which the program has storages at other steps",
                     got=f"bytes [{low}, {high})",
-                    remedy="this is a bug in fxwrap; please report the graph",
                 )
 
 
@@ -204,11 +203,11 @@ def _size_there(
     known = plan.sizes.get(storage.index, 0)
     size = known if size is None else size
     if size > known:
-        raise PlanError(f"plan: {storage.name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
+        raise _fault(f"plan: {storage.name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
     if offset % alignment:
-        raise PlanError(f"plan: {storage.name} is misaligned", expected=f"a multiple of {alignment}", got=str(offset))
+        raise _fault(f"plan: {storage.name} is misaligned", expected=f"a multiple of {alignment}", got=str(offset))
     if offset < 0 or offset + size > available:
-        raise PlanError(
+        raise _fault(
             f"plan: {storage.name} lies outside of its {where}",
             expected=f"bytes within [0, {available})",
             got=f"[{offset}, {offset + size})",
@@ -234,7 +233,7 @@ def _check_regions(
             root = (storage.node, storage.element)
             allocated = storage.origin is Origin.ALLOCATION
             if not allocated or root in handed_out or index in plan.location or root in regions:
-                raise PlanError(
+                raise _fault(
                     f"plan: {storage.name} has memory in steps {region.begin} to {region.end - 1} only",
                     expected="an allocation that is not handed out, in one region",
                     got="an output" if root in handed_out else "another place, too" if allocated else "no allocation",
@@ -248,25 +247,23 @@ def _check_regions(
     for step, node in enumerate(schedule if regions else ()):
         named = regions.keys() & (memory.touched(node) | memory.roots(node))
         for root in named if not only_computes(node) else ():
-            raise PlanError(
+            raise _fault(
                 f"plan: {_name(root)} has memory in steps {regions[root].begin} to {regions[root].end - 1} only",
                 expected=f"memory that {line_of(node)} may keep",
                 got="a region",
-                remedy="this is a bug in fxwrap; please report the graph",
             )
         for root in named:
             if not regions[root].begin <= step < regions[root].end:
-                raise PlanError(
+                raise _fault(
                     f"plan: {_name(root)} has no memory at step {step}, {line_of(node)}",
                     expected="memory in the steps that name it",
                     got=f"memory in steps {regions[root].begin} to {regions[root].end - 1}",
-                    remedy="this is a bug in fxwrap; please report the graph",
                 )
     for node in memory.graph.nodes if regions else ():
         if counts_from_storage(node) or control_flow_of(node) is not None:
             for root in memory.roots_in((node.args, node.kwargs)) & regions.keys():
                 if any(regions[root].offsets.values()):
-                    raise PlanError(
+                    raise _fault(
                         f"plan: {_name(root)} is in a region with others",
                         expected="a region of its own",
                         got=f"an operand of {line_of(node)}, which may count from the start of the storage",
@@ -313,11 +310,10 @@ def _check_overlap(items: list[_Placed], schedule: Sequence[Node] = ()) -> None:
         for other in live:
             if item.low < other.high and other.low < item.high and (item.planned or other.planned):
                 line = f", {line_of(schedule[item.begin])}" if item.begin < len(schedule) else ""
-                raise PlanError(
+                raise _fault(
                     f"plan: {other.name} and {item.name} overlap at step {item.begin}{line}",
                     expected="storages that are live at one time to be apart",
                     got=f"bytes [{other.low}, {other.high}) and [{item.low}, {item.high})",
-                    remedy="this is a bug in fxwrap; please report the graph",
                 )
         live.append(item)
 
