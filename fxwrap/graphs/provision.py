@@ -52,12 +52,14 @@ class Forecast:
         planned: the program at the sizes.
         successor: the forecast of the program that gets what this one saves, and its inputs by storage of this one.
         suggestion: from a plan for this program and the one before.
+        handed_in: positions of the inputs that other programs hand out.
         static_inputs: bytes of inputs that stay where they are.
         follows: it is the successor of another.
     """
 
     planned: Planned
     static_inputs: int = 0
+    handed_in: frozenset[int] = frozenset()
     follows: bool = False
     successor: tuple[weakref.ref[Forecast], Mapping[int, Sequence[Node]]] | None = None
     suggestion: Suggestion | None = None
@@ -97,8 +99,9 @@ class Provider:
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planners.plan(planned, lambda device: (), None, like)
-        forecast = Forecast(planned, sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs]))))
         found = LINKS.made_by(inputs, range(len(inputs)))
+        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs])))
+        forecast = Forecast(planned, static_inputs, frozenset(found))
         fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
         handed_on: dict[Forecast, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
         for position, (before, index) in found.items():

@@ -251,7 +251,10 @@ class Specialization:
         moves = self.moves[position]
         if moves >= (_MOVES if expected else 1) or (here := Seen.of(value)) is None:
             return False
-        if expected and (moves or not self.seen or ARENAS.owns(here.address)):
+        in_arena = ARENAS.owns(here.address)
+        if expected and self.forecast is not None and position in self.forecast.handed_in:
+            return in_arena  # a saved activation: elsewhere it is a new tensor at every call
+        if expected and (moves or not self.seen or in_arena):
             return True  # without a call to compare with (warmup=0) there is AOTAutograd's word alone
         before = self.seen.get(position)
         return before is not None and before.is_still(here)
