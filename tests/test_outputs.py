@@ -453,5 +453,5 @@ def test_saved_activations_that_others_have(
             assert all(torch.equal(tensor, value) for tensor, value in packed), f"step {number}"
     forward, backward = f.replays()
     assert (forward, backward) == (before[0] + 6, before[1] + 6 * backwards), "in the end every call is replayed"
-    # Activations that are copied are new tensors at every call: for those one more recording is made, no matter where.
-    assert f.programs[-1].counters.recordings.get("inputs moved", 0) <= 1
+    # Activations that are copied are new tensors at every call: a recording is made for some of them, and for all.
+    assert f.programs[-1].counters.recordings.get("inputs moved", 0) <= 2

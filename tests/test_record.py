@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -36,6 +37,25 @@ def test_the_largest_comes_first(compiled: Any, device: torch.device) -> None:
         made = fxwrap.record(f.call, *[torch.randn(rows, 8, device=device) for rows in (3, 50, 7)])
     assert made == 3
     assert f.program.counters.recordings == {"first": 1, "new shape": 2}
+
+
+def test_what_is_collected_meanwhile_is_not_taken_off(compiled: Any, device: torch.device) -> None:
+    others: list[Any] = [torch.compile(lambda x: x.cos() - 1, backend="fxwrap")]
+    f: Compiled = compiled(lambda x: x.sin() + 1)
+
+    def call(x: torch.Tensor) -> None:
+        if others:
+            others.clear()
+            torch._dynamo.reset()
+            gc.collect()
+        f(x)
+
+    x = torch.randn(8, device=device)
+    with torch.no_grad():
+        for _ in range(4):
+            others[0](x)
+        before = sum(fxwrap.stats()["recordings"].values())
+        assert before >= 1 and fxwrap.record(call, x) == sum(f.program.counters.recordings.values()) > 0
 
 
 def test_training_is_recorded_by_a_function_that_runs_the_backward(compiled: Any, device: torch.device) -> None:

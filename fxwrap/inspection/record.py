@@ -43,6 +43,7 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
     devices = {
         tensor.device for call in calls for tensor in _tensors(call) if tensor.device.type not in ("cpu", "meta")
     }
+    everything = report()  # until the end: what is counted must not be collected meanwhile
     made, ran = _recordings(), _calls()
     with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=_type_of(devices)):
         for call in sorted(calls, key=lambda call: -sum(tensor.nbytes for tensor in _tensors(call))):
@@ -57,7 +58,9 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
             expected='a function compiled with backend="fxwrap", or one that calls such a function',
             remedy='compile it: torch.compile(fn, backend="fxwrap")',
         )
-    return _recordings() - made
+    made = _recordings() - made
+    del everything
+    return made
 
 
 def _recordings() -> int:
