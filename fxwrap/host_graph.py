@@ -417,6 +417,11 @@ def _checks_on(node: Node) -> list[Node]:
     return found
 
 
+def checks_layout(node: Node) -> bool:
+    """Whether a check looks at nothing but the sizes and strides of a tensor."""
+    return getattr(node.target, "__name__", "") == "assert_size_stride"
+
+
 def checks_on(nodes: Sequence[Node]) -> list[Node]:
     """The asserts on inputs and other values that exist before any work."""
     found: dict[Node, None] = {}

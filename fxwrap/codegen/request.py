@@ -18,6 +18,7 @@ def torch_functions() -> TorchFunctions:
     return TorchFunctions(
         use_counter=versions.use_counter,
         pointer_check=versions.pointer_check,
+        layout_check=versions.layout_check,
         storage_at=versions.storage_at,
         alive=versions.alive,
         lay_out=versions.lay_out,

@@ -192,11 +192,28 @@ def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> Callable
         expected, chosen = list(pointers), list(positions)
         return lambda inputs: native(inputs, expected, chosen)
     # Asked of a hundred parameters: what can be is looked up beforehand.
-    expected, pointer_of = [pointers[p] for p in positions], torch.Tensor.data_ptr
-    if len(positions) < 2:  # a getter of one item returns no tuple
-        return lambda inputs: [pointer_of(inputs[p]) for p in positions] == expected
-    choose = operator.itemgetter(*positions)
+    expected, pointer_of, choose = [pointers[p] for p in positions], torch.Tensor.data_ptr, _chooser(positions)
     return lambda inputs: [*map(pointer_of, choose(inputs))] == expected
+
+
+def _chooser(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(positions) < 2:  # a getter of one item returns no tuple
+        return lambda inputs: [inputs[p] for p in positions]
+    return operator.itemgetter(*positions)
+
+
+def layout_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
+    """A function that tells whether the tensors at ``positions`` look as they do now: size, stride, dtype, device.
+
+    Dynamo's guard looks at all of them in one call, where an assert for each takes six times as long. It also says
+    no where it does not matter (another autograd mode, one tensor twice): who asks looks closer then.
+    """
+    choose = _chooser(positions)
+    tensors: Sequence[Any] = choose(inputs)
+    sizes: Any = [list(tensor.size()) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return lambda now: guards.check(*choose(now))
 
 
 # (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are

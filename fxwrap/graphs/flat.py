@@ -31,6 +31,7 @@ from ..host_graph import (
     kernel_of,
     kind_of,
     nodes_in,
+    only_computes,
     output_node,
     schema_of,
 )
@@ -93,10 +94,11 @@ class FlatBuilder:
         self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
         self._kept_when_made: set[Node] = set()  # allocations that this function makes and keeps
         self._names = itertools.count()
-        self._constants: dict[int, str] = {}
+        self._constants: dict[Any, str] = {}
         # Operators may import something; C code does that with the builtins of the Python code that called it.
         self._namespace: dict[str, Any] = {"__builtins__": builtins}
         self._locals: dict[Node, str] = {}
+        self._views: dict[str, str] = {}  # by what makes them
         self._lines: list[str] = []
         self._working: dict[int, Node] = {}  # by position among the lines
         self._last_use: dict[str, int] = {}
@@ -264,6 +266,16 @@ class FlatBuilder:
         self._locals[node] = name
         self._use(name)
 
+    def _define_once(self, node: Node, text: str) -> None:
+        """A view that was made before is used again, unless somebody may keep or change the tensor object."""
+        stays = kind_of(node) is Kind.VIEW and all(user.op != "output" and only_computes(user) for user in node.users)
+        if stays and text in self._views:
+            self._locals[node] = self._views[text]
+            return
+        self._define(node, text)
+        if stays:
+            self._views[text] = self._locals[node]
+
     def _use(self, name: str) -> str:
         self._last_use[name] = len(self._lines) - 1
         return name
@@ -320,7 +332,7 @@ class FlatBuilder:
                 if node in self._emptied:
                     self._lines.append(f"{self.register(node)} = None")
             elif kind_of(node) in _ON_DEMAND:
-                self._define(node, self._call(node))
+                self._define_once(node, self._call(node))
             else:
                 raise AssertionError(f"{node.name} is used before it has run")
         name = self._use(self._locals[node])
@@ -355,10 +367,10 @@ class FlatBuilder:
             value = value.call
         if type(value) in _LITERALS:
             return repr(value)
-        name = self._constants.get(id(value))
-        if name is None:
-            name = f"c{len(self._constants)}"
-            self._constants[id(value)] = name
+        # Sizes and strides are the same if they are equal; of everything else there may be several.
+        sizes = type(value) is tuple and all(type(item) is int for item in value)
+        name = self._constants.setdefault(value if sizes else id(value), f"c{len(self._constants)}")
+        if name not in self._namespace:
             self._namespace[name] = flat_subgraph(value) if isinstance(value, GraphModule) else value
         return name
 

@@ -14,7 +14,16 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from ..host_graph import Kind, checks_on, constants, effective_users, kind_of, operator_name, output_node
+from ..host_graph import (
+    Kind,
+    checks_layout,
+    checks_on,
+    constants,
+    effective_users,
+    kind_of,
+    operator_name,
+    output_node,
+)
 from ..plan import MemoryPlan, Origin, Partition, Planned, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, issue
 from .flat import FlatBuilder, FlatFunction
@@ -286,19 +295,31 @@ class Recording:
         # An assert on a later value may name an input, too (a size): no work has run, so only inputs are there.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
-        once, always = FlatBuilder(dict(known), registers), FlatBuilder(dict(known), registers)
-        found = 0
-        for node in checks_on(self._placeholders):
-            if once.available(node):
-                stays = bound.issuperset(arg for arg in node.all_input_nodes if arg.op == "placeholder")
-                (once if stays else always).check(node)
-                found += not stays
-        once.build().function(self._r)
-        function = always.build().function
-        if not found:
-            return None
-        function(self._r)
-        return function
+        once, layouts, others = (FlatBuilder(dict(known), registers) for _ in range(3))
+        looked_at, count = set[int](), 0
+        for node in filter(once.available, checks_on(self._placeholders)):
+            inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
+            if bound.issuperset(inputs):
+                once.check(node)
+            elif checks_layout(node):
+                layouts.check(node)
+                looked_at.update(registers[node] for node in inputs)
+            else:
+                others.check(node)
+                count += 1
+        _, assert_layouts, assert_others = functions = [b.build().function for b in (once, layouts, others)]
+        for function in functions:
+            function(self._r)
+        if not looked_at:
+            return assert_others if count else None
+        same = self.request.functions.layout_check(self._r, sorted(looked_at))
+
+        def check(r: list[Any]) -> None:
+            if not same(r):
+                assert_layouts(r)  # says what is wrong, if anything
+            assert_others(r)
+
+        return check
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
         """Nothing is bound but numbers and constants: inputs are the caller's own."""
