@@ -78,6 +78,29 @@ def test_methods_of_tensors_and_asserts() -> None:
     assert targets[-1] is torch.ops.aten.sym_size.int
 
 
+def test_partial_results_in_a_workspace() -> None:
+    """Inductor writes the last step of a reduction over rows and columns as methods of a slice."""
+    graph = Graph()
+    workspace = graph.placeholder("workspace")
+    workspace.meta["val"] = torch.empty(24, device="meta")
+    _, names = _read(
+        "c = w[1 * (3) * (4) : (1 + 1) * (3) * (4)].view(3, 4).sum(dim=0).view([4]).to(torch.half)", w=workspace
+    )
+    chain, node = [], names["c"]
+    while node is not workspace:
+        chain.append((node.target, node.args[1:], dict(node.kwargs)))
+        node = node.args[0]
+    assert chain == [
+        (torch.ops.aten._to_copy.default, (), {"dtype": torch.half}),
+        (torch.ops.aten.view.default, ([4],), {}),
+        (torch.ops.aten.sum.dim_IntList, (), {"dim": 0}),
+        (torch.ops.aten.view.default, ([3, 4],), {}),
+        (torch.ops.aten.slice.Tensor, (0, 12, 24), {}),
+    ]
+    with pytest.raises(EmissionError, match="a part of a tensor"):
+        _read("c = a[1:2]")
+
+
 @pytest.mark.parametrize(
     "text", ["while True: pass", "import os", "x = undefined + 1", "a.backward()", "for i in a: pass", "x = = 1"]
 )

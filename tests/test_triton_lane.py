@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from conftest import Compiled, assert_same
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-from torch._inductor import config, ir
+from torch._inductor import config, ir, scheduler
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
@@ -320,6 +320,28 @@ def test_gradients(fn: Any, compiled: Any, launches: list[Launch], runtime: None
     assert not f.owner.fallbacks
     # Gradients of one round are held in the next: recordings have to learn first to go round them.
     assert f.replays() == [count + 2 for count in before]
+
+
+def sums_both_ways(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (x * y).sum(1), (x * 3).sum(0), (x + y).sum(0).bfloat16()
+
+
+def test_rows_and_columns_in_one_kernel(
+    compiled: Any, launches: list[Launch], runtime: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns are added up in parts, which lie in a workspace until sums of a library put them together."""
+    # GPUs do so in the backward of every large normalisation.
+    if not hasattr(scheduler, "_is_gpu_triton_backend"):
+        pytest.skip("this torch asks each node whether it is on a GPU")
+    monkeypatch.setattr(scheduler, "_is_gpu_triton_backend", lambda *nodes: True)
+    f: Compiled = compiled(sums_both_ways)
+    settings = {"triton.mix_order_reduction": True, "triton.mix_order_reduction_non_strict_mode": True}
+    with config.patch(settings):
+        for _ in range(4):
+            x, y = torch.randn(2, 64, 8)
+            torch.testing.assert_close(f(x, y), sums_both_ways(x, y))
+    assert not f.owner.fallbacks and f.replays() == [2]
+    assert "workspace_0" in list_graph(f.program.plan.graph)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,22 @@ class InvokeSubgraphLine(WrapperLine):
     node: Any
 
 
+@dataclass
+class ChosenSubgraphLine(WrapperLine):
+    """A call of the subgraph that autotuning chose for an operator: a matrix product whose sums are made in parts.
+
+    Attributes:
+        graph: its name.
+        inputs: the arguments, as the wrapper's Python.
+        outputs: the names of its results.
+    """
+
+    wrapper: PythonWrapperCodegen
+    graph: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
 class SymbolTable(dict):
     """The converter's table of size expressions, which also knows the wrapper's local variables by name."""
 
@@ -326,26 +342,39 @@ class HostGraphConverter(FxConverter):
         return self._handles[name]
 
     def _line_InvokeSubgraphLine(self, line: Any) -> None:
-        """Copy the subgraph's nodes into this graph, where they are planned and captured like others."""
-        subgraph = self.subgms[line.node.subgraph.graph.name]
-        inputs = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
-        values: dict[Node, Any] = dict(zip(inputs, map(self._operand, line.node.inputs), strict=True))
+        name, inputs = line.node.get_name(), map(self._operand, line.node.inputs)
+        self.reader.assign(name, self._copied(line.node.subgraph.graph.name, inputs, name, line.node.subgraph.name))
+
+    def _line_ChosenSubgraphLine(self, line: Any) -> None:
+        results = self._copied(line.graph, map(self.reader.value, line.inputs), line.outputs[0], line.graph)
+        for name, result in zip(line.outputs, results, strict=True):
+            self.reader.assign(name, result)
+
+    def _copied(self, graph: str, inputs: Iterable[Any], prefix: str, constants: str) -> Any:
+        """Copy a subgraph's nodes into this graph, where they are planned and captured like others; its results.
+
+        Args:
+            prefix, constants: how names of its nodes and of its constants begin here.
+        """
+        subgraph = self.subgms[graph]
+        placeholders = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
+        values: dict[Node, Any] = dict(zip(placeholders, inputs, strict=True))
         for node in subgraph.graph.nodes:
             if node.op == "get_attr":
                 value = getattr(subgraph, str(node.target))
                 own = isinstance(value, Kernel)  # kernels have names of their own, constants those of their graph
-                values[node] = self._held(value.name if own else f"{line.node.subgraph.name}_{node.target}", value)
+                values[node] = self._held(value.name if own else f"{constants}_{node.target}", value)
                 values[node].meta.update(node.meta)
             elif node.op == "call_function":
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 self._predicted = node.meta.get("val")
                 values[node] = copy = self.gm.graph.create_node(
-                    "call_function", node.target, args, kwargs, name=f"{line.node.get_name()}_{node.name}"
+                    "call_function", node.target, args, kwargs, name=f"{prefix}_{node.name}"
                 )
                 self._predicted = None
                 copy.meta = {**node.meta, **copy.meta}
         (results,) = output_node(subgraph).args
-        self.reader.assign(line.node.get_name(), torch.fx.map_arg(results, values.__getitem__))
+        return torch.fx.map_arg(results, values.__getitem__)
 
     def _line_EnterCudaStreamContextLine(self, line: Any) -> None:
         self._refuse_streams()

@@ -16,7 +16,7 @@ from ..compiler import compile_host_graph
 from ..passes.view_copies import view_needless_copies
 from ..plan import PartitionGraph
 from . import torch_versions as versions
-from .converter import HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
+from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
 from .request import current_request
 from .triton_kernels import lower_launches
 
@@ -85,6 +85,13 @@ class FxwrapCodegen(WrapperFxCodegen):
     def codegen_invoke_subgraph(self, invoke_subgraph: Any) -> None:
         self.writeline(InvokeSubgraphLine(self, invoke_subgraph))
         self.codegen_subgraph_common(invoke_subgraph.subgraph)
+
+    def codegen_subgraph_with_flattened_outputs(
+        self, subgraph: Any, outer_inputs: list[str], outer_flattened_outputs: list[str]
+    ) -> None:
+        line = ChosenSubgraphLine(self, subgraph.graph.name, tuple(outer_inputs), tuple(outer_flattened_outputs))
+        self.writeline(line)
+        self.codegen_subgraph_common(subgraph)
 
     def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
         self.run_wrapper_ir_passes(is_inference)

@@ -66,6 +66,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "stride": torch.ops.aten.sym_stride.int,
     "storage_offset": torch.ops.aten.sym_storage_offset.default,
     "__floordiv__": operator.floordiv,
+    # How partial results in a workspace become one.
+    "sum": torch.ops.aten.sum.dim_IntList,
+    "prod": torch.ops.aten.prod.dim_int,
 }
 
 
@@ -164,6 +167,8 @@ class StatementReader:
                 return {read(k): read(v) for k, v in zip(keys, values, strict=True) if k is not None}
             case ast.Attribute(value=base, attr=attribute):
                 return self._attribute(read(base), attribute)
+            case ast.Subscript(value=base, slice=ast.Slice(lower=first, upper=end, step=None)) if first and end:
+                return self._part(read(base), read(first), read(end))
             case ast.Subscript(value=base, slice=index):
                 return self._element(read(base), read(index))
             case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
@@ -194,6 +199,11 @@ class StatementReader:
         if isinstance(base, (list, tuple)) and isinstance(index, int):
             return base[index]
         return self._emit_or_evaluate(operator.getitem, (base, index), {})
+
+    def _part(self, base: Any, first: Any, end: Any) -> Any:
+        if not isinstance(base, Node) or not isinstance(base.meta.get("val"), torch.Tensor):
+            self._refuse("a part of a tensor")
+        return self._emit(torch.ops.aten.slice.Tensor, (base, 0, first, end), {})
 
     def _name(self, name: str) -> Any:
         if name in self.names:
@@ -233,9 +243,15 @@ class StatementReader:
         if name == "as_strided" and len(args) == 2 and not kwargs:
             # Without an offset the method keeps the tensor's own, which is what reinterpret counts from.
             return self._emit(reinterpret, (owner, *args, 0), {})
+        if name == "view" and args and not kwargs and not isinstance(args[0], torch.dtype):
+            size = args[0] if isinstance(args[0], list) else list(args)
+            return self._emit(torch.ops.aten.view.default, (owner, size), {})
+        if name == "to" and len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
+            return self._emit(torch.ops.aten._to_copy.default, (owner,), {"dtype": args[0]})
         function = _METHODS.get(name)
         if function is None:
-            self._refuse(f"one of the tensor methods {', '.join(sorted(_METHODS))}")
+            known = sorted([*_METHODS, "as_strided", "view", "to"])
+            self._refuse(f"one of the tensor methods {', '.join(known)}")
         if name in ("size", "stride") and len(args) != 1:
             self._refuse(f"{name}() of one dimension")
         return self._emit_or_evaluate(function, (owner, *args), kwargs)
