@@ -299,11 +299,12 @@ class Recording:
         looked_at, count = set[int](), 0
         for node in filter(once.available, checks_on(self._placeholders)):
             inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
+            varying = [registers[arg] for arg in inputs if arg in registers]  # not sizes: they are known
             if bound.issuperset(inputs):
                 once.check(node)
-            elif checks_layout(node):
+            elif checks_layout(node) and all(isinstance(self._r[position], torch.Tensor) for position in varying):
                 layouts.check(node)
-                looked_at.update(registers[node] for node in inputs)
+                looked_at.update(varying)
             else:
                 others.check(node)
                 count += 1
