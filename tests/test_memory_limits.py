@@ -5,6 +5,7 @@ On the CPU there are none: what a call needs comes and goes with it.
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from dataclasses import dataclass
@@ -281,6 +282,39 @@ def test_after_outputs_that_took_memory_are_gone_it_replays_again(
     del kept
     assert _calls_until_it_replays(f, x) <= 10
     assert own_arenas.kept(device) <= 80 << 10
+
+
+def test_a_training_step_and_a_compiled_optimizer_share_an_arena(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """
+    ::
+
+        step          1  2  3 ...
+        the arena     forward: 18  backward: 37, around what forward saved; optimizer: 10, so that all ended ...
+                      ... and the next step began anew: now whoever ended because it grew still counts
+    """
+    width = 32
+    norm, line = torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), norm, line).to(device)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (model, twin)]
+    x = torch.randn(width, width, device=device)
+    loss: Compiled = compiled(lambda x: model(x).square().mean())
+    update: Compiled = compiled(lambda: optimizers[0].step())
+    for _ in range(16):
+        optimizers[0].zero_grad()
+        loss(x).backward()
+        update()
+        optimizers[1].zero_grad()
+        twin(x).square().mean().backward()
+        optimizers[1].step()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    for program in loss.programs:
+        assert sum(program.counters.recordings.values()) <= 4 and program.counters.replays >= 8, (
+            program.counters.to_dict()
+        )
 
 
 @dataclass

@@ -54,6 +54,7 @@ class Arena:
     block: torch.UntypedStorage | None = None
     _begin: int = 0
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
+    _moved: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _pool: Any = None
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -66,10 +67,12 @@ class Arena:
 
     def resize(self, nbytes: int) -> None:
         """Become so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
+        moved = [(weakref.ref(user), size) for user, size in self.users()] + self._moved
         self.clear("the arena moved")
         whole = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self.device.type == "cpu" and whole.data_ptr() % _CPU_ALIGNMENT:
             whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
+        self._moved = moved
         self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
         self.block, self.nbytes = whole.untyped_storage(), nbytes
 
@@ -83,7 +86,7 @@ class Arena:
         """End what was recorded, and give the memory back as soon as nobody has an output in it."""
         for user, _ in self.users():
             user.end(why)
-        self._users, self.lent, self.block, self.nbytes = [], [], None, 0
+        self._users, self._moved, self.lent, self.block, self.nbytes = [], [], [], None, 0
         self.changed()
 
     def users(self) -> list[tuple[ArenaUser, int]]:
@@ -92,8 +95,9 @@ class Arena:
         return [(user, nbytes) for user, nbytes in alive if not user.ended]
 
     def needed(self) -> int:
-        """Bytes that who works in it needs."""
-        return max((nbytes for _, nbytes in self.users()), default=0)
+        """Bytes that who works in it needs, or did until it moved: they will be back, unless they are forgotten."""
+        self._moved = [(user, nbytes) for user, nbytes in self._moved if user() is not None]
+        return max((nbytes for _, nbytes in [*self.users(), *self._moved]), default=0)
 
     def enter(self, user: ArenaUser, lent: Lent, nbytes: int) -> None:
         """Note who was recorded, what it hands out, and how large the arena has to be for it."""
