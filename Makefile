@@ -13,7 +13,7 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # A cache for each torch: its kernels stay between runs and disturb nobody else's.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor-cache
 
-.PHONY: demo test test-hostsim test-models test-vendor lint benchmark clean
+.PHONY: demo test test-hostsim test-models test-vendor gpu lint benchmark clean
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
@@ -40,6 +40,11 @@ test-models: $(VENV)/.installed-test
 # As a vendor would: a copy of the simulated accelerator under another name, built and put to the contract.
 test-vendor: $(VENV)/.installed-test
 	$(BIN)/python -m pytest examples/hostsim/tests -m slow
+
+# What only a GPU can tell. Where torch is installed already, nothing has to be: make gpu BIN=/usr/bin ARGS="--only memory"
+# A machine without a GPU is told so in one line, and is no error of make's.
+gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/.installed-test)
+	PYTHONPATH=$(CURDIR) $(BIN)/python3 benchmarks/gpu.py $(ARGS) || test $$? -eq 77
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

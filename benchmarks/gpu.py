@@ -53,7 +53,7 @@ class Worker:
         self.environment = dict(environment)
         # Read through a file object of its own: the process's has another position.
         self._stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        self._errors = open(self._stderr.name, errors="replace")  # noqa: SIM115
+        self._errors, self._told = open(self._stderr.name, errors="replace"), 0  # noqa: SIM115
         command = [sys.executable, __file__, "--device", device, "--worker"]
         command += [part for fault in faults for part in ("--plant", fault)]
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -97,7 +97,10 @@ class Worker:
 
     def errors(self) -> str:
         """What the process has written to stderr since this was last asked."""
-        return self._errors.read()
+        self._errors.seek(self._told)
+        text = self._errors.read()
+        self._told = self._errors.tell()
+        return text
 
     def _said_last(self) -> str:
         self._errors.seek(0)

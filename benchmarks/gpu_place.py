@@ -17,6 +17,7 @@ from callers import Function, own, programs, reasons
 from memory_peak import settings_of
 from torch import Tensor, nn
 
+import fxwrap
 from fxwrap.backend import fxwrap as backend
 from fxwrap.errors import FxwrapError
 from fxwrap.plan import Verdict
@@ -124,9 +125,11 @@ class _Counts:
         return now.eager - self.eager + (now.recordings - self.recordings)
 
 
-def _programs_of(functions: list[Function]) -> list[Any]:
-    """Of those that are compiled already."""
-    found = []
+def _programs_of(functions: list[Function] | None) -> list[Any]:
+    """Of those that are compiled already; of all that is alive, where no functions are given."""
+    if functions is None:
+        return [report.program for report in fxwrap.report().graphs]
+    found: list[Any] = []
     for fn in functions:
         with contextlib.suppress(FxwrapError):
             found += programs(fn)
@@ -271,7 +274,9 @@ class Place:
         else:
             yield Launches()
 
-    def steady(self, findings: Findings, functions: list[Function], call: Callable[[], Any], times: int = 4) -> None:
+    def steady(
+        self, findings: Findings, functions: list[Function] | None, call: Callable[[], Any], times: int = 4
+    ) -> None:
         """After some calls every call is a replay of all captured partitions, and the device says so, too."""
         needed = self._settled(functions, call)
         findings.demand(needed < _PATIENCE, f"still {self._otherwise(functions, call)} after {needed} calls")
@@ -298,7 +303,7 @@ class Place:
             findings.demand(launches.count == expected, otherwise_counted)
             findings.launches += launches.count
 
-    def _settled(self, functions: list[Function], call: Callable[[], Any]) -> int:
+    def _settled(self, functions: list[Function] | None, call: Callable[[], Any]) -> int:
         """Call until two calls in a row only replay; returns how many calls that took."""
         quiet = 0
         for done in range(_PATIENCE):
@@ -307,7 +312,7 @@ class Place:
             quiet = 0 if self._otherwise(functions, call) else quiet + 1
         return _PATIENCE
 
-    def _otherwise(self, functions: list[Function], call: Callable[[], Any]) -> str:
+    def _otherwise(self, functions: list[Function] | None, call: Callable[[], Any]) -> str:
         """Make a call; what programs did in it but replay."""
         before = {program: _Counts.of(program) for program in _programs_of(functions)}
         call()

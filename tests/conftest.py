@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _gpu() is None:
         skip = pytest.mark.skip(reason="no GPU on this machine")
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu") is not None:
                 item.add_marker(skip)
     if config.getoption("--device"):
         others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
