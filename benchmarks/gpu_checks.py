@@ -105,7 +105,8 @@ class InTurn:
 
 
 def launches_are_counted(place: Place, findings: Findings) -> None:
-    findings.demand(place.sees_launches(), f"three replays of a plain graph are not seen on {place.name}")
+    seen = place.sees_launches()
+    findings.demand(seen or not place.counts_launches, f"replays of a plain graph are not seen on {place.name}")
     width = place.size(512, 64)
     model = place.model(lambda: layers(width))
     ours = place.ours(calling(model))
@@ -194,9 +195,10 @@ def innocent_after_syncing(place: Place, findings: Findings) -> None:
 def model_both_ways(place: Place, findings: Findings, name: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise Skipped("transformers is not installed")
-    for training in (False, True):
-        _model(place, findings, name, training)
-        forget()
+    with _full_precision():
+        for training in (False, True):
+            _model(place, findings, name, training)
+            forget()
 
 
 def _model(place: Place, findings: Findings, name: str, training: bool) -> None:
@@ -369,6 +371,56 @@ def read_on_a_side_stream(place: Place, findings: Findings) -> None:
         findings.same(copies, expected)
 
 
+def prefetched(place: Place, findings: Findings) -> None:
+    """Batches come from pinned memory on a stream of their own, one ahead."""
+    width = place.size(1024, 64)
+    model, side = place.model(lambda: layers(width)), place.new_stream()
+    ours = place.ours(calling(model))
+    batches = [torch.randn(64, width, generator=torch.Generator().manual_seed(n)).pin_memory() for n in range(12)]
+    with torch.no_grad():
+        expected = [model(batch.to(place.device)) for batch in batches]
+        settle(InTurn(place, findings, ours, model, 64, width), 6)
+        results = []
+        for batch in batches:
+            with place.on(side):
+                place.keep_busy(side, 0.01)
+                x = batch.to(place.device, non_blocking=True)
+            place.current_stream().wait_stream(side)
+            x.record_stream(place.current_stream())
+            results.append(ours(x).clone())
+        place.synchronize()
+        findings.same(results, expected)
+
+
+def _sum_of(tensors: Any, sums: Any) -> None:
+    sums.put(tensors.get().double().sum().item())
+
+
+def shared_with_a_process(place: Place, findings: Findings) -> None:
+    """An output, by the driver's handles, as data loaders and servers share tensors."""
+    from torch import multiprocessing
+
+    model = place.model(lambda: Mixer(256))
+    ours, x = place.ours(calling(model)), place.random(64, 256)
+    with torch.no_grad():
+        settle(lambda: ours(x))
+        output = ours(x)
+    context = multiprocessing.get_context("spawn")
+    tensors, sums = context.Queue(), context.Queue()
+    process = context.Process(target=_sum_of, args=(tensors, sums), daemon=True)
+    process.start()
+    try:
+        # In this thread, where an error can be seen: a queue pickles in one of its own.
+        multiprocessing.reductions.reduce_tensor(output)
+        tensors.put(output)
+        found, right = sums.get(timeout=60), output.double().sum().item()
+        findings.demand(abs(found - right) <= 1e-6 * max(1.0, abs(right)), f"the process sums {found}, not {right}")
+        findings.note("another process read it")
+    finally:
+        process.kill()
+        process.join()
+
+
 def two_streams(place: Place, findings: Findings) -> None:
     """Narrow and long products, for which libraries split the sum and add the parts in a workspace of the stream."""
     long = place.size(1 << 16, 1 << 10)
@@ -439,6 +491,7 @@ def _short_of_memory(place: Place, findings: Findings, allowed: Callable[[int], 
         peak, ours = _eager_peak(place, lambda: sorting(x)), place.ours(sorting)
         ours(x)  # compiled, and warm
         with place.limited_to(allowed(peak)):
+            sorting(x)  # leaves in the cache what it took
             for _ in range(SETTLE):
                 try:
                     result = ours(x)
@@ -514,6 +567,33 @@ def two_threads(place: Place, findings: Findings) -> None:
         replays = sum(fxwrap.stats(fn)["replays"] for fn in functions)
         findings.note(f"{count} program(s): {replays} of {2 * calls} replays")
         findings.demand(replays > calls, f"{count} program(s): hardly a replay")
+
+
+def warm_in_one_thread(place: Place, findings: Findings) -> None:
+    """What a library makes for each thread is there in the thread that warmed up, and is missing in the next one."""
+    width = place.size(512, 32)
+    model = place.model(lambda: layers(width))
+    ours = place.ours(calling(model))
+    errors: list[BaseException] = []
+    with torch.no_grad():
+        call = InTurn(place, findings, ours, model, 16, width)
+        call()
+
+        def work() -> None:
+            try:
+                with torch.no_grad():
+                    settle(call)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        for error in errors:
+            findings.demand(False, in_short(error))
+        events = {text: count for text, count in fxwrap.stats(ours)["events"].items() if "capture failed" in text}
+        findings.demand(not events, f"{events}")
+        place.steady(findings, [ours], call)
 
 
 def accumulation(place: Place, findings: Findings) -> None:
@@ -621,7 +701,7 @@ def ddp(place: Place, findings: Findings) -> None:
         dist.init_process_group(kind, init_method=meeting, rank=0, world_size=1, device_id=place.device)
         try:
             parallel = DistributedDataParallel(model, device_ids=[0], bucket_cap_mb=1)
-            step, right = place.ours(training_step(parallel)), training_step(twin)
+            step, right = training_step(place.ours(parallel)), training_step(twin)
             optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (parallel, twin)]
 
             def train(fn: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
@@ -633,7 +713,7 @@ def ddp(place: Place, findings: Findings) -> None:
 
             for _ in range(6):
                 findings.same(train(step, optimizers[0]), train(right, optimizers[1]))
-            place.steady(findings, [step], lambda: train(step, optimizers[0]), 2)
+            place.steady(findings, None, lambda: train(step, optimizers[0]), 2)
         finally:
             dist.destroy_process_group()
 
@@ -667,6 +747,20 @@ def flex_attention(place: Place, findings: Findings) -> None:
         return flex_attention(q, k, v, block_mask=mask).square().mean()
 
     _trained_like_inductor(place, findings, attend, tensors, tensors)
+
+
+def own_triton_kernel(place: Place, findings: Findings) -> None:
+    from gpu_triton import twice_and
+
+    def call(x: Tensor) -> Tensor:
+        return torch.relu(twice_and(torch.relu(x), x)) + 1
+
+    def right(x: Tensor) -> Tensor:
+        return torch.relu(2 * torch.relu(x) + x) + 1
+
+    ours = place.ours(call)
+    with torch.no_grad():
+        place.steady(findings, [ours], InTurn(place, findings, ours, right, 64, 1000))
 
 
 def reductions(place: Place, findings: Findings) -> None:
@@ -816,19 +910,25 @@ def checks() -> dict[str, Entry]:
         "one parameter replaced": Entry(one_parameter_replaced),
         "a cache that is written": Entry(cache_written),
         "sizes grow and shrink": Entry(growing_and_shrinking),
+        "batches prefetched on a side stream": Entry(prefetched),
         "two streams, split sums": Entry(two_streams),
         "a stream for each request": Entry(streams_in_turn),
         "memory short in a capture": limited(memory_short_in_capture),
         "memory short in an arena's growth": limited(memory_short_in_growth),
         "two threads": Entry(two_threads),
+        "warm in one thread, recorded in another": Entry(warm_in_one_thread, alone=True),
         "gradient accumulation": Entry(accumulation),
         "compiled Adam with a scaler": Entry(adam_with_scaler),
         "matmul templates": on_triton(matmul_templates),
         "flex attention": on_triton(flex_attention),
+        "a user's Triton kernel": on_triton(own_triton_kernel),
         "dropout in attention": Entry(attention_with_dropout),
         "checkpointing": Entry(checkpointing),
         "DDP with one process": Entry(ddp, only_on=_GPUS, because="no process group takes its tensors", alone=True),
         "outer capture": Entry(outer_capture, alone=True),
+        "an output shared with a process": Entry(
+            shared_with_a_process, only_on=("cuda",), because="no handles of its memory", alone=True
+        ),
         "expandable segments": Entry(
             expandable_segments, only_on=("cuda",), because="CUDA's only", alone=True, environment=segments
         ),

@@ -183,7 +183,8 @@ class Place:
     def ours(self, fn: Function, dynamic: bool | None = None, **options: Any) -> Function:
         """Compiled with fxwrap, without its being installed."""
         chosen = {"capture": "always", **options}
-        return torch.compile(own(fn), backend=backend, dynamic=dynamic, options=chosen)
+        given = fn if isinstance(fn, nn.Module) else own(fn)
+        return torch.compile(given, backend=backend, dynamic=dynamic, options=chosen)
 
     def inductors(self, fn: Function, dynamic: bool | None = None, **options: Any) -> Function:
         chosen = {**settings_of(self.name), **options}
@@ -241,9 +242,6 @@ class Place:
             self.synchronize()
             found.count = counters()["replays"] - before
             return
-        if self.name != "cuda":
-            yield found
-            return
         self.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             yield found
@@ -253,8 +251,15 @@ class Place:
         # The driver's event is there where the runtime's is not recorded.
         found.count = names["cudaGraphLaunch"] or names["cuGraphLaunch"]
 
+    @property
+    def counts_launches(self) -> bool:
+        """Whether there is a count at all."""
+        return self.name == "cuda" or hasattr(self.module, "graph_counters")
+
     def sees_launches(self) -> bool:
         """Whether the device's count tells of replays that certainly took place."""
+        if not self.counts_launches:
+            return False
         if self._sees_launches is None:
             static = torch.zeros(4, device=self.device)
             static.add_(1)  # its kernel is loaded before the capture
@@ -296,7 +301,7 @@ class Place:
             findings.demand(replays > 0 and not otherwise, f"{which}: {replays} replays, else {reasons(otherwise)}")
         findings.demand(expected > 0, "nothing was replayed")
         if launches.count is None:
-            findings.demand(self.name == "xpu", "the device does not count launches")
+            findings.demand(not self.counts_launches, "the device's count is not to be had")
             findings.note(f"{expected} launches by the counters, not counted by {self.name}")
         else:
             otherwise_counted = f"{launches.count} graph launches, {expected} by the counters"
