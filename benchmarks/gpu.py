@@ -141,12 +141,14 @@ def run_all(names: list[str], device: str, faults: list[str], limit: float) -> d
     """Run the checks, in this order, and print what each came to at once."""
     from gpu_checks import checks
 
-    known, outcomes, worker = checks(), dict[str, Outcome](), None
+    known, outcomes = checks(), dict[str, Outcome]()
+    worker: Worker | None = None
     try:
         for name in names:
             entry = known[name]
             if worker is not None and (entry.alone or entry.environment != worker.environment):
-                worker = worker.end()
+                worker.end()
+                worker = None
             begin = time.perf_counter()
             if entry.only_on and device not in entry.only_on:
                 outcome = Outcome("skipped", entry.because)
@@ -158,7 +160,8 @@ def run_all(names: list[str], device: str, faults: list[str], limit: float) -> d
             if worker is not None and outcome.verdict == "failed":
                 print(worker.errors(), file=sys.stderr, flush=True)
             if worker is not None and (entry.alone or outcome.verdict == "failed"):
-                worker = worker.end()
+                worker.end()
+                worker = None
     finally:
         if worker is not None:
             worker.end()
