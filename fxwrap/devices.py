@@ -120,6 +120,7 @@ class DeviceSupport:
         config: Inductor's settings while a graph with this device in it is compiled.
         cost: what issuing work costs; None for the usual.
         place_allocations: tells the device's allocator where what an operator allocates shall lie.
+        after_failed_capture: puts the device's allocator right.
     """
 
     device_type: str
@@ -130,6 +131,7 @@ class DeviceSupport:
     config: Mapping[str, Any] = field(default_factory=dict)
     cost: CaptureCost | None = None
     place_allocations: PlaceAllocations | None = None
+    after_failed_capture: Callable[[torch.device, Any], None] | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}
@@ -137,7 +139,11 @@ _registered: dict[str, DeviceSupport] = {}
 
 def device_support(device_type: str) -> DeviceSupport:
     """The record of a device; an empty one where nothing was registered."""
-    return _registered.get(device_type) or DeviceSupport(device_type)
+    return _registered.get(device_type) or _unregistered(device_type)
+
+
+# One for each: what is made for a device is found again by its record.
+_unregistered = functools.cache(DeviceSupport)
 
 
 def capture_cost(device_type: str) -> CaptureCost:

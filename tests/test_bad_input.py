@@ -327,6 +327,7 @@ def test_a_partition_that_hardware_refuses_runs_eagerly(compiled: Any) -> None:
             torch.testing.assert_close(f(x), (x.sin() @ x).cos() @ x)
         (event,) = f.program.counters.events
         assert "capture failed" in event and "not permitted" in event
+        assert f.program.counters.eager == {"warm-up": 1, event: 2} and not f.program.counters.replays
         g: Compiled = compiled(lambda x: x.cos() @ x, options={"strict": True})
         g(torch.randn(4, 4))
         with pytest.raises(fxwrap.CaptureError, match="not permitted"):

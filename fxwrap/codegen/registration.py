@@ -74,6 +74,7 @@ def register_device(
     kernels: Iterable[KernelKind] = (),
     cost: CaptureCost | None = None,
     place_allocations: PlaceAllocations | None = None,
+    after_failed_capture: Callable[[torch.device, Any], None] | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 
@@ -98,6 +99,8 @@ def register_device(
             that are a second argument; the memory stays somebody else's. ``place_allocations(())`` ends it. It
             returns the addresses, of all ever given, that are in use, or None if it does not know. With it, what
             operators return lies in planned memory, too, and not beside it in a graph's pool.
+        after_failed_capture: ``after_failed_capture(device, pool)`` puts the device's allocator right after
+            ``capture_end`` has raised, where that leaves it recording to the pool, as CUDA's does.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.
@@ -114,6 +117,7 @@ def register_device(
         {**_settings(scheduling), **(config or {})},
         cost,
         place_allocations,
+        after_failed_capture,
     )
     _check(support, scheduling)
     with DEVICE_TABLES, contextlib.ExitStack() as undo:

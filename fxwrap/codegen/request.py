@@ -23,6 +23,7 @@ def torch_functions() -> TorchFunctions:
         alive=versions.alive,
         lay_out=versions.lay_out,
         allocations=versions.allocations,
+        after_failed_capture=versions.after_failed_capture,
         below_autograd=versions.below_autograd,
         saved_tensors_hooks=versions.saved_tensors_hooks,
     )

@@ -262,6 +262,15 @@ def donated_inputs() -> frozenset[int]:
     return frozenset(get_donated_idxs() or ())
 
 
+def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """End recording to a memory pool that a capture failed in, and let go of it once: torch has done neither."""
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    for step in ("endAllocateToPool", "releasePool"):
+        function = getattr(torch._C, f"_{device.type}_{step}", None)
+        if function is not None:
+            function(index, pool)
+
+
 def below_autograd() -> Any:
     """A context in which operators skip autograd's layer of the dispatcher.
 

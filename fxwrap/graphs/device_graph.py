@@ -149,6 +149,21 @@ class XPUGraphAdapter(CUDAGraphAdapter):
         self._graph.capture_begin(pool=self._pool)
 
 
+# ``after_failed_capture(device, pool)``: have the allocator record to the pool no more, and let go of it once.
+PutRight = Callable[[torch.device, Any], None]
+
+
+@dataclass(frozen=True)
+class GraphPool:
+    """Memory that graphs share, and a graph in it: once its last one is gone, a pool takes no other.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
+    """
+
+    id: Any
+    keeper: Any
+
+
 @dataclass(frozen=True)
 class DeviceRuntime:
     """How work is captured on one device.
@@ -161,6 +176,7 @@ class DeviceRuntime:
             host graph calls again and so takes new tensors.
         runs_while_capturing: capturing also computes, so that no replay is needed to get the first result.
         place_allocations: tells the allocator where what operators allocate shall lie; None where nobody can.
+        after_failed_capture: puts the allocator right; None where torch's own functions do.
     """
 
     device: torch.device
@@ -170,6 +186,39 @@ class DeviceRuntime:
     implementation: str
     new_pool: Callable[[], Any] = lambda: None
     place_allocations: PlaceAllocations | None = None
+    after_failed_capture: PutRight | None = None
+
+    def make_pool(self) -> GraphPool | None:
+        """A memory pool that lives as long as the object; None where there is no such thing."""
+        handle = self.new_pool()
+        return None if handle is None else GraphPool(handle, self._capture_little(handle))
+
+    def _capture_little(self, pool: Any) -> Any:
+        """A graph that allocates nothing, and what it works on. (Torch warns of one without any work.)"""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        graph = self.new_graph(pool)
+        with self.capture_stream():
+            graph.capture_begin()
+            byte.zero_()
+            graph.capture_end()
+        return graph, byte
+
+    def end_capture(self, graph: DeviceGraph, pool: GraphPool | None, put_right: PutRight) -> None:
+        """End a capture. One that fails leaves nothing behind.
+
+        Where ``cudaStreamEndCapture`` fails, ``CUDAGraph::capture_end`` throws before it ends recording to the pool,
+        and (torch 2.11) before generators leave the capture: they draw nothing until another one has ended well.
+        Source: ATen/cuda/CUDAGraph.cpp.
+        """
+        try:
+            graph.capture_end()
+        except Exception:
+            if pool is not None:
+                with contextlib.suppress(Exception):
+                    (self.after_failed_capture or put_right)(self.device, pool.id)
+                with contextlib.suppress(Exception):
+                    self._capture_little(None)
+            raise
 
     def stream_key(self) -> Any:
         """Tells apart streams whose work may overlap in time."""
@@ -259,7 +308,8 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
             failures.append(f"{name}: {error}")
             continue
         new_pool = functools.partial(_new_pool, device)
-        return DeviceRuntime(device, make, True, False, name, new_pool, support.place_allocations)
+        extras = support.place_allocations, support.after_failed_capture
+        return DeviceRuntime(device, make, True, False, name, new_pool, *extras)
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "

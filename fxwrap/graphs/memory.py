@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .device_graph import GraphPool
 from .lent import Lent, LentOutput
 from .turn import Call, Turn
 
@@ -55,7 +56,7 @@ class Arena:
     _begin: int = 0
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _moved: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
-    _pool: Any = None
+    _pool: GraphPool | None = None
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A storage of its own over bytes of the arena; it keeps them."""
@@ -68,7 +69,9 @@ class Arena:
     def resize(self, nbytes: int) -> None:
         """Become so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
         moved = [(weakref.ref(user), size) for user, size in self.users()] + self._moved
+        pool = self._pool
         self.clear("the arena moved")
+        self._pool = pool  # its memory will do for the graphs to come
         whole = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self.device.type == "cpu" and whole.data_ptr() % _CPU_ALIGNMENT:
             whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
@@ -76,17 +79,22 @@ class Arena:
         self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
         self.block, self.nbytes = whole.untyped_storage(), nbytes
 
-    def pool(self, make: Callable[[], Any]) -> Any:
+    def pool(self, make: Callable[[], GraphPool | None]) -> GraphPool | None:
         """The memory pool of the graphs that work in the arena. Nothing in it outlives the call that has the turn."""
         if self._pool is None:
             self._pool = make()
         return self._pool
+
+    def leave_pool(self) -> None:
+        """Take another pool for the next graph: what is in this one goes with its graphs."""
+        self._pool = None
 
     def clear(self, why: str) -> None:
         """End what was recorded, and give the memory back as soon as nobody has an output in it."""
         for user, _ in self.users():
             user.end(why)
         self._users, self._moved, self.lent, self.block, self.nbytes = [], [], [], None, 0
+        self.leave_pool()
         self.changed()
 
     def users(self) -> list[tuple[ArenaUser, int]]:
@@ -217,7 +225,7 @@ class ArenaPool:
         if nbytes + sum(self._kept_by(one) for one in self._on(arena.device) if one not in mine) > limit:
             return False
         if nbytes != arena.nbytes:
-            arena.clear("the arena moved")
+            arena.resize(0)
         while self.kept(arena.device) - arena.nbytes + nbytes > limit:
             users = [(user, one) for one in mine for user, _ in one.users()]
             if not users:
@@ -242,7 +250,7 @@ class ArenaPool:
 
     def pools(self) -> list[Any]:
         """The pools in which graphs allocate."""
-        return [arena._pool for arena in self._on(None) if arena._pool is not None]
+        return [arena._pool.id for arena in self._on(None) if arena._pool is not None]
 
     def give_back(self) -> None:
         """Have arenas in which nothing is recorded any more give their memory back."""

@@ -199,7 +199,10 @@ class Program:
     def _run_recording(self, recording: Recording, inputs: list[Any], call: Call) -> Any:
         try:
             outputs = recording.run(inputs)
-            self.counters.count("replays")
+            if recording.without_graphs:
+                self.counters.count("eager", recording.without_graphs)
+            else:
+                self.counters.count("replays")
             return outputs
         finally:
             recording.give(call)

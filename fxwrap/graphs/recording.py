@@ -25,7 +25,7 @@ from ..host_graph import (
     output_node,
 )
 from ..plan import MemoryPlan, Origin, Partition, Planned, Verdict
-from .device_graph import DeviceGraph, DeviceRuntime, issue
+from .device_graph import DeviceGraph, DeviceRuntime, GraphPool, issue
 from .flat import FlatBuilder, FlatFunction
 from .lent import Lent, LentOutput, Overwritten
 from .memory import Arena, has_address, reach, tensor_over, tensors_in
@@ -74,6 +74,7 @@ class Recording:
     Attributes:
         ended: why it can never run again; empty while it can.
         superseded: why another is to be recorded in its place; empty while it is good.
+        without_graphs: why it replays none, although there is work to capture; empty if it does.
         used: when it was used last, as a number that grows.
     """
 
@@ -87,7 +88,7 @@ class Recording:
         self.eager_reasons: dict[int, str] = {}
         # Operators and kernels that a capture failed at, and how: the program can be cut anew around them.
         self.refused: dict[str, str] = {}
-        self.ended = self.superseded = ""
+        self.ended = self.superseded = self.without_graphs = ""
         self.used = next_use()
         self._graphs: list[DeviceGraph] = []
         self._steps: list[Callable[[], Any]] = []
@@ -142,6 +143,8 @@ class Recording:
             recording._r[:] = recording._blank
             if request.arenas:
                 recording._start_watching(inputs, outputs)
+            if recording.eager_reasons and not recording._graphs:
+                recording.without_graphs = next(iter(recording.eager_reasons.values()))
             if recording._placed.keeper:
                 recording._leave_arenas(f"{recording._placed.keeper} keeps memory that it was offered for a while")
         finally:
@@ -374,19 +377,21 @@ class Recording:
         call = _Bound(flat, self._r, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
         call.stores = [self._registers[node] for node in stores]
+        put_right = self.request.functions.after_failed_capture
         try:
-            graph = runtime.new_graph(self._pool())
+            pool = self._pool()
+            graph = runtime.new_graph(pool.id if pool is not None else None)
             with runtime.capture_stream():
+                graph.capture_begin()
                 try:
-                    graph.capture_begin()
                     with self._as_replayed():
                         issue(call)
-                    graph.capture_end()
                 except BaseException:
                     # Wherever it came from: a stream, or this thread, must not be left capturing.
                     with contextlib.suppress(Exception):
-                        graph.capture_end()
+                        runtime.end_capture(graph, pool, put_right)
                     raise
+                runtime.end_capture(graph, pool, put_right)
             graph.instantiate()
         except Exception as error:
             self._placed.stop()
@@ -413,11 +418,11 @@ class Recording:
                     self._pooled.add(node)
                 self._keep(node, value, known)
 
-    def _pool(self) -> Any:
+    def _pool(self) -> GraphPool | None:
         """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
         runtime = self.request.runtime
         arena = self.request.arenas.get(runtime.device)
-        return arena.pool(runtime.new_pool) if arena is not None else None
+        return arena.pool(runtime.make_pool) if arena is not None else None
 
     def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._stores.get(partition.index, [])

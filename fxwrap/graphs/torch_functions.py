@@ -34,6 +34,8 @@ class TorchFunctions:
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
         saved_tensors_hooks: tells whether hooks pack what autograd saves, in this thread.
         allocations: tells what a function allocates on the CPU.
+        after_failed_capture: ``(device, pool)``: ends recording to a memory pool in which a capture has failed, and
+            lets go of it once.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
@@ -45,4 +47,5 @@ class TorchFunctions:
     lay_out: Callable[..., torch.Tensor]
     saved_tensors_hooks: Callable[[], bool]
     allocations: Allocations
+    after_failed_capture: Callable[[torch.device, Any], None]
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]

@@ -312,6 +312,33 @@ def launch(function: Callable[..., Any], *arguments: Any) -> None:
     _C.launch(function, *arguments)
 
 
+def put_right(device: Device, pool: tuple[int, int]) -> None:
+    """After a capture has failed: its pool records no more, and may be used again, and generators draw again."""
+    _C.end_allocate_to_pool(pool)
+    _C.release_pool(pool)
+
+
+# Rules --------------------------------------------------------------------------------------------------------------
+
+
+def rules() -> dict[str, tuple[str, str]]:
+    """What torch does on CUDA and this device does, too: by name, what that is, and where it stands in torch."""
+    return _C.known_rules()
+
+
+def relax(name: str) -> None:
+    """Be kinder than CUDA from now on: for a device that need not be like it, and for tests."""
+    _C.relax(name)
+
+
+def relaxed_rules() -> list[str]:
+    return _C.relaxed_rules()
+
+
+def enforce_all_rules() -> None:
+    _C.enforce_all_rules()
+
+
 # Faults -------------------------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,7 @@ def test_a_pool_lives_as_long_as_its_last_graph_and_tensor(device):
     first.fill_(1), second.fill_(2)
     assert_equal(first + second, torch.full((1000,), 3.0))
     del first, second
+    device.empty_cache()
     assert device.pool_stats(handle)["reserved"] == 0
 
 

@@ -137,6 +137,7 @@ def test_convolutions_need_no_memory_beside_the_arena(registered: torch.device) 
     model = model.to(registered)
     f = torch.compile(model, backend="fxwrap")
     kept = []
+    before = sum(pool["allocations"] for pool in pools())  # of other tests
     with torch.no_grad():
         for i in range(8):
             kept.append(f(torch.randn(2, 2, 8, 8, generator=torch.manual_seed(i)).to(registered)))
@@ -145,7 +146,7 @@ def test_convolutions_need_no_memory_beside_the_arena(registered: torch.device) 
     assert fxwrap.report(f).graphs[0].counters["replays"] > 0
     del kept, got
     gc.collect()
-    assert all(pool["allocations"] == 0 for pool in pools())
+    assert sum(pool["allocations"] for pool in pools()) <= before
 
 
 def test_gradients_of_convolutions(registered: torch.device) -> None:

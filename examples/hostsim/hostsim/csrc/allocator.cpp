@@ -4,6 +4,7 @@
 #include "events.h"
 #include "faults.h"
 #include "name.h"
+#include "rules.h"
 #include "streams.h"
 
 #include <c10/core/Storage.h>
@@ -73,6 +74,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
 
   void free(void* data);
   void retain_pool(MempoolId_t pool);
+  void end_allocate_to_pool(MempoolId_t pool);
   void release_pool(MempoolId_t pool);
   PoolStatistics pool_statistics(MempoolId_t pool);
   std::optional<Block> find(const void* address);
@@ -98,6 +100,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
   // Freed while a stream that used them was captured: nothing in time could be waited for.
   std::vector<Block*> held_back_;
   std::map<MempoolId_t, PoolStatistics> pools_;
+  std::set<MempoolId_t> recorded_to_; // By captures.
   std::vector<Statistics> statistics_{static_cast<size_t>(device_count())};
 };
 
@@ -371,7 +374,8 @@ void CachingAllocator::make_reusable(Block* block) {
     pool = kOrdinaryPool;
   }
   // An output of a graph that is gone: nobody allocates from its pool any more, so that an ordinary owner is best.
-  if (!kept(pool)) {
+  // CUDA leaves it there until the cache is emptied.
+  if (!kept(pool) && !in_force(Rule::kPoolDiesWithItsLastGraph)) {
     pool = kOrdinaryPool;
   }
   if (pool != block->pool) {
@@ -404,13 +408,29 @@ void CachingAllocator::forget_if_empty(const MempoolId_t& pool) {
 
 void CachingAllocator::retain_pool(MempoolId_t pool) {
   std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = pools_.find(pool);
+  TORCH_CHECK(
+      found == pools_.end() || found->second.graphs > 0 || !in_force(Rule::kPoolDiesWithItsLastGraph),
+      "capture_begin: the last graph of this memory pool is gone, and some of its memory is left: take another pool, or "
+      "keep a graph of it for as long as it is used");
+  TORCH_CHECK(
+      recorded_to_.insert(pool).second,
+      "capture_begin: another capture records to this memory pool, or has failed and was not put right");
   ++pools_[pool].graphs;
+}
+
+void CachingAllocator::end_allocate_to_pool(MempoolId_t pool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(recorded_to_.erase(pool) != 0, "end_allocate_to_pool: no capture records to this memory pool");
 }
 
 void CachingAllocator::release_pool(MempoolId_t pool) {
   std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(pools_.count(pool) != 0 && pools_[pool].graphs > 0, "release_pool: nobody keeps this memory pool");
   if (--pools_[pool].graphs == 0) {
-    return_free_blocks(pool);
+    if (!in_force(Rule::kPoolDiesWithItsLastGraph)) {
+      return_free_blocks(pool);
+    }
     forget_if_empty(pool);
   }
 }
@@ -460,9 +480,18 @@ void CachingAllocator::emptyCache(MempoolId_t pool) {
     drain_device(device);
   }
   std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(
+      recorded_to_.empty(), "emptying the cache: a capture records to a memory pool, or has failed and was not put right");
   collect_finished();
-  if (pool == kOrdinaryPool || !kept(pool)) {
-    return_free_blocks(pool);
+  std::vector<MempoolId_t> without_graphs;
+  for (const auto& [id, statistics] : pools_) {
+    if (id == kOrdinaryPool ? pool == kOrdinaryPool : !kept(id)) {
+      without_graphs.push_back(id);
+    }
+  }
+  for (const MempoolId_t& id : without_graphs) {
+    return_free_blocks(id);
+    forget_if_empty(id);
   }
 }
 
@@ -550,6 +579,10 @@ MempoolId_t pool_handle() {
 
 void retain_pool(MempoolId_t pool) {
   allocator().retain_pool(pool);
+}
+
+void end_allocate_to_pool(MempoolId_t pool) {
+  allocator().end_allocate_to_pool(pool);
 }
 
 void release_pool(MempoolId_t pool) {

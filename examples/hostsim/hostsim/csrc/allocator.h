@@ -32,8 +32,10 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes);
 // Pools. {0, 0} is the ordinary one; a graph has one of its own or shares one.
 MempoolId_t pool_for_graph();
 MempoolId_t pool_handle();
+// One capture at a time records to a pool, from retain_pool (which keeps it) until end_allocate_to_pool.
 void retain_pool(MempoolId_t pool);
-// What is free of a pool that no graph keeps any more is returned.
+void end_allocate_to_pool(MempoolId_t pool);
+// What is free of a pool that no graph keeps any more is returned when the cache is emptied.
 void release_pool(MempoolId_t pool);
 PoolStatistics pool_statistics(MempoolId_t pool);
 

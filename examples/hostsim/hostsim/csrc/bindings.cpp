@@ -9,6 +9,7 @@
 #include "host_allocator.h"
 #include "launch.h"
 #include "name.h"
+#include "rules.h"
 #include "streams.h"
 
 #include <torch/csrc/Generator.h>
@@ -51,6 +52,14 @@ py::dict faults_as_dict() {
   return result;
 }
 
+py::dict rules_as_dict() {
+  py::dict result;
+  for (const RuleDescription& rule : rule_table) {
+    result[rule.name] = py::make_tuple(rule.effect, rule.source);
+  }
+  return result;
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -71,6 +80,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("graph_pool_handle", &pool_handle);
   m.def("pool_stats", &pool_as_dict);
+  m.def("end_allocate_to_pool", &end_allocate_to_pool);
+  m.def("release_pool", &release_pool);
   m.def("place_allocations", &place_allocations);
   m.def("poison", &poison);
   m.def("set_poison", &set_poison);
@@ -80,6 +91,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("graph_counters", &counters_as_dict);
   m.def("reset_graph_counters", &reset_graph_counters);
   m.def("launch", &launch);
+
+  m.def("known_rules", &rules_as_dict);
+  m.def("relax", &relax);
+  m.def("enforce_all_rules", &enforce_all_rules);
+  m.def("relaxed_rules", &relaxed_rules);
 
   m.def("known_faults", &faults_as_dict);
   m.def("plant_fault", &plant_fault);

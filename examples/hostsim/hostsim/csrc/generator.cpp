@@ -3,17 +3,21 @@
 #include "capture.h"
 #include "devices.h"
 #include "name.h"
+#include "rules.h"
 #include "streams.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/GeneratorImpl.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <vector>
 
 namespace backend {
 
 namespace {
+
+std::atomic<bool> generators_held{false};
 
 // A generator of the CPU under the device's name. Draws happen when work runs: its state is only known, and may only
 // be changed, once all work that was issued before has run.
@@ -88,7 +92,14 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   return (*generators)[checked_device(device)];
 }
 
+void hold_generators(bool held) {
+  generators_held = held;
+}
+
 at::Generator checked_generator(const std::optional<at::Generator>& generator, c10::DeviceIndex device) {
+  TORCH_CHECK(
+      !generators_held || !in_force(Rule::kFailedCaptureHoldsGenerators) || capture_of(current_stream(device)),
+      "a random number outside of captures: a capture has failed, and none has ended well since");
   if (!generator || !generator->defined()) {
     return default_generator(device);
   }

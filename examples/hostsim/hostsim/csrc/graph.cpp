@@ -3,8 +3,10 @@
 #include "allocator.h"
 #include "capture.h"
 #include "faults.h"
+#include "generator.h"
 #include "name.h"
 #include "program.h"
+#include "rules.h"
 #include "streams.h"
 
 #include <ATen/core/GraphImplInterface.h>
@@ -99,10 +101,16 @@ void Graph::capture_begin(MempoolId_t pool, GraphCaptureMode mode) {
   }
   const bool shared = pool != MempoolId_t{0, 0} && !planted(Fault::kPoolNotShared);
   const MempoolId_t own_pool = shared ? pool : pool_for_graph();
-  capture_ = begin_capture(stream, own_pool, mode);
+  retain_pool(own_pool);
+  try {
+    capture_ = begin_capture(stream, own_pool, mode);
+  } catch (...) {
+    end_allocate_to_pool(own_pool);
+    backend::release_pool(own_pool);
+    throw;
+  }
   device_ = device;
   pool_ = own_pool;
-  retain_pool(own_pool);
 }
 
 void Graph::capture_end() {
@@ -128,9 +136,19 @@ void Graph::capture_end() {
 
   if (const auto failure = capture->failure()) {
     capture->take_nodes();
-    release_memory();
+    if (in_force(Rule::kFailedCaptureHoldsGenerators)) {
+      hold_generators(true);
+    }
+    if (in_force(Rule::kFailedCaptureHoldsItsPool)) {
+      pool_.reset();
+    } else {
+      end_allocate_to_pool(*pool_);
+      release_memory();
+    }
     TORCH_CHECK(false, "the capture has failed and the graph is empty: ", *failure);
   }
+  end_allocate_to_pool(*pool_);
+  hold_generators(false);
   program_ = std::make_shared<Program>(capture->take_nodes(), capture->take_kept(), *pool_);
   count([this](GraphCounters& all) {
     ++all.captures;
@@ -185,6 +203,7 @@ void Graph::reset() {
   if (capture_) {
     end_capture(capture_);
     backend::capture_ended();
+    end_allocate_to_pool(*pool_);
     capture_.reset();
   }
   if (program_) {

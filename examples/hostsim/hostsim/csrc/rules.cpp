@@ -1,0 +1,64 @@
+#include "rules.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+
+namespace backend {
+
+namespace {
+
+constexpr size_t kRules = static_cast<size_t>(Rule::kCount);
+
+std::array<std::atomic<bool>, kRules> relaxed{};
+
+} // namespace
+
+// In the order of the enumeration.
+const std::array<RuleDescription, kRules> rule_table{{
+    {"pool_dies_with_its_last_graph",
+     "a pool whose last graph is gone takes no other one, as long as any memory of it is left",
+     "c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool: use_count > 0; torch 2.11 to 2.15"},
+    {"failed_capture_holds_its_pool",
+     "a capture that ends with an error goes on recording to its pool: no other capture may use it, and the cache "
+     "cannot be emptied, until end_allocate_to_pool and release_pool are called",
+     "ATen/cuda/CUDAGraph.cpp, capture_end: cudaStreamEndCapture throws before endAllocateToPool, and reset releases "
+     "the pool of a capture that has ended only; torch 2.11 to 2.15"},
+    {"failed_capture_holds_generators",
+     "after a capture that ends with an error, generators draw nothing outside of captures until another one ends well",
+     "ATen/cuda/CUDAGraph.cpp, capture_end: it throws before capture_epilogue; torch 2.11 (later, reset does it)"},
+}};
+
+bool in_force(Rule rule) {
+  return !relaxed[static_cast<size_t>(rule)].load(std::memory_order_relaxed);
+}
+
+void relax(const std::string& name) {
+  std::string known;
+  for (size_t i = 0; i < kRules; ++i) {
+    if (name == rule_table[i].name) {
+      relaxed[i] = true;
+      return;
+    }
+    known += (known.empty() ? "" : ", ") + std::string(rule_table[i].name);
+  }
+  TORCH_CHECK_VALUE(false, "no rule is called '", name, "'; there are: ", known);
+}
+
+void enforce_all_rules() {
+  for (auto& rule : relaxed) {
+    rule = false;
+  }
+}
+
+std::vector<std::string> relaxed_rules() {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < kRules; ++i) {
+    if (relaxed[i]) {
+      names.emplace_back(rule_table[i].name);
+    }
+  }
+  return names;
+}
+
+} // namespace backend

@@ -1,0 +1,87 @@
+"""What torch does on CUDA, this device does, too, unless it is told to be kinder."""
+
+import gc
+
+import pytest
+import torch
+from helpers import capture, on_device
+
+
+@pytest.fixture
+def strict(device):
+    device.enforce_all_rules()
+    return device
+
+
+def fail_to_capture(source, pool):
+    graph = torch.accelerator.Graph(pool=pool)
+    with pytest.raises(RuntimeError, match="not possible while a graph is captured"), torch.Stream():
+        graph.capture_begin()
+        try:
+            source.sum().item()
+        finally:
+            with pytest.raises(RuntimeError, match="has failed and the graph is empty"):
+                graph.capture_end()
+    return graph
+
+
+def test_rules_say_where_they_come_from(strict):
+    for effect, source in strict.rules().values():
+        assert effect and ".cpp" in source and "torch 2." in source
+    assert strict.relaxed_rules() == []
+    with pytest.raises(ValueError, match="no rule is called 'kindness'; there are: pool_dies"):
+        strict.relax("kindness")
+
+
+def test_a_pool_dies_with_its_last_graph(strict):
+    """
+    ::
+
+        graph a  ------|                      b has to begin while a is there, or once nothing of the pool is left
+        graph b           x
+    """
+    source, pool = on_device(64), strict.graph_pool_handle()
+    first, result = capture(lambda: source + 1, pool=pool)
+    second, _ = capture(lambda: source * 2, pool=pool)
+    del first, second
+    gc.collect()
+    assert strict.pool_stats(pool)["graphs"] == 0 and strict.pool_stats(pool)["reserved"]
+    with pytest.raises(RuntimeError, match="the last graph of this memory pool is gone"):
+        capture(lambda: source + 3, pool=pool)
+    capture(lambda: source + 3)  # another pool
+    strict.relax("pool_dies_with_its_last_graph")
+    capture(lambda: source + 3, pool=pool)
+    del result
+
+
+def test_memory_of_a_dead_pool_is_free_when_the_cache_is_emptied(strict):
+    source, pool = on_device(64), strict.graph_pool_handle()
+    graph, _ = capture(lambda: source + 1, pool=pool)
+    del graph, _
+    gc.collect()
+    assert strict.pool_stats(pool)["reserved"] == 512
+    strict.empty_cache()
+    assert strict.pool_stats(pool)["reserved"] == 0
+    capture(lambda: source + 1, pool=pool)  # the id is as good as new
+
+
+def test_a_failed_capture_goes_on_recording_to_its_pool(strict):
+    source, pool = on_device(64), strict.graph_pool_handle()
+    fail_to_capture(source, pool)
+    with pytest.raises(RuntimeError, match="another capture records to this memory pool"), torch.Stream():
+        torch.accelerator.Graph(pool=pool).capture_begin()
+    with pytest.raises(RuntimeError, match="emptying the cache: a capture records"):
+        strict.empty_cache()
+    strict.put_right(0, pool)
+    capture(lambda: source + 1, pool=pool)
+    strict.empty_cache()
+
+
+def test_after_a_failed_capture_nothing_is_drawn_until_one_ends_well(strict):
+    source, pool = on_device(64), strict.graph_pool_handle()
+    fail_to_capture(source, pool)
+    strict.put_right(0, pool)
+    with pytest.raises(RuntimeError, match="a random number outside of captures"):
+        torch.rand(4, device=source.device)
+    capture(lambda: source + 1)
+    torch.rand(4, device=source.device)
