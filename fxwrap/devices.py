@@ -107,6 +107,9 @@ _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=flo
 # anything else may lie that is allocated until then.
 PlaceAllocations = Callable[..., "Collection[int] | None"]
 
+# ``after_failed_capture(device, pool)``: have the allocator record to the pool no more, and let go of it once.
+PutRight = Callable[[torch.device, Any], None]
+
 
 @dataclass(frozen=True, eq=False)
 class DeviceSupport:
@@ -131,7 +134,7 @@ class DeviceSupport:
     config: Mapping[str, Any] = field(default_factory=dict)
     cost: CaptureCost | None = None
     place_allocations: PlaceAllocations | None = None
-    after_failed_capture: Callable[[torch.device, Any], None] | None = None
+    after_failed_capture: PutRight | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}

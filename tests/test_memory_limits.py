@@ -9,7 +9,7 @@ import copy
 import gc
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from conftest import Compiled, freezes
 import fxwrap
 from fxwrap.graphs.lent import Lent
 from fxwrap.graphs.memory import Arena, ArenaPool
+from fxwrap.graphs.provision import Provider
 from fxwrap.graphs.turn import Call
 
 CPU = torch.device("cpu")
@@ -327,6 +328,24 @@ class User:
 
     def end(self, why: str) -> None:
         self.ended = why
+
+
+def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_arenas: ArenaPool) -> None:
+    """Room is kept for a recording that ended because its arena moved, but not if another one could not be made."""
+    call, taken, missing = Call(), list[Arena](), cast(Any, None)
+    arena = own_arenas.take(torch.device("cpu"), None, call, taken)
+    arena.resize(70 << 10)
+    user = User(1)
+    arena.enter(user, Lent(), 70 << 10)
+    arena.resize(10 << 10)
+    assert user.ended and arena.needed() == 0 and arena.needed_again() == 70 << 10
+    provider = Provider(missing, missing, missing, (), max_memory=80 << 10)
+    assert provider._fit(arena, 32 << 10, None) and arena.nbytes == 70 << 10
+    other = own_arenas.take(torch.device("cpu"), "another stream", call, taken)
+    other.resize(40 << 10)
+    assert provider._fit(arena, 32 << 10, None) and arena.nbytes == 32 << 10
+    del user
+    assert arena.needed_again() == 0
 
 
 def _pool(sizes: list[int]) -> tuple[ArenaPool, list[Arena]]:

@@ -16,7 +16,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 
-from ..devices import CaptureCost, DeviceSupport, KernelKind, PlaceAllocations, registered_devices
+from ..devices import CaptureCost, DeviceSupport, KernelKind, PlaceAllocations, PutRight, registered_devices
 from ..eager_rules import EagerRule
 from ..errors import DeviceError
 from .emission import FxwrapCodegen
@@ -74,7 +74,7 @@ def register_device(
     kernels: Iterable[KernelKind] = (),
     cost: CaptureCost | None = None,
     place_allocations: PlaceAllocations | None = None,
-    after_failed_capture: Callable[[torch.device, Any], None] | None = None,
+    after_failed_capture: PutRight | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..devices import DeviceSupport, PlaceAllocations, device_support
+from ..devices import DeviceSupport, PlaceAllocations, PutRight, device_support
 from ..errors import CaptureError
 
 
@@ -147,10 +147,6 @@ class XPUGraphAdapter(CUDAGraphAdapter):
 
     def capture_begin(self) -> None:
         self._graph.capture_begin(pool=self._pool)
-
-
-# ``after_failed_capture(device, pool)``: have the allocator record to the pool no more, and let go of it once.
-PutRight = Callable[[torch.device, Any], None]
 
 
 @dataclass(frozen=True)

@@ -68,14 +68,13 @@ class Arena:
 
     def resize(self, nbytes: int) -> None:
         """Become so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
-        moved = [(weakref.ref(user), size) for user, size in self.users()] + self._moved
-        pool = self._pool
+        # Whoever ends now will be back, and the pool's memory will do for the graphs to come.
+        moved, pool = [*self._moved, *((weakref.ref(user), size) for user, size in self.users())], self._pool
         self.clear("the arena moved")
-        self._pool = pool  # its memory will do for the graphs to come
+        self._moved, self._pool = moved, pool
         whole = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self.device.type == "cpu" and whole.data_ptr() % _CPU_ALIGNMENT:
             whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
-        self._moved = moved
         self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
         self.block, self.nbytes = whole.untyped_storage(), nbytes
 
@@ -103,9 +102,13 @@ class Arena:
         return [(user, nbytes) for user, nbytes in alive if not user.ended]
 
     def needed(self) -> int:
-        """Bytes that who works in it needs, or did until it moved: they will be back, unless they are forgotten."""
+        """Bytes that who works in it needs."""
+        return max((nbytes for _, nbytes in self.users()), default=0)
+
+    def needed_again(self) -> int:
+        """Bytes that who worked in it until it moved will need, unless they are forgotten."""
         self._moved = [(user, nbytes) for user, nbytes in self._moved if user() is not None]
-        return max((nbytes for _, nbytes in [*self.users(), *self._moved]), default=0)
+        return max((nbytes for _, nbytes in self._moved), default=0)
 
     def enter(self, user: ArenaUser, lent: Lent, nbytes: int) -> None:
         """Note who was recorded, what it hands out, and how large the arena has to be for it."""

@@ -199,8 +199,9 @@ class Provider:
     def _fit(self, arena: Arena, nbytes: int, stream: Any) -> bool:
         """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
         # Around live outputs it may be more next time: few steps up, so that few recordings end.
-        room = _SLACK * arena.needed() if nbytes > arena.nbytes and arena.held() else 0
-        for expected in (max(room, ARENAS.expected(arena.device, stream)), 0):
+        again = arena.needed_again()
+        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.held() else 0
+        for expected in (max(room, again, ARENAS.expected(arena.device, stream)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
             if not self.max_memory or ARENAS.make_room(arena, size, self.max_memory):

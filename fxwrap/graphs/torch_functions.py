@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..devices import PutRight
 from ..plan import Allocations
 
 # Asked of the inputs at every call.
@@ -47,5 +48,5 @@ class TorchFunctions:
     lay_out: Callable[..., torch.Tensor]
     saved_tensors_hooks: Callable[[], bool]
     allocations: Allocations
-    after_failed_capture: Callable[[torch.device, Any], None]
+    after_failed_capture: PutRight
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]
