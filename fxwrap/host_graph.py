@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -386,10 +386,14 @@ def constants(gm: GraphModule) -> dict[Node, Any]:
     return {node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"}
 
 
-def effective_users(node: Node) -> set[Node]:
-    """Who uses a value, seen through views and arithmetic, which are made again wherever they are used."""
+def effective_users(node: Node, but: Container[Node] = ()) -> set[Node]:
+    """Who uses a value, seen through views and arithmetic, which are made again wherever they are used.
+
+    Args:
+        but: users that are not looked at.
+    """
     found: set[Node] = set()
-    todo = list(node.users)
+    todo = [user for user in node.users if user not in but]
     seen = set(todo)
     while todo:
         user = todo.pop()

@@ -13,6 +13,7 @@ from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch.fx import GraphModule
 
 from ..compiler import compile_host_graph
+from ..passes.shared_views import share_views
 from ..passes.view_copies import view_needless_copies
 from ..plan import PartitionGraph
 from . import torch_versions as versions
@@ -33,7 +34,7 @@ class FxwrapCodegen(WrapperFxCodegen):
         """Turn a host graph into the callable that runs it, ``callable(*inputs) -> outputs``."""
         # Lowered first: torch does not know that a portable Triton call has an effect, and a pass that drops dead
         # code would drop it; of launches torch does know.
-        gm = view_needless_copies(lower_launches(gm))
+        gm = share_views(view_needless_copies(lower_launches(gm)))
         for graph_pass in self.passes():
             gm = graph_pass(gm) or gm
         return compile_host_graph(gm, replace(current_request(), compile_partition=self._partition_hook()))

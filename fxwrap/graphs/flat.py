@@ -31,7 +31,6 @@ from ..host_graph import (
     kernel_of,
     kind_of,
     nodes_in,
-    only_computes,
     output_node,
     schema_of,
 )
@@ -92,13 +91,12 @@ class FlatBuilder:
         self.bound, self.registers, self._emptied = bound, registers, emptied
         self._before, self._after, self._landings = before, after, landings
         self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
-        self._kept_when_made: set[Node] = set()  # allocations that this function makes and keeps
+        self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
         self._names = itertools.count()
         self._constants: dict[Any, str] = {}
         # Operators may import something; C code does that with the builtins of the Python code that called it.
         self._namespace: dict[str, Any] = {"__builtins__": builtins}
         self._locals: dict[Node, str] = {}
-        self._views: dict[str, str] = {}  # by what makes them
         self._lines: list[str] = []
         self._working: dict[int, Node] = {}  # by position among the lines
         self._last_use: dict[str, int] = {}
@@ -118,7 +116,7 @@ class FlatBuilder:
         """
         nodes = list(nodes)
         kept, scheduled = set(stores), set(nodes)
-        self._kept_when_made = {node for node in kept - scheduled if kind_of(node) is Kind.ALLOCATION}
+        self._kept_when_made = {node for node in kept - scheduled if kind_of(node) in (Kind.ALLOCATION, Kind.VIEW)}
         for node in nodes:
             self._call_all(self._before, [node])
             self._statement(node)
@@ -266,16 +264,6 @@ class FlatBuilder:
         self._locals[node] = name
         self._use(name)
 
-    def _define_once(self, node: Node, text: str) -> None:
-        """A view that was made before is used again, unless somebody may keep or change the tensor object."""
-        stays = kind_of(node) is Kind.VIEW and all(user.op != "output" and only_computes(user) for user in node.users)
-        if stays and text in self._views:
-            self._locals[node] = self._views[text]
-            return
-        self._define(node, text)
-        if stays:
-            self._views[text] = self._locals[node]
-
     def _use(self, name: str) -> str:
         self._last_use[name] = len(self._lines) - 1
         return name
@@ -332,7 +320,7 @@ class FlatBuilder:
                 if node in self._emptied:
                     self._lines.append(f"{self.register(node)} = None")
             elif kind_of(node) in _ON_DEMAND:
-                self._define_once(node, self._call(node))
+                self._define(node, self._call(node))
             else:
                 raise AssertionError(f"{node.name} is used before it has run")
         name = self._use(self._locals[node])

@@ -23,6 +23,7 @@ from ..host_graph import (
     kind_of,
     operator_name,
     output_node,
+    reinterpret,
 )
 from ..plan import MemoryPlan, Origin, Partition, Planned, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, GraphPool, issue
@@ -176,14 +177,19 @@ class Recording:
         self._per_call = self._allocated_per_call()
         producer.update({node: index for index, nodes in self._per_call.items() for node in nodes})
         bound = {storage.node for storage in self._planned_storages()}
+        views = self._returned_views(producer)
         for partition in self.plan.partitions:
+            made_here = {view for view, index in views.items() if index == partition.index}
             for node in (*partition.nodes, *self._per_call.get(partition.index, ())):
-                users = effective_users(node)
+                users = effective_users(node, made_here)
                 leaves = any(producer.get(user) != partition.index for user in users)
                 if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
                     self._registers[node] = len(self._registers)
                     self._stores.setdefault(partition.index, []).append(node)
                     self._complete.setdefault(self._complete_after(node, producer), []).append(node)
+        for view, index in views.items():
+            self._registers[view] = len(self._registers)
+            self._stores.setdefault(index, []).append(view)
         self._last_reader = self._last_readers(producer)
         self._frees_inputs = not self.request.runtime.frozen_addresses
         self._r: list[Any] = [None] * len(self._registers)
@@ -199,6 +205,17 @@ class Recording:
             for index in sorted((named & self.request.memory.per_call) - seen):
                 found.setdefault(partition.index, []).append(self.plan.facts.storages[index].node)
             seen |= named
+        return found
+
+    def _returned_views(self, producer: Mapping[Node, int]) -> dict[Node, int]:
+        """Views that the caller gets of what is allocated for him, where work needs them, too: by partition."""
+        found = {}
+        allocated = {node for nodes in self._per_call.values() for node in nodes}
+        for view in output_node(self.plan.graph).all_input_nodes:
+            if view.target is reinterpret and view.args[0] in allocated:
+                users = [producer[user] for user in effective_users(view) if user in producer]
+                if users and not self.plan.compiled.keys() & users:
+                    found[view] = min(users)
         return found
 
     def _last_readers(self, producer: Mapping[Node, int]) -> dict[Node, int]:
