@@ -44,6 +44,20 @@ def test_a_launch_is_in_order_with_operators(asynchronous):
     assert_equal(result, torch.full((4,), 2.0))
 
 
+def test_a_number_is_taken_when_the_kernel_is_launched(asynchronous):
+    """As CUDA does: the value goes with the launch, also into a graph, and what it was read from is the program's."""
+    source, result, factor = torch.ones(4, device=name()), zeros(4), torch.tensor(2.0)
+    asynchronous.delay(asynchronous.current_stream(), DELAY)
+    asynchronous.launch(scale, source, factor, result)
+    factor.fill_(3)
+    assert not asynchronous.current_stream().query()
+    assert_equal(result, torch.full((4,), 2.0))
+    graph, _ = capture(lambda: asynchronous.launch(scale, source, factor, result))
+    factor.fill_(4)
+    graph.replay()
+    assert_equal(result, torch.full((4,), 3.0))
+
+
 def test_a_launch_goes_to_the_device_of_its_tensors(device):
     source = torch.ones(2, device=torch.device(name(), 1))
     device.launch(scale, source, 2, source)

@@ -34,6 +34,14 @@ constexpr std::array kTakesCpuTensors{"aten::index", "aten::_index_put_impl_", "
 // Operators whose meta kernel gives some results another shape than the CPU kernel does.
 constexpr std::array kMetaDisagrees{"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
 
+// Operators that return a batch's statistics beside their result: the CPU kernels in training only, the meta kernels
+// always.
+constexpr std::array kReturnsStatistics{
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_native_batch_norm_legit_no_training",
+    "aten::_batch_norm_no_update"};
+
 template <size_t count>
 bool is_one_of(const c10::OperatorHandle& op, const std::array<const char*, count>& names) {
   return std::find(names.begin(), names.end(), op.operator_name().name) != names.end();
@@ -115,6 +123,7 @@ class Call {
   void check_same_device(bool same, const at::Tensor& tensor) const;
   bool returns_values() const;
   bool returns_views() const;
+  bool leaves_statistics_empty() const;
   size_t argument_returned_as(const c10::Argument& result) const;
 
   // The arguments for the CPU kernel, over the same memory; fills in what the work has to say about itself.
@@ -181,6 +190,11 @@ bool Call::returns_views() const {
     }
   }
   return false;
+}
+
+bool Call::leaves_statistics_empty() const {
+  const auto training = schema_.argumentIndexWithName("training");
+  return is_one_of(op_, kReturnsStatistics) && !(training && arguments_[*training].toBool());
 }
 
 size_t Call::argument_returned_as(const c10::Argument& result) const {
@@ -320,6 +334,9 @@ Stack Call::defer() {
     if (result.alias_info() != nullptr) {
       results.push_back(arguments_[argument_returned_as(result)]);
       continue;
+    }
+    if (i > 0 && leaves_statistics_empty()) {
+      (*geometry)[i] = (*geometry)[i].toTensor().new_empty({0});
     }
     results.push_back(with_tensors((*geometry)[i], allocate_like));
     for (const at::Tensor& tensor : tensors_in(results.back())) {

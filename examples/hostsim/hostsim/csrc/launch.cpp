@@ -73,6 +73,9 @@ void launch(const py::object& function, const py::args& arguments) {
         argument = py::cast(alias);
       } else {
         TORCH_CHECK(tensor.is_cpu(), work.name, ": cannot take a tensor on ", tensor.device());
+        if (tensor.dim() == 0) {
+          argument = py::cast(tensor.clone()); // A number, by value: the program may change it before the work runs.
+        }
       }
     }
     converted[i] = argument;
