@@ -277,6 +277,14 @@ def places_results(device: torch.device) -> bool:
     return runtime is not None and runtime.place_allocations is not None
 
 
+def capture_check(device: torch.device) -> Callable[[], bool]:
+    """Makes a function that tells whether somebody captures what is issued now: on the device's current stream, or to
+    a host graph on this thread. False where nobody can tell."""
+    if device.type == "cpu":
+        return lambda: _capturing_graph() is not None
+    return getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
+
+
 def _runtime_if_any(device: torch.device) -> DeviceRuntime | None:
     try:
         return runtime_for(device)

@@ -29,7 +29,7 @@ from ..host_graph import (
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
 from .counters import Counters
-from .device_graph import freezes_addresses, runtime_for
+from .device_graph import capture_check, freezes_addresses, runtime_for
 from .flat import FlatBuilder
 from .memory import ARENAS, Arena
 from .packed import PACKED
@@ -44,7 +44,7 @@ Cutter = Callable[[Mapping[str, str]], ProgramPlan]
 SizeEvaluator = Callable[[GraphModule, Mapping[Node, Any]], dict[Node, Any]]
 
 _MISSED = object()
-_WARM_UP, _SHORT = "warm-up", "more than max_memory"
+_WARM_UP, _SHORT, _CAPTURED = "warm-up", "more than max_memory", "called while the caller captures"
 # Hardware captures one program at a time: a device's generator can be part of one capture only.
 _capturing: defaultdict[torch.device, Turn] = defaultdict(Turn)
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
@@ -88,6 +88,7 @@ class Program:
         self._freezes_addresses = freezes_addresses(self.plan.device)
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
+        self._caller_captures = capture_check(self.plan.device)
 
     @property
     def plan(self) -> ProgramPlan:
@@ -131,7 +132,9 @@ class Program:
                 PACKED.copy_from(inputs, self._cut.overwritten)
             if self._on_accelerator:
                 with self._guard():
-                    outputs = self._run(self._key(inputs), inputs)
+                    # Somebody's graph would keep addresses in arenas, which nobody holds for it.
+                    captured = self._caller_captures()
+                    outputs = (self._not_replayed if captured else self._run)(self._key(inputs), inputs)
             else:
                 outputs = self._run(self._key(inputs) if self._dynamic else None, inputs)
             if self._is_forward and self.functions.saved_tensors_hooks():
@@ -208,6 +211,8 @@ class Program:
             recording.give(call)
 
     def _eager_reason(self, specialization: Specialization) -> str:
+        if self._caller_captures():
+            return _CAPTURED
         if self._never_recorded:
             return self._never_recorded
         if specialization.recordings:
