@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,13 @@ class Owner:
         programs: programs in the order in which they were made; a backward program may come much later.
         fallbacks: reasons of graphs that run through Inductor's own wrapper.
         module: the module that was compiled, if it was one.
+        callers: the code that was running when it was compiled.
     """
 
     programs: list[Any] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     module: weakref.ref[Any] | None = None
+    callers: weakref.WeakSet[types.CodeType] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         with _lock:

@@ -234,6 +234,22 @@ def test_explaining_leaves_the_compiled_function_alone(compiled: Any) -> None:
     assert f.program.counters.to_dict() == before and len(f.programs) == 1
 
 
+def test_stats_of_a_function_that_calls_what_dynamo_compiles_by_itself(compiled: Any) -> None:
+    """Dynamo breaks the graph at an optimizer's step: the programs belong to functions of the optimizer."""
+    parameters = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]
+    optimizer = torch.optim.Adam(parameters, capturable=False)
+    for parameter in parameters:
+        parameter.grad = torch.randn(4)
+    step: Compiled = compiled(lambda: optimizer.step())
+    other: Compiled = compiled(lambda x: x.sin() + 1)
+    for _ in range(4):
+        step()
+        other(torch.randn(3))
+    assert [graph.program for graph in fxwrap.report(step.call).graphs] == step.programs
+    assert fxwrap.stats(step.call)["programs"] == 1
+    assert [graph.program for graph in fxwrap.report(other.call).graphs] == other.programs
+
+
 def test_stats_and_report_of_one_function_and_of_all(compiled: Any) -> None:
     f: Compiled = compiled(torch.nn.Linear(4, 4))
     g: Compiled = compiled(lambda x: x + 1)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_fn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from ..owner import Owner
+from ..owner import Owner, live_owners
 
 OWNER = "_fxwrap_owner"
 _serial = itertools.count()
@@ -36,6 +37,7 @@ def owned_by(compiled: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
     """Leave the owner on what Dynamo will call, where ``owners_of`` finds it."""
     module = _module_under_compilation()
     owner.module = weakref.ref(module) if module is not None else None
+    owner.callers.update(_running())
     try:
         # Dynamo strips wrappers of its own making before it calls.
         setattr(innermost_fn(compiled), OWNER, owner)
@@ -50,7 +52,10 @@ def owned_by(compiled: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
 
 
 def owners_of(compiled: Callable[..., Any]) -> list[Owner]:
-    """The owners of the programs that a compiled function runs, graph breaks included."""
+    """The owners of the programs that a compiled function runs, graph breaks included.
+
+    What it calls where Dynamo breaks the graph (an optimizer) is compiled while it runs, as code of others.
+    """
     owners: list[Owner] = []
     module = getattr(compiled, "_orig_mod", None)
     todo, seen = _functions_behind(compiled), set()
@@ -70,7 +75,19 @@ def owners_of(compiled: Callable[..., Any]) -> list[Owner]:
                         owners.append(owner)
                 elif name.startswith("__resume_at"):
                     todo.append(scope.get(name))
+    function = innermost_fn(compiled) if module is None else None  # modules share the code that calls them
+    if function is not compiled and (code := getattr(function, "__code__", None)) is not None:
+        codes = {code, *(entry.code for entry in _debug_get_cache_entry_list(code))}
+        owners += [one for one in live_owners() if one not in owners and not codes.isdisjoint(one.callers)]
     return owners
+
+
+def _running() -> Iterator[types.CodeType]:
+    """The code that this thread is running, innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def _module_under_compilation() -> torch.nn.Module | None:

@@ -194,7 +194,8 @@ def report(fn: Callable[..., Any] | None = None) -> Explanation:
     """What was decided about code that is compiled and in use; compiles and runs nothing.
 
     Args:
-        fn: what ``torch.compile`` returned; None for everything that is alive.
+        fn: what ``torch.compile`` returned; None for everything that is alive. What a function calls is included
+            if it was compiled in a call of that function (an optimizer's step, at which Dynamo breaks the graph).
 
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
@@ -204,7 +205,7 @@ def report(fn: Callable[..., Any] | None = None) -> Explanation:
         raise FxwrapError(
             f"{fn!r} has no program",
             expected='a function compiled with backend="fxwrap" that was called at least once',
-            remedy="leave the argument out for all programs",
+            remedy="leave the argument out for all programs: what it calls may have been compiled for another caller",
         )
     graphs = [GraphReport(program) for owner in owners for program in owner.programs]
     return Explanation(graphs, [reason for owner in owners for reason in owner.fallbacks])
