@@ -49,6 +49,7 @@ class CompileRequest:
     Attributes:
         static_inputs: positions of inputs whose address AOTAutograd expects to stay.
         donated: positions of inputs that AOTAutograd lets a backward graph overwrite.
+        saved: positions of outputs that are for backward alone.
         phase: "inference", "forward" or "backward".
         owner: collects the programs (see ``fxwrap.explain``).
         compile_partition: may return what runs in a partition's place.
@@ -58,6 +59,7 @@ class CompileRequest:
     options: Options = field(default_factory=Options)
     static_inputs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
     phase: str = "inference"
     owner: Owner | None = None
     compile_partition: Callable[[PartitionGraph], Callable[..., Any] | None] | None = None
@@ -81,8 +83,8 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         verdicts = judge(gm, eager_ops, refused)
         placed = _placed(gm, facts, verdicts, device)
         found = cut(dependencies, verdicts, device, facts, inside, options.peak_budget)
-        static, donated = frozenset(request.static_inputs), request.donated
-        plan = ProgramPlan(gm, facts, verdicts, found, device, static, request.phase, donated)
+        static, others = frozenset(request.static_inputs), (request.donated, request.saved)
+        plan = ProgramPlan(gm, facts, verdicts, found, device, static, request.phase, *others)
         plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches, placed)
         verify_schedule(gm, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))

@@ -49,6 +49,11 @@ class Options:
         "how many times the memory of program order fewer partitions may take, at the sizes compiled for",
         minimum=1,
     )
+    copy_outputs: bool = _option(
+        False,
+        "copy what the caller gets, and would lie in an arena, to memory of torch's allocator: for outputs that "
+        "another stream still reads when they are dropped (record_stream)",
+    )
     codegen: type | None = _option(None, "a subclass of fxwrap.FxwrapCodegen to emit and compile with")
 
 

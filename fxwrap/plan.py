@@ -352,6 +352,7 @@ class ProgramPlan:
     Attributes:
         static_inputs: positions of inputs whose address AOTAutograd expects to stay.
         donated: positions of inputs that AOTAutograd marks as donated: nobody needs them after their last use.
+        saved: positions of outputs that are for backward alone: the caller does not get them.
         compiled: the partitions, by index, that somebody else compiled.
     """
 
@@ -363,6 +364,7 @@ class ProgramPlan:
     static_inputs: frozenset[int]
     phase: str
     donated: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
     compiled: Mapping[int, CompiledPartition] = field(default_factory=dict)
 
     @property

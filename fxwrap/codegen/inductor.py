@@ -81,6 +81,7 @@ def compile_with_inductor(
             options=options,
             static_inputs=tuple(kwargs.get("static_input_idxs") or ()),
             donated=versions.donated_inputs() if kwargs.get("is_backward") else frozenset(),
+            saved=versions.saved_outputs(gm) if _phase(kwargs) == "forward" else frozenset(),
             phase=_phase(kwargs),
             owner=owner,
             torch=torch_functions(),

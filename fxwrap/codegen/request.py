@@ -24,6 +24,7 @@ def torch_functions() -> TorchFunctions:
         lay_out=versions.lay_out,
         allocations=versions.allocations,
         after_failed_capture=versions.after_failed_capture,
+        share_copies=versions.share_copies,
         below_autograd=versions.below_autograd,
         saved_tensors_hooks=versions.saved_tensors_hooks,
     )

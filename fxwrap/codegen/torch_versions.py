@@ -262,6 +262,31 @@ def donated_inputs() -> frozenset[int]:
     return frozenset(get_donated_idxs() or ())
 
 
+def saved_outputs(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Positions of the outputs of a forward graph that the caller does not get; none if nobody tells."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    visible = output.meta.get("user_visible_output_idxs")
+    return frozenset(range(len(output.args[0]))).difference(visible) if visible else frozenset()
+
+
+def share_copies(storage: torch.UntypedStorage) -> None:
+    """Have a storage that is a slice of another send a copy of itself to other processes.
+
+    The driver shares whole blocks. A slice is "invalid device pointer" to the allocator, but for the one at the start
+    of the block, which would be overwritten while the receiver has it. Source: c10/cuda/CUDACachingAllocator.cpp,
+    shareIpcHandle.
+    """
+    where = storage.data_ptr(), storage.device, storage.nbytes()  # not the storage: it would hold itself
+
+    def share() -> Any:
+        copy = storage_at(*where).clone()
+        # A queue sends from a thread with a stream of its own, for which the next replay would not wait.
+        torch.get_device_module(copy.device).current_stream(copy.device).synchronize()
+        return copy._share_cuda_()
+
+    setattr(storage, "_share_cuda_", share)  # noqa: B010
+
+
 def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     """End recording to a memory pool that a capture failed in, and let go of it once: torch has done neither."""
     index = device.index if device.index is not None else torch.accelerator.current_device_index()

@@ -59,6 +59,7 @@ class _Cut:
     placeholders: Sequence[Node]
     eager: Callable[[list[Any]], Any]
     outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs in memory that a recording may own
+    copied: frozenset[int]  # storages of outputs that are copied in any case
     overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
     provider: Provider
 
@@ -105,11 +106,13 @@ class Program:
             _inputs_counted_from_their_storage(plan),
             self.options.max_memory,
         )
+        outputs = _tensor_outputs(plan)
         return _Cut(
             plan,
             placeholders,
             _eager_function(plan, placeholders),
-            _tensor_outputs(plan),
+            outputs,
+            frozenset(index for p, index in outputs if self.options.copy_outputs and p not in plan.saved),
             [p for p in sorted(plan.donated) if frozen or written & plan.facts.of.get(placeholders[p], frozenset())],
             provider,
         )
@@ -292,7 +295,7 @@ class Program:
             provision = provide(cut.plan, inputs, static, forecast, *plans, call, turns, which)
             self.newest_plan = specialization.plan = provision[1]
             specialization.forecast = forecast or Forecast(provision[0])
-            copied = specialization.copied_of(index for _, index in cut.outputs)
+            copied = specialization.copied_of(index for _, index in cut.outputs) | cut.copied
             request = RecordingRequest(
                 runtime, self.functions, *provision, static, copied, weakref.ref(specialization)
             )

@@ -571,6 +571,7 @@ class Recording:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
+                self.request.functions.share_copies(storage)
                 device, low = self._place_of.get(storage._cdata, (None, 0))
                 self._watched.append(LentOutput(storage, indices, device, low, weakref.ref(self)))
 

@@ -37,6 +37,7 @@ class TorchFunctions:
         allocations: tells what a function allocates on the CPU.
         after_failed_capture: ``(device, pool)``: ends recording to a memory pool in which a capture has failed, and
             lets go of it once.
+        share_copies: has a storage that is a slice of another send copies of itself to other processes.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
     """
 
@@ -49,4 +50,5 @@ class TorchFunctions:
     saved_tensors_hooks: Callable[[], bool]
     allocations: Allocations
     after_failed_capture: PutRight
+    share_copies: Callable[[torch.UntypedStorage], None]
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]
