@@ -135,9 +135,11 @@ class Program:
                 PACKED.copy_from(inputs, self._cut.overwritten)
             if self._on_accelerator:
                 with self._guard():
-                    # Somebody's graph would keep addresses in arenas, which nobody holds for it.
-                    captured = self._caller_captures()
-                    outputs = (self._not_replayed if captured else self._run)(self._key(inputs), inputs)
+                    key = self._key(inputs)
+                    # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream,
+                    # 0, cannot be captured, and CUDA's driver takes a while to say so.)
+                    captured = key[1].stream_id and self._caller_captures()
+                    outputs = (self._not_replayed if captured else self._run)(key, inputs)
             else:
                 outputs = self._run(self._key(inputs) if self._dynamic else None, inputs)
             if self._is_forward and self.functions.saved_tensors_hooks():
