@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -149,14 +148,20 @@ class XPUGraphAdapter(CUDAGraphAdapter):
         self._graph.capture_begin(pool=self._pool)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GraphPool:
-    """Memory that graphs share, and a graph in it: once its last one is gone, a pool takes no other.
+    """Memory that graphs share.
 
-    Source: c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
+    Attributes:
+        id: None where there is no such thing: then graphs share nothing.
+        stream: on which all of them are captured. The pool gives memory that one has freed to another on one stream
+            only, and libraries have a workspace for each stream, whose address is captured, too.
+        keeper: a graph in it: once its last one is gone, a pool takes no other. Source:
+            c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
     """
 
     id: Any
+    stream: Any
     keeper: Any
 
 
@@ -184,16 +189,18 @@ class DeviceRuntime:
     place_allocations: PlaceAllocations | None = None
     after_failed_capture: PutRight | None = None
 
-    def make_pool(self) -> GraphPool | None:
-        """A memory pool that lives as long as the object; None where there is no such thing."""
-        handle = self.new_pool()
-        return None if handle is None else GraphPool(handle, self._capture_little(handle))
+    def make_pool(self) -> GraphPool:
+        """A memory pool that lives as long as the object."""
+        handle, stream = self.new_pool(), _side_stream(self.device)
+        pool = GraphPool(handle, stream, None if handle is None else self._capture_little(handle, stream))
+        _pools.add(pool)
+        return pool
 
-    def _capture_little(self, pool: Any) -> Any:
+    def _capture_little(self, pool: Any, stream: Any) -> Any:
         """A graph that allocates nothing, and what it works on. (Torch warns of one without any work.)"""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         graph = self.new_graph(pool)
-        with self.capture_stream():
+        with self.capture_stream(stream):
             graph.capture_begin()
             byte.zero_()
             graph.capture_end()
@@ -213,38 +220,42 @@ class DeviceRuntime:
                 with contextlib.suppress(Exception):
                     (self.after_failed_capture or put_right)(self.device, pool.id)
                 with contextlib.suppress(Exception):
-                    self._capture_little(None)
+                    self._capture_little(None, pool.stream)
             raise
 
-    def stream_key(self) -> Any:
-        """Tells apart streams whose work may overlap in time."""
-        if self.device.type == "cpu":
-            return None
-        return torch.get_device_module(self.device).current_stream(self.device)
-
     @contextlib.contextmanager
-    def capture_stream(self) -> Iterator[None]:
-        """A side stream to capture on: the default stream cannot be captured."""
-        if self.device.type == "cpu":
+    def capture_stream(self, side: Any) -> Iterator[None]:
+        """Capture on a side stream: the default stream cannot be captured. None where there are no streams."""
+        if side is None:
             yield
             return
-        module = torch.get_device_module(self.device)
-        current, side = module.current_stream(self.device), _side_stream(self.device)
+        module, current = torch.get_device_module(self.device), current_stream(self.device)
         side.wait_stream(current)
         with module.stream(side):
             yield
         current.wait_stream(side)
 
 
-_side_streams = threading.local()
+def current_stream(device: torch.device) -> Any:
+    """The stream on which this thread issues work; None on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+
+
+_pools = weakref.WeakSet[GraphPool]()
+# Torch hands out so many streams of a device, in turn.
+_STREAMS = 32
 
 
 def _side_stream(device: torch.device) -> Any:
-    """One stream a thread and device: a pool gives memory that one graph has freed to another on one stream only."""
-    streams: dict[Any, Any] = _side_streams.__dict__
-    if device not in streams:
-        streams[device] = torch.get_device_module(device).Stream(device)
-    return streams[device]
+    """A stream on which no other pool's graphs are captured, as long as there is one."""
+    if device.type == "cpu":
+        return None
+    taken = [current_stream(device), *(pool.stream for pool in _pools)]
+    for _ in range(_STREAMS):
+        stream = torch.get_device_module(device).Stream(device)
+        if stream not in taken:
+            break
+    return stream
 
 
 _HOST = DeviceRuntime(torch.device("cpu"), lambda pool: HostGraph(), False, True, "host graph")

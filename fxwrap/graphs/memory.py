@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ def tensor_over(
 
 @dataclass(eq=False)
 class Arena:
-    """Memory that recordings share, on one device and stream: for what lives while they run, and for their outputs.
+    """Memory that recordings share, on one device: for what lives while they run, and for their outputs.
 
     Who runs in it, or changes it, has the turn, ``busy``.
 
@@ -44,6 +44,7 @@ class Arena:
         nbytes: how large it is.
         lent: the outputs in it that were handed out, by recording.
         version: changes whenever ``lent`` does.
+        stream: where its work was issued last; None where there are no streams.
         block: all of it.
     """
 
@@ -51,6 +52,7 @@ class Arena:
     nbytes: int = 0
     lent: list[Lent] = field(default_factory=list)
     version: int = 0
+    stream: Any = None
     busy: Turn = field(default_factory=Turn)
     block: torch.UntypedStorage | None = None
     _begin: int = 0
@@ -78,7 +80,24 @@ class Arena:
         self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
         self.block, self.nbytes = whole.untyped_storage(), nbytes
 
-    def pool(self, make: Callable[[], GraphPool | None]) -> GraphPool | None:
+    def is_idle_for(self, stream: Any) -> bool:
+        """Whether work on ``stream`` may begin now: all other streams have done what was issued in the arena."""
+        return self.stream is None or self.stream == stream or self.stream.query()
+
+    def follow(self, stream: Any) -> None:
+        """Have work on ``stream`` begin after what was issued before; from now on it is where the arena's work is."""
+        if not self.is_idle_for(stream):
+            stream.wait_stream(self.stream)
+        self.stream = stream
+
+    def keep_until_done(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have nobody be given the arena, or memory that was used with it, before the stream is done."""
+        if self.stream is not None and self.block is not None:
+            for tensor in (tensor_over(self.block, (0,), (1,), torch.uint8), *tensors):
+                if tensor.device == self.device:
+                    tensor.record_stream(self.stream)
+
+    def pool(self, make: Callable[[], GraphPool]) -> GraphPool:
         """The memory pool of the graphs that work in the arena. Nothing in it outlives the call that has the turn."""
         if self._pool is None:
             self._pool = make()
@@ -129,6 +148,8 @@ class Arena:
 
 
 _versions = itertools.count(1)
+# Streams that may work at one time, in an arena each; others wait for one of them.
+AT_ONE_TIME = 4
 
 
 class ArenaUser(Protocol):
@@ -154,46 +175,50 @@ _Choice = Callable[[Arena], bool] | None
 
 
 class ArenaPool:
-    """Arenas by device and stream.
+    """Arenas by device.
 
-    Recordings of all programs on one stream share one. Where that is busy (another thread, a program that runs
-    inside of another) they share a second, and so on. An arena lives as long as a recording uses it.
+    Recordings of all programs share one. Where that is busy (another thread, a program that runs inside of another,
+    a stream that still works in it) they share a second, and so on. An arena lives as long as a recording uses it.
     """
 
     def __init__(self) -> None:
-        self._arenas: dict[tuple[torch.device, Any], list[weakref.ref[Arena]]] = {}
-        self._expected: dict[tuple[torch.device, Any], dict[int, tuple[weakref.ref[Any], int]]] = {}
+        self._arenas: dict[torch.device, list[weakref.ref[Arena]]] = {}
+        self._expected: dict[torch.device, dict[int, tuple[weakref.ref[Any], int]]] = {}
 
     def take(self, device: torch.device, stream: Any, call: Call, taken: list[Arena], but: _Choice = None) -> Arena:
         """An arena that ``call`` now has; it is entered in ``taken``, too. A new one if none is free.
 
         Args:
+            stream: where the call issues its work.
             but: tells which arenas will not do.
         """
-        arenas = self._arenas.setdefault((device, stream), [])
-        for arena in self._alive(arenas):
-            if but is not None and but(arena):
+        arenas = self._arenas.setdefault(device, [])
+        known = self._alive(arenas)
+        elsewhere = [arena for arena in known if not arena.is_idle_for(stream)]
+        for arena in known:
+            if (but is not None and but(arena)) or (arena in elsewhere and len(elsewhere) < AT_ONE_TIME):
                 continue
             # Entered first, so that an interrupt cannot come between taking and knowing what to give back.
             taken.append(arena)
             if arena.busy.take(call):
+                arena.follow(stream)
                 return arena
             taken.pop()
-        arena = Arena(device)
+        arena = Arena(device, stream=stream)
         taken.append(arena)
         arena.busy.take(call)
         arenas.append(weakref.ref(arena, arenas.remove))
         return arena
 
-    def expect(self, device: torch.device, stream: Any, who: Any, nbytes: int) -> None:
+    def expect(self, device: torch.device, who: Any, nbytes: int) -> None:
         """Say that an arena will have to be so large, for as long as ``who`` lives: it need not grow in steps."""
-        expected = self._expected.setdefault((device, stream), {})
+        expected = self._expected.setdefault(device, {})
         number = id(who)
         expected[number] = weakref.ref(who, lambda _: expected.pop(number, None) and None), nbytes
 
-    def correct(self, device: torch.device, stream: Any, who: Any, nbytes: int) -> None:
+    def correct(self, device: torch.device, who: Any, nbytes: int) -> None:
         """Say that ``who`` needs no more than so much, as is known now."""
-        expected = self._expected.get((device, stream), {})
+        expected = self._expected.get(device, {})
         known = expected.get(id(who))
         if known is not None and nbytes < known[1]:
             expected[id(who)] = known[0], nbytes
@@ -203,9 +228,9 @@ class ArenaPool:
         for expected in list(self._expected.values()):
             expected.pop(id(who), None)
 
-    def expected(self, device: torch.device, stream: Any) -> int:
+    def expected(self, device: torch.device) -> int:
         """Bytes that an arena will have to have, as far as is known."""
-        return max((nbytes for _, nbytes in list(self._expected.get((device, stream), {}).values())), default=0)
+        return max((nbytes for _, nbytes in list(self._expected.get(device, {}).values())), default=0)
 
     def kept(self, device: torch.device | None = None) -> int:
         """Bytes of the arenas of a device (None: of all), and of what recordings in them keep beside them."""
@@ -264,7 +289,7 @@ class ArenaPool:
             arena.busy.give(call)
 
     def _on(self, device: torch.device | None) -> list[Arena]:
-        known = [arenas for (where, _), arenas in list(self._arenas.items()) if device in (None, where)]
+        known = [arenas for where, arenas in list(self._arenas.items()) if device in (None, where)]
         return [arena for arenas in known for arena in self._alive(arenas)]
 
     @staticmethod

@@ -29,7 +29,7 @@ from ..host_graph import (
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
 from .counters import Counters
-from .device_graph import capture_check, freezes_addresses, runtime_for
+from .device_graph import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder
 from .memory import ARENAS, Arena
 from .packed import PACKED
@@ -133,15 +133,12 @@ class Program:
         try:
             if self._cut.overwritten:
                 PACKED.copy_from(inputs, self._cut.overwritten)
+            key = self._key(inputs) if self._dynamic else None
             if self._on_accelerator:
                 with self._guard():
-                    key = self._key(inputs)
-                    # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream,
-                    # 0, cannot be captured, and CUDA's driver takes a while to say so.)
-                    captured = key[1].stream_id and self._caller_captures()
-                    outputs = (self._not_replayed if captured else self._run)(key, inputs)
+                    outputs = self._run(key, inputs)
             else:
-                outputs = self._run(self._key(inputs) if self._dynamic else None, inputs)
+                outputs = self._run(key, inputs)
             if self._is_forward and self.functions.saved_tensors_hooks():
                 PACKED.note(outputs)
             return outputs
@@ -158,29 +155,33 @@ class Program:
         return self._not_replayed(key, inputs)
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
-        call = Call()
+        call = self._call()
+        # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream, 0, cannot be
+        # captured, and CUDA's driver takes a while to say so.)
+        if call.stream is not None and call.stream.stream_id and self._caller_captures():
+            return _MISSED
         for recording in specialization.recordings:
-            if recording.take(call) and recording.may_run(inputs):
+            if recording.take(call) and recording.may_run(inputs, call):
                 return self._run_recording(recording, inputs, call)
             recording.give(call)
         return _MISSED
 
     def _key(self, inputs: Sequence[Any]) -> Any:
-        """What tells recordings apart: every size that may vary, and the stream."""
-        sizes = tuple(
+        """What tells recordings apart: every size that may vary."""
+        return tuple(
             inputs[position]
             if how is None
             else (inputs[position].size(dim) if how == "size" else inputs[position].stride(dim))
             for position, how, dim in self._dynamic
         )
-        if self._on_accelerator:
-            return sizes, torch.get_device_module(self.plan.device).current_stream(self.plan.device)
-        return sizes
+
+    def _call(self) -> Call:
+        return Call(current_stream(self.plan.device) if self._on_accelerator else None)
 
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
         specialization = self.specializations.get(key) or self.specializations.add(key, Specialization())
         specialization.calls.append(next_use())
-        call, cut, capturing = Call(), self._cut, _capturing[self.plan.device]
+        call, cut, capturing = self._call(), self._cut, _capturing[self.plan.device]
         reason = self._eager_reason(specialization)
         # Before anything is decided: what another thread records may be what this call needs.
         if not reason and self._freezes_addresses and not capturing.take(call, _WAIT_S):
@@ -188,7 +189,7 @@ class Program:
         if reason:
             return self._run_eagerly(cut, inputs, reason, specialization)
         try:
-            decision = specialization.decide(inputs, call)
+            decision = specialization.decide(inputs, call, self.specializations.is_full())
             if decision.event:
                 self.counters.count("events", decision.event)
             reason = decision.eager
@@ -206,7 +207,7 @@ class Program:
 
     def _run_recording(self, recording: Recording, inputs: list[Any], call: Call) -> Any:
         try:
-            outputs = recording.run(inputs)
+            outputs = recording.run(inputs, call)
             if recording.without_graphs:
                 self.counters.count("eager", recording.without_graphs)
             else:

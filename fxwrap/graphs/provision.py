@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, MemoryLimitError
 from ..plan import Allocations, MemoryPlan, Planned, Prediction, ProgramPlan, Suggestion, Taken
-from .device_graph import runtime_for
+from .device_graph import current_stream, runtime_for
 from .links import LINKS
 from .memory import ARENAS, Arena, has_address, reach, tensors_in
 from .torch_functions import TorchFunctions
@@ -114,12 +114,8 @@ class Provider:
                 forecast.follows = True
                 ARENAS.withdraw(before)  # what both need together is found when the first is recorded
         else:
-            try:
-                stream = runtime_for(plan.device).stream_key()
-            except CaptureError:
-                return forecast, memory  # nothing will be recorded
             for device, arena in memory.arenas.items():
-                ARENAS.expect(device, stream, forecast, arena.placement.size + sum(fed[device].values()))
+                ARENAS.expect(device, forecast, arena.placement.size + sum(fed[device].values()))
         return forecast, memory
 
     def predict(self, forecast: Forecast) -> list[Prediction]:
@@ -169,7 +165,7 @@ class Provider:
         for position in plan.donated.intersection(static):
             donated[inputs[position].untyped_storage()._cdata].append(position)
         given_away: set[int] = set()
-        stream = runtime_for(plan.device).stream_key()
+        stream = current_stream(plan.device)
 
         def arena_of(device: torch.device) -> Arena:
             found = next((arena for arena in turns if arena.device == device), None)
@@ -189,19 +185,19 @@ class Provider:
             memory = self.planners.plan(planned, taken, suggestion, like)
             sizes = {arena_of(device): one.placement.size for device, one in memory.arenas.items()}
             for arena, nbytes in sizes.items():
-                ARENAS.correct(arena.device, stream, forecast, nbytes)
+                ARENAS.correct(arena.device, forecast, nbytes)
             # Moved memory has nobody's outputs in it: another plan.
-            if not any([self._fit(arena, nbytes, stream) for arena, nbytes in sizes.items()]):
+            if not any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()]):
                 # The arena's pool is where operators allocate during capture.
                 arenas = {device: arena_of(device) for device in {*memory.arenas, plan.device}}
                 return planned, memory, arenas, tuple(sorted(given_away))
 
-    def _fit(self, arena: Arena, nbytes: int, stream: Any) -> bool:
+    def _fit(self, arena: Arena, nbytes: int) -> bool:
         """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
         # Around live outputs it may be more next time: few steps up, so that few recordings end.
         again = arena.needed_again()
         room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.held() else 0
-        for expected in (max(room, again, ARENAS.expected(arena.device, stream)), 0):
+        for expected in (max(room, again, ARENAS.expected(arena.device)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
             if not self.max_memory or ARENAS.make_room(arena, size, self.max_memory):

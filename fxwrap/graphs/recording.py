@@ -83,7 +83,8 @@ class Recording:
         self.request = request
         self.plan = request.planned.program
         # Who has an arena's turn is alone in everything that was recorded in it.
-        self._turns = tuple(arena.busy for arena in request.arenas.values()) or (Turn(),)
+        self._arenas = tuple(request.arenas.values())
+        self._turns = tuple(arena.busy for arena in self._arenas) or (Turn(),)
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._constants = constants(self.plan.graph)
         self.eager_reasons: dict[int, str] = {}
@@ -398,7 +399,7 @@ class Recording:
         try:
             pool = self._pool()
             graph = runtime.new_graph(pool.id if pool is not None else None)
-            with runtime.capture_stream():
+            with runtime.capture_stream(pool.stream if pool is not None else None):
                 graph.capture_begin()
                 try:
                     with self._as_replayed():
@@ -585,7 +586,8 @@ class Recording:
         }
         given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.given_away)
         self._overwritten = Overwritten(footprints, self._lent, given, counter)
-        self._leave = weakref.finalize(self, _leave, self._lent, list(arenas.values()))
+        beside = [t for value in (*self._memory.values(), *self._kept) for t in tensors_in(value)]
+        self._leave = weakref.finalize(self, _leave, self._lent, self._arenas, beside)
         self._leave.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
         for arena, plan in plans.items():
@@ -616,11 +618,19 @@ class Recording:
         """Whether a static input is where it was."""
         return bool(value.data_ptr() == self.bound_addresses[position])
 
-    def may_run(self, inputs: list[Any]) -> bool:
-        """Whether it suits a call: static inputs are where they were, and nobody can read what it overwrites."""
+    def may_run(self, inputs: list[Any], call: Call) -> bool:
+        """Whether it suits a call that has its turn: static inputs are where they were, and its memory is free."""
         if self.superseded or not self.same_addresses(inputs):
             return False
-        return self._overwritten is None or self._overwritten.away()
+        return self.is_idle_for(call) and self.is_free()
+
+    def is_free(self) -> bool:
+        """Whether nobody can read what it overwrites."""
+        return not self.superseded and (self._overwritten is None or self._overwritten.away())
+
+    def is_idle_for(self, call: Call) -> bool:
+        """Whether no other stream still works in its arenas."""
+        return all(arena.is_idle_for(call.stream) for arena in self._arenas)
 
     @property
     def live_outputs(self) -> Sequence[LentOutput]:
@@ -649,13 +659,15 @@ class Recording:
         self._collect, self._check_inputs = _ended, None
         self._lent, self._overwritten = Lent(), None
 
-    def run(self, inputs: list[Any]) -> Any:
-        """Replay on ``inputs`` (the caller has the turn) and hand out the outputs.
+    def run(self, inputs: list[Any], call: Call) -> Any:
+        """Replay on ``inputs`` (``call`` has the turn) and hand out the outputs.
 
         Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
         """
         r = self._r
         self.used = next_use()
+        for arena in self._arenas:
+            arena.follow(call.stream)
         try:
             r[: self._inputs_end] = inputs
             if self._frees_inputs:
@@ -711,10 +723,13 @@ def _ended(registers: list[Any]) -> Any:
     raise AssertionError("a recording that has ended was run")
 
 
-def _leave(lent: Lent, arenas: Sequence[Arena]) -> None:
+def _leave(lent: Lent, arenas: Sequence[Arena], beside: list[torch.Tensor]) -> None:
+    """A recording ends. The device may not have done its work yet, on whichever stream that was issued."""
     lent.leave()
     for arena in arenas:
         arena.changed()
+        arena.keep_until_done(beside)
+    beside.clear()
 
 
 def _made_of(output: Node) -> dict[Node, list[Node]]:

@@ -4,6 +4,7 @@
 no recording can be replayed, for  answer
 ================================== ==================================================================================
 every one is in use                record another: calls that run at one time have one each
+another stream works in its memory record another; with ``AT_ONE_TIME`` of them, replay after that work
 they have ended                    record again (the arena moved, they were released or evicted)
 a static input is elsewhere        record for the new address; after a few moves it is static no more
 an output is live                  run eagerly; found live twice, it is copied from then on (the outputs of the
@@ -27,7 +28,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..plan import MemoryPlan
-from .memory import ARENAS, Arena, has_address
+from .memory import ARENAS, AT_ONE_TIME, Arena, has_address
 from .provision import Forecast
 from .recording import Recording
 from .turn import Call
@@ -102,7 +103,7 @@ class Decision:
 
 @dataclass(eq=False)
 class Specialization:
-    """The recordings of one set of sizes (and stream), and what was learnt about its inputs and outputs.
+    """The recordings of one set of sizes, and what was learnt about its inputs and outputs.
 
     Several threads may be in here at one time: what they replace they replace in one step.
 
@@ -141,28 +142,39 @@ class Specialization:
 
     # -- what a call finds ------------------------------------------------------------------------------
 
-    def decide(self, inputs: list[Any], call: Call) -> Decision:
-        """Find out why no recording could be replayed, and what to do about it."""
+    def decide(self, inputs: list[Any], call: Call, full: bool) -> Decision:
+        """Find out why no recording could be replayed, and what to do about it.
+
+        Args:
+            full: there are as many recordings as there may be.
+        """
         self._leave_out_the_ended()
         here = [recording for recording in self.recordings if recording.same_addresses(inputs)]
         if not here:
             return self._moved(inputs) if self.recordings and not self.why else self._first()
-        live: list[Recording] = []
-        blocked: list[Recording] = []
+        live, blocked, waits = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
             if not recording.take(call):
                 recording.give(call)
                 continue
-            if recording.may_run(inputs):
+            if recording.is_free():
+                if recording.is_idle_for(call):
+                    return Decision(replay=recording)
+                waits.append(recording)
+            else:
+                (live if recording.held() else blocked).append(recording)
+            recording.give(call)
+        for recording in waits if full or len(waits) >= AT_ONE_TIME else ():
+            if recording.take(call):
                 return Decision(replay=recording)
-            (live if recording.held() else blocked).append(recording)
             recording.give(call)
         if live:
             return self._live(live)
         if blocked:
             return self._blocked(blocked)
         arenas = frozenset(arena for recording in here for arena in recording.request.arenas.values())
-        return Decision(record="every recording is in use", in_use=arenas)
+        why = "another stream works in its memory" if waits else "every recording is in use"
+        return Decision(record=why, in_use=arenas)
 
     def _leave_out_the_ended(self) -> None:
         over = [r for r in self.recordings if r.ended or r.superseded]

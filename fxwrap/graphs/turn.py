@@ -6,17 +6,22 @@ import os
 import threading
 import time
 import weakref
+from typing import Any
 
 _POLL_S = 0.0005
 
 
 class Call:
-    """One call's token. Whoever makes it keeps it in a local variable, and nowhere else."""
+    """One call's token. Whoever makes it keeps it in a local variable, and nowhere else.
 
-    __slots__ = ("__weakref__", "process", "thread")
+    Attributes:
+        stream: where its work is issued; None where there are no streams.
+    """
 
-    def __init__(self) -> None:
-        self.process, self.thread = os.getpid(), threading.get_ident()
+    __slots__ = ("__weakref__", "process", "stream", "thread")
+
+    def __init__(self, stream: Any = None) -> None:
+        self.process, self.thread, self.stream = os.getpid(), threading.get_ident(), stream
 
 
 class Turn:

@@ -7,7 +7,9 @@
 #include "generator.h"
 #include "name.h"
 #include "python.h"
+#include "rules.h"
 #include "streams.h"
+#include "workspace.h"
 
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
@@ -16,8 +18,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -30,6 +34,10 @@ using torch::jit::Stack;
 
 // Operators that take CPU tensors of more than one element next to those of the device.
 constexpr std::array kTakesCpuTensors{"aten::index", "aten::_index_put_impl_", "aten::_pack_padded_sequence"};
+
+// Operators that split their sums into parts, and need memory for those.
+constexpr std::array kProducts{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+constexpr std::chrono::microseconds kBetween(200);
 
 // Operators whose meta kernel gives some results another shape than the CPU kernel does.
 constexpr std::array kMetaDisagrees{"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
@@ -328,11 +336,15 @@ Stack Call::defer() {
   Aliases aliases(c10::DeviceType::CPU);
   Stack results;
   std::vector<std::vector<at::Tensor>> copied_to; // For every result of the kernel, where its tensors go.
+  std::vector<at::Tensor> sums;
   for (size_t i = 0; i < schema_.returns().size(); ++i) {
     const c10::Argument& result = schema_.returns()[i];
     copied_to.emplace_back();
     if (result.alias_info() != nullptr) {
       results.push_back(arguments_[argument_returned_as(result)]);
+      for (const at::Tensor& tensor : tensors_in(results.back())) {
+        sums.push_back(aliases.of(tensor));
+      }
       continue;
     }
     if (i > 0 && leaves_statistics_empty()) {
@@ -342,9 +354,15 @@ Stack Call::defer() {
     for (const at::Tensor& tensor : tensors_in(results.back())) {
       copied_to.back().push_back(aliases.of(tensor));
       work.memory.push_back(range_of(copied_to.back().back(), true));
+      sums.push_back(copied_to.back().back());
     }
   }
-  work.run = [op = op_, name = name_, arguments = cpu_arguments(&work), copied_to = std::move(copied_to)] {
+  const c10::Stream stream = current_stream(device_);
+  std::vector<at::Tensor> parts;
+  if (asynchronous() && is_one_of(op_, kProducts) && in_force(Rule::kWorkspaceBelongsToThreadAndStream)) {
+    parts = in_workspace(sums, stream);
+  }
+  work.run = [op = op_, name = name_, arguments = cpu_arguments(&work), copied_to = std::move(copied_to), sums, parts] {
     KernelGuard guard;
     Stack stack = arguments;
     op.callBoxed(&stack);
@@ -362,8 +380,26 @@ Stack Call::defer() {
         copied_to[i][j].copy_(computed[j]);
       }
     }
+    for (size_t i = 0; i < parts.size(); ++i) {
+      parts[i].copy_(sums[i]);
+      sums[i].zero_();
+    }
   };
-  issue(current_stream(device_), std::move(work));
+  issue(stream, std::move(work));
+  if (!parts.empty()) {
+    Work sum{name_ + " (sum of its parts)", {}};
+    for (const at::Tensor& tensor : sums) {
+      sum.memory.push_back(range_of(tensor, true));
+    }
+    sum.run = [sums, parts] {
+      KernelGuard guard;
+      std::this_thread::sleep_for(kBetween); // For whoever may come between to do so.
+      for (size_t i = 0; i < parts.size(); ++i) {
+        sums[i].copy_(parts[i]);
+      }
+    };
+    issue(stream, std::move(sum));
+  }
   return results;
 }
 

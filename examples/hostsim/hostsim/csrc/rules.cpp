@@ -27,6 +27,10 @@ const std::array<RuleDescription, kRules> rule_table{{
     {"failed_capture_holds_generators",
      "after a capture that ends with an error, generators draw nothing outside of captures until another one ends well",
      "ATen/cuda/CUDAGraph.cpp, capture_end: it throws before capture_epilogue; torch 2.11 (later, reset does it)"},
+    {"workspace_belongs_to_thread_and_stream",
+     "products use a workspace of the thread and stream that issue them, and a graph captures its address: graphs "
+     "captured on one stream must not run at one time (seen where work is asynchronous)",
+     "ATen/cuda/CublasHandlePool.cpp, getCurrentCUDABlasHandle: workspaces by handle and stream; torch 2.11 to 2.15"},
 }};
 
 bool in_force(Rule rule) {

@@ -11,6 +11,7 @@ enum class Rule {
   kPoolDiesWithItsLastGraph,
   kFailedCaptureHoldsItsPool,
   kFailedCaptureHoldsGenerators,
+  kWorkspaceBelongsToThreadAndStream,
   kCount,
 };
 

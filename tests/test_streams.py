@@ -1,0 +1,147 @@
+"""Streams: which may work in one memory, and which have their own. For devices with streams (``--device hostsim``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled
+
+from fxwrap.graphs import device_graph
+from fxwrap.graphs.memory import AT_ONE_TIME, ArenaPool
+
+STREAMS = 12
+
+
+@pytest.fixture(autouse=True)
+def asynchronous(device: torch.device) -> Iterator[Any]:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "set_asynchronous"):
+        pytest.skip("no streams to work on: python -m pytest --device hostsim")
+    module.set_asynchronous(True)
+    yield module
+    module.synchronize()
+    module.set_asynchronous(False)
+
+
+@pytest.fixture
+def product(compiled: Any, device: torch.device) -> Callable[[], Compiled]:
+    def make() -> Compiled:
+        weight = torch.randn(32, 32) / 6
+        on_device = weight.to(device)
+        f: Compiled = compiled(lambda x: ((x.sin() @ on_device).cos() @ on_device) * 2)
+        f.expected = lambda x: ((x.sin() @ weight).cos() @ weight) * 2  # type: ignore[attr-defined]
+        return f
+
+    return make
+
+
+def _check(f: Any, results: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for x, got in results:
+        torch.testing.assert_close(got.cpu(), f.expected(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_stream_for_each_request_needs_one_recording(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool
+) -> None:
+    """Whoever waits for an answer before the next request leaves nothing for a stream to wait for."""
+    f = product()
+    with torch.no_grad():
+        for number in range(3 * STREAMS):
+            with asynchronous.stream(asynchronous.Stream(device)):
+                x = torch.randn(16, 32)
+                _check(f, [(x, f(x.to(device)))])
+    counters = f.program.counters
+    assert sum(counters.recordings.values()) == 1 and counters.replays >= 3 * STREAMS - 2, counters.to_dict()
+    assert len(own_arenas._on(None)) == 1
+
+
+def test_streams_that_work_at_one_time_have_a_recording_each_up_to_a_few(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool
+) -> None:
+    """
+    ::
+
+        stream 1   |--a--|        |--e--|       (waits for d: no more than ``AT_ONE_TIME`` have memory of their own)
+        stream 2     |--b--|
+        ...            |--c--|
+        stream 5         |--d--|
+    """
+    f = product()
+    inputs = [torch.randn(16, 32) for _ in range(STREAMS)]
+    placed, streams = [x.to(device) for x in inputs], [asynchronous.Stream(device) for _ in inputs]
+    asynchronous.synchronize()
+    with torch.no_grad():
+        for x in placed[:2]:
+            f(x)
+        asynchronous.synchronize()
+        for _ in range(4):
+            results = []
+            for stream, x, on_device in zip(streams, inputs, placed, strict=True):
+                with asynchronous.stream(stream):
+                    asynchronous.delay(stream, 0.002)
+                    results.append((x, f(on_device).clone()))
+            asynchronous.synchronize()
+            _check(f, results)
+    counters = f.program.counters
+    assert 1 < sum(counters.recordings.values()) <= AT_ONE_TIME, counters.to_dict()
+    assert sum(counters.eager.values()) == 1, counters.to_dict()  # the warm-up
+    assert len(own_arenas._on(None)) <= AT_ONE_TIME
+
+
+def _overlapping(f: Any, g: Any, device: torch.device, asynchronous: Any) -> None:
+    """Two programs on a stream each, again and again: they share no memory, but perhaps a library's workspace."""
+    streams, inputs = [asynchronous.Stream(device) for _ in range(2)], [torch.randn(512, 32) for _ in range(2)]
+    placed = [x.to(device) for x in inputs]
+    asynchronous.synchronize()
+    with torch.no_grad():
+        for _ in range(4):
+            results: list[list[Any]] = [[], []]
+            for which, function in enumerate((f, g)):
+                with asynchronous.stream(streams[which]):
+                    asynchronous.delay(streams[which], 0.01)
+                    for _ in range(4):
+                        results[which].append((inputs[which], function(placed[which]).clone()))
+            asynchronous.synchronize()
+            _check(f, results[0])
+            _check(g, results[1])
+
+
+def test_streams_do_not_share_a_workspace(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool
+) -> None:
+    _overlapping(product(), product(), device, asynchronous)
+    assert len(own_arenas._on(None)) == 2
+
+
+def test_captured_on_one_side_stream_they_would(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: all graphs are captured on the same stream, as long as the device keeps the rule."""
+    side = asynchronous.Stream(device)
+    monkeypatch.setattr(device_graph, "_side_stream", lambda device: side)
+    with pytest.raises(AssertionError, match="not close"):
+        _overlapping(product(), product(), device, asynchronous)
+
+
+def test_memory_is_kept_until_the_last_stream_is_done(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool
+) -> None:
+    """An arena was allocated on one stream, and is freed while another works in it."""
+    f, stream = product(), asynchronous.Stream(device)
+    x = torch.randn(16, 32)
+    on_device = x.to(device)
+    with torch.no_grad():
+        for _ in range(4):
+            f(on_device)
+        asynchronous.synchronize()
+        with asynchronous.stream(stream):
+            asynchronous.delay(stream, 0.05)
+            got = f(on_device).clone()
+        f.program.release()
+        for _ in range(8):  # on the first stream, which has nothing to wait for
+            torch.full((4096,), 7.0, device=device)
+        asynchronous.synchronize()
+    _check(f, [(x, got)])
