@@ -35,6 +35,7 @@ from memory_peak import UNet, loss_of
 from torch import Tensor, nn
 
 import fxwrap
+from fxwrap.graphs.memory import AT_ONE_TIME
 
 Check = Callable[[Place, Findings], None]
 # Calls until a program replays: one runs eagerly, one is recorded, and one more if it was cut anew or its arena grew.
@@ -475,6 +476,7 @@ def streams_in_turn(place: Place, findings: Findings) -> None:
                 with place.on(stream):
                     findings.same(ours(x), right)
     findings.note(f"{recordings(ours)} recordings for {len(streams)} streams, {sum(eager(ours).values())} eager")
+    findings.demand(recordings(ours) <= AT_ONE_TIME, "a recording for each of many streams")
     findings.demand(fxwrap.stats(ours)["replays"] >= len(streams), "hardly a replay")
 
 

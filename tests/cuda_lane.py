@@ -326,14 +326,8 @@ class Interface(device_interface.DeviceInterface):
     is_triton_capable = staticmethod(lambda device=None: True)
 
 
-class _Runtime(DeviceRuntime):
-    """What is decided for a device whose graphs freeze addresses; nothing is captured."""
-
-    def stream_key(self) -> Any:
-        return None
-
-
-RUNTIME = _Runtime(DEVICE, _cannot_run, frozen_addresses=True, runs_while_capturing=False, implementation="none")
+# What is decided for a device whose graphs freeze addresses; nothing is captured.
+RUNTIME = DeviceRuntime(DEVICE, _cannot_run, frozen_addresses=True, runs_while_capturing=False, implementation="none")
 
 
 # What a CUDA build of torch does without a GPU (``_ensureCUDADeviceGuardSet``). A CPU build has no guard for CUDA:

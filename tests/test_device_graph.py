@@ -111,8 +111,9 @@ def test_gpu_capture_and_replay() -> None:
     runtime = runtime_for(device)
     x, out = torch.ones(3, device=device), torch.zeros(3, device=device)
     torch.add(x, 1, out=out)
-    graph = runtime.new_graph(runtime.new_pool())
-    with runtime.capture_stream():
+    pool = runtime.make_pool()
+    graph = runtime.new_graph(pool.id)
+    with runtime.capture_stream(pool.stream):
         graph.capture_begin()
         issue(lambda: torch.add(x, 1, out=out))
         graph.capture_end()

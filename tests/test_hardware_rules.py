@@ -142,7 +142,7 @@ def test_a_pool_that_is_not_held_takes_no_other_graph(
     compiled: Any, device: torch.device, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: no graph of its own holds it, and the arena keeps the id."""
-    monkeypatch.setattr(DeviceRuntime, "_capture_little", lambda self, pool: None)
+    monkeypatch.setattr(DeviceRuntime, "_capture_little", lambda self, pool, stream: None)
     monkeypatch.setattr(Arena, "leave_pool", lambda self: None)
     f: Compiled = compiled(lambda x: allocates(x.sin()) @ x)
     x = torch.randn(16, 16, device=device)
@@ -180,4 +180,4 @@ def test_a_failed_capture_that_is_left_as_it_is_spoils_the_next(
     finally:
         for pool in own_arenas.pools():
             module.put_right(device, pool)
-        runtime_for(device)._capture_little(None)
+        runtime_for(device).make_pool()

@@ -1,8 +1,11 @@
-"""Streams: which may work in one memory, and which have their own. For devices with streams (``--device hostsim``)."""
+"""Streams and threads of a device: who may work in one memory, and who has his own (``--device hostsim``)."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +52,7 @@ def test_a_stream_for_each_request_needs_one_recording(
     """Whoever waits for an answer before the next request leaves nothing for a stream to wait for."""
     f = product()
     with torch.no_grad():
-        for number in range(3 * STREAMS):
+        for _ in range(3 * STREAMS):
             with asynchronous.stream(asynchronous.Stream(device)):
                 x = torch.randn(16, 32)
                 _check(f, [(x, f(x.to(device)))])
@@ -145,3 +148,38 @@ def test_memory_is_kept_until_the_last_stream_is_done(
             torch.full((4096,), 7.0, device=device)
         asynchronous.synchronize()
     _check(f, [(x, got)])
+
+
+def _in_another_thread(run: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+
+
+def _warm_in_one_thread(f: Any, device: torch.device) -> dict[str, Any]:
+    """The first call is this thread's, all others are another's."""
+
+    def call() -> None:
+        x = torch.randn(16, 32)
+        with torch.no_grad():
+            _check(f, [(x, f(x.to(device)))])
+
+    call()
+    _in_another_thread(lambda: [call() for _ in range(4)])  # type: ignore[func-returns-value]
+    counters: dict[str, Any] = f.program.counters.to_dict()
+    return counters
+
+
+def test_a_thread_warms_up_before_it_captures(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool
+) -> None:
+    """Libraries have a handle for each thread, and cannot make it while a graph is captured."""
+    counters = _warm_in_one_thread(product(), device)
+    assert counters["eager"] == {"warm-up": 2} and counters["replays"] == 2, counters
+
+
+def test_if_one_thread_had_warmed_up_for_all_a_capture_would_fail(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "local", SimpleNamespace)  # what one knows all know
+    counters = _warm_in_one_thread(product(), device)
+    assert any("making a library's handle" in event for event in counters["events"]), counters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,7 @@ class Program:
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
         self._caller_captures = capture_check(self.plan.device)
+        self._thread = threading.local()  # whether it has run the program eagerly
 
     @property
     def plan(self) -> ProgramPlan:
@@ -156,8 +158,8 @@ class Program:
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         call = self._call()
-        # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream, 0, cannot be
-        # captured, and CUDA's driver takes a while to say so.)
+        # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream, 0, cannot
+        # be captured, and CUDA's driver takes a while to say so.)
         if call.stream is not None and call.stream.stream_id and self._caller_captures():
             return _MISSED
         for recording in specialization.recordings:
@@ -221,9 +223,12 @@ class Program:
             return _CAPTURED
         if self._never_recorded:
             return self._never_recorded
+        # Hardware cannot capture what happens once only: kernels load and are tuned for sizes, libraries make a
+        # handle for each thread.
+        if self._on_accelerator and not getattr(self._thread, "warm", False):
+            return _WARM_UP
         if specialization.recordings:
             return ""
-        # Hardware cannot capture what happens once only: kernels load and are tuned, libraries make workspaces.
         if specialization.eager_runs < max(self.options.warmup, int(self._on_accelerator)):
             return _WARM_UP
         return ""
@@ -260,6 +265,7 @@ class Program:
         self._expect(cut, inputs, specialization)
         specialization.note(inputs)
         outputs = cut.eager(inputs)
+        self._thread.warm = True
         specialization.eager_runs += 1
         specialization.warm_outputs = _weak_outputs(cut, outputs)
         if specialization.forecast is not None:

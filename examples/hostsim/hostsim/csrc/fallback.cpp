@@ -112,6 +112,15 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   return copy;
 }
 
+// A library's handle for this thread, made when it is needed first.
+void make_library_handle(const std::string& name, const c10::Stream& stream) {
+  thread_local bool made = false;
+  if (!made && in_force(Rule::kLibrariesBeginOutsideOfCaptures)) {
+    check_host_may_wait(HostWait::kSynchronize, "making a library's handle ('" + name + "')", stream);
+  }
+  made = true;
+}
+
 // One call of an operator on this device.
 class Call {
  public:
@@ -359,8 +368,11 @@ Stack Call::defer() {
   }
   const c10::Stream stream = current_stream(device_);
   std::vector<at::Tensor> parts;
-  if (asynchronous() && is_one_of(op_, kProducts) && in_force(Rule::kWorkspaceBelongsToThreadAndStream)) {
-    parts = in_workspace(sums, stream);
+  if (is_one_of(op_, kProducts)) {
+    make_library_handle(name_, stream);
+    if (asynchronous() && in_force(Rule::kWorkspaceBelongsToThreadAndStream)) {
+      parts = in_workspace(sums, stream);
+    }
   }
   work.run = [op = op_, name = name_, arguments = cpu_arguments(&work), copied_to = std::move(copied_to), sums, parts] {
     KernelGuard guard;

@@ -31,6 +31,9 @@ const std::array<RuleDescription, kRules> rule_table{{
      "products use a workspace of the thread and stream that issue them, and a graph captures its address: graphs "
      "captured on one stream must not run at one time (seen where work is asynchronous)",
      "ATen/cuda/CublasHandlePool.cpp, getCurrentCUDABlasHandle: workspaces by handle and stream; torch 2.11 to 2.15"},
+    {"libraries_begin_outside_of_captures",
+     "a thread's first product makes a library's handle, which allocates: a capture in which that happens fails",
+     "ATen/cuda/CublasHandlePool.cpp, createCublasHandle: cublasCreate, for each thread; torch 2.11 to 2.15"},
 }};
 
 bool in_force(Rule rule) {

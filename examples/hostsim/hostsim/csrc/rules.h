@@ -12,6 +12,7 @@ enum class Rule {
   kFailedCaptureHoldsItsPool,
   kFailedCaptureHoldsGenerators,
   kWorkspaceBelongsToThreadAndStream,
+  kLibrariesBeginOutsideOfCaptures,
   kCount,
 };
 
