@@ -92,7 +92,7 @@ class Arena:
 
     def keep_until_done(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have nobody be given the arena, or memory that was used with it, before the stream is done."""
-        if self.stream is not None and self.block is not None:
+        if self.stream is not None and self.block is not None and self.device.type != "cpu":
             for tensor in (tensor_over(self.block, (0,), (1,), torch.uint8), *tensors):
                 if tensor.device == self.device:
                     tensor.record_stream(self.stream)
