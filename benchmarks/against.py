@@ -5,7 +5,8 @@
 
 Each tree has a process of its own, which compiles a model, warms up, and then runs some steps whenever it is asked
 to. They are asked in turn, so that one of them runs at a time; the ratios are those of neighbouring turns, this
-tree's time by the other's. Times are those of the processor, so that whatever else the machine does counts for less.
+tree's time by the other's. Times are those of the processor, so that whatever else the machine does counts for less,
+and both run on the same one: on a rented machine two of them differ by a half at times.
 A training step is the loss, computed inside of the compiled function, its backward, and gradients set to None.
 
 Processes differ by a few percent in where their memory lies, which more turns do not change; the mean over all models
@@ -233,7 +234,10 @@ def main(argv: list[str] | None = None) -> int:
         help="where what Inductor compiles is kept between runs (default: %(default)s)",
     )
     parser.add_argument("--work", nargs=2, metavar=("MODEL", "MODE"), help=argparse.SUPPRESS)
+    parser.add_argument("--processor", type=int, help="on which both run (default: the last)")
     args = parser.parse_args(argv)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if args.processor is None else args.processor})
     if args.work:
         work(*args.work)
         return 0
