@@ -41,8 +41,10 @@ class Turn:
         Args:
             wait_s: so many seconds another thread is waited for, but no call of this one, which cannot end before.
         """
-        end = time.monotonic() + wait_s if wait_s else 0.0
-        while not (has := self._try(call)) and wait_s and time.monotonic() < end:
+        if not wait_s:
+            return self._try(call)
+        end = time.monotonic() + wait_s
+        while not (has := self._try(call)) and time.monotonic() < end:
             holder = next(iter(self._holder.values()), lambda: None)()
             if holder is not None and holder.thread == call.thread:
                 break
