@@ -214,6 +214,15 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     return torch.accelerator.get_memory_info(_index(device))
 
 
+def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+    """So much of a device's memory this process may have; what needs more raises ``torch.OutOfMemoryError``."""
+    _C.set_memory_fraction(fraction, _index(device))
+
+
+def get_per_process_memory_fraction(device: Device = None) -> float:
+    return _C.memory_fraction(_index(device))
+
+
 def empty_cache() -> None:
     torch.accelerator.empty_cache()
 

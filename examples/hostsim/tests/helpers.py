@@ -1,3 +1,5 @@
+import contextlib
+
 import torch
 
 DELAY = 0.3  # Seconds: long enough for anything that does not wait to be too early.
@@ -13,6 +15,18 @@ def on_device(*size, **options):
 
 def zeros(*size, **options):
     return torch.zeros(*size, device=name(), **options)
+
+
+@contextlib.contextmanager
+def limited(device, more, index=0):
+    """So many bytes more than are in use now, and nothing is cached."""
+    device.empty_cache()
+    allowed = device.memory_reserved(index) + more + 0.5
+    device.set_per_process_memory_fraction(allowed / device.mem_get_info(index)[1], index)
+    try:
+        yield
+    finally:
+        device.set_per_process_memory_fraction(1.0, index)
 
 
 def capture(function, *, stream=None, **options):

@@ -3,7 +3,7 @@ import gc
 
 import pytest
 import torch
-from helpers import DELAY, assert_equal, capture, on_device, zeros
+from helpers import DELAY, assert_equal, capture, limited, on_device, zeros
 
 ORDINARY = (0, 0)
 
@@ -31,6 +31,56 @@ def test_statistics_follow_what_is_allocated_and_freed(mode, device):
     device.empty_cache()
     assert device.memory_reserved() == before
     assert all(value > 0 for value in device.mem_get_info())
+
+
+def test_what_is_not_reserved_is_free(device):
+    free, total = device.mem_get_info()
+    tensor = zeros(1000)
+    assert device.mem_get_info() == (free - 4096, total)
+    del tensor
+    device.empty_cache()
+    assert device.mem_get_info() == (free, total)
+
+
+def test_there_is_no_more_memory_than_is_allowed(mode, device):
+    failures = device.memory_stats()["num_ooms"]
+    with limited(device, 8192):
+        one, other = zeros(1000), zeros(1000)
+        with pytest.raises(torch.OutOfMemoryError, match="hostsim:0 is out of memory: 4096 bytes are wanted, and of"):
+            zeros(1000)
+        assert device.memory_stats()["num_ooms"] == failures + 1
+        del other
+        assert_equal(zeros(1000), one)
+        with device.device(1):
+            zeros(100000)
+    zeros(100000)
+
+
+def test_what_is_cached_goes_before_memory_is_short(asynchronous):
+    """Not before what is queued has used it."""
+    source = on_device(2000)
+    with limited(asynchronous, 8192):
+        tensor, returned = zeros(2000), asynchronous.memory_stats()["num_device_free"]
+        asynchronous.delay(asynchronous.current_stream(), DELAY)
+        tensor.copy_(source)
+        copied = torch.empty(2000)
+        copied.copy_(tensor, non_blocking=True)
+        del tensor
+        assert asynchronous.memory_stats()["num_device_free"] == returned
+        whole = torch.full((500,), 7.0, device=source.device)
+        assert asynchronous.memory_stats()["num_device_free"] == returned + 1
+        assert_equal(whole, torch.full((500,), 7.0))
+    assert_equal(copied, source)
+
+
+def test_a_part_of_the_memory_is_a_number_up_to_one(device):
+    assert device.get_per_process_memory_fraction() == 1.0
+    device.set_per_process_memory_fraction(0.5, 1)
+    assert (device.get_per_process_memory_fraction(0), device.get_per_process_memory_fraction(1)) == (1.0, 0.5)
+    device.set_per_process_memory_fraction(1.0, 1)
+    for wrong in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            device.set_per_process_memory_fraction(wrong)
 
 
 def test_each_device_has_statistics_of_its_own(device):

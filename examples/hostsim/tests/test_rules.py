@@ -1,10 +1,11 @@
 """What torch does on CUDA, this device does, too, unless it is told to be kinder."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
-from helpers import capture, on_device
+from helpers import capture, limited, name, on_device, zeros
 
 
 @pytest.fixture
@@ -85,3 +86,36 @@ def test_after_a_failed_capture_nothing_is_drawn_until_one_ends_well(strict):
         torch.rand(4, device=source.device)
     capture(lambda: source + 1)
     torch.rand(4, device=source.device)
+
+
+@contextlib.contextmanager
+def while_capturing(index=0):
+    graph = torch.accelerator.Graph()
+    with torch.Stream(torch.device(name(), index)):
+        graph.capture_begin()
+        yield
+        graph.capture_end()
+
+
+def test_the_cache_stays_while_a_graph_is_captured(strict):
+    """
+    ::
+
+        8192 are allowed   8192 are cached   | capture: 2048 are wanted   | 2048 are wanted
+        the cache                            | stays, and nobody has any  | goes
+    """
+    source = on_device(500)
+    with limited(strict, 8192):
+        zeros(2000)
+        with while_capturing():
+            with pytest.raises(torch.OutOfMemoryError, match="8192 are kept by the cache and by pools while a graph"):
+                source + 1
+            with strict.stream(strict.default_stream()), pytest.raises(torch.OutOfMemoryError):
+                torch.empty_like(source)
+        zeros(500)
+        zeros(2000)
+        with while_capturing(1):
+            torch.empty_like(source)  # another device has a cache of its own
+        zeros(2000)
+        strict.relax("cache_stays_while_capturing")
+        capture(lambda: source + 1)

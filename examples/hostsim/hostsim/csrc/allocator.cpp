@@ -77,14 +77,21 @@ class CachingAllocator final : public c10::DeviceAllocator {
   void end_allocate_to_pool(MempoolId_t pool);
   void release_pool(MempoolId_t pool);
   PoolStatistics pool_statistics(MempoolId_t pool);
+  void set_memory_fraction(double fraction, c10::DeviceIndex device);
+  double memory_fraction(c10::DeviceIndex device);
   std::optional<Block> find(const void* address);
   void capture_ended();
 
  private:
   Block* reuse(const FreeKey& key, size_t bytes);
   Block* reserve(const FreeKey& key, const c10::Stream& stream, size_t bytes);
+  size_t reserved(c10::DeviceIndex device) const;
+  size_t allowed(c10::DeviceIndex device) const;
+  void check_memory_is_left(c10::DeviceIndex device, size_t bytes);
+  bool recorded_on(c10::DeviceIndex device) const;
   void return_block(Block* block);
-  void return_free_blocks(const MempoolId_t& pool);
+  void return_free_blocks(const MempoolId_t& pool, c10::DeviceIndex device);
+  void return_cache(c10::DeviceIndex device, const MempoolId_t& pool);
   void make_reusable(Block* block);
   void make_reusable_when_done(Block* block);
   void collect_finished();
@@ -100,8 +107,9 @@ class CachingAllocator final : public c10::DeviceAllocator {
   // Freed while a stream that used them was captured: nothing in time could be waited for.
   std::vector<Block*> held_back_;
   std::map<MempoolId_t, PoolStatistics> pools_;
-  std::set<MempoolId_t> recorded_to_; // By captures.
+  std::map<MempoolId_t, c10::DeviceIndex> recorded_to_; // By captures, on which device.
   std::vector<Statistics> statistics_{static_cast<size_t>(device_count())};
+  std::vector<double> fractions_ = std::vector<double>(static_cast<size_t>(device_count()), 1.0);
 };
 
 // Not destroyed at exit: tensors may be freed later.
@@ -202,6 +210,13 @@ void* take_offered(size_t bytes) {
   return data;
 }
 
+// Of each device: all of the machine's.
+size_t total_memory() {
+  static const size_t bytes =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 size_t round_up(size_t bytes) {
   return (bytes + kGranularity - 1) / kGranularity * kGranularity;
 }
@@ -237,10 +252,18 @@ c10::DataPtr CachingAllocator::allocate(size_t bytes) {
   Block* block = nullptr;
   bool fresh = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     collect_finished();
     block = reuse(key, round_up(bytes));
     if (block == nullptr) {
+      const bool may_return = !recorded_on(index) || !in_force(Rule::kCacheStaysWhileCapturing);
+      if (reserved(index) + round_up(bytes) > allowed(index) && may_return) {
+        // What is queued may still use blocks that have been freed, and may free others.
+        lock.unlock();
+        drain_device(index);
+        lock.lock();
+        return_cache(index, kOrdinaryPool);
+      }
       block = reserve(key, stream, round_up(bytes));
       fresh = true;
     }
@@ -274,8 +297,48 @@ Block* CachingAllocator::reuse(const FreeKey& key, size_t bytes) {
   return block;
 }
 
+size_t CachingAllocator::reserved(c10::DeviceIndex device) const {
+  return static_cast<size_t>(statistics_[device].reserved_bytes[kAggregate].current);
+}
+
+size_t CachingAllocator::allowed(c10::DeviceIndex device) const {
+  return static_cast<size_t>(fractions_[device] * static_cast<double>(total_memory()));
+}
+
+// A capture on another device forbids nothing.
+bool CachingAllocator::recorded_on(c10::DeviceIndex device) const {
+  return std::any_of(
+      recorded_to_.begin(), recorded_to_.end(), [device](const auto& entry) { return entry.second == device; });
+}
+
+void CachingAllocator::check_memory_is_left(c10::DeviceIndex device, size_t bytes) {
+  if (reserved(device) + bytes <= allowed(device)) {
+    return;
+  }
+  Statistics& statistics = statistics_[device];
+  ++statistics.num_ooms;
+  const auto in_use = static_cast<size_t>(statistics.allocated_bytes[kAggregate].current);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError,
+      false,
+      DEVICE_NAME,
+      ":",
+      static_cast<int>(device),
+      " is out of memory: ",
+      bytes,
+      " bytes are wanted, and of ",
+      allowed(device),
+      " that this process may have, ",
+      in_use,
+      " are in use and ",
+      reserved(device) - in_use,
+      recorded_on(device) ? " are kept by the cache and by pools while a graph is captured"
+                          : " are kept for graphs or belong to what still runs");
+}
+
 Block* CachingAllocator::reserve(const FreeKey& key, const c10::Stream& stream, size_t bytes) {
   const auto& [device, pool, stream_id] = key;
+  check_memory_is_left(device, bytes);
   Statistics& statistics = statistics_[device];
   void* data = nullptr;
   if (posix_memalign(&data, kAlignment, bytes) != 0) {
@@ -388,9 +451,9 @@ void CachingAllocator::make_reusable(Block* block) {
   free_[FreeKey{block->device, pool, block->stream.id()}].emplace(block->bytes, block);
 }
 
-void CachingAllocator::return_free_blocks(const MempoolId_t& pool) {
+void CachingAllocator::return_free_blocks(const MempoolId_t& pool, c10::DeviceIndex device) {
   for (auto& [key, blocks] : free_) {
-    if (std::get<MempoolId_t>(key) == pool) {
+    if (std::get<MempoolId_t>(key) == pool && std::get<c10::DeviceIndex>(key) == device) {
       for (const auto& [bytes, block] : blocks) {
         return_block(block);
       }
@@ -414,7 +477,7 @@ void CachingAllocator::retain_pool(MempoolId_t pool) {
       "capture_begin: the last graph of this memory pool is gone, and some of its memory is left: take another pool, or "
       "keep a graph of it for as long as it is used");
   TORCH_CHECK(
-      recorded_to_.insert(pool).second,
+      recorded_to_.emplace(pool, current_device()).second,
       "capture_begin: another capture records to this memory pool, or has failed and was not put right");
   ++pools_[pool].graphs;
 }
@@ -429,7 +492,9 @@ void CachingAllocator::release_pool(MempoolId_t pool) {
   TORCH_CHECK(pools_.count(pool) != 0 && pools_[pool].graphs > 0, "release_pool: nobody keeps this memory pool");
   if (--pools_[pool].graphs == 0) {
     if (!in_force(Rule::kPoolDiesWithItsLastGraph)) {
-      return_free_blocks(pool);
+      for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
+        return_free_blocks(pool, device);
+      }
     }
     forget_if_empty(pool);
   }
@@ -482,6 +547,13 @@ void CachingAllocator::emptyCache(MempoolId_t pool) {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
       recorded_to_.empty(), "emptying the cache: a capture records to a memory pool, or has failed and was not put right");
+  for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
+    return_cache(device, pool);
+  }
+}
+
+// What is free on a device and belongs to no graph; `pool` tells whether the ordinary pool is meant, too.
+void CachingAllocator::return_cache(c10::DeviceIndex device, const MempoolId_t& pool) {
   collect_finished();
   std::vector<MempoolId_t> without_graphs;
   for (const auto& [id, statistics] : pools_) {
@@ -490,9 +562,21 @@ void CachingAllocator::emptyCache(MempoolId_t pool) {
     }
   }
   for (const MempoolId_t& id : without_graphs) {
-    return_free_blocks(id);
+    return_free_blocks(id, device);
     forget_if_empty(id);
   }
+}
+
+void CachingAllocator::set_memory_fraction(double fraction, c10::DeviceIndex device) {
+  TORCH_CHECK_VALUE(
+      fraction >= 0 && fraction <= 1, "the fraction of a device's memory has to be from 0 to 1, not ", fraction);
+  std::lock_guard<std::mutex> lock(mutex_);
+  fractions_[checked_device(device)] = fraction;
+}
+
+double CachingAllocator::memory_fraction(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return fractions_[checked_device(device)];
 }
 
 void CachingAllocator::recordStream(const c10::DataPtr& pointer, c10::Stream stream) {
@@ -541,10 +625,11 @@ void CachingAllocator::resetPeakStats(c10::DeviceIndex device) {
   for_every_statistic(statistics_[checked_device(device)], [](auto& statistic) { statistic.reset_peak(); });
 }
 
-std::pair<size_t, size_t> CachingAllocator::getMemoryInfo(c10::DeviceIndex) {
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return {
-      static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * page, static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page};
+std::pair<size_t, size_t> CachingAllocator::getMemoryInfo(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  // What others on this machine have is none of the device's: all of its memory is this process's.
+  const size_t mine = reserved(checked_device(device));
+  return {total_memory() - std::min(mine, total_memory()), total_memory()};
 }
 
 // Torch finds the allocator as soon as the library is loaded.
@@ -591,6 +676,14 @@ void release_pool(MempoolId_t pool) {
 
 PoolStatistics pool_statistics(MempoolId_t pool) {
   return allocator().pool_statistics(pool);
+}
+
+void set_memory_fraction(double fraction, c10::DeviceIndex device) {
+  allocator().set_memory_fraction(fraction, device);
+}
+
+double memory_fraction(c10::DeviceIndex device) {
+  return allocator().memory_fraction(device);
 }
 
 uint64_t block_at(const void* address) {

@@ -39,6 +39,11 @@ void end_allocate_to_pool(MempoolId_t pool);
 void release_pool(MempoolId_t pool);
 PoolStatistics pool_statistics(MempoolId_t pool);
 
+// How much of a device's memory this process may have. What needs more gets what is cached and free, unless a capture
+// is under way; else there is an OutOfMemoryError.
+void set_memory_fraction(double fraction, c10::DeviceIndex device);
+double memory_fraction(c10::DeviceIndex device);
+
 // The block that an address lies in, told apart from any other that ever had the same address; 0 outside of all.
 uint64_t block_at(const void* address);
 MempoolId_t pool_at(const void* address);

@@ -82,6 +82,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pool_stats", &pool_as_dict);
   m.def("end_allocate_to_pool", &end_allocate_to_pool);
   m.def("release_pool", &release_pool);
+  m.def("set_memory_fraction", &set_memory_fraction);
+  m.def("memory_fraction", &memory_fraction);
   m.def("place_allocations", &place_allocations);
   m.def("poison", &poison);
   m.def("set_poison", &set_poison);

@@ -34,6 +34,11 @@ const std::array<RuleDescription, kRules> rule_table{{
     {"libraries_begin_outside_of_captures",
      "a thread's first product makes a library's handle, which allocates: a capture in which that happens fails",
      "ATen/cuda/CublasHandlePool.cpp, createCublasHandle: cublasCreate, for each thread; torch 2.11 to 2.15"},
+    {"cache_stays_while_capturing",
+     "as long as a capture records to a memory pool, memory that is short is not won by giving back what the cache "
+     "has: allocations fail, of whoever captures and of everybody else on the device",
+     "c10/cuda/CUDACachingAllocator.cpp, malloc: release_cached_blocks only if captures_underway.empty(); torch 2.11 "
+     "to 2.15"},
 }};
 
 bool in_force(Rule rule) {

@@ -13,6 +13,7 @@ enum class Rule {
   kFailedCaptureHoldsGenerators,
   kWorkspaceBelongsToThreadAndStream,
   kLibrariesBeginOutsideOfCaptures,
+  kCacheStaysWhileCapturing,
   kCount,
 };
 
