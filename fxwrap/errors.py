@@ -53,4 +53,7 @@ class CaptureError(FxwrapError):
 
 
 class MemoryLimitError(FxwrapError):
-    """A recording would need more memory than ``max_memory`` allows."""
+    """A recording would need more memory than ``max_memory`` allows, or than the device has.
+
+    In the latter case its cause is ``torch.OutOfMemoryError``.
+    """

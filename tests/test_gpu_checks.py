@@ -73,3 +73,10 @@ def test_an_error_of_a_check_is_told_in_short_and_in_full() -> None:
     done = gpu_checks("--device", "hostsim", "--only", "launches", "--plant", "no_such_fault")
     assert verdicts(done.stdout) == {"launches counted": "FAIL"}
     assert "no_such_fault" in done.stdout and "Traceback" in done.stderr and done.returncode == 1
+
+
+@on_hostsim
+def test_memory_can_be_short_on_hostsim() -> None:
+    done = gpu_checks("--device", "hostsim", "--only", "memory short")
+    assert set(verdicts(done.stdout).values()) == {"ok"} and len(verdicts(done.stdout)) == 2, done
+    assert "what eager work takes and a quarter: {'warm-up': 1, 'out of memory':" in done.stdout

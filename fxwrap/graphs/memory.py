@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..errors import MemoryLimitError
 from .device_graph import GraphPool
 from .lent import Lent, LentOutput
 from .turn import Call, Turn
 
 # Bytes. On a CPU the allocator aligns so, but a build may have another allocator.
 _CPU_ALIGNMENT = 64
+
+# What there may be too little of.
+TOO_LARGE, OUT_OF_MEMORY = "more than max_memory", "out of memory"
+Value = TypeVar("Value")
+
+
+def take_memory(device: torch.device, take: Callable[[], Value], let_go: Callable[[], object]) -> Value:
+    """What ``take`` returns. Where the device is out of memory, it is called twice: in between the cache is emptied.
+    Allocators do not do that themselves while a graph is captured.
+
+    Args:
+        let_go: lets go of what the first try has left.
+
+    Raises:
+        MemoryLimitError: the device is out of memory.
+    """
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return take()
+    let_go()
+    with contextlib.suppress(Exception):  # not while somebody else captures, and no accelerator has none
+        torch.accelerator.empty_cache()  # waits for the device, too
+    try:
+        return take()
+    except torch.OutOfMemoryError as error:
+        raise MemoryLimitError(
+            f"{device} is out of memory",
+            got=str(error),
+            remedy="set max_memory, so that less is kept for recordings, or free what is kept elsewhere",
+        ) from error
 
 
 def tensor_over(
@@ -69,12 +101,18 @@ class Arena:
         return self.block[begin : begin + nbytes]  # type: ignore[return-value]
 
     def resize(self, nbytes: int) -> None:
-        """Become so large. Memory moves: whatever was recorded in it ends; outputs keep theirs."""
+        """Become so large. Memory moves: whatever was recorded in it ends; outputs keep theirs.
+
+        Raises:
+            MemoryLimitError: the device is out of memory; the arena has none.
+        """
         # Whoever ends now will be back, and the pool's memory will do for the graphs to come.
         moved, pool = [*self._moved, *((weakref.ref(user), size) for user, size in self.users())], self._pool
         self.clear("the arena moved")
         self._moved, self._pool = moved, pool
-        whole = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        del pool  # it may have to go
+        take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
+        whole = take_memory(self.device, take, self.leave_pool)
         if self.device.type == "cpu" and whole.data_ptr() % _CPU_ALIGNMENT:
             whole = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
         self._begin = -whole.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
@@ -269,8 +307,18 @@ class ArenaPool:
         blocks = [arena.block for arena in self._on(None) if arena.block is not None]
         return any(block.data_ptr() <= address < block.data_ptr() + block.nbytes() for block in blocks)
 
-    def pressure(self, device: torch.device) -> int:
-        """Bytes that may become free by themselves: outputs that somebody has, and arenas that calls have now."""
+    def pressure(self, short_of: str, device: torch.device) -> int:
+        """A number of bytes: what there is too little of is too little until there are fewer.
+
+        Of a device these are minus those that can be had, cached ones, too; of ``max_memory`` those that may become
+        free by themselves: outputs that somebody has, and arenas that calls have now.
+        """
+        with contextlib.suppress(Exception):  # a device may not tell
+            if short_of == OUT_OF_MEMORY:
+                module = torch.get_device_module(device)
+                free, total = module.mem_get_info(device)
+                allowed = int(module.get_per_process_memory_fraction(device) * total)
+                return int(module.memory_allocated(device) - min(free + module.memory_reserved(device), allowed))
         return sum(
             self._kept_by(arena) if arena.busy.taken() else sum(output.high - output.low for output in arena.held())
             for arena in self._on(device)

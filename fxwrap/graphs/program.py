@@ -32,7 +32,7 @@ from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
 from .counters import Counters
 from .device_graph import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder
-from .memory import ARENAS, Arena
+from .memory import ARENAS, OUT_OF_MEMORY, TOO_LARGE, Arena
 from .packed import PACKED
 from .provision import Forecast, Planners, Provider
 from .recording import Recording, RecordingRequest, next_use
@@ -45,7 +45,7 @@ Cutter = Callable[[Mapping[str, str]], ProgramPlan]
 SizeEvaluator = Callable[[GraphModule, Mapping[Node, Any]], dict[Node, Any]]
 
 _MISSED = object()
-_WARM_UP, _SHORT, _CAPTURED = "warm-up", "more than max_memory", "called while the caller captures"
+_WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 # Hardware captures one program at a time: a device's generator can be part of one capture only.
 _capturing: defaultdict[torch.device, Turn] = defaultdict(Turn)
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
@@ -195,8 +195,8 @@ class Program:
             if decision.event:
                 self.counters.count("events", decision.event)
             reason = decision.eager
-            if decision.record and specialization.waits_for_memory(self.plan.device):
-                reason = _SHORT
+            if decision.record and (short_of := specialization.waits_for_memory(self.plan.device)):
+                reason = short_of
             elif decision.record and not self.specializations.make_room(specialization, call):
                 reason = f"{self.options.max_recordings} other recordings are used more often (max_recordings)"
             elif decision.record:
@@ -289,13 +289,14 @@ class Program:
     def _record(
         self, cut: _Cut, specialization: Specialization, inputs: list[Any], decision: Decision, call: Call
     ) -> Any:
-        why, turns = decision.record, list[Arena]()
+        why, turns, device = decision.record, list[Arena](), cut.plan.device
+        short_of, outputs = "", _MISSED
         if why == "first":
             specialization.look_at_the_warm_up()
             why = "first" if len(self.specializations) == 1 else "new shape"
-        pressure = ARENAS.pressure(cut.plan.device)
+        before = {what: ARENAS.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
-            runtime = runtime_for(cut.plan.device)
+            runtime = runtime_for(device)
             frozen, backward = runtime.frozen_addresses, cut.plan.phase == "backward"
             static = specialization.static(inputs, cut.plan.static_inputs, frozen, backward)
             forecast, plans = specialization.forecast, (specialization.plan, self.newest_plan)
@@ -309,11 +310,13 @@ class Program:
                 runtime, self.functions, *provision, static, copied, weakref.ref(specialization)
             )
             recording, outputs = Recording.record(request, inputs)
-        except MemoryLimitError:
+            short_of = OUT_OF_MEMORY if recording.ended == OUT_OF_MEMORY else ""
+        except MemoryLimitError as error:
+            short_of = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE
+            for arena in turns if short_of == OUT_OF_MEMORY else ():
+                arena.clear(OUT_OF_MEMORY)  # its pool, too: captures have left there what they had taken
             if self.options.strict:
                 raise
-            specialization.short = pressure
-            return self._run_eagerly(cut, inputs, _SHORT, specialization)
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise
@@ -325,7 +328,16 @@ class Program:
         finally:
             for arena in turns:
                 arena.busy.give(call)
-        self._keep(specialization, recording, inputs, why)
+        if not short_of or self.options.strict:
+            self._keep(specialization, recording, inputs, why)
+            return outputs
+        # Whoever ended for it will be back; whoever got what this call returns will let go of it.
+        specialization.short = short_of, min(before[short_of], ARENAS.pressure(short_of, device))
+        if short_of == OUT_OF_MEMORY:
+            ARENAS.withdraw(specialization.forecast)  # others need not wait until there is as much
+        if outputs is _MISSED:  # by now nobody has what was made for the recording
+            return self._run_eagerly(cut, inputs, short_of, specialization)
+        self.counters.count("eager", short_of)
         return outputs
 
     def _keep(self, specialization: Specialization, recording: Recording, inputs: list[Any], why: str) -> None:

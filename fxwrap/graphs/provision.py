@@ -151,7 +151,7 @@ class Provider:
 
         Raises:
             CaptureError: an input cannot have a place.
-            MemoryLimitError: more than ``max_memory`` would be kept.
+            MemoryLimitError: more than ``max_memory`` would be kept, or the device is out of memory.
             PlanError: the verifier refused the plan.
         """
         planned = self._planned(plan, inputs, static)
@@ -201,10 +201,15 @@ class Provider:
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
             if not self.max_memory or ARENAS.make_room(arena, size, self.max_memory):
-                if size != arena.nbytes:
+                if size == arena.nbytes:
+                    return False
+                try:
                     arena.resize(size)
-                    return True
-                return False
+                except MemoryLimitError:
+                    if not expected:
+                        raise
+                    continue  # without what others will need
+                return True
         raise MemoryLimitError(
             f"recording needs {nbytes:,} bytes on {arena.device}",
             expected=f"no more than max_memory, {self.max_memory:,}, with what other calls use now",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from ..errors import MemoryLimitError
 from ..host_graph import (
     Kind,
     checks_layout,
@@ -29,7 +30,7 @@ from ..plan import MemoryPlan, Origin, Partition, Planned, Verdict
 from .device_graph import DeviceGraph, DeviceRuntime, GraphPool, issue
 from .flat import FlatBuilder, FlatFunction
 from .lent import Lent, LentOutput, Overwritten
-from .memory import Arena, has_address, reach, tensor_over, tensors_in
+from .memory import OUT_OF_MEMORY, Arena, has_address, reach, take_memory, tensor_over, tensors_in
 from .outputs import copy_out, each, relay, views_of
 from .placed import MemoryKeptError, PlacedResults
 from .places import Places, copy_tensors, unexpanded
@@ -125,7 +126,10 @@ class Recording:
     def record(cls, request: RecordingRequest, inputs: Sequence[Any]) -> tuple[Recording, Any]:
         """Capture a program on ``inputs``; returns the recording and the outputs of this first call.
 
-        On any error nothing is kept.
+        On any error nothing is kept. A recording for which memory became short after the first step has ended.
+
+        Raises:
+            MemoryLimitError: the device is out of memory, and nothing has run yet.
         """
         recording = cls(request)
         try:
@@ -143,7 +147,7 @@ class Recording:
             # Only now, with everything temporary gone, does a use count tell who else holds an output.
             recording._as_seen.clear()
             recording._r[:] = recording._blank
-            if request.arenas:
+            if request.arenas and not recording.ended:
                 recording._start_watching(inputs, outputs)
             if recording.eager_reasons and not recording._graphs:
                 recording.without_graphs = next(iter(recording.eager_reasons.values()))
@@ -304,7 +308,7 @@ class Recording:
         common.update(self._take_inputs(inputs))
         known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
-            if partition.verdict is Verdict.CAPTURED:
+            if partition.verdict is Verdict.CAPTURED and not self.ended:
                 self._capture(partition, known)
             else:
                 self._add_eager(partition, known)
@@ -396,31 +400,28 @@ class Recording:
         call = _Bound(flat, self._r, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
         call.stores = [self._registers[node] for node in stores]
-        put_right = self.request.functions.after_failed_capture
+        capture = functools.partial(self._graph_of, call)
         try:
-            pool = self._pool()
-            graph = runtime.new_graph(pool.id if pool is not None else None)
-            with runtime.capture_stream(pool.stream if pool is not None else None):
-                graph.capture_begin()
-                try:
-                    with self._as_replayed():
-                        issue(call)
-                except BaseException:
-                    # Wherever it came from: a stream, or this thread, must not be left capturing.
-                    with contextlib.suppress(Exception):
-                        runtime.end_capture(graph, pool, put_right)
-                    raise
-                runtime.end_capture(graph, pool, put_right)
-            graph.instantiate()
+            if runtime.runs_while_capturing:
+                graph = capture()  # what has run cannot be tried again
+            else:
+                graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
         except Exception as error:
+            graph = None
             self._placed.stop()
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
+            if isinstance(error, MemoryLimitError):
+                if not self._steps:
+                    raise  # nothing has run yet
+                self._give_up(partition)
+            else:
+                failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self.eager_reasons[partition.index] = f"capture failed: {failure}"
+                if (node := flat.node_at(error)) is not None:
+                    self.refused[operator_name(node)] = failure
+        if graph is None:
             # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
-            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self.eager_reasons[partition.index] = f"capture failed: {failure}"
-            if (node := flat.node_at(error)) is not None:
-                self.refused[operator_name(node)] = failure
             self._add_eager(partition, known)
             return
         if not runtime.runs_while_capturing:
@@ -437,6 +438,35 @@ class Recording:
                     self._pooled.add(node)
                 self._keep(node, value, known)
 
+    def _graph_of(self, call: _Bound) -> DeviceGraph:
+        runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
+        graph = runtime.new_graph(pool.id if pool is not None else None)
+        with runtime.capture_stream(pool.stream if pool is not None else None):
+            graph.capture_begin()
+            try:
+                with self._as_replayed():
+                    issue(call)
+            except BaseException:
+                # Wherever it came from: a stream, or this thread, must not be left capturing.
+                with contextlib.suppress(Exception):
+                    runtime.end_capture(graph, pool, put_right)
+                raise
+            runtime.end_capture(graph, pool, put_right)
+        graph.instantiate()
+        return graph
+
+    def _forget(self, call: _Bound) -> None:
+        """Let go of what a capture has left."""
+        self._placed.stop()
+        for register in call.stores:
+            self._r[register] = None
+
+    def _give_up(self, partition: Partition) -> None:
+        """Memory is short: what graphs and their pools have is for the rest of this call, which runs eagerly."""
+        self.ended = self.eager_reasons[partition.index] = OUT_OF_MEMORY
+        self._graphs, self._steps = [], []
+        self._leave_arenas(OUT_OF_MEMORY)
+
     def _pool(self) -> GraphPool | None:
         """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
         runtime = self.request.runtime
@@ -449,19 +479,23 @@ class Recording:
         with self._as_replayed():
             call()
         self._steps.append(call)
-        if not self.request.runtime.frozen_addresses:
+        if not self.request.runtime.frozen_addresses or self.ended:
             return
         # Graphs read fixed addresses: what eager work allocates beside the plan is copied to places that stay.
-        places = Places(self._stable_memory(known.inputs))
-        refresh = []
-        for node in self._complete.get(partition.index, ()):
-            if self._needs_place(node):
-                register = self._registers[node]
-                self._r[register] = places.put(self._r[register])
-                self._keep(node, self._r[register], known)
-                refresh.append((register, self._r[register]))
+        places, r = Places(self._stable_memory(known.inputs)), self._r
+        nodes = [node for node in self._complete.get(partition.index, ()) if self._needs_place(node)]
+        registers = [self._registers[node] for node in nodes]
+        try:
+            device = self.request.runtime.device
+            placed = take_memory(device, lambda: [places.put(r[register]) for register in registers], _nothing)
+        except MemoryLimitError:
+            self._give_up(partition)
+            return
+        refresh = list(zip(registers, placed, strict=True))
+        for node, (register, place) in zip(nodes, refresh, strict=True):
+            r[register] = place
+            self._keep(node, place, known)
         if refresh:
-            r = self._r
 
             def copy_over() -> None:
                 for register, place in refresh:

@@ -11,6 +11,7 @@ an output is live                  run eagerly; found live twice, it is copied f
                                    warm-up that are live when the first recording is made: at once)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
 there are ``max_recordings``       the least recently used one goes, if this shape is called more often
+there is too little memory         run eagerly, until there is more
 ================================== ==================================================================================
 
 Live outputs are an event where graphs freeze addresses only: elsewhere what the caller gets is allocated at the call.
@@ -120,7 +121,7 @@ class Specialization:
         plan: the memory plan, where it depends on nothing but sizes.
         calls: when it was called lately without a recording, as numbers that grow.
         evicted: whether it had a recording that others took the place of.
-        short: bytes that others had when there was too little memory (``ArenaPool.pressure``).
+        short: what there was too little of, and how much it was then (``ArenaPool.pressure``).
     """
 
     recordings: tuple[Recording, ...] = ()
@@ -138,7 +139,7 @@ class Specialization:
     plan: MemoryPlan | None = None
     calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
-    short: int | None = None
+    short: tuple[str, int] | None = None
 
     # -- what a call finds ------------------------------------------------------------------------------
 
@@ -286,11 +287,11 @@ class Specialization:
         self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.bound_inputs)))
         self.why = ""
 
-    def waits_for_memory(self, device: torch.device) -> bool:
-        """Whether memory was short, and others have no less of it now."""
-        if self.short is not None and ARENAS.pressure(device) < self.short:
+    def waits_for_memory(self, device: torch.device) -> str:
+        """What there was too little of, if there is no more of it now."""
+        if self.short is not None and ARENAS.pressure(self.short[0], device) < self.short[1]:
             self.short = None
-        return self.short is not None
+        return self.short[0] if self.short is not None else ""
 
 
 class Specializations:
