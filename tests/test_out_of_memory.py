@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from conftest import Compiled, freezes
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxwrap
 from fxwrap.graphs import recording
-from fxwrap.graphs.device_graph import using_runtime
+from fxwrap.graphs.device_graph import GraphPool, using_runtime
 from fxwrap.graphs.lent import Lent
 from fxwrap.graphs.memory import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
+from fxwrap.graphs.placed import _Captured
 from fxwrap.graphs.places import Places
 from fxwrap.graphs.provision import Provider
 from fxwrap.graphs.recording import Recording
@@ -40,6 +43,21 @@ def takes_more_and_more(x: torch.Tensor) -> torch.Tensor:
 
 
 @takes_more_and_more.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+of_notes: list[StorageWeakRef] = []
+
+
+@torch.library.custom_op("fxwrap_test::notes", mutates_args=())
+def notes(x: torch.Tensor) -> torch.Tensor:
+    made = x + 1
+    of_notes.append(StorageWeakRef(made.untyped_storage()))
+    return made
+
+
+@notes.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -182,6 +200,39 @@ def test_a_capture_with_the_cache_full_is_tried_again(
     short.demand_that_it_replays()
 
 
+def test_the_second_try_finds_nothing_of_the_first(
+    compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither values, nor places that an operator was offered when it failed."""
+    offer, make_pool, failed = _Captured.begin, Recording._pool, list[bool]()
+    left, offered = list[int](), list[bool]()
+
+    def offer_and_fail(self: _Captured) -> None:
+        offer(self)
+        if len(left) == 1 and not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("planted")
+
+    def begin(self: Recording) -> Any:
+        left.append(sum(not storage.expired() for storage in of_notes))
+        nbytes = x.untyped_storage().nbytes()
+        offered.append(own_arenas.owns(torch.empty(nbytes, dtype=torch.uint8, device=device).data_ptr()))
+        return make_pool(self)
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        y = notes(x.sin())
+        return by_the_host(torch.conv1d(y[None], y[:, :, None])) + y
+
+    monkeypatch.setattr(_Captured, "begin", offer_and_fail)
+    monkeypatch.setattr(Recording, "_pool", begin)
+    f, x = compiled(noted, options={"eager_ops": "fxwrap_test::by_the_host"}), torch.randn(64, 64, device=device)
+    f(x)
+    of_notes.clear()
+    torch.testing.assert_close(f(x).cpu(), noted(x.cpu()), rtol=1e-4, atol=1e-4)
+    assert (left[:2], offered[:2]) == ([0, 0], [False, False])
+    assert f.program.counters.recordings == {"first": 1} and len(of_notes) == 3 and failed
+
+
 def test_random_numbers_are_those_of_a_capture_that_is_not_tried_again(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool
 ) -> None:
@@ -263,6 +314,7 @@ def test_twice_out_of_memory_is_eager_until_there_is_more(
             "replays": 0, "recordings": {}, "eager": {"warm-up": 1, OUT_OF_MEMORY: 6}, "events": {}
         }  # fmt: skip
         assert not short.f.program._refused and not own_arenas.kept(device)
+        assert own_arenas.expected(device, hardware.current_stream(device)) < short.bytes
         for _ in range(3):
             innocent(short.x[:8])
         assert innocent.program.counters.to_dict() == {
@@ -556,10 +608,28 @@ def test_an_arena_that_cannot_grow_has_nothing_and_can_be_used(no_more_than: Cal
     assert arena.nbytes == 1500 and arena.storage(500, 1000).nbytes() == 1000
 
 
+def test_the_pool_of_graphs_that_are_gone_goes_before_an_arena_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keeper:
+        pass
+
+    keeper, real, arena = Keeper(), torch.empty, Arena(CPU)
+    pool = weakref.ref(keeper)
+    arena.pool(lambda keeper=keeper: GraphPool(1, keeper))  # type: ignore[misc]
+    del keeper
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        if pool() is not None:
+            raise torch.OutOfMemoryError("the pool has it")
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    arena.resize(1000)
+    assert arena.nbytes == 1000 and pool() is None
+
+
 def test_an_arena_is_not_as_large_as_others_will_need_if_there_is_no_memory_for_it(
     own_arenas: ArenaPool, no_more_than: Callable[[int], None]
 ) -> None:
-    """And nobody waits for what a program that could not be recorded would have needed."""
     missing, other = cast(Any, None), User()
     provider = Provider(missing, missing, missing, ())
     arena = own_arenas.take(CPU, None, Call(), [])
