@@ -288,7 +288,11 @@ def share_copies(storage: torch.UntypedStorage) -> None:
 
 
 def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """End recording to a memory pool that a capture failed in, and let go of it once: torch has done neither."""
+    """End recording to a memory pool that a capture failed in, and let go of it once.
+
+    Torch has done neither. From 2.15 on it has ended the recording, and the graph lets go of the pool: then the first
+    step raises, and the second, which would be one too many, is not made.
+    """
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
     for step in ("endAllocateToPool", "releasePool"):
         function = getattr(torch._C, f"_{device.type}_{step}", None)

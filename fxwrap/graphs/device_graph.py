@@ -69,6 +69,11 @@ class HostGraph:
         self._captured = True
         _capturing.set(None)
 
+    def add(self, call: Callable[[], Any]) -> None:
+        """Run a call, and keep it."""
+        call()
+        self._calls.append(call)
+
     def instantiate(self) -> None:
         """Nothing is left to do: the calls are bound."""
 
@@ -99,9 +104,10 @@ def issue(call: Callable[[], Any]) -> None:
     On an accelerator the work that ``call`` launches is what the device's graph captures.
     """
     graph = _capturing_graph()
-    call()
-    if graph is not None:
-        graph._calls.append(call)
+    if graph is None:
+        call()
+    else:
+        graph.add(call)
 
 
 class CUDAGraphAdapter:
@@ -148,7 +154,7 @@ class XPUGraphAdapter(CUDAGraphAdapter):
         self._graph.capture_begin(pool=self._pool)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GraphPool:
     """Memory that graphs share.
 
@@ -158,11 +164,14 @@ class GraphPool:
             only, and libraries have a workspace for each stream, whose address is captured, too.
         keeper: a graph in it: once its last one is gone, a pool takes no other. Source:
             c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
+        spoiled: a capture has failed in it, and it takes no other: the allocator of pinned memory goes on recording
+            to it. Source: ATen/core/CachingHostAllocator.h, begin_allocate_to_pool (torch 2.11 to 2.13).
     """
 
     id: Any
     stream: Any
     keeper: Any
+    spoiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,6 +226,7 @@ class DeviceRuntime:
             graph.capture_end()
         except Exception:
             if pool is not None:
+                pool.spoiled = True
                 with contextlib.suppress(Exception):
                     (self.after_failed_capture or put_right)(self.device, pool.id)
                 with contextlib.suppress(Exception):

@@ -137,7 +137,7 @@ class Arena:
 
     def pool(self, make: Callable[[], GraphPool]) -> GraphPool:
         """The memory pool of the graphs that work in the arena. Nothing in it outlives the call that has the turn."""
-        if self._pool is None:
+        if self._pool is None or self._pool.spoiled:
             self._pool = make()
         return self._pool
 

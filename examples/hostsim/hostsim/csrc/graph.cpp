@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 
 namespace backend {
@@ -30,6 +31,22 @@ template <typename Change>
 void count(Change change) {
   std::lock_guard<std::mutex> lock(counters_mutex);
   change(counters);
+}
+
+// Pools in which a capture has failed.
+std::mutex spoiled_mutex;
+std::set<MempoolId_t> spoiled_pools;
+
+void spoil(const MempoolId_t& pool) {
+  std::lock_guard<std::mutex> lock(spoiled_mutex);
+  spoiled_pools.insert(pool);
+}
+
+void check_not_spoiled(const MempoolId_t& pool) {
+  std::lock_guard<std::mutex> lock(spoiled_mutex);
+  TORCH_CHECK(
+      spoiled_pools.count(pool) == 0 || !in_force(Rule::kFailedCaptureSpoilsItsPool),
+      "capture_begin: a capture has failed in this memory pool: take another pool");
 }
 
 } // namespace
@@ -103,6 +120,7 @@ void Graph::capture_begin(MempoolId_t pool, GraphCaptureMode mode) {
   const MempoolId_t own_pool = shared ? pool : pool_for_graph();
   retain_pool(own_pool);
   try {
+    check_not_spoiled(own_pool);
     capture_ = begin_capture(stream, own_pool, mode);
   } catch (...) {
     end_allocate_to_pool(own_pool);
@@ -136,6 +154,7 @@ void Graph::capture_end() {
 
   if (const auto failure = capture->failure()) {
     capture->take_nodes();
+    spoil(*pool_);
     if (in_force(Rule::kFailedCaptureHoldsGenerators)) {
       hold_generators(true);
     }

@@ -10,6 +10,7 @@ namespace backend {
 enum class Rule {
   kPoolDiesWithItsLastGraph,
   kFailedCaptureHoldsItsPool,
+  kFailedCaptureSpoilsItsPool,
   kFailedCaptureHoldsGenerators,
   kWorkspaceBelongsToThreadAndStream,
   kLibrariesBeginOutsideOfCaptures,
