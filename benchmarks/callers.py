@@ -36,7 +36,6 @@ from torch import Tensor, nn
 import fxwrap
 from fxwrap.graphs.device_graph import using_runtime
 from fxwrap.graphs.memory import ARENAS
-from fxwrap.graphs.simulated import SIMULATED
 
 Function = Callable[..., Any]
 
@@ -70,7 +69,11 @@ class Place:
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """For every thread that calls."""
-        return using_runtime(SIMULATED) if self.name == "simulated" else contextlib.nullcontext()
+        if self.name != "simulated":
+            return contextlib.nullcontext()
+        from fxwrap.testing.simulated import SIMULATED  # with pytest, which nothing else here needs
+
+        return using_runtime(SIMULATED)
 
     def random(self, *size: int, seed: int = 0) -> Tensor:
         return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(self.device)

@@ -23,10 +23,12 @@ import torch
 
 from fxwrap.backend import fxwrap as backend
 from fxwrap.devices import registered_devices
+from fxwrap.graphs.counters import Counters
 from fxwrap.graphs.device_graph import runtime_for, using_runtime
 from fxwrap.graphs.memory import ArenaPool
-from fxwrap.graphs.simulated import SIMULATED
+from fxwrap.graphs.recording import Recording
 from fxwrap.owner import Owner
+from fxwrap.testing.simulated import SIMULATED
 
 
 def _gpu() -> str | None:
@@ -89,8 +91,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--device")
-        beside_the_cpu = metafunc.definition.get_closest_marker("accelerator") is not None
-        usual = IN_ANY_PROCESS[2:] if beside_the_cpu else IN_ANY_PROCESS
+        usual = IN_ANY_PROCESS
+        if metafunc.definition.get_closest_marker("accelerator") is not None:  # what is compared with the CPU
+            usual = IN_ANY_PROCESS[2:]
+        elif metafunc.definition.get_closest_marker("hardware") is not None:
+            usual = IN_ANY_PROCESS[1:2]
         metafunc.parametrize("device", [chosen] if chosen else usual, indirect=True)
 
 
@@ -126,6 +131,87 @@ def fresh() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch._dynamo.reset()
+
+
+def launches(device_type: str) -> int:
+    """Graph launches so far, as a device that counts them counts them."""
+    if device_type == "cpu":
+        return SIMULATED.simulator.replays
+    module = getattr(torch, device_type, None)
+    return int(module.graph_counters()["replays"]) if module is not None else 0
+
+
+@contextlib.contextmanager
+def launches_compared() -> Iterator[None]:
+    """Compare, in the end, what counters say with what recordings did, and that with what devices counted.
+
+    A recording launches all of its graphs at every replay, and at its first call where capturing runs nothing.
+    """
+    counted, replayed, broken_off = list[str](), list[bool](), list[bool]()  # threads append
+    expected: dict[str, list[int]] = {"cpu": [], "hostsim": []}
+    count, capture, run = Counters.count, Recording._capture, Recording.run
+
+    def expect(recording: Recording, graphs: int) -> None:
+        runtime = recording.request.runtime
+        its_own = getattr(runtime, "simulator", SIMULATED.simulator) is not SIMULATED.simulator
+        if runtime.frozen_addresses and runtime.device.type in expected and not its_own:
+            expected[runtime.device.type].append(graphs)
+
+    @contextlib.contextmanager
+    def broken_off_noted() -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            broken_off.append(True)  # some graphs were launched
+            raise
+
+    @functools.wraps(count)
+    def noting_count(self: Counters, kind: str, reason: str = "") -> None:
+        count(self, kind, reason)
+        if kind == "replays":
+            counted.append(reason)
+
+    @functools.wraps(capture)
+    def noting_capture(self: Recording, *args: Any) -> None:
+        before = len(self._graphs)
+        with broken_off_noted():
+            capture(self, *args)
+        if not self.request.runtime.runs_while_capturing:
+            expect(self, len(self._graphs) - before)
+
+    @functools.wraps(run)
+    def noting_run(self: Recording, inputs: list[Any]) -> Any:
+        graphs = len(self._graphs)
+        with broken_off_noted():
+            outputs = run(self, inputs)
+        expect(self, graphs)
+        replayed.append(not self.without_graphs)
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counters, "count", noting_count)
+        patch.setattr(Recording, "_capture", noting_capture)
+        patch.setattr(Recording, "run", noting_run)
+        before = {device_type: launches(device_type) for device_type in expected}
+        yield
+    for device_type, graphs in expected.items():
+        now, least = launches(device_type) - before[device_type], sum(graphs)
+        assert now == least or (broken_off and now > least), (
+            f"{device_type} has launched {now} graphs, and recordings say that it was {least}"
+        )
+    if not broken_off:
+        assert len(counted) == sum(replayed), f"{len(counted)} replays were counted, and there were {sum(replayed)}"
+
+
+@pytest.fixture(autouse=True)
+def counters_tell_the_truth(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test: what programs count is what devices count, and no capture has left anything behind."""
+    if request.node.get_closest_marker("launches_graphs") is not None:
+        yield
+        return
+    with launches_compared():
+        yield
+    assert SIMULATED.simulator.is_clean()
 
 
 @dataclass

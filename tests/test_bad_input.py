@@ -313,13 +313,13 @@ def test_a_partition_that_hardware_refuses_runs_eagerly(compiled: Any) -> None:
     import dataclasses
 
     from fxwrap.graphs.device_graph import using_runtime
-    from fxwrap.graphs.simulated import SIMULATED, SimulatedGraph
+    from fxwrap.testing.simulated import SIMULATED, SimulatedGraph
 
     class Refusing(SimulatedGraph):
         def capture_begin(self) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    runtime = dataclasses.replace(SIMULATED, new_graph=lambda pool: Refusing(), runs_while_capturing=False)
+    runtime = dataclasses.replace(SIMULATED, new_graph=lambda pool: Refusing(SIMULATED.simulator, pool))
     with using_runtime(runtime):
         f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
         for _ in range(4):

@@ -40,7 +40,6 @@ from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.graphs.device_graph import DeviceRuntime, using_runtime
 from fxwrap.graphs.flat import FlatBuilder
-from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.options import Options
 from fxwrap.passes.dependencies import build_dependency_graph
 from fxwrap.passes.memory_needs import live_ranges
@@ -50,6 +49,7 @@ from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import judge
 from fxwrap.passes.verify import verify_memory, verify_schedule
 from fxwrap.plan import Planned, ProgramPlan, StorageFacts
+from fxwrap.testing.simulated import SIMULATED
 
 
 def gather(maker: GraphMaker, source: Node, name: str = "g") -> Node:

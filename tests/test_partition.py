@@ -39,7 +39,6 @@ from torch.fx import GraphModule, Node
 from fxwrap.compiler import compile_host_graph
 from fxwrap.graphs.device_graph import using_runtime
 from fxwrap.graphs.program import Program
-from fxwrap.graphs.simulated import SIMULATED
 from fxwrap.options import Options
 from fxwrap.passes.dependencies import build_dependency_graph
 from fxwrap.passes.memory_planning import plan_program
@@ -48,6 +47,7 @@ from fxwrap.passes.storages import analyse_storages
 from fxwrap.passes.verdicts import is_work, judge
 from fxwrap.passes.verify import verify_schedule
 from fxwrap.plan import NodeVerdict, Partition, Planned, Verdict
+from fxwrap.testing.simulated import SIMULATED
 
 HOLD = [False, True, False, False, True, True, False]
 

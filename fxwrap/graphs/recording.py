@@ -789,14 +789,14 @@ class _Bound:
         registers: list[Any],
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self._function, self.registers, self.source = flat.function, registers, flat.source
+        self.function, self.registers, self.source = flat.function, registers, flat.source
         self._context = context
         self.inputs = 0  # so many registers, the first ones, hold inputs
         self.stores: list[int] = []  # the registers it fills
 
     def __call__(self) -> None:
         with self._context():
-            self._function(self.registers)
+            self.function(self.registers)
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

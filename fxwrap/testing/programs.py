@@ -20,6 +20,18 @@ _serial = itertools.count()  # operators are registered for good
 CAPTURED: Any = {"backend": "fxwrap", "options": {"capture": "always"}}
 
 
+def _reading_operator() -> tuple[str, Any]:
+    """An operator, and its name, that reads a number on the host: no capture can hold it."""
+    name = f"fxwrap_contract::reads_{next(_serial)}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    reads.register_fake(torch.empty_like)
+    return name, reads
+
+
 class Programs(GraphSuite):
     """Recordings: refilled inputs, held outputs, shapes, host work in between, streams, random numbers, training."""
 
@@ -178,13 +190,7 @@ class Programs(GraphSuite):
 
     def test_an_operator_that_cannot_be_captured(self, registered: Device) -> None:
         """It reads a number on the host, which nobody could know before: the program is cut anew around it."""
-        name = f"fxwrap_contract::reads_{next(_serial)}"
-
-        @torch.library.custom_op(name, mutates_args=())
-        def reads(x: torch.Tensor) -> torch.Tensor:
-            return x * x.sum().item()
-
-        reads.register_fake(torch.empty_like)
+        name, reads = _reading_operator()
         f = torch.compile(lambda x, w: (reads((x @ w).relu()) @ w).sin(), **CAPTURED)
         for _ in range(6):
             x, w = torch.randn(6, 6), torch.randn(6, 6)
@@ -196,6 +202,22 @@ class Programs(GraphSuite):
         assert graph.counters["replays"] == 3 and set(graph.counters["eager"]) == {"warm-up"}
         assert any("capture failed" in event for event in graph.counters["events"])
         assert graph.counters["recordings"] == {"first": 1, "cut anew around what could not be captured": 1}
+
+    def test_a_capture_that_failed_spoils_nothing(self, registered: Device) -> None:
+        """Programs beside it replay, random numbers are drawn, and the cache can be emptied."""
+        _, reads = _reading_operator()
+        first, refused, innocent = (
+            torch.compile(fn, **CAPTURED)
+            for fn in (lambda x: x.sin() @ x, lambda x: reads(x.sin()) * 2, lambda x: x.cos() @ x)
+        )
+        for f in (first, refused, innocent, first):
+            for _ in range(4):
+                f(torch.randn(8, 8).to(registered.first))
+        x = torch.randn(8, 8)
+        registered.assert_close(innocent(x.to(registered.first)), x.cos() @ x)
+        assert fxwrap.stats(innocent)["replays"] >= 2 and fxwrap.stats(first)["replays"] >= 5
+        torch.rand(4, device=registered.first)
+        torch.accelerator.empty_cache()
 
     def test_an_error_in_an_eager_partition(self, registered: Device) -> None:
         """The call raises what the operator raised, and the next one is right."""

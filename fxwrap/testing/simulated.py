@@ -1,0 +1,331 @@
+"""A simulated accelerator on the CPU: graphs with frozen addresses, and CUDA's rules, without hardware.
+
+The host graph takes new tensors at every replay. Hardware does not: a captured call reads and writes the
+addresses it was captured with. This device behaves like hardware, so that everything that follows from frozen
+addresses (places for inputs, copies between eager and captured work, outputs in the graph's own memory) and from
+hardware's rules (pools that die, captures that fail and leave traces) runs, and can be tested, on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ..errors import CaptureError
+from ..graphs.device_graph import DeviceRuntime, HostGraph
+from ..graphs.memory import tensor_over, tensors_in
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What CUDA does and a kinder device need not. Each rule is in force unless it is switched off.
+
+    Attributes:
+        captured_work_waits: captured work runs at replays only. Until the first, what it fills is as it was, and
+            what operators allocate in it is NaN.
+            Source: torch/cuda/graphs.py, ``graph``: work captured "does not actually run" (all versions).
+        capture_refuses_waits: reading a value on the host raises while its thread captures, and the capture is lost.
+            Source: cudaStreamBeginCapture and cudaErrorStreamCaptureUnsupported; ATen/cuda/CUDAGraph.cpp,
+            capture_end (torch 2.11 to 2.15).
+        one_capture_at_a_time: a device captures one graph at a time, whatever thread asks: its generator can be part
+            of one capture only. Source: ATen/cuda/CUDAGeneratorImpl.cpp, capture_prologue (torch 2.11; later, a
+            generator has a state for each capture).
+        no_replay_in_a_capture: a thread that captures cannot replay a graph: it does not become part of another one.
+            Source: ATen/cuda/CUDAGeneratorImpl.cpp, replay_prologue (torch 2.11 to 2.15).
+        pool_dies_with_its_last_graph: a pool whose last graph is gone takes no other until the cache is emptied.
+            Source: c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
+        failed_capture_holds_its_pool: a capture that ends with an error goes on recording to its pool: no other
+            capture may use it, and the cache cannot be emptied, until somebody puts it right.
+            Source: ATen/cuda/CUDAGraph.cpp, capture_end (torch 2.11 to 2.13; 2.15 ends it before it raises).
+        failed_capture_spoils_its_pool: ... and then no other capture may use it, either: the allocator of pinned
+            memory records to it for good, and nobody can have it end.
+            Source: ATen/core/CachingHostAllocator.h, begin_allocate_to_pool (torch 2.11 to 2.13).
+        failed_capture_holds_generators: after it, generators draw nothing outside of captures until another one ends
+            well. Source: ATen/cuda/CUDAGraph.cpp, capture_end (torch 2.11; later, reset does it).
+    """
+
+    captured_work_waits: bool = True
+    capture_refuses_waits: bool = True
+    one_capture_at_a_time: bool = True
+    no_replay_in_a_capture: bool = True
+    pool_dies_with_its_last_graph: bool = True
+    failed_capture_holds_its_pool: bool = True
+    failed_capture_spoils_its_pool: bool = True
+    failed_capture_holds_generators: bool = True
+
+
+@dataclass(eq=False)
+class Simulator:
+    """The state of a simulated device, and its own count of what was done on it.
+
+    Attributes:
+        captures: so many captures ended well.
+        replays: so many times graphs were launched.
+    """
+
+    rules: Rules = Rules()
+    captures: int = 0
+    replays: int = 0
+    _pools: Iterator[int] = field(default_factory=functools.partial(itertools.count, 1))
+    _graphs_in: Counter[Any] = field(default_factory=Counter)  # by pool; one that is dead has none
+    _recorded_to: set[Any] = field(default_factory=set)
+    _spoiled: set[Any] = field(default_factory=set)
+    _capturing: weakref.ref[SimulatedGraph] | None = None  # a capture that is cut short ends with its graph
+    _generators_held: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def new_pool(self) -> tuple[int, int]:
+        return (0, next(self._pools))
+
+    def capturing(self) -> SimulatedGraph | None:
+        return self._capturing() if self._capturing is not None else None
+
+    def begin(self, graph: SimulatedGraph, pool: Any) -> None:
+        """A capture begins, and records to a pool."""
+        with self._lock:
+            if self.rules.one_capture_at_a_time and self.capturing() is not None:
+                raise CaptureError("simulated graph: another capture is under way on this device")
+            if pool in self._recorded_to:
+                raise CaptureError("simulated graph: another capture records to this memory pool")
+            if pool in self._spoiled:
+                raise CaptureError("simulated graph: a capture has failed in this memory pool")
+            if self.rules.pool_dies_with_its_last_graph and self._graphs_in.get(pool) == 0:
+                raise CaptureError("simulated graph: the last graph of this memory pool is gone")
+            self._capturing = weakref.ref(graph)
+            self._recorded_to.add(pool)
+            self._graphs_in[pool] += 1
+
+    def end(self, pool: Any, lost: bool) -> None:
+        """The capture is over; one that was lost leaves its traces."""
+        with self._lock:
+            self._capturing = None
+            self._generators_held = lost and self.rules.failed_capture_holds_generators
+            if not (lost and self.rules.failed_capture_holds_its_pool):
+                self._recorded_to.discard(pool)
+            if lost and self.rules.failed_capture_spoils_its_pool:
+                self._spoiled.add(pool)
+            self.captures += not lost
+
+    def leave(self, pool: Any) -> None:
+        """A graph of a pool is gone."""
+        with self._lock:
+            self._recorded_to.discard(pool)
+            self._graphs_in[pool] -= 1
+
+    def put_right(self, device: torch.device, pool: Any) -> None:
+        """After a capture was lost: its pool records no more, and one graph fewer is in it."""
+        self.leave(pool)
+
+    def count_replay(self) -> None:
+        with self._lock:
+            self.replays += 1
+
+    def empty_cache(self) -> None:
+        """Dead pools leave nothing; their ids are as good as new."""
+        if self._recorded_to:
+            raise CaptureError("simulated device: emptying the cache: a capture records to a memory pool")
+        self._graphs_in += Counter()  # keeps what has graphs
+
+    def is_clean(self) -> bool:
+        """Whether no capture, going on or failed, has left anything behind."""
+        return self.capturing() is None and not self._recorded_to and not self._generators_held
+
+    def draw(self) -> None:
+        """What the device does before a random number is drawn outside of captures."""
+        if self._generators_held:
+            raise CaptureError(
+                "simulated device: a random number outside of captures",
+                got="a capture has failed, and none has ended well since",
+            )
+
+
+# How Python reads a tensor's values on the host.
+_WAITS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+class SimulatedGraph(HostGraph):
+    """Replays calls on the very values they were captured with, and fills no registers: as hardware does.
+
+    What an operator allocates lands in the memory it had when it was captured.
+    """
+
+    def __init__(self, simulator: Simulator, pool: Any = None) -> None:
+        super().__init__()
+        self._simulator, self._pool, self._lost, self._thread = simulator, pool, "", 0
+        self._captured_with: list[list[Any]] = []
+        self._leave: Any = _nothing
+
+    def capture_begin(self) -> None:
+        super().capture_begin()
+        pool = self._pool or self._simulator.new_pool()
+        try:
+            self._simulator.begin(self, pool)
+        except CaptureError:
+            super().capture_end()
+            super().reset()
+            raise
+        self._pool, self._lost, self._thread = pool, "", threading.get_ident()
+        self._leave = weakref.finalize(self, self._simulator.leave, pool)
+        self._leave.atexit = False
+
+    def add(self, call: Callable[[], Any]) -> None:
+        """Find out where operators allocate, by running the call; then have everything as if it had not run."""
+        memory = _Memory(call) if self._simulator.rules.captured_work_waits else None
+        try:
+            with self._refusing_waits():
+                super().add(call)
+        finally:
+            if memory is not None:
+                memory.restore(call)
+
+    @contextlib.contextmanager
+    def _refusing_waits(self) -> Iterator[None]:
+        def refusing(name: str) -> Callable[..., Any]:
+            read = getattr(torch.Tensor, name)
+
+            @functools.wraps(read)
+            def refuse(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != self._thread:
+                    return read(*args, **kwargs)
+                self.lose(f"Tensor.{name} reads a value on the host")
+                raise CaptureError(f"simulated graph: {self._lost}, which is not possible while a graph is captured")
+
+            return refuse
+
+        with contextlib.ExitStack() as stack:
+            for name in _WAITS if self._simulator.rules.capture_refuses_waits else ():
+                stack.enter_context(mock.patch.object(torch.Tensor, name, refusing(name)))
+            yield
+
+    def lose(self, why: str) -> None:
+        """Have the capture end with an error, whatever is done from here on."""
+        self._lost = self._lost or why
+
+    def capture_end(self) -> None:
+        super().capture_end()
+        self._simulator.end(self._pool, bool(self._lost))
+        if self._lost:
+            if self._simulator.rules.failed_capture_holds_its_pool:
+                self._leave.detach()
+            self.reset()
+            raise CaptureError("simulated graph: the capture has failed and the graph is empty", got=self._lost)
+        # Inputs are bound or copied to places: a call that reads one from a register would not survive hardware.
+        self._captured_with = [
+            [None] * getattr(call, "inputs", 0) + list(_registers(call))[getattr(call, "inputs", 0) :]
+            for call in self._calls
+        ]
+
+    def replay(self) -> None:
+        capturing = self._simulator.capturing()
+        if (
+            self._simulator.rules.no_replay_in_a_capture
+            and capturing is not None
+            and capturing._thread == threading.get_ident()
+        ):
+            capturing.lose("a graph was replayed")
+            raise CaptureError("simulated graph: replay() in a capture: a graph cannot be part of another one")
+        if not self._captured:
+            super().replay()  # says what is wrong
+        self._simulator.count_replay()
+        for call, captured in zip(self._calls, self._captured_with, strict=True):
+            registers = _registers(call)
+            now = list(registers)
+            registers[:] = captured
+            try:
+                call()
+                for index in _stores(call):
+                    pairs = zip(tensors_in(registers[index]), tensors_in(captured[index]), strict=True)
+                    for made, landed in pairs:
+                        landed.copy_(made)
+            finally:
+                registers[:] = now
+
+    def reset(self) -> None:
+        super().reset()
+        self._captured_with = []
+        self._leave()
+
+    def pool(self) -> Any:
+        return self._pool
+
+
+class _Memory:
+    """What lies in the memory that a call works on, and what random numbers come next, before it runs."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        storages = [tensor.untyped_storage() for value in _works_on(call) for tensor in tensors_in(value)]
+        known = {(storage.data_ptr(), storage.nbytes()): storage for storage in storages}
+        self._before = [(storage, storage.clone()) for storage in known.values()]
+        self._random = torch.get_rng_state()
+
+    def restore(self, call: Callable[[], Any]) -> None:
+        """Have it lie there again; what operators have allocated, and captured work will fill, is NaN."""
+        for storage, before in self._before:
+            storage.copy_(before)
+        torch.set_rng_state(self._random)
+        known = {storage.data_ptr() for storage, _ in self._before}
+        for index in _stores(call):
+            for tensor in tensors_in(_registers(call)[index]):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in known:
+                    tensor_over(storage, (storage.nbytes(),), (1,), torch.uint8).fill_(255)
+
+
+def _works_on(call: Callable[[], Any]) -> Iterator[Any]:
+    """What a call can write: what its code is bound to, and its registers."""
+    function = getattr(call, "function", call)
+    yield from getattr(function, "__globals__", {}).values()
+    yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    yield from _registers(call)
+
+
+def _registers(call: Callable[[], Any]) -> list[Any]:
+    """Of a call with registers; a plain one has none."""
+    return getattr(call, "registers", [])
+
+
+def _stores(call: Callable[[], Any]) -> list[int]:
+    return getattr(call, "stores", [])
+
+
+def _nothing() -> None:
+    """Lets go of nothing."""
+
+
+@dataclass(frozen=True)
+class SimulatedRuntime(DeviceRuntime):
+    """A runtime whose device is simulated."""
+
+    simulator: Simulator = field(default_factory=Simulator)
+
+    def stream_key(self) -> Simulator:
+        """Two simulated devices share no arena, for their pools are their own."""
+        return self.simulator
+
+
+def simulated(rules: Rules = Rules()) -> SimulatedRuntime:
+    """A new simulated device, for ``using_runtime``."""
+    simulator = Simulator(rules)
+    return SimulatedRuntime(
+        torch.device("cpu"),
+        functools.partial(SimulatedGraph, simulator),
+        frozen_addresses=True,
+        runs_while_capturing=not rules.captured_work_waits,
+        implementation="simulated graph",
+        new_pool=simulator.new_pool,
+        after_failed_capture=simulator.put_right,
+        simulator=simulator,
+    )
+
+
+SIMULATED = simulated()
