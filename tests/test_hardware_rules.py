@@ -256,10 +256,10 @@ def test_an_arena_that_keeps_a_pool_in_which_a_capture_has_failed_captures_nothi
     assert _refused_beside_innocent(compiled, hardware).program.counters.replays == 1
     take = Arena.pool
 
-    def keep(self: Arena, make: Callable[[], Any]) -> Any:
+    def keep(self: Arena, runtime: DeviceRuntime) -> Any:
         if self._pool is not None:
             self._pool.spoiled = False
-        return take(self, make)
+        return take(self, runtime)
 
     monkeypatch.setattr(Arena, "pool", keep)
     fxwrap.release()

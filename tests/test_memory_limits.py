@@ -113,17 +113,17 @@ def test_an_arena_shrinks_when_what_it_was_large_for_is_gone(
 def test_what_is_expected_is_corrected_downwards() -> None:
     """A plan that was made before it was known what stays in place expects more than the recording needs."""
     pool, who, other = ArenaPool(), User(1), User(2)
-    pool.expect(CPU, None, who, 1000)
-    pool.expect(CPU, None, other, 300)
-    pool.correct(CPU, None, who, 2000)
-    assert pool.expected(CPU, None) == 1000
-    pool.correct(CPU, None, who, 200)
-    assert pool.expected(CPU, None) == 300
+    pool.expect(CPU, who, 1000)
+    pool.expect(CPU, other, 300)
+    pool.correct(CPU, who, 2000)
+    assert pool.expected(CPU) == 1000
+    pool.correct(CPU, who, 200)
+    assert pool.expected(CPU) == 300
     pool.withdraw(other)
-    assert pool.expected(CPU, None) == 200
+    assert pool.expected(CPU) == 200
     del who
     gc.collect()
-    assert pool.expected(CPU, None) == 0
+    assert pool.expected(CPU) == 0
 
 
 def test_the_first_arena_that_is_free_is_taken() -> None:
@@ -246,7 +246,7 @@ def test_after_a_shortage_it_replays_again(
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x, options={"max_memory": 80 << 10})
     x = torch.randn(64, 64, device=device)
     call, taken = Call(), list[Arena]()
-    other = own_arenas.take(device, "another stream", call, taken)
+    other = own_arenas.take(device, None, call, taken, lambda arena: True)
     other.resize(64 << 10)
     user = User(1)
     other.enter(user, Lent(), other.nbytes)
@@ -340,19 +340,19 @@ def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_aren
     arena.resize(10 << 10)
     assert user.ended and arena.needed() == 0 and arena.needed_again() == 70 << 10
     provider = Provider(missing, missing, missing, (), max_memory=80 << 10)
-    assert provider._fit(arena, 32 << 10, None) and arena.nbytes == 70 << 10
-    other = own_arenas.take(torch.device("cpu"), "another stream", call, taken)
+    assert provider._fit(arena, 32 << 10) and arena.nbytes == 70 << 10
+    other = own_arenas.take(torch.device("cpu"), None, call, taken, lambda arena: True)
     other.resize(40 << 10)
-    assert provider._fit(arena, 32 << 10, None) and arena.nbytes == 32 << 10
+    assert provider._fit(arena, 32 << 10) and arena.nbytes == 32 << 10
     del user
     assert arena.needed_again() == 0
 
 
 def _pool(sizes: list[int]) -> tuple[ArenaPool, list[Arena]]:
     pool, arenas = ArenaPool(), list[Arena]()
-    for stream, nbytes in enumerate(sizes):
+    for nbytes in sizes:
         call, taken = Call(), list[Arena]()
-        arena = pool.take(CPU, stream, call, taken)
+        arena = pool.take(CPU, None, call, taken, lambda arena: True)
         arena.resize(nbytes)
         arenas.append(arena)
     return pool, arenas

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,15 +21,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxwrap
 from fxwrap.graphs import recording
-from fxwrap.graphs.device_graph import GraphPool, using_runtime
+from fxwrap.graphs.device_graph import DeviceRuntime, GraphPool, runtime_for, using_runtime
 from fxwrap.graphs.lent import Lent
 from fxwrap.graphs.memory import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
 from fxwrap.graphs.placed import _Captured
 from fxwrap.graphs.places import Places
 from fxwrap.graphs.provision import Provider
 from fxwrap.graphs.recording import Recording
-from fxwrap.graphs.simulated import SIMULATED, SimulatedGraph
 from fxwrap.graphs.turn import Call
+from fxwrap.testing.simulated import Rules, SimulatedGraph, SimulatedRuntime, simulated
 
 CPU = torch.device("cpu")
 
@@ -494,6 +495,10 @@ class ShortGraph(SimulatedGraph):
             raise torch.OutOfMemoryError("planted")
 
 
+def _short(runtime: SimulatedRuntime) -> DeviceRuntime:
+    return dataclasses.replace(runtime, new_graph=functools.partial(ShortGraph, runtime.simulator))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_simulated_capture(
@@ -502,10 +507,9 @@ def test_a_simulated_capture(
     """A device that does not tell how much is used: what recordings have tells when to try again."""
     monkeypatch.setattr(ShortGraph, "failures", failures)
     busy, x = Call(), torch.randn(16, 16)
-    other = own_arenas.take(CPU, "another stream", busy, [])
+    other = own_arenas.take(CPU, None, busy, [])
     other.resize(1000)
-    runtime = dataclasses.replace(SIMULATED, new_graph=lambda pool: ShortGraph(), runs_while_capturing=False)
-    with using_runtime(runtime):
+    with using_runtime(_short(simulated())):
         f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
         for _ in range(4):
             torch.testing.assert_close(f(x), f.fn(x))
@@ -525,7 +529,7 @@ def test_who_runs_while_capturing_is_not_tried_again(
     """The work has run: it was out of memory itself."""
     monkeypatch.setattr(ShortGraph, "failures", 1)
     x = torch.randn(16, 16)
-    with using_runtime(dataclasses.replace(SIMULATED, new_graph=lambda pool: ShortGraph())):
+    with using_runtime(_short(simulated(Rules(captured_work_waits=False)))):
         f: Compiled = compiled(lambda x: x.add_(1).sin() @ x)
         f(x)
         with pytest.raises(torch.OutOfMemoryError, match="planted"):
@@ -614,7 +618,7 @@ def test_the_pool_of_graphs_that_are_gone_goes_before_an_arena_cannot_grow(monke
 
     keeper, real, arena = Keeper(), torch.empty, Arena(CPU)
     pool = weakref.ref(keeper)
-    arena.pool(lambda keeper=keeper: GraphPool(1, keeper))  # type: ignore[misc]
+    arena._pool = GraphPool(runtime_for(CPU), 1, None, keeper)
     del keeper
 
     def empty(*size: Any, **options: Any) -> torch.Tensor:
@@ -633,8 +637,8 @@ def test_an_arena_is_not_as_large_as_others_will_need_if_there_is_no_memory_for_
     missing, other = cast(Any, None), User()
     provider = Provider(missing, missing, missing, ())
     arena = own_arenas.take(CPU, None, Call(), [])
-    own_arenas.expect(CPU, None, other, 3000)
+    own_arenas.expect(CPU, other, 3000)
     no_more_than(2000)
-    assert provider._fit(arena, 1000, None) and arena.nbytes == 1000
+    assert provider._fit(arena, 1000) and arena.nbytes == 1000
     with pytest.raises(fxwrap.MemoryLimitError, match="cpu is out of memory"):
-        provider._fit(arena, 2500, None)
+        provider._fit(arena, 2500)

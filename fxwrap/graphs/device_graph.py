@@ -159,6 +159,7 @@ class GraphPool:
     """Memory that graphs share.
 
     Attributes:
+        runtime: makes its graphs.
         id: None where there is no such thing: then graphs share nothing.
         stream: on which all of them are captured. The pool gives memory that one has freed to another on one stream
             only, and libraries have a workspace for each stream, whose address is captured, too.
@@ -168,6 +169,7 @@ class GraphPool:
             to it. Source: ATen/core/CachingHostAllocator.h, begin_allocate_to_pool (torch 2.11 to 2.13).
     """
 
+    runtime: DeviceRuntime
     id: Any
     stream: Any
     keeper: Any
@@ -201,7 +203,7 @@ class DeviceRuntime:
     def make_pool(self) -> GraphPool:
         """A memory pool that lives as long as the object."""
         handle, stream = self.new_pool(), _side_stream(self.device)
-        pool = GraphPool(handle, stream, None if handle is None else self._capture_little(handle, stream))
+        pool = GraphPool(self, handle, stream, None if handle is None else self._capture_little(handle, stream))
         _pools.add(pool)
         return pool
 

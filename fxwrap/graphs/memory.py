@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..errors import MemoryLimitError
-from .device_graph import GraphPool
+from .device_graph import DeviceRuntime, GraphPool
 from .lent import Lent, LentOutput
 from .turn import Call, Turn
 
@@ -135,10 +135,10 @@ class Arena:
                 if tensor.device == self.device:
                     tensor.record_stream(self.stream)
 
-    def pool(self, make: Callable[[], GraphPool]) -> GraphPool:
+    def pool(self, runtime: DeviceRuntime) -> GraphPool:
         """The memory pool of the graphs that work in the arena. Nothing in it outlives the call that has the turn."""
-        if self._pool is None or self._pool.spoiled:
-            self._pool = make()
+        if self._pool is None or self._pool.spoiled or self._pool.runtime is not runtime:
+            self._pool = runtime.make_pool()
         return self._pool
 
     def leave_pool(self) -> None:

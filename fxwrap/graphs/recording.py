@@ -471,7 +471,7 @@ class Recording:
         """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
         runtime = self.request.runtime
         arena = self.request.arenas.get(runtime.device)
-        return arena.pool(runtime.make_pool) if arena is not None else None
+        return arena.pool(runtime) if arena is not None else None
 
     def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._stores.get(partition.index, [])

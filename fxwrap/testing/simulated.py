@@ -308,10 +308,6 @@ class SimulatedRuntime(DeviceRuntime):
 
     simulator: Simulator = field(default_factory=Simulator)
 
-    def stream_key(self) -> Simulator:
-        """Two simulated devices share no arena, for their pools are their own."""
-        return self.simulator
-
 
 def simulated(rules: Rules = Rules()) -> SimulatedRuntime:
     """A new simulated device, for ``using_runtime``."""
