@@ -429,6 +429,18 @@ def test_a_simulated_pool_dies_with_its_last_graph(here: SimulatedRuntime) -> No
     assert graph.pool() == pool
 
 
+def test_a_pool_is_recorded_to_until_the_capture_ends(here: SimulatedRuntime) -> None:
+    """Whatever becomes of other graphs in it meanwhile."""
+    pool = here.new_pool()
+    other, graph = _capture(here, lambda: None, pool), here.new_graph(pool)
+    graph.capture_begin()
+    del other
+    with pytest.raises(CaptureError, match="emptying the cache"):
+        here.simulator.empty_cache()
+    graph.capture_end()
+    here.simulator.empty_cache()
+
+
 def test_a_capture_that_is_cut_short_ends_with_its_graph(here: SimulatedRuntime) -> None:
     graph = here.new_graph(None)
     graph.capture_begin()

@@ -315,7 +315,7 @@ def test_twice_out_of_memory_is_eager_until_there_is_more(
             "replays": 0, "recordings": {}, "eager": {"warm-up": 1, OUT_OF_MEMORY: 6}, "events": {}
         }  # fmt: skip
         assert not short.f.program._refused and not own_arenas.kept(device)
-        assert own_arenas.expected(device, hardware.current_stream(device)) < short.bytes
+        assert own_arenas.expected(device) < short.bytes
         for _ in range(3):
             innocent(short.x[:8])
         assert innocent.program.counters.to_dict() == {

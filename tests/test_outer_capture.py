@@ -40,6 +40,7 @@ def _on(device: torch.device, stream: Any, call: Callable[[], Any], times: int) 
     torch.accelerator.synchronize()
 
 
+@pytest.mark.launches_graphs
 @pytest.mark.accelerator
 @pytest.mark.parametrize("calls", [1, 2, 5], ids=["warm", "recorded", "replayed"])
 def test_a_user_graph_holds_the_work_and_no_replay_of_ours(
@@ -66,6 +67,7 @@ def test_a_user_graph_holds_the_work_and_no_replay_of_ours(
         assert counters.eager[REASON] == 1 and counters.replays > before["replays"]
 
 
+@pytest.mark.launches_graphs
 @pytest.mark.accelerator
 def test_a_user_graph_of_a_training_step(compiled: Any, device: torch.device) -> None:
     """Backward runs on autograd's thread, and on the stream that is captured."""

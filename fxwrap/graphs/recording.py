@@ -453,6 +453,7 @@ class Recording:
                 raise
             runtime.end_capture(graph, pool, put_right)
         graph.instantiate()
+        self._kept.append(pool)  # nobody else captures on its stream while the graph is there
         return graph
 
     def _forget(self, call: _Bound) -> None:

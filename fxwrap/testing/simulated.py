@@ -82,7 +82,8 @@ class Simulator:
     _spoiled: set[Any] = field(default_factory=set)
     _capturing: weakref.ref[SimulatedGraph] | None = None  # a capture that is cut short ends with its graph
     _generators_held: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # A graph may be collected, and leave, wherever its own thread is.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def new_pool(self) -> tuple[int, int]:
         return (0, next(self._pools))
@@ -119,12 +120,17 @@ class Simulator:
     def leave(self, pool: Any) -> None:
         """A graph of a pool is gone."""
         with self._lock:
-            self._recorded_to.discard(pool)
             self._graphs_in[pool] -= 1
 
+    def abandon(self, pool: Any) -> None:
+        """A capture is given up: its pool records no more, and one graph fewer is in it."""
+        with self._lock:
+            self._recorded_to.discard(pool)
+            self.leave(pool)
+
     def put_right(self, device: torch.device, pool: Any) -> None:
-        """After a capture was lost: its pool records no more, and one graph fewer is in it."""
-        self.leave(pool)
+        """What ``after_failed_capture`` is on this device."""
+        self.abandon(pool)
 
     def count_replay(self) -> None:
         with self._lock:
@@ -175,7 +181,11 @@ class SimulatedGraph(HostGraph):
             super().reset()
             raise
         self._pool, self._lost, self._thread = pool, "", threading.get_ident()
-        self._leave = weakref.finalize(self, self._simulator.leave, pool)
+        self._in_the_end(self._simulator.abandon)
+
+    def _in_the_end(self, leave: Callable[[Any], None]) -> None:
+        """What to do with the pool when the graph is reset, or collected."""
+        self._leave = weakref.finalize(self, leave, self._pool)
         self._leave.atexit = False
 
     def add(self, call: Callable[[], Any]) -> None:
@@ -214,9 +224,10 @@ class SimulatedGraph(HostGraph):
     def capture_end(self) -> None:
         super().capture_end()
         self._simulator.end(self._pool, bool(self._lost))
+        self._leave.detach()
+        if not self._lost or not self._simulator.rules.failed_capture_holds_its_pool:
+            self._in_the_end(self._simulator.leave)
         if self._lost:
-            if self._simulator.rules.failed_capture_holds_its_pool:
-                self._leave.detach()
             self.reset()
             raise CaptureError("simulated graph: the capture has failed and the graph is empty", got=self._lost)
         # Inputs are bound or copied to places: a call that reads one from a register would not survive hardware.
