@@ -160,7 +160,7 @@ class Program:
         call = self._call()
         # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream, 0, cannot
         # be captured, and CUDA's driver takes a while to say so.)
-        if call.stream is not None and call.stream.stream_id and self._caller_captures():
+        if getattr(call.stream, "stream_id", 0) and self._caller_captures():
             return _MISSED
         for recording in specialization.recordings:
             if recording.take(call) and recording.may_run(inputs, call):
