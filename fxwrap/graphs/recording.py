@@ -94,6 +94,8 @@ class Recording:
         self.ended = self.superseded = self.without_graphs = ""
         self.used = next_use()
         self._graphs: list[DeviceGraph] = []
+        # Nobody else captures on their streams while the graphs are there.
+        self._pools: list[GraphPool | None] = []
         self._steps: list[Callable[[], Any]] = []
         self._memory: dict[Node, torch.Tensor] = {}
         self._kept: list[Any] = []
@@ -453,7 +455,7 @@ class Recording:
                 raise
             runtime.end_capture(graph, pool, put_right)
         graph.instantiate()
-        self._kept.append(pool)  # nobody else captures on its stream while the graph is there
+        self._pools.append(pool)
         return graph
 
     def _forget(self, call: _Bound) -> None:
@@ -465,7 +467,7 @@ class Recording:
     def _give_up(self, partition: Partition) -> None:
         """Memory is short: what graphs and their pools have is for the rest of this call, which runs eagerly."""
         self.ended = self.eager_reasons[partition.index] = OUT_OF_MEMORY
-        self._graphs, self._steps = [], []
+        self._graphs, self._steps, self._pools = [], [], []
         self._leave_arenas(OUT_OF_MEMORY)
 
     def _pool(self) -> GraphPool | None:
@@ -689,7 +691,7 @@ class Recording:
         """Never run again, and let go of all memory. Called by who has the turn of one of its arenas, or its own."""
         self.ended = why
         self._leave()
-        self._graphs, self._steps, self._kept, self._watched = [], [], [], []
+        self._graphs, self._steps, self._pools, self._kept, self._watched = [], [], [], [], []
         self._memory, self._places, self._updated = {}, {}, []
         self._placed.end()
         self._collect, self._check_inputs = _ended, None

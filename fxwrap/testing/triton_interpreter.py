@@ -20,6 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton.compiler.code_generator  # noqa: F401 (keeps functions of the language that are replaced later)
 import triton.language as tl
 from triton.backends import Backend, backends
 from triton.backends.compiler import BaseBackend, GPUTarget
