@@ -53,8 +53,23 @@ class Row:
     held: bool | None
 
 
+class OnDevice:
+    """Makes tensors and models there."""
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    def random(self, *size: int, seed: int = 0) -> Tensor:
+        return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+    def model(self, make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return make().to(self.device)
+
+
 @dataclass(frozen=True)
-class Place:
+class Place(OnDevice):
     """Where programs run."""
 
     name: str
@@ -74,13 +89,6 @@ class Place:
         from fxwrap.testing.simulated import SIMULATED  # with pytest, which nothing else here needs
 
         return using_runtime(SIMULATED)
-
-    def random(self, *size: int, seed: int = 0) -> Tensor:
-        return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(self.device)
-
-    def model(self, make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
-        return make().to(self.device)
 
     def ours(self, fn: Function, dynamic: bool | None = None, **options: Any) -> Function:
         # What runs here is small; whether it is worth a capture on an accelerator is not the question.

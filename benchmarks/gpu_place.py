@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from callers import Function, own, programs, reasons
+from callers import Function, OnDevice, own, programs, reasons
 from memory_peak import settings_of
 from torch import Tensor, nn
 
@@ -140,7 +140,7 @@ def _programs_of(functions: list[Function] | None) -> list[Any]:
 
 
 @dataclass
-class Place:
+class Place(OnDevice):
     """Where the checks run."""
 
     name: str
@@ -175,13 +175,6 @@ class Place:
         return on_hostsim if self.simulated else here
 
     # -- tensors, models, functions ---------------------------------------------------------------------
-
-    def random(self, *size: int, seed: int = 0) -> Tensor:
-        return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(self.device)
-
-    def model(self, make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
-        return make().to(self.device)
 
     def ours(self, fn: Function, dynamic: bool | None = None, **options: Any) -> Function:
         """Compiled with fxwrap, without its being installed."""

@@ -83,8 +83,8 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         verdicts = judge(gm, eager_ops, refused)
         placed = _placed(gm, facts, verdicts, device)
         found = cut(dependencies, verdicts, device, facts, inside, options.peak_budget)
-        static, others = frozenset(request.static_inputs), (request.donated, request.saved)
-        plan = ProgramPlan(gm, facts, verdicts, found, device, static, request.phase, *others)
+        static, donated, saved = frozenset(request.static_inputs), request.donated, request.saved
+        plan = ProgramPlan(gm, facts, verdicts, found, device, static, request.phase, donated, saved)
         plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches, placed)
         verify_schedule(gm, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))

@@ -698,14 +698,14 @@ class Recording:
         self._lent, self._overwritten = Lent(), None
 
     def run(self, inputs: list[Any], call: Call) -> Any:
-        """Replay on ``inputs`` (``call`` has the turn) and hand out the outputs.
+        """Replay on ``inputs`` and hand out the outputs. ``call`` has the turn, and no other stream works there now.
 
         Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
         """
         r = self._r
         self.used = next_use()
         for arena in self._arenas:
-            arena.follow(call.stream)
+            arena.stream = call.stream
         try:
             r[: self._inputs_end] = inputs
             if self._frees_inputs:

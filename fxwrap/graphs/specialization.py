@@ -167,6 +167,8 @@ class Specialization:
             recording.give(call)
         for recording in waits if full or len(waits) >= AT_ONE_TIME else ():
             if recording.take(call):
+                for arena in recording.request.arenas.values():
+                    arena.follow(call.stream)
                 return Decision(replay=recording)
             recording.give(call)
         if live:
