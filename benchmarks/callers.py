@@ -34,8 +34,8 @@ from timing import compare
 from torch import Tensor, nn
 
 import fxwrap
-from fxwrap.graphs.device_graph import using_runtime
-from fxwrap.graphs.memory import ARENAS
+from fxwrap.graphs.arenas import ARENAS
+from fxwrap.graphs.devices.runtime import using_runtime
 
 Function = Callable[..., Any]
 

@@ -23,12 +23,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from fxwrap.host_graph import Kernel, launch
-from fxwrap.passes.dependencies import build_dependency_graph
-from fxwrap.passes.memory_needs import hinted_sizes, inner_storages
-from fxwrap.passes.partition import cut
-from fxwrap.passes.storages import analyse_storages
-from fxwrap.passes.verdicts import judge
+from fxwrap.host_graph.nodes import Kernel, launch
+from fxwrap.passes.analysis.aliasing import analyse_storages
+from fxwrap.passes.analysis.dependencies import build_dependency_graph
+from fxwrap.passes.memory.requirements import hinted_sizes, inner_storages
+from fxwrap.passes.partition.capturability import judge
+from fxwrap.passes.partition.cut import cut
 
 CPU = torch.device("cpu")
 # Operands of the random DAG are among the latest buffers, as those of models are.

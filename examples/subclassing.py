@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 import fxwrap
-from fxwrap.host_graph import Kind, kind_of, operator_name
+from fxwrap.host_graph.nodes import Kind, kind_of, operator_name
 from fxwrap.plan import PartitionGraph
 
 
@@ -80,7 +80,7 @@ class Timing(fxwrap.FxwrapCodegen):
 
     def compile_partition(self, graph: PartitionGraph) -> Callable[..., Any]:
         print(f"partition {graph.partition.index}: {len(graph.signature.inputs)} inputs, of which it writes", end=" ")
-        print(", ".join(graph.signature.inputs[i].name for i in graph.signature.updates))
+        print(", ".join(graph.signature.inputs[i].name for i in graph.signature.mutated))
         return Stopwatch(graph.module).run
 
 

@@ -10,8 +10,8 @@ from torch.fx import GraphModule
 from .codegen.dynamo import owned_by
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
 from .codegen.torch_versions import registered_operators
+from .compilation import Owner
 from .options import parse_options
-from .owner import Owner
 
 
 def fxwrap(

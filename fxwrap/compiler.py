@@ -10,34 +10,34 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from .compilation import Owner
 from .devices import capture_cost, device_support
-from .graphs.device_graph import freezes_addresses, places_results
+from .graphs.devices.runtime import freezes_addresses, places_results
+from .graphs.memory_provider import Planners
 from .graphs.program import Program
-from .graphs.provision import Planners
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
-from .owner import Owner
-from .passes.dependencies import build_dependency_graph
-from .passes.memory_needs import hinted_sizes, inner_storages
-from .passes.memory_planning import plan_pair, plan_program, predict_memory
-from .passes.operator_results import placeable_results
-from .passes.partition import cut
-from .passes.partition_graphs import partition_graph
-from .passes.storages import analyse_storages
-from .passes.symbols import evaluate_sizes
-from .passes.verdicts import FIXED_ADDRESSES, captured, judge, main_device
+from .passes.analysis.aliasing import analyse_storages
+from .passes.analysis.dependencies import build_dependency_graph
+from .passes.analysis.sizes import evaluate_sizes
+from .passes.memory.operator_results import placeable_results
+from .passes.memory.planner import plan_pair, plan_program, predict_memory
+from .passes.memory.requirements import hinted_sizes, inner_storages
+from .passes.memory.workspace import measure_workspace
+from .passes.partition.capturability import FIXED_ADDRESSES, captured, judge, main_device
+from .passes.partition.cost_model import apply_cost_model
+from .passes.partition.cut import cut
+from .passes.partition.export import partition_graph
 from .passes.verify import verify_memory, verify_schedule
-from .passes.workspace import measure_workspace
-from .passes.worth import weigh
 from .plan import (
     CompiledPartition,
     MemoryPlan,
     NodeVerdict,
     PartitionGraph,
+    PlacementHint,
     Planned,
     ProgramPlan,
     StorageFacts,
-    Suggestion,
     Taken,
 )
 
@@ -85,17 +85,17 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest) -> Program:
         found = cut(dependencies, verdicts, device, facts, inside, options.peak_budget)
         static, donated, saved = frozenset(request.static_inputs), request.donated, request.saved
         plan = ProgramPlan(gm, facts, verdicts, found, device, static, request.phase, donated, saved)
-        plan = weigh(plan, capture_cost(device.type), sizes, options.capture, options.min_launches, placed)
+        plan = apply_cost_model(plan, capture_cost(device.type), sizes, options.capture, options.min_launches, placed)
         verify_schedule(gm, plan.schedule)
         return dataclasses.replace(plan, compiled=_compiled_elsewhere(plan, request))
 
     def plan_recording(
         planned: Planned,
         taken: Callable[[torch.device], Sequence[Taken]],
-        suggestion: Suggestion | None,
+        hint: PlacementHint | None,
         like: MemoryPlan | None,
     ) -> MemoryPlan:
-        memory = plan_program(planned, taken, suggestion, like)
+        memory = plan_program(planned, taken, hint, like)
         program = planned.program
         verify_memory(program.graph, program.schedule, program.facts, memory, planned.numbers)
         return memory

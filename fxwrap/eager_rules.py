@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from .errors import OptionError
-from .host_graph import operator_name, schema_of
+from .host_graph.nodes import operator_name, schema_of
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class Partition:
     Attributes:
         reason: why it is eager; empty for a captured one.
         device: where a captured partition runs.
-        worth: what capturing it is estimated to save; None for one that cannot be captured.
+        benefit: what capturing it is estimated to save; None for one that cannot be captured.
     """
 
     index: int
@@ -126,11 +126,11 @@ class Partition:
     device: torch.device
     launches: int
     externs: int
-    worth: Worth | None = None
+    benefit: CaptureBenefit | None = None
 
 
 @dataclass(frozen=True)
-class Worth:
+class CaptureBenefit:
     """An estimate of what capturing a partition saves the host at every call, in microseconds.
 
     Attributes:
@@ -191,14 +191,14 @@ class Signature:
     Attributes:
         inputs: values of the host graph that the partition uses, in order.
         outputs: values it makes that others use, in order; a value may be a tuple of tensors.
-        updates: positions of inputs whose memory it writes.
+        mutated: positions of inputs whose memory it writes.
         symbols: positions of inputs that are numbers (sizes).
         temporaries: storages that live and die inside.
     """
 
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
-    updates: tuple[int, ...]
+    mutated: tuple[int, ...]
     symbols: tuple[int, ...]
     temporaries: frozenset[int]
 
@@ -245,7 +245,7 @@ class ArenaPlan:
         alignment: bytes.
         plain: bytes that separate allocations without any reuse would take.
         taken: what was in the arena already.
-        scratch: bytes ``[low, high)`` that an operator may have while it runs, by operator.
+        workspace: bytes ``[low, high)`` that an operator may have while it runs, by operator.
     """
 
     device: torch.device
@@ -254,7 +254,7 @@ class ArenaPlan:
     alignment: int
     plain: int
     taken: tuple[Taken, ...] = ()
-    scratch: Mapping[Node, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    workspace: Mapping[Node, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @property
     def footprint(self) -> list[tuple[int, int]]:
@@ -383,7 +383,7 @@ class Planned:
 
     Attributes:
         numbers: concrete sizes (``evaluate_sizes``).
-        places: inputs that are copied to a place in an arena: device and bytes.
+        input_buffers: inputs that are copied to a place in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else memory comes and goes with each call.
         workspace: bytes that calls allocate beyond what they return, as far as is known.
         places_results: whether the device's allocator is told where what operators return shall lie.
@@ -392,7 +392,7 @@ class Planned:
 
     program: ProgramPlan
     numbers: Mapping[Node, Any]
-    places: Mapping[Node, tuple[torch.device, int]]
+    input_buffers: Mapping[Node, tuple[torch.device, int]]
     frozen: bool = True
     workspace: Mapping[Node, int] = field(default_factory=dict)
     places_results: bool = False
@@ -400,4 +400,4 @@ class Planned:
 
 
 # Offsets by name in the arena of each device, for one of two programs: size and lower bound are those of both.
-Suggestion = Mapping[torch.device, Placement]
+PlacementHint = Mapping[torch.device, Placement]

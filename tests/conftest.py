@@ -22,12 +22,12 @@ import pytest
 import torch
 
 from fxwrap.backend import fxwrap as backend
+from fxwrap.compilation import Owner
 from fxwrap.devices import registered_devices
+from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.counters import Counters
-from fxwrap.graphs.device_graph import runtime_for, using_runtime
-from fxwrap.graphs.memory import ArenaPool
+from fxwrap.graphs.devices.runtime import runtime_for, using_runtime
 from fxwrap.graphs.recording import Recording
-from fxwrap.owner import Owner
 from fxwrap.testing.simulated import SIMULATED
 
 

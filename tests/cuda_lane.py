@@ -52,10 +52,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fxwrap.backend import fxwrap
 from fxwrap.codegen import inductor
 from fxwrap.codegen.triton_kernels import TritonLauncher
-from fxwrap.graphs.device_graph import DeviceRuntime, using_runtime
-from fxwrap.host_graph import Kernel, Kind, kernel_of, kind_of, output_values
-from fxwrap.owner import Owner
-from fxwrap.passes.symbols import hint
+from fxwrap.compilation import Owner
+from fxwrap.graphs.devices.runtime import DeviceRuntime, using_runtime
+from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of, output_values
+from fxwrap.passes.analysis.sizes import hint
 from fxwrap.plan import MemoryPlan, Verdict
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -716,21 +716,21 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
         inputs = [_fake(value_of(node)) for node in program._cut.placeholders]
         if plan.phase == "backward":
             gets_outputs = bool(_hand_on(program, inputs, saved) & own_outputs)
-        forecast, memory = provider.expect(plan, inputs, None)
+        estimate, memory = provider.expect(plan, inputs, None)
         _note_plan(memory, outcome)
         if plan.phase == "forward":
             outputs = [_fake(value_of(v)) if isinstance(v, Node) else v for v in output_values(plan.graph)]
             handed_out = [(i, StorageWeakRef(outputs[p].untyped_storage())) for p, i in program._cut.outputs]
-            provider.hand_out(forecast, handed_out)
-            saved, forward = outputs, (provider, forecast, memory)
+            provider.hand_out(estimate, handed_out)
+            saved, forward = outputs, (provider, estimate, memory)
             own_outputs = {position for position, _ in program._cut.outputs}
         elif plan.phase == "backward" and forward is not None:
             provider_before, before, memory_before = forward
-            suggestion = provider_before._with_successor(before.planned, before)
-            assert suggestion is not None or not gets_outputs, "backward gets nothing of its forward"
+            hint = provider_before._with_successor(before.planned, before)
+            assert hint is not None or not gets_outputs, "backward gets nothing of its forward"
             for own, planned, hinted in (
-                (provider_before, before.planned, suggestion),
-                (provider, forecast.planned, forecast.suggestion),
+                (provider_before, before.planned, hint),
+                (provider, estimate.planned, estimate.hint),
             ):
                 _note_plan(own.planners.plan(planned, lambda device: (), hinted, memory_before), outcome)
             forward = None

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxwrap.codegen.request import torch_functions
 from fxwrap.compiler import CompileRequest
-from fxwrap.host_graph import Kernel, Kind, launch, reinterpret
+from fxwrap.host_graph.nodes import Kernel, Kind, launch, reinterpret
 from fxwrap.options import Options
 from fxwrap.plan import Partition
 

@@ -13,9 +13,9 @@ import fxwrap
 from fxwrap.codegen.inductor import inductor_options
 from fxwrap.codegen.torch_versions import registered_operators
 from fxwrap.errors import EmissionError, OptionError, UnsupportedModelError
-from fxwrap.host_graph import operator_name
+from fxwrap.host_graph.nodes import operator_name
 from fxwrap.options import Options, parse_options
-from fxwrap.passes.verdicts import is_work
+from fxwrap.passes.partition.capturability import is_work
 from fxwrap.plan import Verdict
 
 
@@ -312,7 +312,7 @@ def test_a_partition_that_hardware_refuses_runs_eagerly(compiled: Any) -> None:
     """Capture fails on one partition: the call goes on eagerly from there, and so does every later one."""
     import dataclasses
 
-    from fxwrap.graphs.device_graph import using_runtime
+    from fxwrap.graphs.devices.runtime import using_runtime
     from fxwrap.testing.simulated import SIMULATED, SimulatedGraph
 
     class Refusing(SimulatedGraph):

@@ -21,7 +21,7 @@ from torch.fx import Node
 import fxwrap
 from fxwrap.codegen.torch_versions import CPP_DEVICE_NAMES
 from fxwrap.devices import device_support, registered_devices
-from fxwrap.host_graph import kernel_of
+from fxwrap.host_graph.nodes import kernel_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -148,7 +148,7 @@ def test_operators_that_a_device_cannot_capture(compiled: Any) -> None:
 def test_a_device_graph_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """``device_graph`` is asked where the device would have been captured by the unified graph."""
     from fxwrap.errors import CaptureError
-    from fxwrap.graphs.device_graph import runtime_for
+    from fxwrap.graphs.devices.runtime import runtime_for
 
     asked = []
 

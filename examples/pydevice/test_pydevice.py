@@ -26,7 +26,7 @@ TestPydevice = device_contract(pydevice.NAME, register=register)
 
 
 def test_capture_says_what_is_missing():
-    from fxwrap.graphs.device_graph import runtime_for
+    from fxwrap.graphs.devices.runtime import runtime_for
 
     with pytest.raises(fxwrap.CaptureError, match="GraphImplInterface registered for it in C\\+\\+"):
         runtime_for(torch.device(pydevice.NAME, 0))

@@ -28,7 +28,7 @@ from torch.fx.node import has_side_effect
 
 from ..devices import KernelCall, kernel_kind
 from ..errors import EmissionError
-from ..host_graph import Kernel, Kind, last_frame, launch, output_node, reinterpret, require, switch, while_loop
+from ..host_graph.nodes import Kernel, Kind, last_frame, launch, output_node, reinterpret, require, switch, while_loop
 from . import torch_versions as versions
 from .out_forms import OutForm, out_form
 from .statements import StatementReader, UndefinedName, assigned_names

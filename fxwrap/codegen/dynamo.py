@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_fn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from ..owner import Owner, live_owners
+from ..compilation import Owner, live_owners
 
 OWNER = "_fxwrap_owner"
 _serial = itertools.count()

@@ -13,8 +13,8 @@ from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch.fx import GraphModule
 
 from ..compiler import compile_host_graph
-from ..passes.shared_views import share_views
-from ..passes.view_copies import view_needless_copies
+from ..passes.rewrites.shared_views import share_views
+from ..passes.rewrites.view_copies import view_needless_copies
 from ..plan import PartitionGraph
 from . import torch_versions as versions
 from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..errors import EmissionError
-from ..host_graph import Kind, check, format_text, nodes_in, reinterpret, select
+from ..host_graph.nodes import Kind, check, format_text, nodes_in, reinterpret, select
 
 _BINARY: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,

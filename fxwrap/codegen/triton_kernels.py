@@ -11,7 +11,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
-from ..host_graph import Kernel, is_symbolic_value, launch
+from ..host_graph.nodes import Kernel, is_symbolic_value, launch
 
 
 class TritonLauncher:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..host_graph import (
+from ..host_graph.nodes import (
     Kernel,
     Kind,
     checks_on,

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, MemoryLimitError, PlanError
-from ..host_graph import (
+from ..host_graph.nodes import (
     Kind,
     checks_on,
     constants,
@@ -29,16 +29,16 @@ from ..host_graph import (
 )
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
+from .arenas import ARENAS, OUT_OF_MEMORY, TOO_LARGE, Arena
 from .counters import Counters
-from .device_graph import capture_check, current_stream, freezes_addresses, runtime_for
+from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder
-from .memory import ARENAS, OUT_OF_MEMORY, TOO_LARGE, Arena
-from .packed import PACKED
-from .provision import Forecast, Planners, Provider
+from .locks import LockOwner, TryLock
+from .memory_provider import Estimate, MemoryProvider, Planners
+from .packed_tensors import PACKED
 from .recording import Recording, RecordingRequest, next_use
 from .specialization import Decision, Specialization, Specializations
 from .torch_functions import TorchFunctions
-from .turn import Call, Turn
 
 # Names of operators that captures have failed at -> the program cut around them.
 Cutter = Callable[[Mapping[str, str]], ProgramPlan]
@@ -47,7 +47,7 @@ SizeEvaluator = Callable[[GraphModule, Mapping[Node, Any]], dict[Node, Any]]
 _MISSED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 # Hardware captures one program at a time: a device's generator can be part of one capture only.
-_capturing: defaultdict[torch.device, Turn] = defaultdict(Turn)
+_capturing: defaultdict[torch.device, TryLock] = defaultdict(TryLock)
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
 
@@ -62,7 +62,7 @@ class _Cut:
     outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs in memory that a recording may own
     copied: frozenset[int]  # storages of outputs that are copied in any case
     overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
-    provider: Provider
+    provider: MemoryProvider
 
 
 class Program:
@@ -100,7 +100,7 @@ class Program:
     def _adopt(self, plan: ProgramPlan) -> _Cut:
         placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
         written, frozen = frozenset[int]().union(*plan.facts.writes.values()), freezes_addresses(plan.device)
-        provider = Provider(
+        provider = MemoryProvider(
             self._planners,
             functools.partial(self._evaluate, plan.graph),
             self.functions,
@@ -157,15 +157,15 @@ class Program:
         return self._not_replayed(key, inputs)
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
-        call = self._call()
+        owner = self._owner()
         # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream, 0, cannot
         # be captured, and CUDA's driver takes a while to say so.)
-        if getattr(call.stream, "stream_id", 0) and self._caller_captures():
+        if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
             return _MISSED
         for recording in specialization.recordings:
-            if recording.take(call) and recording.may_run(inputs, call):
-                return self._run_recording(recording, inputs, call)
-            recording.give(call)
+            if recording.acquire(owner) and recording.may_run(inputs, owner):
+                return self._run_recording(recording, inputs, owner)
+            recording.release(owner)
         return _MISSED
 
     def _key(self, inputs: Sequence[Any]) -> Any:
@@ -177,46 +177,46 @@ class Program:
             for position, how, dim in self._dynamic
         )
 
-    def _call(self) -> Call:
-        return Call(current_stream(self.plan.device) if self._on_accelerator else None)
+    def _owner(self) -> LockOwner:
+        return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
         specialization = self.specializations.get(key) or self.specializations.add(key, Specialization())
         specialization.calls.append(next_use())
-        call, cut, capturing = self._call(), self._cut, _capturing[self.plan.device]
+        owner, cut, capturing = self._owner(), self._cut, _capturing[self.plan.device]
         reason = self._eager_reason(specialization)
         # Before anything is decided: what another thread records may be what this call needs.
-        if not reason and self._freezes_addresses and not capturing.take(call, _WAIT_S):
+        if not reason and self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
             reason = "another capture is under way"
         if reason:
             return self._run_eagerly(cut, inputs, reason, specialization)
         try:
-            decision = specialization.decide(inputs, call, self.specializations.is_full())
+            decision = specialization.decide(inputs, owner, self.specializations.is_full())
             if decision.event:
                 self.counters.count("events", decision.event)
             reason = decision.eager
             if decision.record and (short_of := specialization.waits_for_memory(self.plan.device)):
                 reason = short_of
-            elif decision.record and not self.specializations.make_room(specialization, call):
+            elif decision.record and not self.specializations.make_room(specialization, owner):
                 reason = f"{self.options.max_recordings} other recordings are used more often (max_recordings)"
             elif decision.record:
-                return self._record(cut, specialization, inputs, decision, call)
+                return self._record(cut, specialization, inputs, decision, owner)
         finally:
-            capturing.give(call)
+            capturing.release(owner)
         if decision.replay is not None:
-            return self._run_recording(decision.replay, inputs, call)
+            return self._run_recording(decision.replay, inputs, owner)
         return self._run_eagerly(cut, inputs, reason, specialization)
 
-    def _run_recording(self, recording: Recording, inputs: list[Any], call: Call) -> Any:
+    def _run_recording(self, recording: Recording, inputs: list[Any], owner: LockOwner) -> Any:
         try:
-            outputs = recording.run(inputs, call)
+            outputs = recording.run(inputs, owner)
             if recording.without_graphs:
                 self.counters.count("eager", recording.without_graphs)
             else:
                 self.counters.count("replays")
             return outputs
         finally:
-            recording.give(call)
+            recording.release(owner)
 
     def _eager_reason(self, specialization: Specialization) -> str:
         if self._caller_captures():
@@ -234,24 +234,24 @@ class Program:
         return ""
 
     @property
-    def forecast(self) -> Forecast | None:
+    def estimate(self) -> Estimate | None:
         """Of the newest shape that is known; None where nothing will be recorded."""
-        found = [one.forecast for one in self.specializations.values() if one.forecast is not None]
+        found = [one.estimate for one in self.specializations.values() if one.estimate is not None]
         return found[-1] if found else None
 
     def predict(self) -> list[Prediction]:
         """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
-        return self._cut.provider.predict(self.forecast) if self.forecast is not None else []
+        return self._cut.provider.predict(self.estimate) if self.estimate is not None else []
 
     def release(self) -> None:
         """End every recording, but those that another call uses at this moment; the next call records again."""
         for recording in self.specializations.recordings():
-            call = Call()
+            owner = LockOwner()
             try:
-                if recording.take(call):
+                if recording.acquire(owner):
                     recording.end("released")
             finally:
-                recording.give(call)
+                recording.release(owner)
 
     def _guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.get_device_module(self.plan.device).device(self.plan.device)
@@ -268,17 +268,17 @@ class Program:
         self._thread.warm = True
         specialization.eager_runs += 1
         specialization.warm_outputs = _weak_outputs(cut, outputs)
-        if specialization.forecast is not None:
-            cut.provider.hand_out(specialization.forecast, specialization.warm_outputs)
+        if specialization.estimate is not None:
+            cut.provider.hand_out(specialization.estimate, specialization.warm_outputs)
         return outputs
 
     def _expect(self, cut: _Cut, inputs: list[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
         known = self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full())
-        if specialization.forecast is not None or known:
+        if specialization.estimate is not None or known:
             return
         try:
-            specialization.forecast, self.newest_plan = cut.provider.expect(cut.plan, inputs, self.newest_plan)
+            specialization.estimate, self.newest_plan = cut.provider.expect(cut.plan, inputs, self.newest_plan)
         except PlanError as error:
             if self.options.strict:
                 raise
@@ -287,9 +287,9 @@ class Program:
     # -- recording --------------------------------------------------------------------------------------
 
     def _record(
-        self, cut: _Cut, specialization: Specialization, inputs: list[Any], decision: Decision, call: Call
+        self, cut: _Cut, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> Any:
-        why, turns, device = decision.record, list[Arena](), cut.plan.device
+        why, held, device = decision.record, list[Arena](), cut.plan.device
         short_of, outputs = "", _MISSED
         if why == "first":
             specialization.look_at_the_warm_up()
@@ -299,12 +299,12 @@ class Program:
             runtime = runtime_for(device)
             frozen, backward = runtime.frozen_addresses, cut.plan.phase == "backward"
             static = specialization.static(inputs, cut.plan.static_inputs, frozen, backward)
-            forecast, plans = specialization.forecast, (specialization.plan, self.newest_plan)
+            estimate, plans = specialization.estimate, (specialization.plan, self.newest_plan)
             decision.apart |= specialization.apart
             provide, which = cut.provider.provide, decision.will_not_do
-            provision = provide(cut.plan, inputs, static, forecast, *plans, call, turns, which)
+            provision = provide(cut.plan, inputs, static, estimate, *plans, owner, held, which)
             self.newest_plan = specialization.plan = provision[1]
-            specialization.forecast = forecast or Forecast(provision[0])
+            specialization.estimate = estimate or Estimate(provision[0])
             copied = specialization.copied_of(index for _, index in cut.outputs) | cut.copied
             request = RecordingRequest(
                 runtime, self.functions, *provision, static, copied, weakref.ref(specialization)
@@ -313,28 +313,28 @@ class Program:
             short_of = OUT_OF_MEMORY if recording.ended == OUT_OF_MEMORY else ""
         except MemoryLimitError as error:
             short_of = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE
-            for arena in turns if short_of == OUT_OF_MEMORY else ():
+            for arena in held if short_of == OUT_OF_MEMORY else ():
                 arena.clear(OUT_OF_MEMORY)  # its pool, too: captures have left there what they had taken
             if self.options.strict:
                 raise
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise
-            if isinstance(error, PlanError) and any(arena.held() for arena in turns):
+            if isinstance(error, PlanError) and any(arena.held() for arena in held):
                 specialization.apart = True  # it may be what is in the arena now
             else:
                 self._never_recorded = str(error.subject)
             return self._run_eagerly(cut, inputs, str(error.subject), specialization)
         finally:
-            for arena in turns:
-                arena.busy.give(call)
+            for arena in held:
+                arena.lock.release(owner)
         if not short_of or self.options.strict:
             self._keep(specialization, recording, inputs, why)
             return outputs
         # Whoever ended for it will be back; whoever got what this call returns will let go of it.
         specialization.short = short_of, min(before[short_of], ARENAS.pressure(short_of, device))
         if short_of == OUT_OF_MEMORY:
-            ARENAS.withdraw(specialization.forecast)  # others need not wait until there is as much
+            ARENAS.withdraw(specialization.estimate)  # others need not wait until there is as much
         if outputs is _MISSED:  # by now nobody has what was made for the recording
             return self._run_eagerly(cut, inputs, short_of, specialization)
         self.counters.count("eager", short_of)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import MemoryLimitError
-from ..host_graph import (
+from ..host_graph.nodes import (
     Kind,
     checks_layout,
     checks_on,
@@ -27,16 +27,18 @@ from ..host_graph import (
     reinterpret,
 )
 from ..plan import MemoryPlan, Origin, Partition, Planned, Verdict
-from .device_graph import DeviceGraph, DeviceRuntime, GraphPool, issue
+from .arenas import OUT_OF_MEMORY, Arena, has_address, reach, take_memory, tensor_over, tensors_in
+from .devices.device_graph import DeviceGraph
+from .devices.host_graph import issue
+from .devices.runtime import DeviceRuntime, GraphPool
 from .flat import FlatBuilder, FlatFunction
-from .lent import Lent, LentOutput, Overwritten
-from .memory import OUT_OF_MEMORY, Arena, has_address, reach, take_memory, tensor_over, tensors_in
-from .outputs import copy_out, each, relay, views_of
-from .placed import MemoryKeptError, PlacedResults
-from .places import Places, copy_tensors, unexpanded
+from .live_outputs import LivenessGuard, LiveOutputs, OutputStorage
+from .locks import LockOwner, TryLock
+from .output_views import copy_out, each, relay, views_of
+from .placement import MemoryKeptError, PlacedResults
 from .regions import Regions
+from .static_buffers import StaticBuffers, copy_tensors, unexpanded
 from .torch_functions import TorchFunctions
-from .turn import Call, Turn
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class RecordingRequest:
     """What one recording is made from.
 
     Attributes:
-        arenas: by device; the call that records has their turns. None where a graph calls again.
-        given_away: positions of donated inputs whose memory is used again after their last use.
-        bound_inputs: positions of the inputs whose address is taken to stay.
+        arenas: by device; the call that records has their locks. None where a graph calls again.
+        reused_inputs: positions of donated inputs whose memory is used again after their last use.
+        static_inputs: positions of the inputs whose address is taken to stay.
         copied: storages of outputs that are copied when handed out.
         policy: is told of outputs that are live when their memory is needed.
     """
@@ -56,8 +58,8 @@ class RecordingRequest:
     planned: Planned
     memory: MemoryPlan
     arenas: Mapping[torch.device, Arena]
-    given_away: tuple[int, ...]
-    bound_inputs: list[int]
+    reused_inputs: tuple[int, ...]
+    static_inputs: list[int]
     copied: frozenset[int]
     policy: weakref.ref[Policy]
 
@@ -71,7 +73,7 @@ class Policy(Protocol):
 class Recording:
     """Made by recording one call (``Recording.record``), then replayed with ``run``.
 
-    Whoever calls ``run`` has the turn (``take``).
+    Whoever calls ``run`` has its locks (``acquire``).
 
     Attributes:
         ended: why it can never run again; empty while it can.
@@ -83,9 +85,9 @@ class Recording:
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
         self.plan = request.planned.program
-        # Who has an arena's turn is alone in everything that was recorded in it.
+        # Who has an arena's lock is alone in everything that was recorded in it.
         self._arenas = tuple(request.arenas.values())
-        self._turns = tuple(arena.busy for arena in self._arenas) or (Turn(),)
+        self._locks = tuple(arena.lock for arena in self._arenas) or (TryLock(),)
         self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
         self._constants = constants(self.plan.graph)
         self.eager_reasons: dict[int, str] = {}
@@ -103,22 +105,22 @@ class Recording:
         self._as_seen: dict[int, torch.Tensor] = {}
         self._check_inputs: Callable[[list[Any]], Any] | None = None
         # By device: places, and the positions of the inputs that are copied to them.
-        self._places: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
-        self._updated: list[tuple[int, torch.Tensor]] = []
+        self._input_buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
+        self._mutated: list[tuple[int, torch.Tensor]] = []
         # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
         self._pooled: set[Node] = set()
-        self._watched: list[LentOutput] = []
-        self._lent = Lent()
-        self._leave: Callable[[], object] = _nothing
+        self._watched: list[OutputStorage] = []
+        self._live_outputs = LiveOutputs()
+        self._retire: Callable[[], object] = _nothing
         self._regions = Regions(self.plan, request.memory.regions)
         self._placed = PlacedResults(request.runtime.place_allocations, request.functions)
         # Where planned storages lie, by their handles.
         self._place_of: dict[int, tuple[torch.device, int]] = {}
-        self.bound_addresses: list[Any] = [None] * len(self._placeholders)
+        self.static_addresses: list[Any] = [None] * len(self._placeholders)
         # Whether every bound input of a call is where it was.
         self.same_addresses: Callable[[list[Any]], bool] = lambda inputs: True
         # Whether nobody can read what a call overwrites.
-        self._overwritten: Overwritten | None = None
+        self._liveness: LivenessGuard | None = None
         self._inference = torch.is_inference_mode_enabled()
         self._assign_registers()
 
@@ -142,9 +144,9 @@ class Recording:
                 recording._place_results()
                 recording._record(inputs)
                 recording._placed.captured()
-            if request.bound_inputs:
+            if request.static_inputs:
                 check = request.functions.pointer_check
-                recording.same_addresses = check(recording.bound_addresses, request.bound_inputs)
+                recording.same_addresses = check(recording.static_addresses, request.static_inputs)
             outputs = recording._hand_out(inputs)
             # Only now, with everything temporary gone, does a use count tell who else holds an output.
             recording._as_seen.clear()
@@ -292,8 +294,8 @@ class Recording:
                 self._place_of[planned._cdata] = self.request.memory.location[storage.index]
         for device, plan in self.request.memory.arenas.items():
             arena = self.request.arenas[device]
-            for node, spans in plan.scratch.items():
-                self._placed.add_scratch(node, [arena.storage(low, high - low) for low, high in spans])
+            for node, spans in plan.workspace.items():
+                self._placed.add_workspace(node, [arena.storage(low, high - low) for low, high in spans])
 
     def _planned(self, index: int) -> torch.UntypedStorage:
         """A storage of its own where the plan wants it."""
@@ -318,7 +320,7 @@ class Recording:
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
         """Make the asserts on bound inputs now, and return those that every call has to make."""
-        bound = {self._placeholders[position] for position in self.request.bound_inputs}
+        bound = {self._placeholders[position] for position in self.request.static_inputs}
         # An assert on a later value may name an input, too (a size): no work has run, so only inputs are there.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
@@ -360,17 +362,17 @@ class Recording:
         found: dict[Node, Any] = {}
         written = frozenset().union(*self.plan.facts.writes.values())
         for position, node in enumerate(self._placeholders):
-            if node not in self.request.planned.places:
+            if node not in self.request.planned.input_buffers:
                 continue
             (index,) = self.plan.facts.of[node]
             value = inputs[position]
             place = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
             found[node] = self._as_seen[position] = place
-            places, positions = self._places.setdefault(place.device, ([], []))
+            places, positions = self._input_buffers.setdefault(place.device, ([], []))
             places.append(unexpanded(place))
             positions.append(position)
             if index in written and position not in self.plan.donated:
-                self._updated.append((position, place))
+                self._mutated.append((position, place))
         self._fill_places(inputs)
         return found
 
@@ -380,9 +382,9 @@ class Recording:
         Hardware keeps the address alone; a host graph keeps what its calls are bound to.
         """
         found: dict[Node, Any] = {}
-        for position in self.request.bound_inputs:
+        for position in self.request.static_inputs:
             value = inputs[position]
-            self.bound_addresses[position] = value.data_ptr()
+            self.static_addresses[position] = value.data_ptr()
             if value.device.type == "cpu":
                 value = self._without_holding(value)
             found[self._placeholders[position]] = self._as_seen[position] = value
@@ -485,7 +487,7 @@ class Recording:
         if not self.request.runtime.frozen_addresses or self.ended:
             return
         # Graphs read fixed addresses: what eager work allocates beside the plan is copied to places that stay.
-        places, r = Places(self._stable_memory(known.inputs)), self._r
+        places, r = StaticBuffers(self._stable_memory(known.inputs)), self._r
         nodes = [node for node in self._complete.get(partition.index, ()) if self._needs_place(node)]
         registers = [self._registers[node] for node in nodes]
         try:
@@ -527,8 +529,8 @@ class Recording:
 
     def _stable_memory(self, inputs: Sequence[Any]) -> set[int]:
         """Addresses of storages that are the same at every call."""
-        known = [*self._memory.values(), *self._kept, *(places for places, _ in self._places.values())]
-        known += [inputs[position] for position in self.request.bound_inputs]
+        known = [*self._memory.values(), *self._kept, *(places for places, _ in self._input_buffers.values())]
+        known += [inputs[position] for position in self.request.static_inputs]
         known += list(self._constants.values())
         return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._placed.addresses
 
@@ -562,7 +564,7 @@ class Recording:
                 value, owned = builder.constant(self._memory[node]), memory
             elif node.op == "placeholder" or node not in self._registers:
                 continue
-            elif (position := self._lent_by(node)) is not None:
+            elif (position := self._input_behind(node)) is not None:
                 # An operator returned an input's memory: what the caller gets is the caller's own.
                 value, owned = builder.register(self._placeholders[position]), []
                 template = common[node] if frozen and node in common else self._r[self._registers[node]]
@@ -592,7 +594,7 @@ class Recording:
                 self._watch(owned, indices)
         return builder.build(output.args[0]).function
 
-    def _lent_by(self, node: Node) -> int | None:
+    def _input_behind(self, node: Node) -> int | None:
         """The input whose bound memory, or place, an operator's result lies in."""
         storages = [self.plan.facts.storages[index] for index in self.plan.facts.of.get(node, ())]
         tensors = tensors_in(self._r[self._registers[node]])
@@ -612,38 +614,38 @@ class Recording:
             if storage.data_ptr() not in known or not storage.nbytes():
                 self.request.functions.share_copies(storage)
                 device, low = self._place_of.get(storage._cdata, (None, 0))
-                self._watched.append(LentOutput(storage, indices, device, low, weakref.ref(self)))
+                self._watched.append(OutputStorage(storage, indices, device, low, weakref.ref(self)))
 
     def _start_watching(self, inputs: Sequence[Any], outputs: Any) -> None:
         handed_out = Counter(tensor.untyped_storage()._cdata for tensor in tensors_in(outputs))
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
-        self._lent = Lent(self._watched, counter, handed_out)
+        self._live_outputs = LiveOutputs(self._watched, counter, handed_out)
         plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
         footprints: dict[Arena, Sequence[tuple[int, int]]] = {
             arena: plan.footprint if plan is not None else () for arena, plan in plans.items()
         }
-        given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.given_away)
-        self._overwritten = Overwritten(footprints, self._lent, given, counter)
-        beside = [t for value in (*self._memory.values(), *self._kept) for t in tensors_in(value)]
-        self._leave = weakref.finalize(self, _leave, self._lent, self._arenas, beside)
-        self._leave.atexit = False
+        given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
+        self._liveness = LivenessGuard(footprints, self._live_outputs, given, counter)
+        unplanned = [t for value in (*self._memory.values(), *self._kept) for t in tensors_in(value)]
+        self._retire = weakref.finalize(self, _retire, self._live_outputs, self._arenas, unplanned)
+        self._retire.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
         for arena, plan in plans.items():
-            arena.enter(self, self._lent, plan.placement.size if plan is not None else 0)
+            arena.enter(self, self._live_outputs, plan.placement.size if plan is not None else 0)
 
     # -- running ----------------------------------------------------------------------------------------
 
-    def take(self, call: Call) -> bool:
-        """Take the recording and its arenas for one call; False when another call uses one, or it has ended."""
-        for turn in self._turns:
-            if not turn.take(call):
+    def acquire(self, owner: LockOwner) -> bool:
+        """Lock the recording and its arenas for one call; False when another call uses one, or it has ended."""
+        for lock in self._locks:
+            if not lock.acquire(owner):
                 return False
         return not self.ended
 
-    def give(self, call: Call) -> None:
-        """Give back what ``call`` has of them."""
-        for turn in self._turns:
-            turn.give(call)
+    def release(self, owner: LockOwner) -> None:
+        """Release those that ``owner`` has."""
+        for lock in self._locks:
+            lock.release(owner)
 
     @property
     def own_bytes(self) -> int:
@@ -654,58 +656,58 @@ class Recording:
 
     def is_at(self, position: int, value: Any) -> bool:
         """Whether a static input is where it was."""
-        return bool(value.data_ptr() == self.bound_addresses[position])
+        return bool(value.data_ptr() == self.static_addresses[position])
 
-    def may_run(self, inputs: list[Any], call: Call) -> bool:
-        """Whether it suits a call that has its turn: static inputs are where they were, and its memory is free."""
+    def may_run(self, inputs: list[Any], owner: LockOwner) -> bool:
+        """Whether it suits a call that has its locks: static inputs are where they were, and its memory is free."""
         if self.superseded or not self.same_addresses(inputs):
             return False
-        return not self._arenas or (self.is_idle_for(call) and self.is_free())
+        return not self._arenas or (self.is_idle_for(owner) and self.is_free())
 
     def is_free(self) -> bool:
         """Whether nobody can read what it overwrites."""
-        return not self.superseded and (self._overwritten is None or self._overwritten.away())
+        return not self.superseded and (self._liveness is None or self._liveness.all_dead())
 
-    def is_idle_for(self, call: Call) -> bool:
+    def is_idle_for(self, owner: LockOwner) -> bool:
         """Whether no other stream still works in its arenas."""
-        return all(arena.is_idle_for(call.stream) for arena in self._arenas)
+        return all(arena.is_idle_for(owner.stream) for arena in self._arenas)
 
     @property
-    def live_outputs(self) -> Sequence[LentOutput]:
+    def live_outputs(self) -> Sequence[OutputStorage]:
         """What it hands out uncopied."""
-        return self._lent.outputs
+        return self._live_outputs.outputs
 
-    def held(self) -> Mapping[LentOutput, int]:
+    def held(self) -> Mapping[OutputStorage, int]:
         """Live outputs: somebody has them."""
-        return self._lent.held()
+        return self._live_outputs.held()
 
     def tell_who_is_in_the_way(self) -> None:
         """Have those copy their outputs from now on which are live, again, in the memory that it works on."""
-        for output in self._overwritten.in_the_way() if self._overwritten is not None else ():
+        for output in self._liveness.in_the_way() if self._liveness is not None else ():
             owner = output.owner() if output.owner is not None else None
             policy = owner.request.policy() if owner is not None else None
             if policy is not None:
                 policy.found_live(output.indices)
 
     def end(self, why: str) -> None:
-        """Never run again, and let go of all memory. Called by who has the turn of one of its arenas, or its own."""
+        """Never run again, and let go of all memory. Called by who has the lock of one of its arenas, or its own."""
         self.ended = why
-        self._leave()
+        self._retire()
         self._graphs, self._steps, self._pools, self._kept, self._watched = [], [], [], [], []
-        self._memory, self._places, self._updated = {}, {}, []
+        self._memory, self._input_buffers, self._mutated = {}, {}, []
         self._placed.end()
         self._collect, self._check_inputs = _ended, None
-        self._lent, self._overwritten = Lent(), None
+        self._live_outputs, self._liveness = LiveOutputs(), None
 
-    def run(self, inputs: list[Any], call: Call) -> Any:
-        """Replay on ``inputs`` and hand out the outputs. ``call`` has the turn, and no other stream works there now.
+    def run(self, inputs: list[Any], owner: LockOwner) -> Any:
+        """Replay on ``inputs`` and hand out the outputs. ``owner`` has its locks; no other stream works there now.
 
         Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
         """
         r = self._r
         self.used = next_use()
         for arena in self._arenas:
-            arena.stream = call.stream
+            arena.stream = owner.stream
         try:
             r[: self._inputs_end] = inputs
             if self._frees_inputs:
@@ -725,12 +727,12 @@ class Recording:
             r[:] = self._blank
 
     def _hand_out(self, inputs: Sequence[Any]) -> Any:
-        for position, place in self._updated:
+        for position, place in self._mutated:
             inputs[position].copy_(place)
         return self._collect(self._r)
 
     def _fill_places(self, inputs: Sequence[Any]) -> None:
-        for places, positions in self._places.values():
+        for places, positions in self._input_buffers.values():
             torch._foreach_copy_(places, [unexpanded(inputs[position]) for position in positions])
 
 
@@ -761,13 +763,13 @@ def _ended(registers: list[Any]) -> Any:
     raise AssertionError("a recording that has ended was run")
 
 
-def _leave(lent: Lent, arenas: Sequence[Arena], beside: list[torch.Tensor]) -> None:
+def _retire(live: LiveOutputs, arenas: Sequence[Arena], unplanned: list[torch.Tensor]) -> None:
     """A recording ends. The device may not have done its work yet, on whichever stream that was issued."""
-    lent.leave()
+    live.retire()
     for arena in arenas:
         arena.changed()
-        arena.keep_until_done(beside)
-    beside.clear()
+        arena.keep_until_done(unplanned)
+    unplanned.clear()
 
 
 def _made_of(output: Node) -> dict[Node, list[Node]]:

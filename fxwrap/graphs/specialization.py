@@ -29,10 +29,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..plan import MemoryPlan
-from .memory import ARENAS, AT_ONE_TIME, Arena, has_address
-from .provision import Forecast
+from .arenas import ARENAS, AT_ONE_TIME, Arena, has_address
+from .locks import LockOwner
+from .memory_provider import Estimate
 from .recording import Recording
-from .turn import Call
 
 # An input that has moved so often is static no more; one that AOTAutograd does not call static may not move at all.
 _MOVES = 3
@@ -82,7 +82,7 @@ class Decision:
     """What to do with a call that cannot be replayed as it is.
 
     Attributes:
-        replay: a recording that can be replayed after all; the call has its turn.
+        replay: a recording that can be replayed after all; the call has its locks.
         record: why to record; empty to run eagerly.
         eager: why to run eagerly.
         event: what happened, for the counters.
@@ -135,7 +135,7 @@ class Specialization:
     blocked: int = 0
     apart: bool = False
     why: str = ""
-    forecast: Forecast | None = None
+    estimate: Estimate | None = None
     plan: MemoryPlan | None = None
     calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
@@ -143,7 +143,7 @@ class Specialization:
 
     # -- what a call finds ------------------------------------------------------------------------------
 
-    def decide(self, inputs: list[Any], call: Call, full: bool) -> Decision:
+    def decide(self, inputs: list[Any], owner: LockOwner, full: bool) -> Decision:
         """Find out why no recording could be replayed, and what to do about it.
 
         Args:
@@ -155,22 +155,22 @@ class Specialization:
             return self._moved(inputs) if self.recordings and not self.why else self._first()
         live, blocked, waits = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
-            if not recording.take(call):
-                recording.give(call)
+            if not recording.acquire(owner):
+                recording.release(owner)
                 continue
             if recording.is_free():
-                if recording.is_idle_for(call):
+                if recording.is_idle_for(owner):
                     return Decision(replay=recording)
                 waits.append(recording)
             else:
                 (live if recording.held() else blocked).append(recording)
-            recording.give(call)
+            recording.release(owner)
         for recording in waits if full or len(waits) >= AT_ONE_TIME else ():
-            if recording.take(call):
+            if recording.acquire(owner):
                 for arena in recording.request.arenas.values():
-                    arena.follow(call.stream)
+                    arena.follow(owner.stream)
                 return Decision(replay=recording)
-            recording.give(call)
+            recording.release(owner)
         if live:
             return self._live(live)
         if blocked:
@@ -193,7 +193,7 @@ class Specialization:
         """No recording is for these addresses. What another recording hands out is at one of a few."""
 
         def moved_from(recording: Recording) -> list[int]:
-            return [p for p in recording.request.bound_inputs if not recording.is_at(p, inputs[p])]
+            return [p for p in recording.request.static_inputs if not recording.is_at(p, inputs[p])]
 
         moved = min(map(moved_from, self.recordings), key=len)
         known = [p for p in moved if ARENAS.owns(inputs[p].data_ptr())]
@@ -267,7 +267,7 @@ class Specialization:
         if moves >= (_MOVES if expected else 1) or (here := Seen.of(value)) is None:
             return False
         in_arena = ARENAS.owns(here.address)
-        if expected and self.forecast is not None and position in self.forecast.handed_in:
+        if expected and self.estimate is not None and position in self.estimate.saved_tensors:
             return in_arena  # a saved activation: elsewhere it is a new tensor at every call
         if expected and (moves or not self.seen or in_arena):
             return True  # without a call to compare with (warmup=0) there is AOTAutograd's word alone
@@ -286,7 +286,7 @@ class Specialization:
         gone = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
         # What is static comes first: a recording with fewer static inputs is for other addresses, too.
         kept = [r for r in self.recordings if r not in gone]
-        self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.bound_inputs)))
+        self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.static_inputs)))
         self.why = ""
 
     def waits_for_memory(self, device: torch.device) -> str:
@@ -327,7 +327,7 @@ class Specializations:
     def is_full(self) -> bool:
         return len(self.recordings()) >= self._most
 
-    def make_room(self, wanted: Specialization, call: Call) -> bool:
+    def make_room(self, wanted: Specialization, owner: LockOwner) -> bool:
         """End the least recently used recording if there are too many; False if it has to stay.
 
         It stays unless ``wanted`` was called more than once since that was used. Shapes called in turn, more of them
@@ -338,20 +338,20 @@ class Specializations:
             wanted.evicted = False
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         while self.is_full():
-            owners = ((r, one) for one in self.values() for r in one.recordings)
-            for oldest, owner in sorted(owners, key=lambda known: known[0].used):
+            holders = ((r, one) for one in self.values() for r in one.recordings)
+            for oldest, holder in sorted(holders, key=lambda known: known[0].used):
                 recent = itertools.islice(reversed(wanted.calls), self._patience)
-                if sum(when > oldest.used for when in recent) < self._patience and owner is not wanted:
+                if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:
                     return False
-                owner.why = "max_recordings: the least recently used"
+                holder.why = "max_recordings: the least recently used"
                 try:
-                    if not oldest.take(call):
+                    if not oldest.acquire(owner):
                         continue
-                    oldest.end(owner.why)
+                    oldest.end(holder.why)
                 finally:
-                    oldest.give(call)
-                owner.recordings = tuple(r for r in owner.recordings if r is not oldest)
-                owner.evicted = owner is not wanted
+                    oldest.release(owner)
+                holder.recordings = tuple(r for r in holder.recordings if r is not oldest)
+                holder.evicted = holder is not wanted
                 break
             else:
                 return False

@@ -19,13 +19,13 @@ from torch.fx import GraphModule
 
 from ..backend import fxwrap as backend
 from ..codegen.dynamo import owners_of, with_own_code
+from ..compilation import Owner, live_owners
 from ..errors import FxwrapError
 from ..graphs.program import Program
-from ..host_graph import Kernel, constants, kind_of, operator_name, user_line
-from ..listing import list_graph
-from ..owner import Owner, live_owners
-from ..passes.symbols import bytes_expression
-from ..passes.verdicts import is_work
+from ..host_graph.listing import list_graph
+from ..host_graph.nodes import Kernel, constants, kind_of, operator_name, user_line
+from ..passes.analysis.sizes import bytes_expression
+from ..passes.partition.capturability import is_work
 from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, StorageFacts, Verdict
 
 _WIDTH = 118
@@ -59,8 +59,8 @@ class GraphReport:
     def predicted(self) -> tuple[Prediction, ...]:
         """The memory of the newest shape that is known, by device: that of a forward is with its backward, as soon as
         that has run, and that of a backward is with its forward."""
-        forecast = self.program.forecast
-        if forecast is None or forecast.follows:
+        estimate = self.program.estimate
+        if estimate is None or estimate.follows:
             return ()
         return tuple(self.program.predict())
 
@@ -88,7 +88,7 @@ class GraphReport:
                     "extern_calls": p.externs,
                     "device": str(p.device),
                     "reason": p.reason,
-                    "worth_us": None if p.worth is None else dataclasses.asdict(p.worth),
+                    "benefit_us": None if p.benefit is None else dataclasses.asdict(p.benefit),
                     "nodes": [node.name for node in p.nodes],
                 }
                 for p in self.partitions
@@ -252,7 +252,7 @@ def _render(number: int, report: GraphReport) -> RenderableType:
 def _partition_table(partitions: tuple[Partition, ...]) -> Table:
     table = Table("partition", "verdict", "launches", "extern calls", "reason", box=None, pad_edge=False)
     for p in partitions:
-        reason = p.reason or (f"estimate: {p.worth}" if p.worth is not None else "-")
+        reason = p.reason or (f"estimate: {p.benefit}" if p.benefit is not None else "-")
         table.add_row(str(p.index), p.verdict.value, str(p.launches), str(p.externs), Text(reason))
     return table
 
@@ -307,13 +307,13 @@ def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
 
 
 def _prediction_lines(report: GraphReport) -> list[Text]:
-    forecast = report.program.forecast
-    if forecast is None:
+    estimate = report.program.estimate
+    if estimate is None:
         return []
-    if forecast.follows:
+    if estimate.follows:
         return [Text("predicted with the forward graph")]
     lines = []
-    together = report.phase == "forward" and forecast.successor is not None
+    together = report.phase == "forward" and estimate.successor is not None
     who = "forward and backward take" if together else "a call takes"
     for one in report.predicted:
         parts = [f"arena {one.arena:,}"] if one.arena or not one.outside else []
@@ -321,8 +321,8 @@ def _prediction_lines(report: GraphReport) -> list[Text]:
             parts.append(f"allocated when needed {one.outside:,}, by operators {one.operators:,} of it")
         lines.append(f"predicted on {one.device}: {who} {one.total:,} bytes ({'; '.join(parts)})")
         kept = f"{one.outputs:,} bytes are the caller's in the end"
-        stay = f", and {forecast.static_inputs:,} bytes of inputs stay where they are"
-        lines.append(f"  {kept}{stay if forecast.static_inputs else ''}")
+        stay = f", and {estimate.static_inputs:,} bytes of inputs stay where they are"
+        lines.append(f"  {kept}{stay if estimate.static_inputs else ''}")
     return [Text(line) for line in lines]
 
 

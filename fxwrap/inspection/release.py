@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..graphs.memory import ARENAS
+from ..graphs.arenas import ARENAS
 from .explain import report
 
 

@@ -22,8 +22,9 @@ from unittest import mock
 import torch
 
 from ..errors import CaptureError
-from ..graphs.device_graph import DeviceRuntime, HostGraph
-from ..graphs.memory import tensor_over, tensors_in
+from ..graphs.arenas import tensor_over, tensors_in
+from ..graphs.devices.host_graph import HostGraph
+from ..graphs.devices.runtime import DeviceRuntime
 
 
 @dataclass(frozen=True)

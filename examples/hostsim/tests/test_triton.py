@@ -22,8 +22,8 @@ import triton.language as tl
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend
-from fxwrap.host_graph import kernel_of
-from fxwrap.owner import Owner
+from fxwrap.compilation import Owner
+from fxwrap.host_graph.nodes import kernel_of
 from fxwrap.testing.triton_interpreter import interpreted_triton
 
 

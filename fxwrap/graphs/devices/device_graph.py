@@ -1,0 +1,71 @@
+"""Device graphs: objects that capture work and replay it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class DeviceGraph(Protocol):
+    """The methods of ``torch.accelerator.Graph``."""
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def instantiate(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def pool(self) -> Any: ...
+
+    def enable_debug_mode(self) -> None: ...
+
+    def debug_dump(self, path: str) -> None: ...
+
+
+class CUDAGraphAdapter:
+    """``torch.cuda.CUDAGraph`` with the methods of ``torch.accelerator.Graph``."""
+
+    def __init__(self, pool: Any = None) -> None:
+        self._graph: Any = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture_begin(self) -> None:
+        # Other threads may go on allocating and synchronising while this one captures.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def capture_end(self) -> None:
+        self._graph.capture_end()
+
+    def instantiate(self) -> None:
+        """capture_end has done it."""
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph.reset()
+
+    def pool(self) -> Any:
+        return self._graph.pool()
+
+    def enable_debug_mode(self) -> None:
+        self._graph.enable_debug_mode()
+
+    def debug_dump(self, path: str) -> None:
+        self._graph.debug_dump(path)
+
+
+class XPUGraphAdapter(CUDAGraphAdapter):
+    """``torch.xpu.XPUGraph`` with the methods of ``torch.accelerator.Graph``."""
+
+    def __init__(self, pool: Any = None) -> None:
+        self._graph = torch.xpu.XPUGraph()
+        self._pool = pool
+
+    def capture_begin(self) -> None:
+        self._graph.capture_begin(pool=self._pool)

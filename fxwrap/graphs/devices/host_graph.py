@@ -1,0 +1,83 @@
+"""The device graph of the CPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from ...errors import CaptureError
+
+# A weak reference: a capture that an interrupt cut short ends with its graph.
+_capturing: ContextVar[weakref.ref[HostGraph] | None] = ContextVar("fxwrap_capturing", default=None)
+
+
+def capturing_graph() -> HostGraph | None:
+    reference = _capturing.get()
+    return reference() if reference is not None else None
+
+
+class HostGraph:
+    """The device graph of the CPU: a flat list of calls whose arguments are bound.
+
+    Between ``capture_begin`` and ``capture_end`` every call issued with ``issue`` on this thread runs and is
+    kept; ``replay`` runs them again, in order. What an accelerator's graph does in hardware, without it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], Any]] = []
+        self._captured = False
+
+    def capture_begin(self) -> None:
+        if self._captured:
+            raise CaptureError("host graph: already captured", remedy="call reset() before capturing again")
+        if capturing_graph() is not None:
+            raise CaptureError("host graph: another capture is under way on this thread")
+        _capturing.set(weakref.ref(self))
+
+    def capture_end(self) -> None:
+        if capturing_graph() is not self:
+            raise CaptureError("host graph: capture_end() without capture_begin()")
+        self._captured = True
+        _capturing.set(None)
+
+    def add(self, call: Callable[[], Any]) -> None:
+        """Run a call, and keep it."""
+        call()
+        self._calls.append(call)
+
+    def instantiate(self) -> None:
+        """Nothing is left to do: the calls are bound."""
+
+    def replay(self) -> None:
+        if not self._captured:
+            raise CaptureError("host graph: nothing was captured", remedy="capture before replay()")
+        for call in self._calls:
+            call()
+
+    def reset(self) -> None:
+        self._calls, self._captured = [], False
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+    def enable_debug_mode(self) -> None:
+        """Calls can always be listed."""
+
+    def debug_dump(self, path: str) -> None:
+        """Write the captured calls to ``path``: the source of each, or its name."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(f"{getattr(call, 'source', call)}\n" for call in self._calls)
+
+
+def issue(call: Callable[[], Any]) -> None:
+    """Run ``call`` now; if a host graph is capturing on this thread, it keeps the call.
+
+    On an accelerator the work that ``call`` launches is what the device's graph captures.
+    """
+    graph = capturing_graph()
+    if graph is None:
+        call()
+    else:
+        graph.add(call)

@@ -1,0 +1,262 @@
+"""Memory for recordings: what they will need, seen while programs warm up, and arenas that are large enough."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import CaptureError, MemoryLimitError
+from ..plan import Allocations, MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan, Taken
+from .arenas import ARENAS, Arena, has_address, reach, tensors_in
+from .devices.runtime import current_stream, runtime_for
+from .links import LINKS
+from .locks import LockOwner
+from .torch_functions import TorchFunctions
+
+# How many times what anybody needs an arena may be large.
+_SLACK = 2
+
+# What outputs of other recordings have in a device's arena.
+TakenIn = Callable[[torch.device], Sequence[Taken]]
+
+
+@dataclass(frozen=True)
+class Planners:
+    """
+    Attributes:
+        plan: plans one recording, in what is free, and verifies the plan; it may be told what to try, and a plan for
+            other sizes.
+        plan_pair: what to try for two programs, of which the second gets what the first saves.
+        predict: the memory of one program, or of two that are planned together.
+        measure: bytes that work nodes allocate beyond what they return, found by running some of them.
+    """
+
+    plan: Callable[[Planned, TakenIn, PlacementHint | None, MemoryPlan | None], MemoryPlan]
+    plan_pair: Callable[[Planned, Planned, Mapping[int, Sequence[Node]]], tuple[PlacementHint, PlacementHint]]
+    predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]]], list[Prediction]]
+    measure: Callable[[Sequence[Node], Allocations], Mapping[Node, int]]
+
+
+@dataclass(eq=False)
+class Estimate:
+    """What is known of the memory of a specialization before anything is recorded.
+
+    Attributes:
+        planned: the program at the sizes.
+        successor: the estimate of the program that gets what this one saves, and its inputs by storage of this one.
+        hint: from a plan for this program and the one before.
+        saved_tensors: positions of the inputs that other programs hand out.
+        static_inputs: bytes of inputs that stay where they are.
+        follows: it is the successor of another.
+    """
+
+    planned: Planned
+    static_inputs: int = 0
+    saved_tensors: frozenset[int] = frozenset()
+    follows: bool = False
+    successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[Node]]] | None = None
+    hint: PlacementHint | None = None
+
+
+# A plan, the arenas for it by device, and positions of the donated inputs whose memory is used again.
+Provision = tuple[Planned, MemoryPlan, Mapping[torch.device, Arena], tuple[int, ...]]
+
+
+@dataclass
+class MemoryProvider:
+    """Finds memory for the recordings of one program."""
+
+    planners: Planners
+    evaluate: Callable[[Mapping[Node, Any]], dict[Node, Any]]
+    functions: TorchFunctions
+    placeholders: Sequence[Node]
+    # Inputs of which an operator may read what lies before their first element, and that operator.
+    whole_storage: Mapping[Node, str] = field(default_factory=dict)
+    max_memory: int = 0
+    # Of work nodes, at the sizes that the program was compiled for.
+    _workspace: Mapping[Node, int] | None = None
+
+    def expect(
+        self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None
+    ) -> tuple[Estimate, MemoryPlan]:
+        """Plan ahead, for a call that runs eagerly: the next one may be recorded.
+
+        Args:
+            like: the plan before, for other sizes.
+
+        Raises:
+            PlanError: the program cannot be recorded at all.
+        """
+        try:
+            planned = self._planned(plan, inputs, plan.static_inputs)
+        except CaptureError:
+            planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
+        memory = self.planners.plan(planned, lambda device: (), None, like)
+        found = LINKS.made_by(inputs, range(len(inputs)))
+        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs])))
+        estimate = Estimate(planned, static_inputs, frozenset(found))
+        fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
+        saved_as: dict[Estimate, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
+        for position, (before, index) in found.items():
+            storage = inputs[position].untyped_storage()
+            fed[storage.device][storage._cdata] = storage.nbytes()
+            saved_as[before][index].append(self.placeholders[position])
+        if plan.phase == "backward":
+            for before, nodes in saved_as.items():
+                before.successor = weakref.ref(estimate), nodes
+                estimate.follows = True
+                ARENAS.withdraw(before)  # what both need together is found when the first is recorded
+        else:
+            for device, arena in memory.arenas.items():
+                ARENAS.expect(device, estimate, arena.placement.size + sum(fed[device].values()))
+        return estimate, memory
+
+    def predict(self, estimate: Estimate) -> list[Prediction]:
+        """The memory of a family's calls, with that of the program that gets what they save, by device."""
+        programs, saved_as = [estimate.planned], dict[int, Sequence[Node]]()
+        if estimate.successor is not None and (after := estimate.successor[0]()) is not None:
+            programs, saved_as = [estimate.planned, after.planned], dict(estimate.successor[1])
+        return self.planners.predict(programs, saved_as)
+
+    def hand_out(self, estimate: Estimate, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
+        """Note where the outputs of an eager run are, by storage, to see who gets them."""
+        LINKS.hand_out(estimate, outputs)
+
+    def provide(
+        self,
+        plan: ProgramPlan,
+        inputs: Sequence[Any],
+        static: Collection[int],
+        estimate: Estimate | None,
+        known: MemoryPlan | None,
+        like: MemoryPlan | None,
+        owner: LockOwner,
+        held: list[Arena],
+        but: Callable[[Arena], bool],
+    ) -> Provision:
+        """Plan a recording, in arenas that ``owner`` gets, and that grow if need be.
+
+        Args:
+            static: positions of inputs whose addresses stay.
+            known, like: plans for the same sizes, and for others.
+            held: the arenas are entered here, to be given back.
+            but: tells which arenas will not do.
+
+        Raises:
+            CaptureError: an input cannot have a place.
+            MemoryLimitError: more than ``max_memory`` would be kept, or the device is out of memory.
+            PlanError: the verifier refused the plan.
+        """
+        planned = self._planned(plan, inputs, static)
+        if estimate is not None:
+            estimate.planned = planned  # it is known by now which inputs stay
+        if not planned.frozen:
+            memory = known or self.planners.plan(planned, lambda device: (), None, None)
+            return planned, memory, {}, ()
+        hint = self._with_successor(planned, estimate)
+        donated: dict[int, list[int]] = defaultdict(list)  # positions by storage
+        for position in plan.donated.intersection(static):
+            donated[inputs[position].untyped_storage()._cdata].append(position)
+        reused_inputs: set[int] = set()
+        stream = current_stream(plan.device)
+
+        def arena_of(device: torch.device) -> Arena:
+            found = next((arena for arena in held if arena.device == device), None)
+            return found or ARENAS.acquire(device, stream, owner, held, but)
+
+        def taken(device: torch.device) -> list[Taken]:
+            found = []
+            for output, holders in arena_of(device).held().items():
+                positions = donated.get(output.storage._cdata, [])
+                last = positions if len(positions) == holders else []
+                found.append(Taken(output.low, output.high, tuple(self.placeholders[p] for p in last)))
+                reused_inputs.update(last)
+            return found
+
+        while True:
+            reused_inputs.clear()
+            memory = self.planners.plan(planned, taken, hint, like)
+            sizes = {arena_of(device): one.placement.size for device, one in memory.arenas.items()}
+            for arena, nbytes in sizes.items():
+                ARENAS.correct(arena.device, estimate, nbytes)
+            # Moved memory has nobody's outputs in it: another plan.
+            if not any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()]):
+                # The arena's pool is where operators allocate during capture.
+                arenas = {device: arena_of(device) for device in {*memory.arenas, plan.device}}
+                return planned, memory, arenas, tuple(sorted(reused_inputs))
+
+    def _fit(self, arena: Arena, nbytes: int) -> bool:
+        """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
+        # Around live outputs it may be more next time: few steps up, so that few recordings end.
+        again = arena.needed_again()
+        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.held() else 0
+        for expected in (max(room, again, ARENAS.expected(arena.device)), 0):
+            needed = max(nbytes, arena.needed(), expected)
+            size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
+            if not self.max_memory or ARENAS.make_room(arena, size, self.max_memory):
+                if size == arena.nbytes:
+                    return False
+                try:
+                    arena.resize(size)
+                except MemoryLimitError:
+                    if not expected:
+                        raise
+                    continue  # without what others will need
+                return True
+        raise MemoryLimitError(
+            f"recording needs {nbytes:,} bytes on {arena.device}",
+            expected=f"no more than max_memory, {self.max_memory:,}, with what other calls use now",
+            remedy="raise max_memory, or free outputs that are kept",
+        )
+
+    def _with_successor(self, planned: Planned, estimate: Estimate | None) -> PlacementHint | None:
+        """What suits the program that gets what this one saves, too."""
+        if estimate is None or estimate.successor is None or (after := estimate.successor[0]()) is None:
+            return estimate.hint if estimate is not None else None
+        own, after.hint = self.planners.plan_pair(planned, after.planned, estimate.successor[1])
+        return own
+
+    def _planned(self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int]) -> Planned:
+        runtime = runtime_for(plan.device)
+        if runtime.frozen_addresses:
+            buffers, places_results = self._input_buffers(inputs, bound), runtime.place_allocations is not None
+            return Planned(plan, self._numbers(inputs), buffers, places_results=places_results)
+        if self._workspace is None:
+            self._workspace = self.planners.measure(plan.schedule, self.functions.allocations)
+        donated = tuple(self._donated(plan, inputs))
+        return Planned(plan, self._numbers(inputs), {}, False, self._workspace, donated=donated)
+
+    def _donated(self, plan: ProgramPlan, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[Node, ...]]]:
+        """Storages of which all that share them are donated: bytes, and the inputs."""
+        sharing: dict[int, list[int]] = defaultdict(list)
+        for position, value in enumerate(inputs):
+            if isinstance(value, torch.Tensor) and has_address(value):
+                sharing[value.untyped_storage()._cdata].append(position)
+        for positions in sharing.values():
+            if plan.donated.issuperset(positions):
+                nbytes = inputs[positions[0]].untyped_storage().nbytes()
+                yield nbytes, tuple(self.placeholders[p] for p in positions)
+
+    def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        return self.evaluate(dict(zip(self.placeholders, inputs, strict=True)))
+
+    def _input_buffers(self, inputs: Sequence[Any], bound: Collection[int]) -> dict[Node, tuple[torch.device, int]]:
+        """Inputs that are copied to places in the arena: device and bytes."""
+        found = {}
+        for position, (node, value) in enumerate(zip(self.placeholders, inputs, strict=True)):
+            if position in bound or not isinstance(value, torch.Tensor) or not has_address(value):
+                continue
+            if node in self.whole_storage:
+                raise CaptureError(
+                    f"{self.whole_storage[node]} counts from the start of an input's storage, of which a device "
+                    "graph would have a part",
+                )
+            found[node] = (value.device, reach(value))
+        return found

@@ -1,0 +1,85 @@
+"""Host graphs as text, one short line a node."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .nodes import Kind, kind_of
+
+
+def list_graph(gm: GraphModule, checks: bool = False) -> str:
+    """Print a host graph, branches and loop bodies included: allocations, launches, extern calls, views, arithmetic.
+
+    Args:
+        checks: also list the asserts.
+    """
+    lines = []
+    for node in gm.graph.nodes:
+        kind = kind_of(node)
+        if kind is Kind.CHECK and not checks:
+            continue
+        line = _line(node, kind, checks)
+        if line:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def line_of(node: Node) -> str:
+    """The line of one node."""
+    return _line(node, kind_of(node), True)
+
+
+def _line(node: Node, kind: Kind, checks: bool) -> str:
+    if kind is Kind.PLACEHOLDER:
+        return f"{node.name}: {_type_of(node.meta.get('val'))}"
+    if kind is Kind.CONSTANT:
+        # A kernel is named where it is launched.
+        value = getattr(node.graph.owning_module, str(node.target).split(".")[0], None)
+        if isinstance(value, GraphModule):
+            return f"{node.name} = graph\n{textwrap.indent(list_graph(value, checks), '    ')}"
+        return f"{node.name} = constant {_type_of(value)}" if isinstance(value, torch.Tensor) else ""
+    if kind is Kind.OUTPUT:
+        return f"return {_value(node.args[0])}"
+    if kind is Kind.ALLOCATION:
+        size, stride = node.args
+        dtype, device = _value(node.kwargs["dtype"]), node.kwargs["device"]
+        return f"{node.name} = allocate {_value(size)}, strides {_value(stride)}, {dtype}, {device}"
+    if kind is Kind.LAUNCH:
+        kernel, *args = node.args
+        return f"launch {_value(kernel)}({', '.join(map(_value, args))})"
+    args_text = [_value(arg) for arg in node.args]
+    args_text += [f"{name}={_value(value)}" for name, value in node.kwargs.items()]
+    text = f"{_target(node.target)}({', '.join(args_text)})"
+    return f"{node.name} = {text}" if node.users else text
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, (tuple, list)):
+        items = ", ".join(map(_value, value))
+        if isinstance(value, list):
+            return f"[{items}]"
+        return f"({items}{',' if len(value) == 1 else ''})"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(map(str, value.shape))
+        return f"{_value(value.dtype)}[{sizes}] on {value.device}"
+    if isinstance(value, (int, torch.SymInt)):
+        return "int"
+    return "unknown" if value is None else type(value).__name__

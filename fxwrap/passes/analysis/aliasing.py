@@ -1,0 +1,246 @@
+"""ANALYSE: which values share memory, and who reads and writes it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ...host_graph.nodes import (
+    Kernel,
+    Kind,
+    communicates,
+    control_flow_of,
+    kernel_of,
+    kind_of,
+    must_be_awaited,
+    nodes_in,
+    output_node,
+    receives,
+    schema_of,
+    waits,
+)
+from ...plan import Origin, Storage, StorageFacts
+
+_NONE: frozenset[int] = frozenset()
+
+
+def analyse_storages(gm: GraphModule) -> StorageFacts:
+    """Compute alias and mutation facts at storage level.
+
+    Facts come from what is declared: kernel signatures and operator schemas. A callable without a schema is
+    taken to write all its tensor operands and to return views of them, so that nothing is missed.
+    """
+    return _Analysis(gm).run()
+
+
+class _Analysis:
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.storages: list[Storage] = []
+        self.of: dict[Node, frozenset[int]] = {}
+        self.elements: dict[Node, dict[int, frozenset[int]]] = {}
+        self.constants: dict[str, Node] = {}  # the first node that reads an attribute
+        self.reads: dict[Node, frozenset[int]] = {}
+        self.writes: dict[Node, frozenset[int]] = {}
+        self.ends: dict[Node, frozenset[Node]] = {}
+        self.under_way: dict[int, frozenset[Node]] = {}  # the latest communications that fill a storage
+        self.not_awaited: frozenset[int] = _NONE
+        self.begun_before: frozenset[int] = _NONE
+
+    def run(self) -> StorageFacts:
+        for node in self.gm.graph.nodes:
+            self._visit(node, kind_of(node))
+        in_flight = self.not_awaited | self.begun_before
+        return StorageFacts(tuple(self.storages), self.of, self.reads, self.writes, self.ends, in_flight)
+
+    def _visit(self, node: Node, kind: Kind) -> None:
+        if kind is Kind.PLACEHOLDER:
+            if not isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat)):
+                self.of[node] = self._new(node, Origin.INPUT)
+        elif kind is Kind.CONSTANT:
+            # Kernels and subgraphs are no memory; a torchbind object is state of its own.
+            if not isinstance(_attribute(self.gm, str(node.target)), (Kernel, torch.nn.Module)):
+                first = self.constants.setdefault(str(node.target), node)
+                self.of[node] = self.of[first] if first in self.of else self._new(node, Origin.CONSTANT)
+        elif kind is Kind.ALLOCATION:
+            self.of[node] = self._new(node, Origin.ALLOCATION)
+        elif kind is Kind.VIEW:
+            self._visit_view(node)
+        elif kind is Kind.LAUNCH:
+            self._visit_launch(node)
+        elif kind is Kind.EXTERN:
+            self._visit_extern(node)
+
+    def _new(self, node: Node, origin: Origin, element: int | None = None) -> frozenset[int]:
+        storage = Storage(len(self.storages), origin, node, element)
+        self.storages.append(storage)
+        return frozenset({storage.index})
+
+    def _storages_in(self, value: Any) -> frozenset[int]:
+        return _NONE.union(*(self.of.get(node, _NONE) for node in nodes_in(value)))
+
+    def _visit_view(self, node: Node) -> None:
+        base, *rest = node.args
+        if node.target is operator.getitem and isinstance(base, Node) and base in self.elements:
+            elements = self.elements[base]
+            index = rest[0]
+            self.of[node] = elements[index] if index in elements else self.of[base]  # type: ignore[index]
+        else:
+            self.of[node] = self._storages_in(base)
+            if isinstance(base, Node) and base in self.elements:
+                self.elements[node] = self.elements[base]
+
+    def _visit_launch(self, node: Node) -> None:
+        kernel = kernel_of(node)
+        args = node.args[1:]
+        positions = range(len(args)) if kernel is None else kernel.writes
+        self.reads[node] = self._storages_in(args)
+        self.writes[node] = self._storages_in([args[position] for position in positions])
+
+    def _visit_extern(self, node: Node) -> None:
+        self.reads[node] = self._storages_in((node.args, node.kwargs))
+        schema = schema_of(node)
+        if waits(node):
+            self._visit_wait(node)
+        elif schema is None or receives(node):
+            self._visit_undeclared(node)
+        else:
+            self._visit_declared(node, schema._schema)
+        if communicates(node) and not waits(node):
+            filled = self.writes[node] or self.of.get(node, _NONE)
+            self.under_way.update(dict.fromkeys(filled, frozenset({node})))
+            if must_be_awaited(node):
+                self.not_awaited |= filled
+
+    def _visit_wait(self, node: Node) -> None:
+        (operand,) = (*node.args, *node.kwargs.values())
+        filled = self.reads[node]
+        ended = frozenset[Node]().union(*(self.under_way.get(index, ()) for index in filled))
+        self.of[node] = self.writes[node] = filled
+        if isinstance(operand, (tuple, list)):
+            self.elements[node] = {i: self._storages_in(item) for i, item in enumerate(operand)}
+        self.reads[node] = filled.union(*(self.reads[begun] for begun in ended))
+        self.ends[node] = ended
+        self.not_awaited -= filled
+        if not ended:
+            self.begun_before |= {index for index in filled if self.storages[index].origin is Origin.INPUT}
+
+    def _visit_declared(self, node: Node, schema: Any) -> None:
+        written: frozenset[int] = _NONE
+        inside_lists: frozenset[int] = _NONE
+        returned: dict[str, frozenset[int]] = {}
+        for argument, value in bound_arguments(schema, node):
+            if argument.alias_info is None:
+                continue
+            storages = self._storages_in(value)
+            if argument.alias_info.is_write:
+                written |= storages
+            for label in (*argument.alias_info.before_set, *argument.alias_info.after_set):
+                returned[label] = returned.get(label, _NONE) | storages
+            if "*" in argument.alias_info.after_set:
+                # Views of the argument come back inside a list, which carries no label of its own.
+                inside_lists |= storages
+        self.writes[node] = written
+        if inside_lists:
+            self.of[node] = inside_lists
+        else:
+            self._visit_results(node, schema.returns, returned)
+
+    def _visit_results(self, node: Node, returns: Any, returned: dict[str, frozenset[int]]) -> None:
+        val = node.meta.get("val")
+        aliased = [
+            _NONE.union(*(returned.get(label, _NONE) for label in declared.alias_info.before_set))
+            if declared.alias_info is not None
+            else _NONE
+            for declared in returns
+        ]
+        if len(returns) == 1:
+            if aliased[0]:
+                self.of[node] = aliased[0]
+            elif isinstance(val, (tuple, list)):
+                self.elements[node] = {i: self._new(node, Origin.EXTERN, i) for i in range(len(val))}
+                self.of[node] = _NONE.union(*self.elements[node].values())
+            elif _may_be_tensor(returns[0]):
+                # A sparse tensor holds the indices and values that it was made of.
+                made_of = _NONE if getattr(val, "layout", torch.strided) is torch.strided else self.reads[node]
+                self.of[node] = self._new(node, Origin.EXTERN) | made_of
+        elif returns:
+            self.elements[node] = {
+                i: aliased[i] or (self._new(node, Origin.EXTERN, i) if _may_be_tensor(declared) else _NONE)
+                for i, declared in enumerate(returns)
+            }
+            self.of[node] = _NONE.union(*self.elements[node].values())
+
+    def _visit_undeclared(self, node: Node) -> None:
+        if control_flow_of(node) is not None:
+            self._visit_control_flow(node)
+            return
+        target = node.target
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            schemas = [getattr(target, name)._schema for name in target.overloads()]
+            written = _NONE
+            aliases = False
+            for schema in schemas:
+                aliases |= any(declared.alias_info is not None for declared in schema.returns)
+                for argument, value in bound_arguments(schema, node):
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        written |= self._storages_in(value)
+            self.writes[node] = written
+            fresh = self._new(node, Origin.EXTERN)
+            self.of[node] = fresh | self.reads[node] if aliases else fresh
+            return
+        self.writes[node] = self.reads[node]
+        self.of[node] = self.reads[node] | self._new(node, Origin.EXTERN)
+
+    def _visit_control_flow(self, node: Node) -> None:
+        """What a branch or a loop writes and hands back of its operands is what its subgraphs do."""
+        flow = control_flow_of(node)
+        assert flow is not None
+        written: frozenset[int] = _NONE
+        handed_back: list[list[frozenset[int]]] = []
+        for subgraph in flow.subgraphs:
+            facts = analyse_storages(subgraph)
+            inputs = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
+            operand = {n: self._storages_in(value) for n, value in zip(inputs, flow.operands, strict=True)}
+
+            def outside(
+                indices: frozenset[int], facts: StorageFacts = facts, operand: Any = operand
+            ) -> frozenset[int]:
+                return _NONE.union(*(operand.get(facts.storages[index].node, _NONE) for index in indices))
+
+            written |= outside(_NONE.union(*facts.writes.values()))
+            results: Any = output_node(subgraph).args[0]
+            handed_back.append([outside(facts.of.get(value, _NONE)) for value in results])
+        shared = [_NONE.union(*sets) for sets in zip(*handed_back, strict=True)]
+        if flow.repeats:
+            # What comes back in one place may have gone in at another, an iteration before.
+            everything = self._storages_in(flow.operands)
+            shared = [everything] * len(shared) if any(shared) else shared
+            written = everything if written else written
+        self.writes[node] = written
+        self.elements[node] = {i: old | self._new(node, Origin.EXTERN, i) for i, old in enumerate(shared)}
+        self.of[node] = _NONE.union(*self.elements[node].values())
+
+
+def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:
+    """Pair a call's values with the schema's arguments."""
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+        elif position < len(node.args) and not argument.kwarg_only:
+            yield argument, node.args[position]
+
+
+def _may_be_tensor(declared: Any) -> bool:
+    return "Tensor" in str(declared.type) or "Future" in str(declared.type)
+
+
+def _attribute(gm: GraphModule, path: str) -> Any:
+    value: Any = gm
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

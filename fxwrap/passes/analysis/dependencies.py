@@ -1,0 +1,73 @@
+"""ANALYSE: the dependency graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import networkx as nx
+import torch
+from torch.fx import GraphModule, Node
+
+from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
+from ...plan import StorageFacts
+
+
+def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
+    """Build the DAG of host-graph nodes whose every topological order computes the same numbers.
+
+    Edges carry ``kind``, one rule each:
+
+    ====== =========================================================================
+    data   a node uses another's value
+    raw    it reads a storage after the last write to it
+    waw    it writes a storage after the last write to it
+    war    it writes a storage after reads of it
+    order  random numbers are drawn, and effects happen, in program order
+    ====== =========================================================================
+    """
+    graph = nx.DiGraph()
+    last_write: dict[int, Node] = {}
+    reads_since: dict[int, list[Node]] = defaultdict(list)
+    last_in_order: dict[str, Node] = {}
+
+    def edge(before: Node, after: Node, kind: str) -> None:
+        if before is not after and not graph.has_edge(before, after):
+            graph.add_edge(before, after, kind=kind)
+
+    for node in gm.graph.nodes:
+        graph.add_node(node)
+        for operand in node.all_input_nodes:
+            edge(operand, node, "data")
+        writes = facts.writes.get(node, frozenset())
+        for storage in facts.reads.get(node, frozenset()):
+            if storage in last_write:
+                edge(last_write[storage], node, "raw")
+            if storage not in writes:
+                reads_since[storage].append(node)
+        for storage in writes:
+            if storage in last_write:
+                edge(last_write[storage], node, "waw")
+            for reader in reads_since.pop(storage, ()):
+                edge(reader, node, "war")
+            last_write[storage] = node
+        for chain in _ordered_effects(node, facts):
+            if chain in last_in_order:
+                edge(last_in_order[chain], node, "order")
+            last_in_order[chain] = node
+    return graph
+
+
+def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:
+    """The chains of effects a node belongs to: what the data flow between nodes does not show."""
+    if kind_of(node) is not Kind.EXTERN:
+        return []
+    overload = schema_of(node)
+    if overload is None:
+        return ["random", "effects"]  # nothing is declared: it may do either
+    chains = []
+    if torch.Tag.nondeterministic_seeded in overload.tags:
+        chains.append("random")
+    silent = not overload._schema.returns and not facts.writes.get(node)
+    if silent or "effect" in node.meta or communicates(node):
+        chains.append("effects")
+    return chains

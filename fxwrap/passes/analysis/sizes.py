@@ -1,0 +1,95 @@
+"""Concrete sizes: evaluate a host graph's arithmetic for one set of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from ...host_graph.nodes import Kind, kind_of
+
+
+def evaluate_sizes(gm: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
+    """Evaluate every symbolic node that depends on inputs only.
+
+    Args:
+        inputs: a placeholder's tensor or number, for every placeholder.
+
+    Returns:
+        The numbers, for symbolic nodes and for placeholders that are numbers. Nodes that depend on data are
+        missing.
+    """
+    numbers: dict[Node, Any] = {node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)}
+    for node in gm.graph.nodes:
+        if kind_of(node) is not Kind.SYMBOLIC:
+            continue
+        known = {arg: numbers.get(arg, inputs.get(arg)) for arg in node.all_input_nodes}
+        if all(value is not None for value in known.values()):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            numbers[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return numbers
+
+
+def concrete(value: Any, numbers: Mapping[Node, Any]) -> Any:
+    """``value`` with its nodes replaced by numbers; None when one is not known."""
+    missing = False
+
+    def look_up(node: Node) -> Any:
+        nonlocal missing
+        missing |= node not in numbers
+        return numbers.get(node)
+
+    result = torch.fx.map_arg(value, look_up)
+    return None if missing else result
+
+
+def number_at(value: Any, numbers: Mapping[Node, Any]) -> int | None:
+    """A size at concrete sizes; None if they do not tell."""
+    if isinstance(value, int):
+        return value
+    known = ((node.meta.get("val"), number) for node, number in numbers.items())
+    symbols = {val.node.expr: number for val, number in known if isinstance(val, torch.SymInt)}
+    found = value.node.expr.xreplace(symbols)
+    return int(found) if found.is_Integer else None
+
+
+def hint(number: Any) -> int | None:
+    """The size that a symbolic one had when the program was compiled; None for one that only data decides."""
+    if isinstance(number, int):
+        return number
+    try:
+        found = number.node.hint
+    except Exception:
+        return None
+    return int(found) if found is not None else None
+
+
+def hinted_layout(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Size and stride that a fake tensor had when the program was compiled; None if data decides one, and for what is
+    no strided tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    size, stride = (tuple(hint(n) for n in numbers) for numbers in (value.size(), value.stride()))
+    return None if None in size or None in stride else (size, stride)  # type: ignore[return-value]
+
+
+def bytes_expression(value: torch.Tensor) -> str:
+    """Bytes that a fake tensor reaches, in the symbols of its sizes: ``32*s77``."""
+    steps = zip(value.size(), value.stride(), strict=True)
+    elements = 1 + sum((_expression(extent) - 1) * _expression(step) for extent, step in steps)
+    return str(sympy.expand(elements * value.dtype.itemsize))
+
+
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
+
+
+def storage_bytes(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes a strided tensor reaches from its first element on."""
+    if 0 in size:
+        return 0
+    elements = 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    return elements * dtype.itemsize

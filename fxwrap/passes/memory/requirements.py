@@ -1,0 +1,290 @@
+"""What a program needs of memory: which storages are alive in which steps, and who allocates them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ...errors import PlanError
+from ...host_graph.nodes import (
+    Kind,
+    control_flow_of,
+    counts_from_storage,
+    kind_of,
+    only_computes,
+    operator_name,
+    output_node,
+)
+from ...packing import Buffer
+from ...plan import Origin, Planned, ProgramPlan, StorageFacts, Taken, Verdict
+from ..analysis.sizes import concrete, hinted_layout, storage_bytes
+from .operator_results import placeable_results
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a program needs of arenas.
+
+    Attributes:
+        planned: storages to place, by device.
+        unplanned: what operators allocate themselves, as far as sizes were known when the program was compiled, by
+            storage; None for workspace.
+        allocations: storages with an allocation node whose size is known.
+        temporaries: of these, what nobody can have after a call, in the steps that name them; none where addresses
+            are frozen.
+        apart: temporaries that an operator works on which counts from the start of a storage.
+        donated: inputs that are freed after their last use.
+        copies: bytes that are kept for what eager work returns and captured work reads.
+        end: the step after the last.
+    """
+
+    facts: StorageFacts
+    planned: Mapping[torch.device, list[tuple[int, Buffer]]]
+    unplanned: Mapping[torch.device, list[tuple[int | None, Buffer]]]
+    sizes: Mapping[int, int]
+    outputs: frozenset[int]
+    handed_out: frozenset[int]
+    ranges: Mapping[int, tuple[int, int]]
+    allocations: frozenset[int]
+    temporaries: Mapping[int, Buffer]
+    apart: frozenset[int]
+    donated: Sequence[Buffer]
+    copies: int
+    end: int
+
+    def end_of(self, taken: Taken) -> int:
+        """The step from which on others may have the bytes of another program's output."""
+        indices = self.facts.behind(taken.nodes)
+        if not indices or indices & self.handed_out:
+            return self.end
+        return max(self.ranges.get(index, (0, 0))[1] for index in indices)
+
+    @classmethod
+    def of(cls, planned: Planned) -> Requirements:
+        program = planned.program
+        if program.facts.in_flight:
+            # An arena is used by others between calls, and an input or output that is copied too early is wrong.
+            names = sorted(program.facts.storages[index].name for index in program.facts.in_flight)
+            raise PlanError(
+                f"a communication on {', '.join(names)} is under way at a call's begin or end",
+                expected="every collective to be waited for in the graph that begins it",
+                remedy="wait for it inside of the compiled region, with wait_tensor",
+            )
+        ranges = live_ranges(program)
+        results, made_at = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
+        written = frozenset[int]().union(*program.facts.writes.values())
+        handed_out = _handed_out(program)
+        outputs = output_storages(program) | (handed_out & results.keys())
+        end = len(program.schedule) + 1
+        sizes: dict[int, int] = {}
+        items: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+        elsewhere = frozenset().union(*(compiled.signature.temporaries for compiled in program.compiled.values()))
+        for storage in program.facts.storages:
+            if storage.index in elsewhere:
+                continue  # whoever compiled the partition allocates it
+            first, last = ranges.get(storage.index, (0, 1))
+            if storage.origin is Origin.ALLOCATION:
+                layout = concrete(storage.node.args[:2], planned.numbers)
+                if layout is None:
+                    continue  # its size depends on data: allocated when it is known
+                kwargs: Mapping[str, Any] = storage.node.kwargs
+                sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
+                device = kwargs["device"]
+                if (
+                    kwargs.get("pin_memory")
+                    or device.type == "meta"
+                    or not (storage.index in ranges or storage.index in outputs)
+                ):
+                    continue
+                begin, stop = first, end if storage.index in outputs else last
+            elif storage.node in planned.input_buffers:
+                device, sizes[storage.index] = planned.input_buffers[storage.node]
+                # Filled before the first step; an updated one is copied back after the last.
+                begin, stop = 0, end if storage.index in written | handed_out else last
+            elif storage.index in results:
+                device, sizes[storage.index] = program.device, results[storage.index]
+                begin = made_at[storage.node]
+                stop = end if storage.index in outputs else max(last, begin + 1)
+            else:
+                continue
+            buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
+            items[device].append((storage.index, buffer))
+        placed = {index for buffers in items.values() for index, _ in buffers}
+        unplanned = _unplanned(planned, ranges, handed_out, end, placed)
+        temporaries = {
+            index: Buffer(program.facts.storages[index].name, sizes[index], *steps)
+            for index, steps in (_temporaries(program).items() if not planned.frozen else ())
+            if index in placed
+        }
+        return cls(
+            facts=program.facts,
+            planned=items,
+            unplanned=unplanned,
+            sizes=sizes,
+            outputs=outputs,
+            handed_out=handed_out,
+            ranges=ranges,
+            allocations=frozenset(i for i in sizes if program.facts.storages[i].origin is Origin.ALLOCATION),
+            temporaries=temporaries,
+            apart=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
+            donated=_donated(planned, ranges, handed_out, end),
+            copies=_copies(planned, placed) if planned.frozen else 0,
+            end=end,
+        )
+
+
+def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
+    """``[first step that touches a storage, last step + 1)``, in steps of the schedule.
+
+    A step is one work node. Views do not touch storage; what they are used for does.
+    """
+    ranges: dict[int, tuple[int, int]] = {}
+    for step, node in enumerate(program.schedule):
+        for index in program.facts.touched(node):
+            begin, _ = ranges.get(index, (step, step))
+            ranges[index] = (begin, step + 1)
+    return ranges
+
+
+def hinted_sizes(facts: StorageFacts) -> dict[int, int]:
+    """Bytes of storages at the sizes a program was compiled for; those that only data decides are missing."""
+    sizes = {}
+    for storage in facts.storages:
+        if (layout := hinted_layout(storage.value)) is not None:
+            sizes[storage.index] = storage_bytes(*layout, storage.value.dtype)
+    return sizes
+
+
+def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
+    """Storages that live and die inside a program; the others live anyway, whatever the order."""
+    handed_out = facts.behind(output_node(gm).all_input_nodes)
+    return frozenset(
+        storage.index
+        for storage in facts.storages
+        if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in handed_out
+    )
+
+
+def output_storages(program: ProgramPlan) -> frozenset[int]:
+    """Allocated storages that values handed to the caller live in."""
+    storages = program.facts.storages
+    return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)
+
+
+def _placed_results(planned: Planned) -> dict[int, int]:
+    """Bytes of what operators return that lies in the plan, by storage.
+
+    Where the allocator can be told, that is all whose size is known. Elsewhere it is what is copied there: what
+    graphs read of eager work, and what the caller gets of captured work.
+    """
+    program = planned.program
+    if not planned.frozen:
+        return {}
+    work = {n: p for p in program.partitions if p.index not in program.compiled for n in p.nodes}
+    captured = {n for n, p in work.items() if p.verdict is Verdict.CAPTURED}
+    read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
+    may_keep = captured if planned.places_results else ()
+    results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.numbers)
+    found = {}
+    for index, nbytes in results.items():
+        node = program.facts.storages[index].node
+        if node not in work or program.verdicts[node].data_dependent:
+            continue
+        if planned.places_results or index in (handed_out if node in captured else read_by_graphs):
+            found[index] = nbytes
+    return found
+
+
+def _unplanned(
+    planned: Planned,
+    ranges: Mapping[int, tuple[int, int]],
+    handed_out: frozenset[int],
+    end: int,
+    placed: Collection[int],
+) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
+    """What operators allocate themselves: results, from the call that makes them to the last use, and workspace.
+
+    What is copied to a place in the plan lives as long as its partition runs.
+    """
+    program = planned.program
+    steps = {node: step for step, node in enumerate(program.schedule)}
+    sizes = hinted_sizes(program.facts)
+    found: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
+    for node, nbytes in planned.workspace.items():
+        buffer = Buffer(f"{node.name} workspace", nbytes, steps[node], steps[node] + 1)
+        found[program.device].append((None, buffer))
+    over = {node: steps[partition.nodes[-1]] + 1 for partition in program.partitions for node in partition.nodes}
+    for storage in program.facts.storages:
+        if storage.index in placed and planned.places_results:
+            continue
+        if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
+            begin = steps[storage.node]
+            _, last = ranges.get(storage.index, (begin, begin + 1))
+            stop = end if storage.index in handed_out else max(last, begin + 1)
+            if storage.index in placed:
+                stop = over[storage.node]
+            found[storage.value.device].append(
+                (storage.index, Buffer(storage.name, sizes[storage.index], begin, stop))
+            )
+    return found
+
+
+def _copies(planned: Planned, placed: Collection[int]) -> int:
+    """Bytes of what eager work returns and graphs read, if it is not planned: it is copied to memory that stays."""
+    facts, partitions = planned.program.facts, planned.program.partitions
+    captured = {node for p in partitions if p.verdict is Verdict.CAPTURED for node in p.nodes}
+    eager = {node for p in partitions if p.verdict is not Verdict.CAPTURED for node in p.nodes}
+    sizes, found = hinted_sizes(facts), 0
+    for index in facts.named_in(captured).difference(placed):
+        node = facts.storages[index].node
+        if node in eager and not planned.program.verdicts[node].data_dependent:
+            found += sizes.get(index, 0)
+    return found
+
+
+def _donated(
+    planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+) -> list[Buffer]:
+    """Inputs whose memory is free after their last use: who gave them has let go of them. Several may share one
+    storage; one that is never used is let go of with the call."""
+    found = []
+    for nbytes, nodes in planned.donated:
+        indices = planned.program.facts.behind(nodes)
+        if indices.isdisjoint(handed_out):
+            stop = max((ranges.get(index, (0, end))[1] for index in indices), default=end)
+            found.append(Buffer(nodes[0].name, nbytes, 0, stop))
+    return found
+
+
+def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
+    """Allocated storages that nobody can have after a call, and the steps in which they are named."""
+    found: dict[int, tuple[int, int]] = {}
+    kept = set(program.facts.named_in(n for p in program.partitions if p.index in program.compiled for n in p.nodes))
+    kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
+    for step, node in enumerate(program.schedule):
+        named = program.facts.named_in([node])
+        found.update({index: (found.get(index, (step, step))[0], step + 1) for index in named})
+        if not only_computes(node):
+            kept |= named
+    return {index: steps for index, steps in found.items() if index not in kept}
+
+
+def _counted_from(program: ProgramPlan) -> frozenset[int]:
+    """Storages from the start of which an operator may count, or that it may take for one if they share memory."""
+    facts = program.facts
+    nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
+    # Decompositions ask whether their results, or a result and an operand, are views of one tensor.
+    asks = [n for n in program.schedule if kind_of(n) is Kind.EXTERN and len(facts.writes.get(n, ())) > 1]
+    asks += [n for n in program.schedule if "linalg" in operator_name(n)]
+    counted = facts.behind(operand for node in nodes for operand in node.all_input_nodes)
+    return counted.union(*(facts.touched(node) for node in asks))
+
+
+def _handed_out(program: ProgramPlan) -> frozenset[int]:
+    """Storages that the caller gets, or gets back."""
+    return program.facts.behind(output_node(program.graph).all_input_nodes)

@@ -1,0 +1,240 @@
+"""JUDGE: a verdict for every node of a host graph, with its reason and what would have to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ...eager_rules import EagerRule, as_rules
+from ...host_graph.nodes import (
+    Kind,
+    communicates,
+    control_flow_of,
+    device_of,
+    is_symbolic_value,
+    kind_of,
+    operator_name,
+    schema_of,
+)
+from ...plan import NodeVerdict, Verdict
+
+_WORK = (Kind.LAUNCH, Kind.EXTERN)
+_CAPTURED = NodeVerdict(Verdict.CAPTURED, "")
+_FOLDED = NodeVerdict(Verdict.CAPTURED, "settled when recorded")
+
+
+def is_work(node: Node) -> bool:
+    """Whether a node does something at run time (a launch or an extern call)."""
+    return kind_of(node) in _WORK
+
+
+def captured(verdicts: Mapping[Node, NodeVerdict]) -> set[Node]:
+    """The nodes that are to be captured."""
+    return {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
+
+
+def judge(
+    gm: GraphModule,
+    eager_ops: Sequence[str | EagerRule] = (),
+    refused: Mapping[str, str] | None = None,
+) -> dict[Node, NodeVerdict]:
+    """Give every node a verdict.
+
+    Args:
+        eager_ops: the user's and the device's operators and rules, asked before the general ones.
+        refused: names of operators and kernels that a capture has failed at, and how.
+    """
+    device = main_device(gm)
+    rules = (*as_rules(eager_ops), *_rules(device))
+    asked = [rule for rule in rules if not rule.devices or device.type in rule.devices]
+    verdicts: dict[Node, NodeVerdict] = {}
+    for node in gm.graph.nodes:
+        kind = kind_of(node)
+        if kind in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
+            verdicts[node] = _FOLDED
+            continue
+        own = _cause(node, asked, refused or {}) if kind in _WORK else None
+        cause = own or _inherited(node, kind, verdicts)
+        if cause is None:
+            verdicts[node] = _CAPTURED if kind in _WORK else _FOLDED
+        else:
+            dependent = _is_data_dependent(node, verdicts)
+            verdicts[node] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=own is None)
+    return verdicts
+
+
+def main_device(gm: GraphModule) -> torch.device:
+    """The device whose graphs capture the program: the accelerator if any node works there, else the CPU."""
+    for node in gm.graph.nodes:
+        device = device_of(node)
+        if device is not None and device.type not in ("cpu", "meta"):
+            return device
+    return torch.device("cpu")
+
+
+def _cause(node: Node, rules: Sequence[EagerRule], refused: Mapping[str, str]) -> tuple[str, str] | None:
+    """Why work runs eagerly by what it is, and what would have to change."""
+    for rule in rules:
+        if (reason := rule.why(node)) is not None:
+            return reason, rule.remedy
+    if refused and (failure := refused.get(operator_name(node))) is not None:
+        return f"a capture failed at it: {failure}", "what the failure says; naming it in eager_ops saves the attempt"
+    return None
+
+
+def _inherited(node: Node, kind: Kind, verdicts: Mapping[Node, NodeVerdict]) -> tuple[str, str] | None:
+    """Why a node runs eagerly because of what it works on."""
+    source = next((arg for arg in node.all_input_nodes if arg in verdicts and verdicts[arg].data_dependent), None)
+    if source is None:
+        return None
+    if kind in _WORK:
+        return f"works on {source.name}, whose value or size only data decides", f"see {source.name}"
+    return f"depends on {source.name}, which only data decides", f"see {source.name}"
+
+
+# -- general rules ------------------------------------------------------------------------------------------
+
+
+def _rules(device: torch.device) -> tuple[EagerRule, ...]:
+    """What no device graph can hold, and what a graph of ``device`` cannot."""
+    return _EVERYWHERE if device.type == "cpu" else (*_EVERYWHERE, *_ON_ACCELERATORS)
+
+
+def _decides_on_the_host(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator) or control_flow_of(node) is not None
+
+
+def _is_host_only(node: Node) -> bool:
+    """Whether no tensor goes into a call, and none comes out (``print``)."""
+    if kind_of(node) is not Kind.EXTERN or schema_of(node) is not None:
+        return False
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return False
+    values = [arg.meta.get("val") for arg in (node, *node.all_input_nodes)]
+    return not any(isinstance(value, (torch.Tensor, tuple, list)) for value in values)
+
+
+def _reads_a_number(node: Node) -> bool:
+    return is_symbolic_value(node.meta.get("val"))
+
+
+def _has_a_size_of_data(node: Node) -> bool:
+    return bool(free_unbacked_symbols(_sizes(node.meta.get("val"))))
+
+
+def _moves_data(node: Node) -> bool:
+    return len({d.type for arg in (node, *node.all_input_nodes) if (d := _tensor_device(arg)) is not None}) > 1
+
+
+def _works_on_the_host(node: Node) -> bool:
+    device = device_of(node)
+    return device is not None and device.type == "cpu"
+
+
+def _selects_by_mask(node: Node) -> bool:
+    """Indexing with booleans counts them first, and waits for the number."""
+    if not operator_name(node).startswith(("aten::index", "aten::_index", "aten::_unsafe_index")):
+        return False
+    values = [arg.meta.get("val") for arg in node.all_input_nodes]
+    return any(isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values[1:])
+
+
+def _has_no_address(node: Node) -> bool:
+    values = [arg.meta.get("val") for arg in (node, *node.all_input_nodes)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(tensor.layout is not torch.strided or tensor.device.type == "meta" for tensor in tensors)
+
+
+_EVERYWHERE = (
+    EagerRule(
+        "control flow is decided on the host",
+        predicate=_decides_on_the_host,
+        remedy="torch.where over both results, where both may be computed",
+    ),
+    EagerRule("what it does, it does on the host", predicate=_is_host_only, remedy="leave it out"),
+    EagerRule(
+        "reads a number out of a tensor on the host",
+        tags=(torch.Tag.data_dependent_output,),
+        predicate=_reads_a_number,
+        remedy="keep the number in a tensor: no .item(), int() or float(); compare with tensors, torch.where",
+    ),
+    EagerRule(
+        "the size of its result depends on data",
+        tags=(torch.Tag.dynamic_output_shape,),
+        predicate=_has_a_size_of_data,
+        remedy="a result of fixed size: a mask with torch.where or masked_fill, or torch.nonzero_static",
+    ),
+    EagerRule(
+        "tagged as unsafe to capture (cudagraph_unsafe)",
+        tags=(torch.Tag.cudagraph_unsafe,),
+        remedy="an operator that never waits for the host, registered without the tag",
+    ),
+    EagerRule(
+        "a collective runs on the process group's own stream",
+        predicate=communicates,
+        remedy="nothing: replays go on on either side of it",
+    ),
+)
+# Where a graph keeps the addresses that it was captured with.
+FIXED_ADDRESSES = (
+    EagerRule(
+        "works on a tensor without memory of its own: sparse, or on the meta device",
+        predicate=_has_no_address,
+        remedy="dense tensors on the device",
+    ),
+)
+_ON_ACCELERATORS = (
+    EagerRule(
+        "moves data between host and device",
+        predicate=_moves_data,
+        remedy="make the tensor on the device, or move it before the compiled region",
+    ),
+    EagerRule(
+        "works on the host",
+        predicate=_works_on_the_host,
+        remedy="move its tensors to the device, before the compiled region",
+    ),
+    EagerRule(
+        "counts a mask on the host",
+        predicate=_selects_by_mask,
+        remedy="torch.where or masked_fill instead of indexing with a mask",
+    ),
+)
+
+
+def _tensor_device(node: Node) -> torch.device | None:
+    # A CPU scalar counts, too: an operator takes its value, which a device graph would keep.
+    val = node.meta.get("val")
+    return val.device if isinstance(val, torch.Tensor) else None
+
+
+def _sizes(val: Any) -> list[Any]:
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.extend(size for size in value.shape if not isinstance(size, int))
+        elif is_symbolic_value(value):
+            found.append(value)
+    return found
+
+
+def _is_data_dependent(node: Node, verdicts: Mapping[Node, NodeVerdict]) -> bool:
+    """Whether a node's value (a number) or size (a tensor) is known only once data is."""
+    val = node.meta.get("val")
+    if is_symbolic_value(val):
+        return True  # numbers of eager nodes come out of data, by the rules above
+    if val is not None:
+        return bool(free_unbacked_symbols(_sizes(val)))
+    overload = schema_of(node)
+    if overload is not None and {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(
+        overload.tags
+    ):
+        return True
+    if overload is not None and not overload._schema.returns:
+        return False
+    return any(verdicts[arg].data_dependent for arg in node.all_input_nodes if arg in verdicts)

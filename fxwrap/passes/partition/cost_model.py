@@ -1,0 +1,123 @@
+"""WEIGH: a captured partition must pay for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...devices import CaptureCost
+from ...plan import CaptureBenefit, NodeVerdict, Origin, Partition, ProgramPlan, Verdict
+
+
+def apply_cost_model(
+    plan: ProgramPlan,
+    cost: CaptureCost,
+    sizes: Mapping[int, int],
+    capture: str = "auto",
+    min_launches: int = 1,
+    placed: Container[int] = (),
+) -> ProgramPlan:
+    """Have captured partitions that are not worth it run eagerly; neighbours that are eager then are joined.
+
+    ::
+
+        ( a ) [ b ] ( c )      becomes      ( a b c )      if a call of b costs less than its replay and copies
+
+    What is saved are the host's ways to launches and library calls. It pays for the replay, for inputs that are
+    copied to where the graph reads them (those that AOTAutograd says stay in place are read there), and for what
+    eager partitions hand over. An input of several partitions is copied once, and paid for by the first.
+
+    Args:
+        sizes: bytes of storages at the sizes the program was compiled for.
+        capture: "auto" for the estimate, "always" for all that can be captured, "never" for none.
+        min_launches: launches and library calls that a captured partition has at least.
+        placed: storages that eager operators make where graphs read them: the allocator is told.
+    """
+    elsewhere = _elsewhere(plan, placed)
+    paid: frozenset[int] = frozenset()
+    judged: list[Partition] = []
+    for partition in plan.partitions:
+        if partition.verdict is Verdict.EAGER:
+            judged.append(partition)
+            continue
+        copied = (elsewhere & _touched(plan, partition)) - paid
+        benefit = _benefit(partition, cost, [sizes.get(index, 0) for index in copied])
+        reason = _too_little(partition, benefit, capture, min_launches)
+        if reason:
+            changes: dict[str, Any] = {"verdict": Verdict.EAGER, "reason": reason, "device": torch.device("cpu")}
+        else:
+            changes = {}
+            paid |= copied
+        judged.append(dataclasses.replace(partition, benefit=benefit, **changes))
+    verdicts = dict(plan.verdicts)
+    for partition in judged:
+        for node in partition.nodes:
+            if verdicts[node].verdict is not partition.verdict:
+                verdicts[node] = NodeVerdict(partition.verdict, partition.reason, remedy=_REMEDY)
+    return dataclasses.replace(plan, verdicts=verdicts, cut=dataclasses.replace(plan.cut, partitions=_joined(judged)))
+
+
+_REMEDY = "capture='always' and min_launches=1 capture it all the same"
+
+
+def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min_launches: int) -> str:
+    """Why a partition runs eagerly though it could be captured; empty if it is captured."""
+    calls = partition.launches + partition.externs
+    if capture == "never":
+        return "capture='never'"
+    if calls < min_launches:
+        return f"{calls} calls are fewer than min_launches={min_launches}"
+    if capture == "auto" and not benefit.pays:
+        return f"not worth a capture, which {benefit}"
+    return ""
+
+
+def _benefit(partition: Partition, cost: CaptureCost, copied: Sequence[int]) -> CaptureBenefit:
+    """The estimate; ``copied`` are the bytes of each storage that is copied for it."""
+    return CaptureBenefit(
+        saved=partition.launches * cost.launch + partition.externs * cost.extern,
+        replay=cost.replay,
+        copies=len(copied) * cost.copy + sum(copied) / cost.bytes,
+    )
+
+
+def _touched(plan: ProgramPlan, partition: Partition) -> frozenset[int]:
+    return frozenset().union(*(plan.facts.touched(node) for node in partition.nodes))
+
+
+def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:
+    """Storages that are somewhere else at every call: inputs that do not stay in place, what eager operators make."""
+    placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+    static = {placeholders[position] for position in plan.static_inputs}
+    return frozenset(
+        storage.index
+        for storage in plan.facts.storages
+        if (storage.origin is Origin.INPUT and storage.node not in static)
+        or (storage.origin is Origin.EXTERN and plan.verdicts[storage.node].verdict is Verdict.EAGER)
+        if storage.index not in placed
+    )
+
+
+def _joined(partitions: Sequence[Partition]) -> tuple[Partition, ...]:
+    """Neighbours with one verdict as one."""
+    found: list[Partition] = []
+    for verdict, group in itertools.groupby(partitions, lambda partition: partition.verdict):
+        parts = list(group)
+        reasons = dict.fromkeys(part.reason for part in parts if part.reason)
+        found.append(
+            Partition(
+                len(found),
+                verdict,
+                tuple(node for part in parts for node in part.nodes),
+                "; ".join(reasons),
+                parts[0].device,
+                sum(part.launches for part in parts),
+                sum(part.externs for part in parts),
+                parts[0].benefit,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,282 @@
+"""CUT: as few captured partitions as the dependencies allow, within what memory allows."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch.fx import Node
+
+from ...host_graph.nodes import Kind, kind_of, operator_name, user_line
+from ...plan import Cut, NodeVerdict, Partition, StorageFacts, Verdict
+from .capturability import is_work
+
+# Bytes that are not worth a partition, whatever the budget says.
+_NEGLIGIBLE = 1 << 20
+
+
+def cut(
+    dependencies: nx.DiGraph,
+    verdicts: Mapping[Node, NodeVerdict],
+    device: torch.device,
+    facts: StorageFacts | None = None,
+    sizes: Mapping[int, int] | None = None,
+    peak_budget: float = 1.1,
+) -> Cut:
+    """Order the work and group it into partitions, with the fewest captured ones.
+
+    ::
+
+        a(captured)  b(eager)  c(captured)      a, c, b  or  a, b, c      independent work is pulled
+            |           |          |       ->   ------------------   ->   together: [a c] [b]
+
+    A partition's number, from the front, is at least the longest chain of colour changes in front of it. Giving every
+    node exactly that number reaches the fewest partitions, and so does the longest chain behind it, counted from
+    the back; anything in between that respects the dependencies does, too. Of these cuts the one whose memory peaks
+    lowest is taken. If that peak is above ``peak_budget`` times the peak of program order, the program is cut in
+    pieces of program order, as large as the budget allows. Inside a partition program order is kept.
+
+    Linear in nodes and dependencies, but for sorting.
+
+    Args:
+        facts: what each node reads and writes.
+        sizes: bytes of storages that live inside the program; without them memory is not looked at.
+        peak_budget: how much higher memory may peak than in program order for the sake of fewer partitions.
+    """
+    work = _Work.of(dependencies, verdicts)
+    fewest = work.grouped(_fewest(work, range(len(work))))
+    chosen, in_order = fewest, work.grouped(work.program_order())
+    peak = order_peak = 0
+    if sizes and facts is not None:
+        lifetimes = _Lifetimes.of(work, facts, sizes)
+        order_peak = lifetimes.peak(in_order)
+        equal = [work.grouped(levels) for levels in _equally_few(work, lifetimes)]
+        if len(in_order) == len(fewest):
+            equal.append(in_order)
+        chosen = min(equal, key=lifetimes.peak)
+        allowed = max(peak_budget * order_peak, order_peak + _NEGLIGIBLE)
+        pieces = 1
+        while (peak := lifetimes.peak(chosen)) > allowed and chosen is not in_order:
+            pieces *= 2
+            chosen = work.grouped(_in_pieces(work, pieces)) if pieces < len(work) else in_order
+    partitions = tuple(
+        _partition(index, verdict, tuple(work.nodes[i] for i in group), verdicts, device)
+        for index, (verdict, group) in enumerate(chosen)
+    )
+    return Cut(partitions, _captured(fewest), _captured(chosen), _captured(in_order), peak, order_peak, peak_budget)
+
+
+Groups = list[tuple[Verdict, list[int]]]
+
+
+def _captured(groups: Groups) -> int:
+    return sum(verdict is Verdict.CAPTURED for verdict, _ in groups)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What has a colour, in program order, and how it depends on each other, seen through everything else.
+
+    Nodes are positions. What is settled when recorded (views, sizes) stands among them with the colour None.
+    """
+
+    nodes: list[Node]
+    colours: list[Verdict | None]
+    before: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @classmethod
+    def of(cls, dependencies: nx.DiGraph, verdicts: Mapping[Node, NodeVerdict]) -> _Work:
+        nodes = _in_order(dependencies)
+        position = {node: index for index, node in enumerate(nodes)}
+        colours = [
+            verdicts[node].verdict if is_work(node) or verdicts[node].verdict is Verdict.EAGER else None
+            for node in nodes
+        ]
+        before: list[list[int]] = [[] for _ in nodes]
+        for one, other in dependencies.edges:
+            before[position[other]].append(position[one])
+        return cls(nodes, colours, before)
+
+    def program_order(self) -> list[int]:
+        """Partitions as they come."""
+        levels, level, last = [], 0, None
+        for colour in self.colours:
+            if colour is not None:
+                level += last is not None and colour is not last
+                last = colour
+            levels.append(level)
+        return levels
+
+    def grouped(self, levels: Sequence[int]) -> Groups:
+        """The partitions, given each node's; neighbours of one colour are one."""
+        groups: Groups = []
+        by_level = sorted((level, i) for i, level in enumerate(levels) if self.colours[i] is not None)
+        for _, i in by_level:
+            colour = self.colours[i]
+            assert colour is not None
+            if not groups or groups[-1][0] is not colour:
+                groups.append((colour, []))
+            groups[-1][1].append(i)
+        return groups
+
+
+def _in_order(dependencies: nx.DiGraph) -> list[Node]:
+    """The nodes as they stand in the graph, as far as that respects the dependencies."""
+    nodes = list(dependencies.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    behind: list[list[int]] = [[] for _ in nodes]
+    waiting = [0] * len(nodes)
+    for one, other in dependencies.edges:
+        behind[position[one]].append(position[other])
+        waiting[position[other]] += 1
+    ready = [index for index, count in enumerate(waiting) if not count]
+    found = []
+    while ready:
+        index = heapq.heappop(ready)
+        found.append(nodes[index])
+        for successor in behind[index]:
+            waiting[successor] -= 1
+            if not waiting[successor]:
+                heapq.heappush(ready, successor)
+    return found
+
+
+def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, int]:
+    """The number of colour changes in front of each node, if the first partition has the colour ``first``.
+
+    Partitions of one colour have even numbers, those of the other odd ones.
+    """
+    levels: dict[int, int] = {}
+    for i in piece:
+        level = 0
+        for other in work.before[i]:
+            if levels.get(other, 0) > level:
+                level = levels[other]
+        colour = work.colours[i]
+        if colour is not None:
+            level += (level % 2 == 0) is not (colour is first)
+        levels[i] = level
+    return levels
+
+
+def _fewest(work: _Work, piece: range) -> list[int]:
+    """The partition of each node of a piece, beginning with the colour that needs fewer."""
+    best: tuple[tuple[int, int], list[int]] | None = None
+    for first in Verdict:
+        levels = _earliest(work, piece, first)
+        used = {levels[i] for i in piece if work.colours[i] is not None}
+        captured = sum((level % 2 == 0) is (first is Verdict.CAPTURED) for level in used)
+        cost = (captured, len(used))
+        if best is None or cost < best[0]:
+            best = cost, [levels[i] for i in piece]
+    assert best is not None
+    return best[1]
+
+
+def _in_pieces(work: _Work, pieces: int) -> list[int]:
+    """Every piece of program order cut by itself."""
+    levels: list[int] = []
+    size = -(-len(work) // pieces)
+    for begin in range(0, len(work), size):
+        base = max(levels, default=-1) + 1
+        levels += [base + level for level in _fewest(work, range(begin, min(begin + size, len(work))))]
+    return levels
+
+
+def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
+    """Cuts with the fewest partitions: everything early, everything late, and what makes memory late."""
+    early = _fewest(work, range(len(work)))
+    yield early
+    yield _later(work, early, [True] * len(work))
+    yield _later(work, early, [lifetimes.change(i) > 0 for i in range(len(work))])
+
+
+def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]:
+    """Move nodes to the last partition of their colour in front of everything that depends on them."""
+    last = max((level for level, colour in zip(early, work.colours, strict=True) if colour is not None), default=0)
+    levels, limits = list(early), [last] * len(work)
+    for i in range(len(work) - 1, -1, -1):
+        if work.colours[i] is None:
+            levels[i] = limits[i]  # in no partition: it holds nobody back
+        elif late[i]:
+            levels[i] = limits[i] - (limits[i] - early[i]) % 2  # partitions of one colour have every other number
+        for other in work.before[i]:
+            limits[other] = min(limits[other], levels[i])
+    return levels
+
+
+@dataclass(frozen=True)
+class _Lifetimes:
+    """When storages are touched, to tell how much memory an order needs."""
+
+    touched: list[tuple[int, ...]]
+    sizes: Mapping[int, int]
+    first: dict[int, int]
+    last: dict[int, int]
+
+    @classmethod
+    def of(cls, work: _Work, facts: StorageFacts, sizes: Mapping[int, int]) -> _Lifetimes:
+        touched, first, last = [], dict[int, int](), dict[int, int]()
+        for i, node in enumerate(work.nodes):
+            counted = tuple(index for index in facts.touched(node) if index in sizes)
+            touched.append(counted if work.colours[i] is not None else ())
+            for index in touched[-1]:
+                first.setdefault(index, i)
+                last[index] = i
+        return cls(touched, sizes, first, last)
+
+    def change(self, i: int) -> int:
+        """Bytes that begin to live with a node, less those that it is the last to use, in program order."""
+        begun = sum(self.sizes[index] for index in self.touched[i] if self.first[index] == i)
+        return begun - sum(self.sizes[index] for index in self.touched[i] if self.last[index] == i)
+
+    def peak(self, groups: Groups) -> int:
+        """The most bytes alive at any step."""
+        order = [i for _, group in groups for i in group]
+        left = Counter(index for i in order for index in self.touched[i])
+        alive: set[int] = set()
+        live = peak = 0
+        for i in order:
+            for index in self.touched[i]:
+                if index not in alive:
+                    alive.add(index)
+                    live += self.sizes[index]
+            peak = max(peak, live)
+            for index in self.touched[i]:
+                left[index] -= 1
+                if not left[index]:
+                    live -= self.sizes[index]
+        return peak
+
+
+def _partition(
+    index: int,
+    verdict: Verdict,
+    nodes: tuple[Node, ...],
+    verdicts: Mapping[Node, NodeVerdict],
+    device: torch.device,
+) -> Partition:
+    kinds = Counter(kind_of(node) for node in nodes)
+    reasons: dict[str, None] = {}
+    if verdict is Verdict.EAGER:
+        for node in nodes:
+            if is_work(node):
+                where = user_line(node)
+                text = f"{operator_name(node)}: {verdicts[node].reason}"
+                reasons[f"{text} ({where})" if where else text] = None
+    return Partition(
+        index,
+        verdict,
+        nodes,
+        "; ".join(reasons),
+        device if verdict is Verdict.CAPTURED else torch.device("cpu"),
+        kinds[Kind.LAUNCH],
+        kinds[Kind.EXTERN],
+    )

@@ -1,0 +1,119 @@
+"""Partitions as graphs of their own: with a signature, printable, runnable, and ready for another compiler."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ...host_graph.nodes import Kind, checks_on, effective_users, is_symbolic_value, kind_of
+from ...plan import Origin, Partition, PartitionGraph, ProgramPlan, Signature
+from ..memory.requirements import output_storages
+
+
+def partition_graph(plan: ProgramPlan, partition: Partition) -> PartitionGraph:
+    """Cut a partition out of its host graph.
+
+    ::
+
+        buf0 = allocate(...)              buf0 = input            memory that others read, too: an input, written
+        buf1 = allocate(...)              buf1 = allocate(...)    lives and dies inside
+        launch(k, x, buf1)       ->       launch(k, x, buf1)
+        y = mm(buf1, w)                   y = mm(buf1, w)
+        launch(l, y, buf0)                launch(l, y, buf0)
+        z = y.item()  (elsewhere)         return (y,)
+
+    Views are made again inside; sizes come in as numbers.
+    """
+    cutter = _Cutter(plan, partition)
+    return PartitionGraph(cutter.module(), cutter.signature(), partition)
+
+
+class _Cutter:
+    def __init__(self, plan: ProgramPlan, partition: Partition) -> None:
+        self.plan, self.partition = plan, partition
+        self.inside = set(partition.nodes)
+        self.temporaries = self._temporaries()
+        self.outputs = [n for n in partition.nodes if not effective_users(n) <= self.inside and _has_value(n)]
+        self.inputs: list[Node] = []
+        self._checks = {node: self._checks_after(node) for node in partition.nodes}
+        seen: set[Node] = set()
+        for node in partition.nodes:
+            for user in (node, *self._checks[node]):
+                self._collect(user, seen)
+
+    def _temporaries(self) -> frozenset[int]:
+        """Allocated storages that nothing outside touches, and that are not handed out."""
+        facts = self.plan.facts
+        outside = [facts.touched(node) for node in self.plan.schedule if node not in self.inside]
+        touched = frozenset().union(*(facts.touched(node) for node in self.inside))
+        return frozenset(
+            index
+            for index in touched.difference(output_storages(self.plan), *outside)
+            if facts.storages[index].origin is Origin.ALLOCATION and facts.storages[index].node not in self.inside
+        )
+
+    def _is_remade(self, node: Node) -> bool:
+        kind = kind_of(node)
+        if kind is Kind.ALLOCATION:
+            return self.plan.facts.of[node] <= self.temporaries
+        if kind is not Kind.VIEW or not isinstance(node.args[0], Node):
+            return False
+        # A tensor picked out of somebody else's tuple comes in by itself; other views are made again.
+        base = node.args[0]
+        return base in self.inside or _is_tensor(base)
+
+    def _checks_after(self, node: Node) -> list[Node]:
+        """Asserts on a value that this partition makes; they stay with it."""
+
+        def comes_along(arg: Node) -> bool:
+            return arg in self.inside or self._is_remade(arg) or is_symbolic_value(arg.meta.get("val"))
+
+        return [check for check in checks_on([node]) if all(map(comes_along, check.all_input_nodes))]
+
+    def _collect(self, node: Node, seen: set[Node]) -> None:
+        for arg in node.all_input_nodes:
+            if arg in seen or arg in self.inside or kind_of(arg) is Kind.CONSTANT:
+                continue
+            seen.add(arg)
+            if self._is_remade(arg):
+                self._collect(arg, seen)
+            else:
+                self.inputs.append(arg)
+
+    def module(self) -> GraphModule:
+        graph = Graph()
+        made: dict[Node, Node] = {}
+        for node in self.inputs:
+            made[node] = graph.placeholder(node.name)
+            made[node].meta = dict(node.meta)
+
+        def copied(node: Node) -> Node:
+            if node not in made:
+                made[node] = graph.node_copy(node, copied)
+            return made[node]
+
+        for node in self.partition.nodes:
+            for one in (node, *self._checks[node]):
+                copied(one)
+        graph.output(tuple(made[node] for node in self.outputs))
+        return GraphModule(self.plan.graph, graph, f"Partition{self.partition.index}")
+
+    def signature(self) -> Signature:
+        facts = self.plan.facts
+        written = frozenset().union(*(facts.writes.get(node, frozenset()) for node in self.inside))
+        return Signature(
+            tuple(self.inputs),
+            tuple(self.outputs),
+            tuple(i for i, node in enumerate(self.inputs) if facts.of.get(node, frozenset()) & written),
+            tuple(i for i, node in enumerate(self.inputs) if is_symbolic_value(node.meta.get("val"))),
+            self.temporaries,
+        )
+
+
+def _has_value(node: Node) -> bool:
+    return kind_of(node) not in (Kind.LAUNCH, Kind.CHECK)
+
+
+def _is_tensor(node: Node) -> bool:
+    val = node.meta.get("val")
+    return val is None or isinstance(val, torch.Tensor)

@@ -1,0 +1,199 @@
+"""Needless copies: a ``*_copy`` view operator whose result nobody can tell from a view becomes the view."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ...host_graph.nodes import (
+    Kind,
+    checks_on,
+    counts_from_storage,
+    kind_of,
+    launch,
+    output_node,
+    reinterpret,
+    schema_of,
+)
+from ...plan import Origin, StorageFacts
+from ..analysis.aliasing import analyse_storages
+
+# What kernels for accelerators take for granted of the buffers that they are given, in bytes.
+_ALIGNMENT = 16
+_NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class NeedlessCopy:
+    """A copy that can be a view.
+
+    Attributes:
+        copy: the call.
+        view: the operator that takes the same arguments and returns a view.
+        value: the view's fake value.
+    """
+
+    copy: Node
+    view: OpOverload
+    value: Any
+
+
+def view_needless_copies(gm: GraphModule) -> GraphModule:
+    """Replace needless copies by views, in place.
+
+    ::
+
+        buf1 = aten.slice_copy(buf0, 0, 1, 3)           buf1 = aten.slice(buf0, 0, 1, 3)
+        launch cpp_fused_add_0(buf1, buf2)        ->    launch cpp_fused_add_0(buf1, buf2)
+    """
+    decisions = needless_copies(gm)
+    for decision in decisions:
+        node = decision.copy
+        node.target = decision.view
+        node.meta = {key: value for key, value in node.meta.items() if key not in ("call", "outside_plan")}
+        node.meta |= {"op_overload": decision.view, "kind": Kind.VIEW, "val": decision.value}
+    if decisions:
+        gm.recompile()
+    return gm
+
+
+def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
+    """Copies that can be views.
+
+    A copy may share its operand's memory if all of this holds:
+
+    * nothing writes into the copy, nor into the operand between the copy and its last use: after such a write the
+      two differ, while earlier writes are seen by both;
+    * it is not handed to the caller, who may write into it and keep it as long as they like;
+    * the view has the copy's layout, for which the kernels that read it were compiled: sizes, strides, type, no
+      pending conjugation or negation, and alignment where it is relied upon;
+    * nobody asks where in its storage it begins: a view of another type must begin at a whole element, offsets of
+      ``as_strided`` count from the storage's start, and of a custom operator nothing is known.
+    """
+    copies = [(node, view) for node in gm.graph.nodes if (view := view_of_copy(node)) is not None]
+    if not copies:
+        return ()
+    facts = analyse_storages(gm)
+    handed_out = facts.behind(output_node(gm).all_input_nodes)
+    uses = _Uses.of(gm, facts)
+    fixed = facts.behind(arg for node in gm.graph.nodes for arg in _asked_for_offset(node))
+    # What a copy that is replaced lives in from then on.
+    moved: dict[int, frozenset[int]] = {}
+    found: list[NeedlessCopy] = []
+    for node, view in copies:
+        own = facts.of.get(node, _NONE)
+        base = _NONE.union(*(moved.get(i, {i}) for i in facts.of.get(node.all_input_nodes[0], _NONE)))
+        value = _value_as_view(node, view)
+        if value is None or not base or own & (handed_out | fixed):
+            continue
+        if _aligned(node, value, base, facts) and not uses.tell_apart(node, own, base):
+            moved.update((index, base) for index in own)
+            found.append(NeedlessCopy(node, view, value))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """When storages are written and read, by position in the graph."""
+
+    position: dict[Node, int]
+    writes: dict[int, list[int]]
+    last_read: dict[int, int]
+
+    @classmethod
+    def of(cls, gm: GraphModule, facts: StorageFacts) -> _Uses:
+        position = {node: index for index, node in enumerate(gm.graph.nodes)}
+        writes: dict[int, list[int]] = defaultdict(list)
+        last_read: dict[int, int] = {}
+        for node, index in position.items():
+            for storage in facts.writes.get(node, _NONE):
+                writes[storage].append(index)
+            for storage in facts.reads.get(node, _NONE):
+                last_read[storage] = index
+        return cls(position, writes, last_read)
+
+    def tell_apart(self, copy: Node, own: frozenset[int], base: frozenset[int]) -> bool:
+        """Whether a write makes a difference between a copy and a view."""
+        begin = self.position[copy]
+        end = max((self.last_read.get(index, begin) for index in own), default=begin)
+        between = any(begin < write <= end for index in base for write in self.writes.get(index, ()))
+        return between or any(self.writes.get(index) for index in own)
+
+
+def view_of_copy(node: Node) -> OpOverload | None:
+    """The view operator of which a call is the copying form: ``aten::slice`` of ``aten::slice_copy``."""
+    overload = node.target
+    if not isinstance(overload, OpOverload) or overload.namespace != "aten" or counts_from_storage(node):
+        return None
+    name = overload._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_copy"), None) if name.endswith("_copy") else None
+    view = getattr(packet, overload._overloadname, None)
+    if not isinstance(view, OpOverload) or not view.is_view:
+        return None
+
+    def arguments(schema: Any) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in schema.arguments]
+
+    return view if arguments(view._schema) == arguments(overload._schema) else None
+
+
+def _asked_for_offset(node: Node) -> list[Node]:
+    """Operands of which a call may ask where in their storage they begin."""
+    overload = schema_of(node) if node.op == "call_function" else None
+    if overload is None:
+        known = (
+            node.op == "output"
+            or node.target in (launch, operator.getitem, reinterpret)
+            or kind_of(node) is Kind.CHECK
+        )
+        return [] if known else node.all_input_nodes
+    of_another_type = overload in (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default)
+    asks = of_another_type or counts_from_storage(node) or overload.namespace != "aten"
+    return node.all_input_nodes if asks else []
+
+
+def _value_as_view(node: Node, view: OpOverload) -> Any:
+    """The fake value of the view; None if its layout is not the copy's."""
+    if "val" not in node.meta or any("val" not in arg.meta for arg in node.all_input_nodes):
+        return None
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    with torch.no_grad():
+        value = view(*args, **kwargs)
+    copies, views = _tensors(node.meta["val"]), _tensors(value)
+    same = len(copies) == len(views) and all(map(_same_layout, copies, views))
+    return value if same else None
+
+
+def _same_layout(copy: torch.Tensor, view: torch.Tensor) -> bool:
+    plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in (copy, view))
+    numbers = zip((*copy.size(), *copy.stride()), (*view.size(), *view.stride()), strict=True)
+    return (
+        plain
+        and copy.dtype == view.dtype
+        and copy.dim() == view.dim()
+        and all(statically_known_true(mine == theirs) for mine, theirs in numbers)
+    )
+
+
+def _aligned(node: Node, value: Any, base: frozenset[int], facts: StorageFacts) -> bool:
+    """Whether the view is aligned as a buffer of its own would be, if anybody relies on that."""
+    views = _tensors(value)
+    asserted = any("align" in getattr(check.target, "__name__", "") for check in checks_on([node]))
+    if not asserted and all(view.device.type == "cpu" for view in views):
+        return True
+    planned = all(facts.storages[index].origin is Origin.ALLOCATION for index in base)
+    return planned and all(
+        statically_known_true(view.storage_offset() * view.element_size() % _ALIGNMENT == 0) for view in views
+    )
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    return value if isinstance(value, (tuple, list)) else (value,)

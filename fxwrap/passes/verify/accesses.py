@@ -1,0 +1,279 @@
+"""Aliasing and accesses, worked out from the graph alone, without any code of ``passes/analysis``.
+
+Aliasing comes from a union of what views declare and what the operators' fake results show.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ...errors import PlanError
+from ...host_graph.nodes import (
+    ControlFlow,
+    Kernel,
+    Kind,
+    control_flow_of,
+    is_symbolic_value,
+    kind_of,
+    launch,
+    reinterpret,
+)
+
+# A storage: the node that makes it, and which of its results it is (None for an only one).
+Root = tuple[Node, int | None]
+
+fault = functools.partial(PlanError, remedy="this is a bug in fxwrap; please report the graph")
+
+_COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+_RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
+_SHARES = (reinterpret, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
+
+
+def name_of(root: Root) -> str:
+    node, element = root
+    return node.name if element is None else f"{node.name}[{element}]"
+
+
+@dataclass
+class Accesses:
+    """Aliasing and accesses, worked out from the graph. A storage is known by who made it."""
+
+    graph: Graph
+    _roots: dict[Node, frozenset[Root]] = field(default_factory=dict)
+    _elements: dict[Node, list[frozenset[Root]]] = field(default_factory=dict)
+    # What communications read that are over with a wait, and what some still work on at the end, or did before.
+    _in_communication: dict[Node, frozenset[Root]] = field(default_factory=dict)
+    in_flight: set[Root] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        by_storage: dict[int, frozenset[Root]] = {}
+        attributes: dict[Any, Node] = {}
+        for node in self.graph.nodes:
+            owner = attributes.setdefault(node.target, node) if node.op == "get_attr" else node
+            self._roots[node] = self._roots_of(owner, by_storage) if owner is node else self._roots[owner]
+            elements = self._elements.get(node)
+            for position, key in _fake_storages(node.meta.get("val")):
+                roots = elements[position] if elements and position is not None else self._roots[node]
+                by_storage[key] = by_storage.get(key, frozenset()) | roots
+        self._follow_communications()
+
+    def _follow_communications(self) -> None:
+        """From its begin until somebody waits, a communication reads what it was given and fills what it returns
+        or writes."""
+        given: dict[Root, frozenset[Root]] = {}
+        for node in self.graph.nodes:
+            name = _qualified_name(node)
+            if name.split("::")[0] not in _COMMUNICATION:
+                continue
+            operands = self.roots_in((node.args, node.kwargs))
+            if name in _WAITS:
+                known = [given[root] for root in operands if root in given]
+                self._in_communication[node] = frozenset().union(*known)
+                self.in_flight -= operands
+                if not known:
+                    self.in_flight |= {root for root in operands if root[0].op == "placeholder"}
+                continue
+            for root in self.written(node) or self.roots(node):
+                given[root] = operands
+                if name.startswith("_c10d_functional::"):
+                    self.in_flight.add(root)
+
+    def _roots_of(self, node: Node, by_storage: Mapping[int, frozenset[Root]]) -> frozenset[Root]:
+        if is_symbolic_value(node.meta.get("val")):
+            return frozenset()  # a number is no memory
+        if node.target in _SHARES:
+            base = node.args[0]
+            if not isinstance(base, Node):
+                return frozenset()
+            if node.target is operator.getitem and base in self._elements:
+                index = node.args[1]
+                elements = self._elements[base]
+                if isinstance(index, int) and -len(elements) <= index < len(elements):
+                    return elements[index]
+            return self._roots.get(base, frozenset())
+        if (flow := control_flow_of(node)) is not None:
+            elements = [
+                frozenset({(node, position)}) | roots for position, roots in enumerate(self._handed_back(flow))
+            ]
+            self._elements[node] = elements
+            return frozenset().union(*elements)
+        schema = _schema(node)
+        if _qualified_name(node) in _WAITS:
+            operand = (*node.args, *node.kwargs.values())[0]
+            if isinstance(operand, (tuple, list)):
+                self._elements[node] = [self.roots_in(item) for item in operand]
+            return self.roots_in(operand)
+        shared = self._declared_aliases(node, schema)
+        val = node.meta.get("val")
+        count = len(val) if isinstance(val, (tuple, list)) else len(schema.returns) if schema is not None else 1
+        if (count > 1 or isinstance(val, (tuple, list))) and not shared:
+            # Results of one operator are storages of their own, unless their fake values say otherwise.
+            elements = [frozenset({(node, position)}) for position in range(count)]
+            for position, key in _fake_storages(val):
+                if position is not None:
+                    elements[position] |= by_storage.get(key, frozenset())
+            self._elements[node] = elements
+            return frozenset().union(*elements)
+        roots = frozenset({(node, None)}) | shared
+        if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
+            roots |= self.roots_in((node.args, node.kwargs))  # a sparse tensor holds what it was made of
+        for _, key in _fake_storages(val):
+            roots |= by_storage.get(key, frozenset())
+        return roots
+
+    def _declared_aliases(self, node: Node, schema: Any) -> frozenset[Root]:
+        if schema is None or _qualified_name(node) in _RECEIVERS:
+            undeclared = self.works(node) and node.target is not launch
+            return self.roots_in((node.args, node.kwargs)) if undeclared else frozenset()
+        labels = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
+        shared: frozenset[Root] = frozenset()
+        for argument, value in _pairs(schema, node):
+            info = argument.alias_info
+            if info is not None and (labels & set(info.before_set) or "*" in info.after_set):
+                shared |= self.roots_in(value)
+        return shared
+
+    def roots(self, node: Node) -> frozenset[Root]:
+        return self._roots.get(node, frozenset())
+
+    def ordered(self, work: Sequence[Node]) -> list[list[Node]]:
+        """Nodes that must keep program order although no memory joins them: random draws, and effects."""
+        random: list[Node] = []
+        effects: list[Node] = []
+        for node in work:
+            if node.target is launch:
+                continue
+            schema, overload = _schema(node), node.target
+            tags = overload.tags if isinstance(overload, torch._ops.OpOverload) else ()
+            if schema is None or torch.Tag.nondeterministic_seeded in tags:
+                random.append(node)
+            communicates = _qualified_name(node).split("::")[0] in _COMMUNICATION
+            declared = communicates or "effect" in node.meta
+            if schema is None or declared or not (schema.returns or self.written(node)):
+                effects.append(node)
+        return [random, effects]
+
+    def roots_in(self, value: Any) -> frozenset[Root]:
+        found: set[Root] = set()
+
+        def note(node: Node) -> Node:
+            found.update(self.roots(node))
+            return node
+
+        torch.fx.map_arg(value, note)
+        return frozenset(found)
+
+    def works(self, node: Node) -> bool:
+        return kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
+
+    def sources(self, node: Node, scheduled: set[Node]) -> set[Node]:
+        """The scheduled nodes whose values ``node`` uses, seen through views and arithmetic."""
+        found: set[Node] = set()
+        todo = list(node.all_input_nodes)
+        while todo:
+            operand = todo.pop()
+            if operand in scheduled:
+                found.add(operand)
+            else:
+                todo.extend(operand.all_input_nodes)
+        return found
+
+    def touched(self, node: Node) -> frozenset[Root]:
+        """The storages that a node reads or writes, or that a communication it waits for does."""
+        return self.roots_in((node.args, node.kwargs)) | self._in_communication.get(node, frozenset())
+
+    def accesses(self, work: Sequence[Node]) -> dict[Root, list[tuple[Node, bool]]]:
+        """For each storage, who touches it in program order, and whether they write."""
+        found: dict[Root, list[tuple[Node, bool]]] = defaultdict(list)
+        for node in work:
+            written = self.written(node)
+            for root in self.touched(node):
+                found[root].append((node, root in written))
+        return found
+
+    def written(self, node: Node) -> frozenset[Root]:
+        if node.target is launch:
+            kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]
+            assert isinstance(kernel, Kernel)
+            return self.roots_in([node.args[1 + position] for position in kernel.writes])
+        if (flow := control_flow_of(node)) is not None:
+            return self._written_by(flow)
+        schema, name = _schema(node), _qualified_name(node)
+        if schema is None or name in _WAITS or name in _RECEIVERS:
+            return self.roots_in((node.args, node.kwargs))
+        return frozenset().union(
+            *(
+                self.roots_in(value)
+                for argument, value in _pairs(schema, node)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            )
+        )
+
+    # -- subgraphs: what they do to their inputs, they do to the operands of the node that calls them ----
+
+    def _written_by(self, flow: ControlFlow) -> frozenset[Root]:
+        found: frozenset[Root] = frozenset()
+        for subgraph in flow.subgraphs:
+            inner = Accesses(subgraph.graph)
+            work = [node for node in subgraph.graph.nodes if inner.works(node)]
+            written = frozenset().union(*map(inner.written, work))
+            found |= self._outside(written, subgraph, flow)
+        # From one iteration to the next values change places.
+        return self.roots_in(flow.operands) if found and flow.repeats else found
+
+    def _handed_back(self, flow: ControlFlow) -> list[frozenset[Root]]:
+        """For each result, the operands that it may be, or may be a view of."""
+        found: list[frozenset[Root]] = []
+        for subgraph in flow.subgraphs:
+            inner = Accesses(subgraph.graph)
+            (results,) = next(node for node in reversed(subgraph.graph.nodes) if node.op == "output").args
+            for position, result in enumerate(results):  # type: ignore[union-attr,arg-type]
+                found += [frozenset()] * (position + 1 - len(found))
+                found[position] |= self._outside(inner.roots_in(result), subgraph, flow)
+        if flow.repeats and any(found):
+            return [self.roots_in(flow.operands)] * len(found)
+        return found
+
+    def _outside(self, roots: frozenset[Root], subgraph: GraphModule, flow: ControlFlow) -> frozenset[Root]:
+        placeholders = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
+        found = (self.roots_in(flow.operands[placeholders.index(n)]) for n, _ in roots if n.op == "placeholder")
+        return frozenset().union(*found)
+
+
+def _schema(node: Node) -> Any:
+    overload = node.target if isinstance(node.target, torch._ops.OpOverload) else node.meta.get("op_overload")
+    return overload._schema if overload is not None else None
+
+
+def _qualified_name(node: Node) -> str:
+    schema = _schema(node)
+    return schema.name if schema is not None else ""
+
+
+def _pairs(schema: Any, node: Node) -> list[tuple[Any, Any]]:
+    named = {argument.name: argument for argument in schema.arguments}
+    positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+    pairs = list(zip(positional, node.args, strict=False))
+    return pairs + [(named[name], value) for name, value in node.kwargs.items() if name in named]
+
+
+def _fake_storages(val: Any) -> list[tuple[int | None, int]]:
+    """(position in a tuple, storage) of the tensors in a fake value."""
+    whole = not isinstance(val, (tuple, list))
+    found: list[tuple[int | None, int]] = []
+    for position, value in enumerate((val,) if whole else val):
+        if isinstance(value, torch.Tensor):
+            try:
+                found.append((None if whole else position, value.untyped_storage()._cdata))
+            except (NotImplementedError, RuntimeError):
+                continue
+    return found

@@ -1,0 +1,91 @@
+"""A sample of benchmarks/coverage.py: whatever Inductor's own wrapper runs, fxwrap runs, with the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("expecttest", reason="torch's table of operators needs it")
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "coverage.py"
+
+
+@pytest.fixture(scope="module")
+def coverage() -> Any:
+    spec = importlib.util.spec_from_file_location("coverage_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_a_sample_of_operators(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    done = run("--seconds", "30", "--at-least", "5", "--seed", "1", "--part", "12", "--results", str(results))
+    assert done.returncode == 0, done.stdout
+    verdicts = [json.loads(line)["verdict"] for line in results.read_text().splitlines()]
+    assert verdicts.count("equal") >= 3
+    # What is done is not done again.
+    again = run("--seconds", "0.1", "--seed", "1", "--part", "1", "--results", str(results))
+    assert len(results.read_text().splitlines()) <= len(verdicts) + 1
+    assert f"{len(verdicts)} entries" in again.stdout or f"{len(verdicts) + 1} entries" in again.stdout
+
+
+def case(module: Any, function: Any, *inputs: torch.Tensor) -> Any:
+    return lambda: module.Case(function, lambda: (tuple(t.clone() for t in inputs), {}))
+
+
+def test_a_difference_is_seen(coverage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script itself can fail: a pass that drops the last kernel changes the numbers."""
+    from fxwrap.codegen import emission
+    from fxwrap.host_graph.nodes import Kind, kind_of
+
+    def drops_a_launch(self: Any) -> Any:
+        def drop(gm: torch.fx.GraphModule) -> None:
+            gm.graph.erase_node([n for n in gm.graph.nodes if kind_of(n) is Kind.LAUNCH][-1])
+
+        return [drop]
+
+    entry = case(coverage, lambda x: x.sin().sum(), torch.ones(64))
+    assert coverage.examine("sin", entry, None).verdict == "equal"
+    monkeypatch.setattr(emission.FxwrapCodegen, "passes", drops_a_launch)
+    outcome = coverage.examine("sin", entry, None)
+    assert outcome.verdict == "different" and "result of call 1" in outcome.reason
+
+
+def test_a_fallback_and_a_failure_are_seen(coverage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxwrap.codegen import converter
+    from fxwrap.errors import EmissionError
+
+    def refuse(self: Any, line: Any) -> None:
+        raise EmissionError("no kernels today")
+
+    entry = case(coverage, torch.sin, torch.ones(4))
+    monkeypatch.setattr(converter.HostGraphConverter, "_line_KernelCallLine", refuse)
+    outcome = coverage.examine("sin", entry, None)
+    assert outcome.verdict == "fell back" and "no kernels today" in outcome.reason
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not an operator")
+
+    assert coverage.examine("broken", case(coverage, broken, torch.ones(4)), None).verdict == "Inductor failed"
+
+
+def test_nan_equals_nan_and_nothing_else(coverage: Any) -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    assert coverage.compare([nan], [nan.clone()]) == ""
+    assert "1 of 2" in coverage.compare([nan], [torch.tensor([1.0, 2.0])])
+    assert "1 of 2" in coverage.compare([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 3.0])])
+    assert "expected" in coverage.compare([nan], [nan.double()])

@@ -1,0 +1,184 @@
+"""Functional operators write into buffers that the plan owns, where that gives the same numbers and saves memory.
+
+::
+
+    buf2 = aten.topk(buf0, 2)                    buf2, buf3 = allocate ..., allocate ...
+    launch kernel(buf2[0])                ->     aten.topk.values(buf0, 2, values=buf2, indices=buf3)
+                                                 launch kernel(buf2)
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, assert_same, inductor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxwrap
+from fxwrap.codegen.out_forms import OutForm, out_form
+from fxwrap.host_graph.listing import list_graph
+from fxwrap.plan import Origin
+
+aten = torch.ops.aten
+
+# -- which operators ------------------------------------------------------------------------------------
+
+
+def test_a_structured_operator_has_a_form_on_every_device() -> None:
+    """Torch makes the functional form of it: allocate, then run the out= form."""
+    for device in ("cpu", "cuda", "privateuseone"):
+        assert out_form(aten.topk.default, device) == OutForm(aten.topk.values, ("values", "indices"))
+
+
+@pytest.mark.parametrize(
+    "overload, reason",
+    [
+        (aten.convolution.default, "its out= form computes elsewhere and copies"),  # made by torch
+        (aten._fft_r2c.default, "its out= form computes elsewhere and copies"),  # measured
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, "it has no out= form"),
+        (aten.slice.Tensor, "it writes or returns an argument"),
+        (aten.unbind_copy.int, "it does not return a fixed number of tensors"),
+    ],
+)
+def test_operators_that_allocate_by_themselves(overload: Any, reason: str) -> None:
+    assert out_form(overload, "cpu") == reason
+
+
+class _Comparing(TorchDispatchMode):
+    """Runs every operator that has a form in both forms; notes what differs and what saves no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compared: set[Any] = set()
+        self.different: set[str] = set()
+        self.wasteful: set[str] = set()
+        self.resized: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        form = out_form(func, "cpu")
+        if not isinstance(form, OutForm) or torch.Tag.dynamic_output_shape in func.tags:
+            return func(*args, **kwargs)
+        before = torch.get_rng_state()
+        results, functional = _with_bytes(lambda: func(*args, **kwargs))
+        after = torch.get_rng_state()
+        values = results if isinstance(results, (tuple, list)) else (results,)
+        if any(value.layout is not torch.strided or value.is_conj() or value.is_neg() for value in values):
+            return results
+        outs = [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype) for v in values]
+        own = sum(out.untyped_storage().nbytes() for out in outs)
+        torch.set_rng_state(before)
+        given = dict(zip(form.results, outs, strict=True))
+        _, with_out = _with_bytes(lambda: form.overload(*args, **kwargs, **given))
+        # Memory that the plan owns cannot grow, not even for a while.
+        if own != sum(out.untyped_storage().nbytes() for out in outs):
+            self.resized.add(str(func))
+        self.compared.add(func)
+        same = all(torch.equal(_bits(out), _bits(value)) for out, value in zip(outs, values, strict=True))
+        if not same or not torch.equal(torch.get_rng_state(), after):
+            self.different.add(str(func))
+        if own > 64 and with_out + own > functional + 64:  # scalars do not count
+            self.wasteful.add(str(func))
+        return results
+
+
+def _with_bytes(call: Callable[[], Any]) -> tuple[Any, int]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        results = call()
+    events = profile.profiler.kineto_results.events()
+    return results, sum(max(event.nbytes(), 0) for event in events if event.name() == "[memory]")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_both_forms_of_torch_s_own_operators_agree_and_out_saves_memory() -> None:
+    """A sample for a fixed time, seeded; over all entries it takes five times as long."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    comparing = _Comparing()
+    deadline = time.monotonic() + 15
+    entries = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
+    random.Random(0).shuffle(entries)
+    for op in entries:
+        if time.monotonic() > deadline:
+            break
+        try:
+            samples = list(op.sample_inputs("cpu", torch.float32))[:3]
+        except Exception:
+            continue
+        for sample in samples:
+            with comparing:
+                try:
+                    op.op(sample.input, *sample.args, **sample.kwargs)
+                except Exception as error:  # an entry that does not run on this machine
+                    assert "out" not in str(error), op.name
+    assert len(comparing.compared) > 20
+    assert not comparing.different
+    assert not comparing.wasteful
+    assert not comparing.resized
+
+
+# -- whole programs -------------------------------------------------------------------------------------
+
+
+def _topk(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values, indices = torch.topk(x @ x.t(), 2)
+    return values * 2, indices + 1
+
+
+def test_results_are_planned(compiled: Any) -> None:
+    ours: Compiled = compiled(lambda x: torch.linalg.qr(x @ x.t())[0] @ x)
+    theirs = inductor(lambda x: torch.linalg.qr(x @ x.t())[0] @ x)
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        assert_same(ours(x), theirs(x))
+    plan = ours.program.plan
+    assert (
+        list_graph(plan.graph)
+        == """\
+arg0_1: float32[4, 4] on cpu
+buf0 = allocate (4, 4), strides (4, 1), float32, cpu
+reinterpret = reinterpret(arg0_1, (4, 4), (1, 4), 0)
+aten.mm.out(arg0_1, reinterpret, out=buf0)
+buf2 = allocate (4, 4), strides (1, 4), float32, cpu
+empty_strided_2 = allocate (4, 4), strides (1, 4), float32, cpu
+aten.linalg_qr.out(buf0, Q=buf2, R=empty_strided_2)
+buf4 = allocate (4, 4), strides (4, 1), float32, cpu
+aten.mm.out(buf2, arg0_1, out=buf4)
+return buf4"""
+    )
+    assert all(storage.origin is not Origin.EXTERN for storage in plan.facts.storages)
+    assert ours.program.counters.replays == 2
+
+
+def test_sizes_may_vary(compiled: Any) -> None:
+    ours: Compiled = compiled(_topk, dynamic=True)
+    theirs = inductor(_topk, dynamic=True)
+    for n in (4, 5, 4, 5, 4, 5):
+        x = torch.randn(n, n + 1)
+        assert_same(ours(x), theirs(x))
+    assert all(storage.origin is not Origin.EXTERN for storage in ours.program.plan.facts.storages)
+    assert ours.program.counters.replays > 0
+
+
+def test_what_stays_outside_the_plan_is_named_with_its_reason() -> None:
+    explanation = fxwrap.explain(lambda x: torch.fft.fft(x * 2), torch.randn(8))
+    (graph,) = explanation.to_dict()["graphs"]
+    reason = "its out= form computes elsewhere and copies"
+    assert list(graph["memory"]["outside_the_plan"].values()) == [f"aten::_fft_r2c: {reason}"]
+    assert f"aten::_fft_r2c: {reason}" in str(explanation)
+
+
+def test_a_size_that_data_decides_stays_outside() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        explanation = fxwrap.explain(lambda x: torch.nonzero(x > 0).sum(0), torch.randn(8))
+    (graph,) = explanation.to_dict()["graphs"]
+    assert "aten::nonzero: the size of its result depends on data" in graph["memory"]["outside_the_plan"].values()

@@ -1,0 +1,182 @@
+"""One program, many shapes: right numbers, each shape recorded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, assert_same, inductor, on_simulated
+
+from fxwrap.packing.reserved import lay_out_arena
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)
+    )
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_eight_batch_sizes(compiled: Any, device: torch.device, dynamic: bool | None) -> None:
+    model = _model().to(device)
+    ours: Compiled = compiled(model, dynamic=dynamic)
+    theirs = inductor(model, dynamic=dynamic)
+    with torch.no_grad():
+        for _ in range(5):
+            before = ours.replays()
+            for batch in range(2, 10):
+                x = torch.randn(batch, 16, device=device)
+                assert_same(ours(x), theirs(x))
+    program = ours.programs[-1]
+    # Automatic dynamic shapes compile the first size by itself, turn dynamic at the second, and take the first
+    # one through the dynamic program when it comes again: one round less for it.
+    assert len(program.specializations) == 8
+    # A size that needs a larger arena than was foreseen ends what was recorded in it.
+    assert set(program.counters.recordings) <= {"first", "new shape", "the arena moved"}
+    assert program.counters.eager == {"warm-up": 8}
+    assert sum(ours.replays()) - sum(before) == 8, "the last round replays every size"
+
+
+def test_training_with_varying_batch(compiled: Any) -> None:
+    model = _model()
+    ours: Compiled = compiled(model, dynamic=True)
+    twin = _model()
+    twin.load_state_dict(model.state_dict())
+    theirs = torch.compile(twin, backend="inductor", dynamic=True)
+    for _ in range(4):
+        for batch in (3, 5, 6):
+            x = torch.randn(batch, 16)
+            model.zero_grad()
+            twin.zero_grad()
+            ours(x).square().sum().backward()
+            theirs(x).square().sum().backward()
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)
+    for program in ours.programs:
+        assert len(program.specializations) == 3 and program.counters.replays >= 3
+
+
+def test_sizes_in_arithmetic_and_outputs(compiled: Any) -> None:
+    def g(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        half = x.shape[0] // 2
+        return (x[:half] * x.shape[0]).sum(0), x.shape[0] * 3
+
+    f: Compiled = compiled(g, dynamic=True)
+    for _ in range(3):
+        for length in (4, 7, 9):
+            x = torch.randn(length, 3)
+            got, number = f(x)
+            torch.testing.assert_close(got, g(x)[0])
+            assert number == 3 * length
+
+
+@torch.no_grad()
+def _call(f: Compiled, batch: int, device: torch.device, most: int) -> None:
+    x = torch.randn(batch, 4, device=device)
+    torch.testing.assert_close(f(x), f.fn(x))
+    recordings = f.program.specializations.recordings()
+    assert len(recordings) <= most and not any(recording.ended for recording in recordings)
+
+
+def test_more_shapes_than_may_be_recorded(compiled: Any, device: torch.device) -> None:
+    """Called in turn they would take each other's place for ever: some are replayed, the others run eagerly."""
+    f: Compiled = compiled(torch.nn.Linear(4, 4).to(device), dynamic=True, options={"max_recordings": 8})
+    for _ in range(3):
+        for batch in range(2, 42):
+            _call(f, batch, device, 8)
+    counters = f.program.counters
+    assert set(counters.eager) == {"warm-up", "8 other recordings are used more often (max_recordings)"}
+    assert 8 <= sum(counters.recordings.values()) <= 40
+    replays = counters.replays
+    for _ in range(9):
+        for batch in range(2, 42):
+            _call(f, batch, device, 8)
+    assert counters.replays - replays >= 9 * 4, counters.to_dict()
+
+
+def test_another_phase(compiled: Any, device: torch.device) -> None:
+    """
+    ::
+
+        2 ... 9   2 ... 9   2 ... 9   10 ... 17   10 ... 17   10 ... 17   10 ... 17
+                  recorded  replayed              in the place of the others          replayed
+    """
+    f: Compiled = compiled(torch.nn.Linear(4, 4).to(device), dynamic=True, options={"max_recordings": 8})
+    for _ in range(12):
+        for batch in range(2, 10):
+            _call(f, batch, device, 8)
+    replays = f.program.counters.replays
+    assert replays >= 8 * 8
+    for number in range(20):
+        if number == 12:
+            replays = f.program.counters.replays
+        for batch in range(10, 18):
+            _call(f, batch, device, 8)
+    counters = f.program.counters
+    assert counters.replays == replays + 8 * 8, counters.to_dict()
+    assert counters.recordings["max_recordings: the least recently used"] == 0, "nobody came back"
+
+
+def test_shapes_that_come_back_after_a_while_stay(compiled: Any, device: torch.device) -> None:
+    """Two phases in turn: patience grows, so that not every change of phase is recorded."""
+    f: Compiled = compiled(torch.nn.Linear(4, 4).to(device), dynamic=True, options={"max_recordings": 4})
+    for number in range(40):
+        for _ in range(4):
+            for batch in range(2, 6) if number % 2 else range(6, 10):
+                _call(f, batch, device, 4)
+    counters = f.program.counters
+    assert sum(counters.recordings.values()) <= 40, counters.to_dict()
+    assert counters.replays >= 0.4 * 40 * 16, counters.to_dict()
+
+
+def test_nothing_grows_with_the_shapes_that_are_not_recorded(compiled: Any) -> None:
+    f: Compiled = compiled(torch.nn.Linear(4, 4), dynamic=True, options={"max_recordings": 2})
+    cpu = torch.device("cpu")
+    for batch in range(2, 60):
+        for _ in range(2):
+            _call(f, batch, cpu, 2)
+        assert len(f.program.specializations) <= 8 * 2
+
+
+def test_a_backward_that_takes_an_expression_of_sizes(compiled: Any, device: torch.device) -> None:
+    """What a forward saved of its shape is an input of the backward."""
+
+    class TimesCount(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.count = x.numel()
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad * ctx.count
+
+    f: Compiled = compiled(lambda x: TimesCount.apply(x) * 2, dynamic=True)
+    for _ in range(4):
+        for shape in ((5, 7), (9, 3)):
+            x = torch.randn(*shape, device=device, requires_grad=True)
+            f(x).sum().backward()
+            assert torch.equal(x.grad.cpu(), torch.full(shape, 2.0 * x.numel()))  # type: ignore[union-attr]
+    assert not f.owner.fallbacks and all(f.replays()) and len(f.programs) == 2
+
+
+def test_another_shape_is_planned_in_the_order_of_the_one_before(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def lay_out(*args: Any) -> Any:
+        found = lay_out_arena(*args)
+        tried.append((args[-1], found.offsets))
+        return found
+
+    monkeypatch.setattr("fxwrap.passes.memory.planner.lay_out_arena", lay_out)
+    f: Compiled = compiled(lambda x: (x @ x.t()).softmax(-1) @ x, dynamic=True)
+    with on_simulated():
+        for length in (5, 5, 50, 50):
+            x = torch.randn(length, 8)
+            torch.testing.assert_close(f(x), (x @ x.t()).softmax(-1) @ x)
+    first, *others = tried
+    assert not first[0] and first[1]
+    assert [like for like, _ in others] == [offsets for _, offsets in tried[:-1]]

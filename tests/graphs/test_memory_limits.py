@@ -1,0 +1,443 @@
+"""Arenas: as large as the largest need, given back on demand, within a limit.
+
+On the CPU there are none: what a call needs comes and goes with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from conftest import Compiled, freezes
+
+import fxwrap
+from fxwrap.graphs.arenas import Arena, ArenaPool
+from fxwrap.graphs.live_outputs import LiveOutputs
+from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.memory_provider import MemoryProvider
+
+CPU = torch.device("cpu")
+
+
+def _model(width: int = 64) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.LayerNorm(width), torch.nn.Linear(width, 8)
+    )
+
+
+@torch.no_grad()
+def _run(f: Any, x: torch.Tensor, calls: int = 3) -> None:
+    for _ in range(calls):
+        f(x)
+
+
+def test_nothing_is_kept_between_calls_on_the_cpu(compiled: Any, own_arenas: ArenaPool) -> None:
+    """And no limit holds there: it is about what is kept."""
+    f: Compiled = compiled(_model(), options={"max_memory": 1})
+    for _ in range(6):
+        f(torch.randn(32, 16)).sum().backward()
+    for program in f.programs:
+        assert program.counters.eager == {"warm-up": 1}
+        (recording,) = program.specializations.recordings()
+        assert recording.request.arenas == {} and recording.own_bytes == 0
+    assert own_arenas.kept() == 0
+
+
+# -- how large --------------------------------------------------------------------------------------------------
+
+
+def test_sixteen_batch_sizes_take_what_the_largest_takes(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    model = _model().to(device)
+    f: Compiled = compiled(model, dynamic=True)
+    for batch in range(8, 136, 8):
+        _run(f, torch.randn(batch, 16, device=device))
+    together = own_arenas.kept(device)
+    assert fxwrap.release(f.call) == together and own_arenas.kept(device) == 0
+    alone: Compiled = compiled(model, dynamic=True)
+    _run(alone, torch.randn(128, 16, device=device))
+    assert together <= 1.15 * own_arenas.kept(device)
+    assert (together > 0) == freezes(device)
+
+
+def test_parts_cut_by_graph_breaks_share_an_arena(compiled: Any, device: torch.device, own_arenas: ArenaPool) -> None:
+    first, second, third, fourth = (_model(width).to(device) for width in (64, 32, 128, 48))
+
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        a = first(x).sum()
+        torch._dynamo.graph_break()
+        b = second(x).sum()
+        torch._dynamo.graph_break()
+        c = third(x).sum()
+        torch._dynamo.graph_break()
+        return a + b + c + fourth(x).sum()
+
+    x = torch.randn(32, 16, device=device)
+    f: Compiled = compiled(parts)
+    _run(f, x, 5)
+    together = own_arenas.kept(device)
+    needs = [program.newest_plan.size for program in f.programs]
+    assert len(needs) == 4 and max(needs) <= together <= 1.15 * max(needs)
+    if freezes(device):
+        assert sum(needs) > 1.5 * together
+    else:
+        assert together == 0 and own_arenas.kept() == 0
+
+
+def test_an_arena_shrinks_when_what_it_was_large_for_is_gone(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    if not freezes(device):
+        pytest.skip("no arena")
+    model = _model().to(device)
+    large: Compiled = compiled(model)
+    _run(large, torch.randn(512, 16, device=device))
+    before = own_arenas.kept(device)
+    keeper: Compiled = compiled(model)  # the arena lives on
+    _run(keeper, torch.randn(2, 16, device=device))
+    assert own_arenas.kept(device) == before
+    del large
+    torch._dynamo.reset()
+    gc.collect()
+    f: Compiled = compiled(model)
+    _run(f, torch.randn(4, 16, device=device))
+    assert 0 < own_arenas.kept(device) <= 2 * f.program.newest_plan.size < before
+
+
+def test_what_is_expected_is_corrected_downwards() -> None:
+    """A plan that was made before it was known what stays in place expects more than the recording needs."""
+    pool, who, other = ArenaPool(), User(1), User(2)
+    pool.expect(CPU, who, 1000)
+    pool.expect(CPU, other, 300)
+    pool.correct(CPU, who, 2000)
+    assert pool.expected(CPU) == 1000
+    pool.correct(CPU, who, 200)
+    assert pool.expected(CPU) == 300
+    pool.withdraw(other)
+    assert pool.expected(CPU) == 200
+    del who
+    gc.collect()
+    assert pool.expected(CPU) == 0
+
+
+def test_the_first_arena_that_is_free_is_taken() -> None:
+    """Whatever their sizes: programs in turn share one."""
+    pool, arenas = ArenaPool(), list[Arena]()
+    first, second = LockOwner(), LockOwner()
+    one, two = pool.acquire(CPU, None, first, arenas), pool.acquire(CPU, None, second, arenas)
+    two.resize(1000)
+    one.lock.release(first)
+    two.lock.release(second)
+    assert one is not two and pool.acquire(CPU, None, LockOwner(), []) is one
+
+
+def test_nothing_but_empty_tensors(compiled: Any, device: torch.device) -> None:
+    """An arena of no bytes has no memory."""
+    f: Compiled = compiled(lambda x: (x.exp() + 1).sin())
+    for _ in range(4):
+        x = torch.randn(0, 3, device=device, requires_grad=True)
+        y = f(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (0, 3)  # type: ignore[union-attr]
+    assert all(program.counters.replays for program in f.programs)
+
+
+# -- given back -------------------------------------------------------------------------------------------------
+
+
+def test_release(compiled: Any, device: torch.device, own_arenas: ArenaPool) -> None:
+    model = _model().to(device)
+    f: Compiled = compiled(model)
+    x = torch.randn(8, 16, device=device)
+    _run(f, x)
+    with torch.no_grad():
+        kept = f(x)
+    value = kept.clone()
+    before = own_arenas.kept()
+    assert fxwrap.release() == before and own_arenas.kept() == 0
+    assert (before > 0) == freezes(device)
+    with torch.no_grad():
+        again = f(x)
+    assert torch.equal(kept, value) and torch.equal(again, value)
+    assert f.program.counters.recordings == {"first": 1, "released": 1}
+    _run(f, x, 4)
+    assert f.program.counters.replays >= 4
+
+
+def test_release_of_one_function_leaves_the_others(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    f, g = (compiled(_model().to(device)) for _ in range(2))
+    x = torch.randn(8, 16, device=device)
+    _run(f, x)
+    _run(g, x)
+    assert fxwrap.release(f.call) == 0  # the arena is the other's, too
+    before = g.program.counters.replays
+    _run(g, x)
+    assert g.program.counters.replays == before + 3
+    assert (fxwrap.release(g.call) > 0) == freezes(device)
+    with pytest.raises(fxwrap.FxwrapError, match="has no program"):
+        fxwrap.release(torch.sin)
+
+
+# -- a limit ----------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_more_than_the_limit_runs_eagerly(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    model = _model().to(device)
+    f: Compiled = compiled(model, dynamic=True, options={"max_memory": 16 << 10})
+    for batch in (4, 512, 8, 512, 4):
+        x = torch.randn(batch, 16, device=device)
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(f(x), model(x))
+        assert own_arenas.kept(device) <= 16 << 10
+    counters = f.program.counters
+    assert counters.eager == ({"warm-up": 3, "more than max_memory": 5} if freezes(device) else {"warm-up": 3})
+    assert counters.replays >= 3
+    if freezes(device):
+        g: Compiled = compiled(model, options={"max_memory": 1, "strict": True})
+        g(torch.randn(4, 16, device=device))
+        with pytest.raises(fxwrap.MemoryLimitError, match="max_memory"):
+            _run(g, torch.randn(4, 16, device=device))
+
+
+def test_what_needs_more_than_the_limit_leaves_the_others_alone(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """It is tried again and again whether there is memory now: nobody's recording ends for it every time."""
+    f: Compiled = compiled(_model().to(device), dynamic=True, options={"max_memory": 16 << 10})
+    for _ in range(40):
+        for batch in (4, 512):
+            _run(f, torch.randn(batch, 16, device=device), 1)
+    assert sum(f.program.counters.recordings.values()) <= 4, f.program.counters.to_dict()
+    assert f.program.counters.replays >= 34
+
+
+def _calls_until_it_replays(f: Compiled, x: torch.Tensor) -> int:
+    before = f.program.counters.replays
+    for call in range(1, 20):
+        _run(f, x, 1)
+        if f.program.counters.replays > before:
+            return call
+    raise AssertionError(f.program.counters.to_dict())
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 30])
+def test_after_a_shortage_it_replays_again(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool, length: int
+) -> None:
+    """
+    ::
+
+        another call     64 KiB            | over                      of 80 KiB
+        f wants 32 KiB   eager  eager ...  | ...  recorded  replay
+    """
+    if not freezes(device):
+        pytest.skip("nothing is kept")
+    f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x, options={"max_memory": 80 << 10})
+    x = torch.randn(64, 64, device=device)
+    call, taken = LockOwner(), list[Arena]()
+    other = own_arenas.acquire(device, None, call, taken, lambda arena: True)
+    other.resize(64 << 10)
+    user = User(1)
+    other.enter(user, LiveOutputs(), other.nbytes)
+    _run(f, x, 2 + length)
+    assert f.program.counters.eager == {"warm-up": 1, "more than max_memory": 1 + length}
+    assert not f.program.counters.recordings
+    other.lock.release(call)
+    assert _calls_until_it_replays(f, x) <= 10
+    assert own_arenas.kept(device) <= 80 << 10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("small", [0, 4])
+def test_after_outputs_that_took_memory_are_gone_it_replays_again(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool, small: int
+) -> None:
+    """Be it that others are kept by then: what counts is the memory."""
+    if not freezes(device):
+        pytest.skip("nothing is kept")
+    options = {"max_memory": 80 << 10}
+    f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x, options=options)
+    g: Compiled = compiled(lambda x: x.sin() + 1, options=options)
+    others: list[Compiled] = [compiled(lambda x, n=n: x.cos() * n + 1, options=options) for n in range(small)]
+    x, y, z = (torch.randn(n, n, device=device) for n in (64, 4, 128))
+    _run(g, z, 2)
+    kept = g(z)
+    value = kept.clone()
+    _run(f, x, 8)
+    keeps = []
+    for other in others:
+        _run(other, y, 2)
+        keeps.append(other(y))
+    assert torch.equal(kept, value)
+    del kept
+    assert _calls_until_it_replays(f, x) <= 10
+    assert own_arenas.kept(device) <= 80 << 10
+
+
+def test_a_training_step_and_a_compiled_optimizer_share_an_arena(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """
+    ::
+
+        step          1  2  3 ...
+        the arena     forward: 18  backward: 37, around what forward saved; optimizer: 10, so that all ended ...
+                      ... and the next step began anew: now whoever ended because it grew still counts
+    """
+    width = 32
+    norm, line = torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), norm, line).to(device)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-3) for each in (model, twin)]
+    x = torch.randn(width, width, device=device)
+    loss: Compiled = compiled(lambda x: model(x).square().mean())
+    update: Compiled = compiled(lambda: optimizers[0].step())
+    for _ in range(16):
+        optimizers[0].zero_grad()
+        loss(x).backward()
+        update()
+        optimizers[1].zero_grad()
+        twin(x).square().mean().backward()
+        optimizers[1].step()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    for program in loss.programs:
+        assert sum(program.counters.recordings.values()) <= 4 and program.counters.replays >= 8, (
+            program.counters.to_dict()
+        )
+
+
+@dataclass
+class User:
+    """Something recorded."""
+
+    used: int
+    own_bytes: int = 0
+    ended: str = ""
+
+    def end(self, why: str) -> None:
+        self.ended = why
+
+
+def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_arenas: ArenaPool) -> None:
+    """Room is kept for a recording that ended because its arena moved, but not if another one could not be made."""
+    call, taken, missing = LockOwner(), list[Arena](), cast(Any, None)
+    arena = own_arenas.acquire(torch.device("cpu"), None, call, taken)
+    arena.resize(70 << 10)
+    user = User(1)
+    arena.enter(user, LiveOutputs(), 70 << 10)
+    arena.resize(10 << 10)
+    assert user.ended and arena.needed() == 0 and arena.needed_again() == 70 << 10
+    provider = MemoryProvider(missing, missing, missing, (), max_memory=80 << 10)
+    assert provider._fit(arena, 32 << 10) and arena.nbytes == 70 << 10
+    other = own_arenas.acquire(torch.device("cpu"), None, call, taken, lambda arena: True)
+    other.resize(40 << 10)
+    assert provider._fit(arena, 32 << 10) and arena.nbytes == 32 << 10
+    del user
+    assert arena.needed_again() == 0
+
+
+def _pool(sizes: list[int]) -> tuple[ArenaPool, list[Arena]]:
+    pool, arenas = ArenaPool(), list[Arena]()
+    for nbytes in sizes:
+        call, taken = LockOwner(), list[Arena]()
+        arena = pool.acquire(CPU, None, call, taken, lambda arena: True)
+        arena.resize(nbytes)
+        arenas.append(arena)
+    return pool, arenas
+
+
+def test_the_least_recently_used_ends_first() -> None:
+    """
+    ::
+
+        arena 0   1000 bytes   a (used 3), b (used 1, 300 of its own)
+        arena 1   2000 bytes   c (used 2)
+        arena 2      0 bytes   wants 1500, within 3000: b, then c with its arena
+    """
+    pool, arenas = _pool([1000, 2000, 0])
+    a, b, c = User(3), User(1, 300), User(2)
+    for user, arena in ((a, arenas[0]), (b, arenas[0]), (c, arenas[1])):
+        arena.enter(user, LiveOutputs(), arena.nbytes)
+    assert pool.kept(CPU) == 3300
+    assert pool.make_room(arenas[2], 1500, 3000)
+    assert (a.ended, bool(b.ended), bool(c.ended)) == ("", True, True)
+    assert pool.kept(CPU) == 1000
+
+
+def test_what_is_in_use_stays() -> None:
+    pool, arenas = _pool([1000, 0])
+    user = User(1)
+    arenas[0].enter(user, LiveOutputs(), 1000)
+    running = LockOwner()
+    assert arenas[0].lock.acquire(running)
+    assert not pool.make_room(arenas[1], 500, 1200) and not user.ended
+    arenas[0].lock.release(running)
+    assert pool.make_room(arenas[1], 500, 1200) and user.ended
+
+
+def test_a_limit_is_kept_whatever_is_recorded(compiled: Any, device: torch.device, own_arenas: ArenaPool) -> None:
+    """Programs of several functions and sizes in turn, each with the same limit."""
+    limit = 40 << 10
+    options = {"max_memory": limit}
+    functions = [compiled(_model(width).to(device), dynamic=True, options=options) for width in (16, 64)]
+    for batch, f in itertools.product((4, 64, 16, 128, 8), functions):
+        _run(f, torch.randn(batch, 16, device=device), 4)
+        assert own_arenas.kept(device) <= limit
+
+
+# -- during replay ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("training", [False, True])
+def test_a_replay_allocates_nothing(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool, training: bool
+) -> None:
+    """Counted by the allocator: in all, and in the pool of the graphs. Convolutions allocate while captured."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(),
+        torch.nn.Linear(4 * 36, 16), torch.nn.LayerNorm(16),
+    ).to(device)  # fmt: skip
+    f: Compiled = compiled(lambda x: model(x).square().sum())
+    x = torch.randn(2, 3, 8, 8, device=device)
+
+    def allocations() -> list[int]:
+        in_all = torch.accelerator.memory_stats(device)["allocation.all.allocated"]
+        module = torch.get_device_module(device)
+        pools = (
+            [module.pool_stats(pool)["allocations"] for pool in own_arenas.pools()] if device.type != "cuda" else []
+        )
+        return [in_all, *pools]
+
+    seed = torch.ones((), device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.set_grad_enabled(training):
+            loss = f(x)
+        if training:
+            loss.backward(seed)
+
+    for _ in range(16):
+        step()
+    replays = f.replays()
+    for _ in range(4):
+        before = allocations()
+        step()
+        assert allocations() == before
+    if training:
+        assert len(f.programs) == 2
+    assert f.replays() == [count + 4 for count in replays]
+    assert len(own_arenas.pools()) == 1

@@ -1,0 +1,588 @@
+"""Live ranges, and offsets in one arena: no overlap, no bit more than needed where that can be had.
+
+The drawings show an arena: steps go to the right, bytes go up, one row is 64 bytes (the alignment on a CPU).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from placements import aligned, check_placement
+from random_graphs import (
+    ALWAYS_EAGER,
+    CPU,
+    PROPERTY,
+    GraphMaker,
+    Recipe,
+    aten,
+    build,
+    by_name,
+    check_calls,
+    collectives,
+    compile_request,
+    halve,
+    recipes,
+)
+from torch.fx import GraphModule, Node
+
+from fxwrap.compiler import compile_host_graph
+from fxwrap.errors import PlanError
+from fxwrap.host_graph.nodes import Kind, kind_of, output_node
+from fxwrap.options import Options
+from fxwrap.passes.analysis.sizes import storage_bytes
+from fxwrap.passes.memory.planner import plan_program, predict_memory
+from fxwrap.passes.memory.requirements import live_ranges, output_storages
+from fxwrap.passes.verify import verify_memory
+from fxwrap.plan import Buffer, MemoryPlan, Planned, Prediction, ProgramPlan, Region, Taken
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "elements"),
+    [
+        ((), (), 1),
+        ((5,), (1,), 5),
+        ((2, 3), (3, 1), 6),
+        ((2, 3), (4, 1), 7),
+        ((4, 0), (1, 1), 0),
+        ((3, 4), (0, 1), 4),
+    ],
+    ids=["scalar", "vector", "dense", "padded rows", "empty", "repeated rows"],
+)
+def test_bytes_are_counted_up_to_the_last_element(
+    size: tuple[int, ...], stride: tuple[int, ...], elements: int
+) -> None:
+    assert storage_bytes(size, stride, torch.float32) == 4 * elements
+    assert torch.empty_strided(size, stride).untyped_storage().nbytes() == 4 * elements
+
+
+# -- the plan of a program ----------------------------------------------------------------------------------
+
+
+def program_plan(gm: GraphModule, eager_ops: Sequence[str] = ALWAYS_EAGER) -> ProgramPlan:
+    return compile_host_graph(gm, compile_request(options=Options(eager_ops=tuple(eager_ops)))).plan
+
+
+def offsets_by_name(plan: ProgramPlan, memory: MemoryPlan) -> Mapping[str, int]:
+    return {plan.facts.storages[index].name: offset for index, (_, offset) in memory.location.items()}
+
+
+def chain(length: int) -> tuple[GraphMaker, GraphModule]:
+    """``x -> k0 -> b0 -> k1 -> b1 -> ...``; the last buffer is the output."""
+    maker = GraphMaker()
+    value = maker.input("x")
+    for i in range(length):
+        out = maker.allocate((4, 4), name=f"b{i}")
+        maker.launch("mix", value, value, out, name=f"k{i}")
+        value = out
+    return maker, maker.finish([value])
+
+
+def test_a_chain_takes_two_places() -> None:
+    """
+    ::
+
+        bytes                                     step   reads  writes
+        128 | b0 b0 b2 b2                          k0     x      b0
+         64 |    b1 b1 b3 b3                       k1     b0     b1
+          0 +---------------                       k2     b1     b2
+              k0 k1 k2 k3 (after)                  k3     b2     b3: the output, which the caller gets
+    """
+    maker, gm = chain(4)
+    program = compile_host_graph(gm, compile_request())
+    memory = plan_program(Planned(program.plan, {}, {}))
+    nodes = by_name(gm)
+    of = program.plan.facts.of
+    assert {n: live_ranges(program.plan)[min(of[nodes[n]])] for n in ("b0", "b1", "b2", "b3")} == {
+        "b0": (0, 2), "b1": (1, 3), "b2": (2, 4), "b3": (3, 4),
+    }  # fmt: skip
+    assert offsets_by_name(program.plan, memory) == {"b0": 64, "b1": 0, "b2": 64, "b3": 0}
+    assert memory.outputs == of[nodes["b3"]]
+    assert memory.arenas[CPU].buffers["b3"] == Buffer("b3", 64, 3, 5)
+    assert (memory.size, memory.lower_bound, memory.plain) == (128, 128, 256)
+    check_calls(gm, maker.inputs, program, [False, False, False, True, False])
+
+
+def test_views_keep_their_memory_alive() -> None:
+    """
+    ::
+
+        192 |    b  b  out out
+        128 |       c  c
+         64 | a  a  a  a              v is a view of a, so a must stay until r, which reads v
+          0 +-----------------
+              k0 k1 k2 r (after)
+    """
+    maker = GraphMaker()
+    x = maker.input("x")
+    a, b, c, out = (maker.allocate(name=name) for name in ("a", "b", "c", "out"))
+    maker.launch("mix", x, x, a, name="k0")
+    v = maker.view(maker.view(a, (16,), (1,)), (4, 4), (1, 4), name="v")
+    maker.launch("mix", x, x, b, name="k1")
+    maker.launch("mix", b, x, c, name="k2")
+    maker.launch("mix", c, v, out, name="r")
+    gm = maker.finish([out])
+    program = compile_host_graph(gm, compile_request())
+    memory = plan_program(Planned(program.plan, {}, {}))
+    placed = offsets_by_name(program.plan, memory)
+    assert placed == {"a": 0, "b": 128, "c": 64, "out": 128}
+    assert memory.size == memory.lower_bound == 192
+    check_calls(gm, maker.inputs, program, [False, False, False, True, False])
+
+
+def test_outputs_live_on_after_the_program() -> None:
+    """Whether they are handed out whole, as a view, or through an operator that returns its operand.
+
+    ::
+
+        256 |          i          i: inner, which nobody gets
+        192 |       u  u  u  u
+        128 |    v  v  v  v  v
+         64 | w  w  w  w  w  w
+          0 +-----------------
+              0  1  2  3  a  (after)
+    """
+    maker = GraphMaker()
+    x = maker.input("x")
+    buffers = [maker.allocate(name=name) for name in ("whole", "viewed", "updated", "inner")]
+    for buffer in buffers:
+        maker.launch("mix", x, x, buffer)
+    whole, viewed, updated, _ = buffers
+    gm = maker.finish([whole, maker.view(viewed, (4,), (1,), 4), maker.extern(aten.add_.Tensor, updated, x), x])
+    plan = program_plan(gm)
+    memory = plan_program(Planned(plan, {}, {}))
+    assert {plan.facts.storages[index].name for index in memory.outputs} == {"whole", "viewed", "updated"}
+    assert offsets_by_name(plan, memory) == {"whole": 0, "viewed": 64, "updated": 128, "inner": 192}
+    assert memory.arenas[CPU].buffers == {
+        "whole": Buffer("whole", 64, 0, 6), "viewed": Buffer("viewed", 64, 1, 6),
+        "updated": Buffer("updated", 64, 2, 6), "inner": Buffer("inner", 64, 3, 4),
+    }  # fmt: skip
+    assert output_storages(plan) == memory.outputs
+
+
+def test_what_operators_allocate_is_outside_of_the_plan() -> None:
+    maker = GraphMaker()
+    s = maker.extern(aten.sin.default, maker.input("x"))
+    b, out = maker.allocate(name="b"), maker.allocate(name="out")
+    maker.launch("mix", s, s, b)
+    maker.launch("mix", b, b, out)
+    plan = program_plan(maker.finish([out]))
+    assert set(offsets_by_name(plan, plan_program(Planned(plan, {}, {})))) == {"b", "out"}
+
+
+def test_memory_nobody_touches_and_pinned_memory_is_not_placed() -> None:
+    maker = GraphMaker()
+    x, out = maker.input("x"), maker.allocate(name="out")
+    maker.allocate(name="idle")
+    pinned = maker.allocate(name="pinned")
+    pinned.kwargs = {**pinned.kwargs, "pin_memory": True}
+    maker.launch("mix", x, x, pinned)
+    maker.launch("mix", pinned, pinned, out)
+    plan = program_plan(maker.finish([out]))
+    memory = plan_program(Planned(plan, {}, {}))
+    assert set(offsets_by_name(plan, memory)) == {"out"}
+    names = {plan.facts.storages[index].name for index in memory.sizes}
+    assert names == {"idle", "pinned", "out"}, "sizes are known all the same"
+
+
+def test_memory_whose_size_only_data_decides_is_allocated_when_it_is_known() -> None:
+    maker = GraphMaker()
+    x, n = maker.input("x"), maker.input("n", (), torch.int64)
+    size = maker.integer(n, name="size")
+    some = maker.allocate(name="some")
+    some.args = ((size,), (1,))
+    maker.launch("mix", x, x, some)
+    out = maker.allocate(name="out")
+    maker.launch("mix", some, some, out)
+    gm = maker.finish([out])
+    program = compile_host_graph(gm, compile_request())
+    memory = plan_program(Planned(program.plan, {}, {}))
+    assert set(offsets_by_name(program.plan, memory)) == {"out"}
+    assert {program.plan.facts.storages[index].name for index in memory.sizes} == {"out"}
+    check_calls(gm, maker.inputs, program, [False, False, True, False])
+
+
+def test_an_inputs_place_is_free_after_its_last_use() -> None:
+    """
+    ::
+
+        128 | x  b1 b1              x is filled before the first step
+         64 | b0 b0 b2 b2
+          0 +------------
+              k0 k1 k2 (after)
+    """
+    _, gm = chain(3)
+    plan = program_plan(gm)
+    memory = plan_program(Planned(plan, {}, {by_name(gm)["x"]: (CPU, 64)}))
+    arena = memory.arenas[CPU]
+    assert arena.buffers["x"] == Buffer("x", 64, 0, 1)
+    assert offsets_by_name(plan, memory) == {"x": 64, "b0": 0, "b1": 64, "b2": 0}
+    assert memory.size == memory.lower_bound == 128
+    check_placement(list(arena.buffers.values()), arena.placement, arena.alignment)
+
+
+@pytest.mark.parametrize("why", ["written", "handed out"])
+def test_a_place_that_is_needed_afterwards_stays_for_the_whole_call(why: str) -> None:
+    """
+    ::
+
+        192 |    b1 b1              x is copied back after the last step, or the caller gets it
+        128 | b0 b0 b2 b2
+         64 | x  x  x  x
+          0 +------------
+              k0 k1 k2 (after)
+    """
+    maker = GraphMaker()
+    value = x = maker.input("x")
+    if why == "written":
+        maker.launch("update", x, x, name="w")
+    for i in range(3):
+        out = maker.allocate((4, 4), name=f"b{i}")
+        maker.launch("mix", value, value, out, name=f"k{i}")
+        value = out
+    plan = program_plan(maker.finish([value] if why == "written" else [value, maker.view(x, (4,), (1,))]))
+    memory = plan_program(Planned(plan, {}, {x: (CPU, 64)}))
+    arena = memory.arenas[CPU]
+    assert arena.buffers["x"] == Buffer("x", 64, 0, len(plan.schedule) + 1)
+    assert len({offset for name, offset in offsets_by_name(plan, memory).items() if name != "b2"}) == 3
+    assert memory.size == memory.lower_bound == 192
+    check_placement(list(arena.buffers.values()), arena.placement, arena.alignment)
+
+
+def test_bytes_that_others_have_are_left_alone_unless_given_away() -> None:
+    """
+    ::
+
+        t1: an output of another program, given away as x        t0: one that somebody holds
+
+        192 | b0 b0 b2 b2
+        128 | t1 b1 b1                  x is read for the last time in k0
+         64 | t0 t0 t0 t0
+          0 +------------
+              k0 k1 k2 (after)
+    """
+    _, gm = chain(3)
+    plan = program_plan(gm)
+    x = by_name(gm)["x"]
+    taken = [Taken(0, 64), Taken(64, 128, (x,))]
+    memory = plan_program(Planned(plan, {}, {}), lambda device: taken)
+    assert offsets_by_name(plan, memory) == {"b0": 128, "b1": 64, "b2": 128}
+    assert memory.size == memory.lower_bound == 192
+    assert memory.arenas[CPU].taken == tuple(taken)
+    held = plan_program(Planned(plan, {}, {}), lambda device: [Taken(0, 64), Taken(64, 128)])
+    assert held.size == held.lower_bound == 256
+    assert min(offsets_by_name(plan, held).values()) == 128
+
+
+RETURNS_ITS_OPERAND = (
+    aten.add_.Tensor,
+    aten.copy_.default,
+    aten.split.Tensor,
+    halve,
+    collectives.all_reduce_.default,
+    collectives.wait_tensor.default,
+)
+
+
+def results_by_hand(plan: ProgramPlan) -> dict[str, Buffer]:
+    """What captured operators return and the caller gets: it is copied to the plan."""
+    made: dict[Node, frozenset[str]] = {}
+    found: dict[str, Buffer] = {}
+    lent: frozenset[str] = frozenset()
+    for node in plan.graph.graph.nodes:
+        first = node.args[0] if node.args else None
+        of_several = getattr(first, "target", None) in (aten.split_copy.Tensor, aten.var_mean.correction)
+        if node.target in (aten.sin.default, aten.rand.default) or of_several:
+            maker, name = (first, f"{first.name}[{node.args[1]}]") if of_several else (node, node.name)
+            made[node] = frozenset({name})
+            if "val" in node.meta:
+                nbytes, end = 4 * node.meta["val"].numel(), len(plan.schedule) + 1
+                found[name] = Buffer(name, nbytes, plan.schedule.index(maker), end)
+        elif kind_of(node) is Kind.VIEW or node.target in RETURNS_ITS_OPERAND:
+            made[node] = made.get(first, frozenset())
+        if getattr(node.target, "namespace", "") == "_c10d_functional":
+            lent = lent.union(*(made.get(operand, ()) for operand in node.all_input_nodes))
+    returned = frozenset[str]().union(*(made.get(node, ()) for node in output_node(plan.graph).all_input_nodes))
+    return {name: buffer for name, buffer in found.items() if name in returned - lent}
+
+
+def accesses_by_hand(plan: ProgramPlan) -> dict[Node, tuple[int, int]]:
+    """First and last step that works on each allocation or input, by following values from argument to argument."""
+    gathers = (collectives.all_gather_into_tensor.default, collectives.all_gather_into_tensor_coalesced.default)
+    made_of: dict[Node, set[Node]] = {}
+    for node in plan.graph.graph.nodes:
+        if kind_of(node) in (Kind.ALLOCATION, Kind.PLACEHOLDER):
+            made_of[node] = {node}
+        elif kind_of(node) is Kind.VIEW or node.target in RETURNS_ITS_OPERAND:
+            made_of[node] = set(made_of.get(node.args[0], ()))
+    found: dict[Node, tuple[int, int]] = {}
+    for step, node in enumerate(plan.schedule):
+        operands = node.all_input_nodes
+        if node.target is collectives.wait_tensor.default:
+            begun = operands[0].args[0] if operands[0].target is operator.getitem else operands[0]
+            if begun.target in gathers:  # which read what they were given until now
+                operands = operands + begun.all_input_nodes
+        for operand in operands:
+            for memory in made_of.get(operand, ()):
+                found[memory] = (found.get(memory, (step, step))[0], step)
+    return found
+
+
+@PROPERTY
+@given(recipes(), st.booleans())
+def test_plans_of_random_graphs(recipe: Recipe, places: bool) -> None:
+    """Buffers are live from their first to their last use, sized as torch sizes them, and placed without overlap."""
+    gm = build(recipe).gm
+    plan = program_plan(gm)
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    memory = plan_program(Planned(plan, {}, {node: (CPU, 256) for node in inputs} if places else {}))
+    expected, end = accesses_by_hand(plan), len(plan.schedule) + 1
+    returned = {plan.facts.storages[index].node for index in memory.outputs}
+    arena = memory.arenas.get(CPU)
+    placed = dict(arena.buffers) if arena is not None else {}
+    written = frozenset[int]().union(*plan.facts.writes.values())
+    handed_out = plan.facts.of.keys() & set(output_node(gm).all_input_nodes)
+    afterwards = written.union(*(plan.facts.of[node] for node in handed_out))
+    for node in inputs:
+        if places:
+            place = placed.pop(node.name)
+            assert (place.size, place.begin) == (256, 0)
+            assert place.end == (end if plan.facts.of[node] <= afterwards else expected.get(node, (0, 0))[1] + 1)
+    assert not memory.per_call and not memory.regions
+    assert placed == {
+        node.name: Buffer(
+            node.name, 4 * torch.Size(node.args[0]).numel(), first, end if node in returned else last + 1
+        )
+        for node, (first, last) in expected.items()
+        if kind_of(node) is Kind.ALLOCATION
+    } | results_by_hand(plan)
+    if arena is not None:
+        check_placement(list(arena.buffers.values()), arena.placement, arena.alignment)
+        assert arena.plain == sum(aligned(buffer.size, 64) for buffer in arena.buffers.values())
+
+
+def test_an_arena_is_there_all_the_time() -> None:
+    """And what operators allocate themselves comes on top, where addresses are frozen: 320 + 256 bytes.
+
+    ::
+
+        arena    . s s s
+                 a a . .
+                 a a . o        a, b: 256 bytes, s, o: 64
+        beside   . . b b
+    """
+    memory, predicted, _ = _beside_an_operator(frozen=True)
+    assert (memory.size, memory.peak, memory.lower_bound, memory.plain) == (320, 320, 320, 384)
+    assert not memory.regions and not memory.per_call
+    assert (predicted.arena, predicted.operators, predicted.outside, predicted.total) == (320, 256, 256, 576)
+
+
+def test_memory_comes_and_goes_with_each_call() -> None:
+    """Where a graph calls again there is no arena; no more is taken than is alive in step 3, 384 bytes.
+
+    ::
+
+        region   a a . .
+        region   . s s s        one region for both would be there in step 3, too: 576 bytes
+        new      . . . o        the caller gets it
+        operator . . b b
+    """
+    memory, predicted, index = _beside_an_operator(frozen=False)
+    assert not memory.arenas and not memory.location and memory.size == 0
+    assert memory.regions == (Region(0, 2, 256, {index["a"]: 0}), Region(1, 4, 64, {index["s"]: 0}))
+    assert memory.per_call == memory.outputs == {index["out"]}
+    assert memory.sizes == {index["a"]: 256, index["s"]: 64, index["out"]: 64}
+    assert (memory.peak, memory.lower_bound, memory.plain) == (320, 320, 384)
+    assert (predicted.arena, predicted.operators, predicted.outside) == (0, 256, 384)
+    assert (predicted.total, predicted.outputs) == (384, 64)
+
+
+def _beside_an_operator(frozen: bool) -> tuple[MemoryPlan, Prediction, dict[str, int]]:
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    a, s, out = maker.allocate((16, 4), name="a"), maker.allocate(name="s"), maker.allocate(name="out")
+    maker.launch("mix", x, x, a)
+    maker.launch("mix", a, a, s)
+    b = maker.extern(aten.cumsum.default, y, 0, name="b")
+    maker.launch("mix", s, b, out)
+    plan = program_plan(maker.finish([out]))
+    planned = Planned(plan, {}, {}, frozen)
+    memory = plan_program(planned)
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    (predicted,) = predict_memory([planned], {})
+    return memory, predicted, {storage.name: storage.index for storage in plan.facts.storages}
+
+
+def test_what_somebody_may_keep_is_allocated_at_every_call() -> None:
+    """What a custom operator gets, what the caller gets, and what has no place of its own: idle and pinned memory."""
+    maker = GraphMaker()
+    x = maker.input("x")
+    a, b, pinned, out = (maker.allocate(name=name) for name in ("a", "b", "pinned", "out"))
+    maker.allocate(name="idle")
+    pinned.kwargs = {**pinned.kwargs, "pin_memory": True}
+    maker.launch("mix", x, x, a)
+    maker.launch("mix", a, a, b)
+    k = maker.extern(torch.ops.fxwrap_planning.double.default, maker.view(b, (16,), (1,)), name="k")
+    maker.launch("mix", k, k, pinned)
+    maker.launch("mix", pinned, k, out)
+    plan = program_plan(maker.finish([maker.view(out, (4,), (1,), 4)]))
+    memory = plan_program(Planned(plan, {}, {}, frozen=False))
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    index = {storage.name: storage.index for storage in plan.facts.storages}
+    assert memory.regions == (Region(0, 2, 64, {index["a"]: 0}),)
+    assert memory.per_call == {index[name] for name in ("b", "pinned", "idle", "out")}
+    assert memory.outputs == {index["out"]}
+
+
+def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
+    """Where addresses are frozen captured work reads it there: 256 bytes, and 256 beside it for the result itself.
+
+    ::
+
+        arena    . o              arena    b b o
+        beside   b b       ->     beside   b . .      nothing, if the allocator can be told
+    """
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    out = maker.allocate(name="out")
+    b = maker.extern(aten.cumsum.default, y, 0, name="b")
+    maker.launch("mix", x, b, out)
+    gm = maker.finish([out])
+    captured, eager = program_plan(gm), program_plan(gm, ("aten::cumsum",))
+    for planned, inside, beside in (
+        (Planned(captured, {}, {}), 64, 256),
+        (Planned(eager, {}, {}), 64 + 256, 256),
+        (Planned(eager, {}, {}, places_results=True), 64 + 256, 0),
+    ):
+        (predicted,) = predict_memory([planned], {})
+        assert (predicted.arena, predicted.operators, predicted.total) == (inside, beside, inside + beside)
+        memory = plan_program(planned)
+        assert memory.size == memory.peak == inside
+        verify_memory(gm, planned.program.schedule, planned.program.facts, memory, {})
+
+
+def test_what_eager_work_returns_is_read_where_it_is() -> None:
+    """Where addresses are not frozen: nothing is copied, 64 bytes for out and 256 for b."""
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    out = maker.allocate(name="out")
+    maker.launch("mix", x, maker.extern(aten.cumsum.default, y, 0, name="b"), out)
+    gm = maker.finish([out])
+    for eager_ops in ALWAYS_EAGER, ("aten::cumsum",):
+        planned = Planned(program_plan(gm, eager_ops), {}, {}, frozen=False)
+        (predicted,) = predict_memory([planned], {})
+        assert (predicted.arena, predicted.operators, predicted.total) == (0, 256, 64 + 256)
+        assert plan_program(planned).peak == 64
+
+
+def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
+    """The caller gets it, too: nothing is copied."""
+    maker = GraphMaker()
+    y = maker.input("y", (16, 4))
+    b = maker.extern(aten.cumsum.default, y, 0, name="b")
+    gm = maker.finish([b, maker.extern(aten.flip.default, b, [0], name="c")])
+    plan = program_plan(gm, ("aten::cumsum", "aten::flip"))
+    assert not plan_program(Planned(plan, {}, {})).location
+    placed = plan_program(Planned(plan, {}, {}, places_results=True))
+    assert len(placed.location) == len(placed.outputs) == 2
+
+
+def test_captured_operators_may_have_what_is_free() -> None:
+    """While b is computed, a lies there and c does not yet: c's bytes are free.
+
+    ::
+
+        a a .       b may take what it needs for a while from c's bytes;
+        . b b       c, which a custom operator returns, from none
+        . . c
+    """
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    a, c, out = maker.allocate((32, 4), name="a"), maker.allocate((64, 4), name="c"), maker.allocate(name="out")
+    maker.launch("mix", x, y, a)
+    b = maker.extern(aten.cumsum.default, a, 0, name="b")
+    maker.launch("mix", b, b, c)
+    k = maker.extern(torch.ops.fxwrap_planning.double.default, c, name="k")
+    maker.launch("mix", c, k, out)
+    plan = program_plan(maker.finish([out]))
+    planned = Planned(plan, {}, {}, places_results=True)
+    memory = plan_program(planned)
+    (arena,) = memory.arenas.values()
+    assert arena.workspace.keys() == {b}
+    at = {name: (low, low + arena.buffers[name].size) for name, low in arena.placement.offsets.items()}
+    free = set(range(arena.placement.size)) - set(range(*at["a"])) - set(range(*at["b"]))
+    assert {byte for low, high in arena.workspace[b] for byte in range(low, high)} == free
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    # Planted faults: what is alive, and what is not the program's.
+    outside = arena.placement.size, arena.placement.size + 64
+    for spans, complaint in ((at["a"], "overlaps a"), (at["b"], "overlaps b"), (outside, "not the program's")):
+        faulty = replace(arena, workspace={b: (spans,)})
+        with pytest.raises(PlanError, match=complaint):
+            verify_memory(plan.graph, plan.schedule, plan.facts, replace(memory, arenas={CPU: faulty}), {})
+
+
+def test_what_operators_return_is_placed_where_the_allocator_can_be_told() -> None:
+    """Also what the caller gets, for which nobody else may have the bytes; not what a custom operator may keep.
+
+    ::
+
+        arena    a a . .                  arena    a a . o      c is handed out, b is not
+                 . . . o                           . b b .
+        beside   . b b .          ->               . . c c
+                 . . c c                  beside   . . k k
+                 . . k k
+    """
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y", (16, 4))
+    a, out = maker.allocate((16, 4), name="a"), maker.allocate(name="out")
+    maker.launch("mix", x, y, a)
+    b = maker.extern(aten.cumsum.default, a, 0, name="b")
+    c = maker.extern(aten.flip.default, b, [0], name="c")
+    k = maker.extern(torch.ops.fxwrap_planning.double.default, c, name="k")
+    maker.launch("mix", b, k, out)
+    plan = program_plan(maker.finish([out, c]))
+    index = {storage.name: storage.index for storage in plan.facts.storages}
+    memory = plan_program(Planned(plan, {}, {}, places_results=True))
+    assert memory.location.keys() == {index[name] for name in ("a", "b", "c", "out")}
+    assert memory.outputs == {index["c"], index["out"]}
+    assert index["b"] not in plan_program(Planned(plan, {}, {})).location
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
+    # One fault: b on its operand, which is read when b is written; c where its result is computed from.
+    for moved, there in (("b", "a"), ("c", "b"), ("out", "c")):
+        faulty = replace(memory, location={**memory.location, index[moved]: memory.location[index[there]]})
+        with pytest.raises(PlanError, match="overlap"):
+            verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
+
+
+@torch.library.custom_op("fxwrap_planning::double", mutates_args=())
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+_double.register_fake(torch.empty_like)
+
+
+def test_sizes_in_symbols_are_planned_for_the_numbers_at_hand() -> None:
+    """The same program, planned for two batch sizes: ``b`` has ``16 * s`` elements."""
+    maker = GraphMaker(values=False)
+    s, x = maker.graph.placeholder("s"), maker.input("x")
+    s.meta["val"] = 2  # tells that it is a number
+    length = maker.extern(_times_sixteen, s, name="length")
+    length.meta["kind"] = Kind.SYMBOLIC
+    b, out = maker.allocate(name="b"), maker.allocate(name="out")
+    b.args = ((length,), (1,))
+    maker.launch("mix", x, x, b)
+    maker.launch("mix", b, b, out)
+    plan = program_plan(maker.finish([out]))
+    small, large = (plan_program(Planned(plan, {s: size, length: 16 * size}, {})) for size in (2, 100))
+    assert [memory.arenas[CPU].buffers["b"].size for memory in (small, large)] == [128, 6400]
+    assert replace(small.arenas[CPU].buffers["b"], size=6400) == large.arenas[CPU].buffers["b"]
+
+
+def _times_sixteen(value: int) -> int:
+    return 16 * value
