@@ -10,28 +10,41 @@ TORCH ?= 2.13.0
 VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/torch-$(TORCH).txt
-# A cache for each torch: its kernels stay between runs and disturb nobody else's.
-export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor-cache
+# Kernels that were compiled once, for each torch, outside of the checkout: all runs of the tests find them, CI's too.
+# tests/kernel_cache.py names the same folder. `make clean` removes it.
+CACHES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fxwrap-tests
+export TORCHINDUCTOR_CACHE_DIR ?= $(CACHES)/torch-$(TORCH)
+export HOSTSIM_CACHE ?= $(CACHES)/hostsim
+# How many processes test at a time. Each compiles in itself, and with one thread.
+WORKERS ?= 2
+test test-hostsim test-models test-vendor: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test test-hostsim test-models test-vendor: export OMP_NUM_THREADS ?= 1
+# Reading libtorch's symbols takes the usual linker longer than a kernel takes to compile: another one, if there is one.
+LINKER := $(firstword $(foreach name,mold ld.lld ld.gold,$(shell command -v $(name))))
+test test-hostsim test-models test-vendor: export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
 
-.PHONY: demo test test-hostsim test-models test-vendor gpu lint benchmark clean
+.PHONY: demo test hostsim test-hostsim test-models test-vendor gpu lint benchmark clean
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-# The tests on the simulated accelerator run beside the others: a process has one device out of PyTorch's tree.
-test: $(VENV)/.installed-test
-	$(MAKE) --no-print-directory test-hostsim > $(VENV)/hostsim.log 2>&1 & hostsim=$$!; \
-	$(BIN)/python -m pytest $(ARGS); main=$$?; \
-	wait $$hostsim; other=$$?; cat $(VENV)/hostsim.log; exit $$((main + other))
+test: $(VENV)/.installed-test hostsim
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS); main=$$?; \
+	$(MAKE) --no-print-directory test-hostsim; exit $$((main + $$?))
 
-test-hostsim test-models test-vendor: export HOSTSIM_CACHE ?= $(CURDIR)/$(VENV)/hostsim
-test-hostsim test-models test-vendor: export TORCHINDUCTOR_CACHE_DIR := $(TORCHINDUCTOR_CACHE_DIR)-hostsim
+# Built once, by as many compilers as there are cores, before tests that would wait for it. Older torch has no graphs to
+# offer for it, and its tests are skipped.
+hostsim: $(VENV)/.installed-test
+	cd examples/hostsim && ../../$(BIN)/python -W ignore -c \
+		"import torch; hasattr(torch.accelerator, 'Graph') and __import__('hostsim')"
 
-test-hostsim: $(VENV)/.installed-test
-	$(BIN)/python -m pytest examples/hostsim/tests
-	$(BIN)/python -m pytest --device hostsim
+# A process has one device out of PyTorch's tree: these run side by side, and apart from the others.
+test-hostsim: $(VENV)/.installed-test hostsim
+	$(BIN)/python -m pytest --device hostsim > $(VENV)/device.log 2>&1 & device=$$!; \
+	$(BIN)/python -m pytest examples/hostsim/tests; own=$$?; \
+	wait $$device; other=$$?; cat $(VENV)/device.log; exit $$((own + other))
 
 # All ten models on the simulated accelerator, of which test-hostsim runs a sample.
 test-models: $(VENV)/.installed-test
@@ -64,7 +77,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) constraints
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[test]"
+	mkdir -p $(VENV)/linker && if test -n "$(LINKER)"; then ln -sf "$(LINKER)" $(VENV)/linker/ld; fi
 	touch $@
 
 clean:
-	rm -rf .venv-* build *.egg-info
+	rm -rf .venv-* build *.egg-info $(CACHES)

@@ -34,8 +34,8 @@ from timing import compare
 from torch import Tensor, nn
 
 import fxwrap
-from fxwrap.graphs.arenas import ARENAS
 from fxwrap.graphs.devices.runtime import using_runtime
+from fxwrap.graphs.shared_state import SHARED
 
 Function = Callable[..., Any]
 
@@ -175,7 +175,7 @@ def live(fn: Function) -> int:
 def arena_bytes(fn: Function) -> int:
     """What the newest plans say."""
     plans = [report.memory for report in fxwrap.report(fn).graphs if report.memory is not None]
-    return sum(arena.placement.size for plan in plans for arena in plan.arenas.values())
+    return sum(arena.size for plan in plans for arena in plan.arenas.values())
 
 
 def how(fn: Function, call: Callable[[], Any]) -> str:
@@ -457,7 +457,7 @@ def shapes_in_rounds(place: Place) -> Row:
     for _ in range(3):
         shapes.check_all(ours, numbers)
         gc.collect()
-        memory.append((ARENAS.kept(), resident()))
+        memory.append((SHARED.arenas.kept(), resident()))
     (kept, process), (kept_then, process_then) = memory[1:]
     flat = kept_then <= 1.05 * kept and process_then - process <= _RSS_NOISE
     measured = f"at most {shapes.most} live; kept {kept:,} then {kept_then:,}, RSS {process_then - process:+,}; "
@@ -542,7 +542,7 @@ def threads_call(place: Place, threads: int, count: int, calls: int = 500) -> Ro
     meet()
     share = (replays[1] - replays[0]) / (threads * (calls - 20))
     all_numbers = Numbers(wrong=sum(n.wrong for n in numbers), seen=sum(n.seen for n in numbers))
-    arenas, most = len(ARENAS._on(None)), max(live(f) for f in functions)
+    arenas, most = len(SHARED.arenas._on(None)), max(live(f) for f in functions)
     by_host = sum((eager(f) for f in functions), Counter())
     made = sum((Counter(fxwrap.stats(f)["recordings"]) for f in functions), Counter())
     measured = f"{share:.1%} replays, {arenas} arenas, at most {most} live recordings of a program"
@@ -562,7 +562,7 @@ def needed(place: Place, fn: Function, inputs: Sequence[Tensor]) -> int:
     free, most = place.ours(fn), 0
     for x in list(inputs) * 10:
         free(x)
-        most = max(most, ARENAS.kept())
+        most = max(most, SHARED.arenas.kept())
     del free
     forget()
     return most
@@ -597,7 +597,7 @@ def memory_comes_back(place: Place, by_another: bool) -> Row:
     then = [how(ours, functools.partial(once, turn)) for turn in range(10)]
     right = all(one == "replay" for one in then[1:]) and not then[0].startswith("eager")
     found = ", ".join(f"{count} {what}" for what, count in Counter(then).items())
-    measured = f"limit {limit:,}, {start} before, {came}; then {found}; {ARENAS.kept():,} kept, {numbers}"
+    measured = f"limit {limit:,}, {start} before, {came}; then {found}; {SHARED.arenas.kept():,} kept, {numbers}"
     return Row(measured, "then 10 replays, but the first", right and numbers.right)
 
 

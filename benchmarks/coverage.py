@@ -151,7 +151,7 @@ def examine(name: str, make_case: Callable[[], Case | None], dynamic: bool) -> O
     import functools
 
     from fxwrap.backend import fxwrap
-    from fxwrap.compilation import Owner
+    from fxwrap.compilation import Compilation
 
     start = time.monotonic()
     torch.manual_seed(0)
@@ -159,14 +159,14 @@ def examine(name: str, make_case: Callable[[], Case | None], dynamic: bool) -> O
     case = make_case()
     if case is None:
         return Outcome(name, "no sample")
-    owner = Owner()
+    compilation = Compilation()
     with contextlib.suppress(Exception):
         calls(case, case.function)  # what an operator caches at its first call is there for both
     expected = attempt(case, "inductor", dynamic)
     if isinstance(expected, BaseException):
         return Outcome(name, "Inductor failed", _first_line(expected), seconds=time.monotonic() - start)
-    got = attempt(case, functools.partial(fxwrap, owner=owner), dynamic)
-    replays = sum(program.counters.replays for program in owner.programs)
+    got = attempt(case, functools.partial(fxwrap, compilation=compilation), dynamic)
+    replays = sum(program.counters.replays for program in compilation.programs)
     backward = any(len(gradients) > 0 for _, gradients in expected)
 
     def outcome(verdict: str, reason: str = "") -> Outcome:
@@ -179,9 +179,9 @@ def examine(name: str, make_case: Callable[[], Case | None], dynamic: bool) -> O
             difference = compare(a, b)
             if difference:
                 return outcome("different", f"{what} of call {call + 1}: {difference}")
-    if owner.fallbacks:
-        return outcome("fell back", "; ".join(" ".join(reason.split()) for reason in owner.fallbacks))
-    return outcome("equal" if owner.programs else "nothing compiled")
+    if compilation.fallbacks:
+        return outcome("fell back", "; ".join(" ".join(reason.split()) for reason in compilation.fallbacks))
+    return outcome("equal" if compilation.programs else "nothing compiled")
 
 
 def attempt(case: Case, backend: Any, dynamic: bool) -> Any:
@@ -290,7 +290,7 @@ def outcomes(names: list[str], arguments: argparse.Namespace) -> Iterator[Outcom
     while left:
         flags = ["--modules"] * arguments.modules + ["--dynamic"] * arguments.dynamic
         with tempfile.TemporaryDirectory(prefix="fxwrap-coverage-") as cache:
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(arguments.cache or cache)}
             # A process takes a part: what torch remembers of hundreds of compilations slows it down.
             part = left[: arguments.part]
             worker = subprocess.Popen(
@@ -302,16 +302,21 @@ def outcomes(names: list[str], arguments: argparse.Namespace) -> Iterator[Outcom
             )
             assert worker.stdout is not None
             begun = ""
-            for line in worker.stdout:
-                with contextlib.suppress(json.JSONDecodeError, TypeError):
-                    fields = json.loads(line)
-                    if "begun" in fields:
-                        begun = fields["begun"]
-                    else:
-                        begun = ""
-                        left.remove(fields["name"])
-                        yield Outcome(**fields)
-            if worker.wait() != 0 and not begun:
+            try:
+                for line in worker.stdout:
+                    with contextlib.suppress(json.JSONDecodeError, TypeError):
+                        fields = json.loads(line)
+                        if "begun" in fields:
+                            begun = fields["begun"]
+                        else:
+                            begun = ""
+                            left.remove(fields["name"])
+                            yield Outcome(**fields)
+                worker.wait()
+            finally:
+                worker.kill()  # whoever reads may have had enough
+                worker.wait()
+            if worker.returncode != 0 and not begun:
                 raise SystemExit(f"the worker ended with {worker.returncode} before it began an entry")
             if begun:
                 left.remove(begun)
@@ -328,6 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="stop after so long; the order is shuffled by --seed")
     parser.add_argument("--at-least", type=int, default=0, metavar="N", help="entries that --seconds waits for")
     parser.add_argument("--results", type=Path, help="file of what is done, read first and added to")
+    parser.add_argument("--cache", type=Path, help="of kernels, and kept; without it, each worker begins with none")
     parser.add_argument("--part", type=int, default=40, help="entries that one worker process takes")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

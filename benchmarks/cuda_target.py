@@ -55,12 +55,12 @@ def work(names: list[str]) -> None:
         print(json.dumps({"name": name, "seconds": round(time.monotonic() - begin, 1), **found}), flush=True)
 
 
-def outcomes(names: list[str], part: int) -> Iterator[dict[str, Any]]:
+def outcomes(names: list[str], part: int, cache: Path | None = None) -> Iterator[dict[str, Any]]:
     """Outcomes in the order in which workers have them; a crash costs the case that was begun."""
     left = list(names)
-    with tempfile.TemporaryDirectory(prefix="fxwrap-cuda-") as cache:
+    with tempfile.TemporaryDirectory(prefix="fxwrap-cuda-") as new:
         # Configurations are chosen by times that are made up: nobody else may find them in a cache.
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache or new), "HF_HUB_OFFLINE": "1"}
         while left:
             worker = subprocess.Popen(
                 [sys.executable, __file__, "--work", json.dumps(left[:part])],
@@ -124,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose name matches")
     parser.add_argument("--results", type=Path, help="file of what is done, read first and added to")
+    parser.add_argument("--cache", type=Path, help="of kernels, and kept; without it, they are compiled anew")
     parser.add_argument("--part", type=int, default=10, help="cases that one worker process takes")
     parser.add_argument("--seconds", type=float, help="begin no more after so long")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         done = {one["name"]: one for one in map(json.loads, arguments.results.read_text().splitlines())}
     begin = time.monotonic()
     with open(arguments.results or os.devnull, "a") as file:
-        for found in outcomes([name for name in names if name not in done], arguments.part):
+        for found in outcomes([name for name in names if name not in done], arguments.part, arguments.cache):
             done[found["name"]] = found
             print(json.dumps(found), file=file, flush=True)
             print(f"{found['name']}: {found.get('failure', 'passed')} ({found['seconds']} s)", file=sys.stderr)

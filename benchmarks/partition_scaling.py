@@ -70,7 +70,7 @@ def measure(nodes: int, shape: str) -> dict[str, Any]:
     times.append(time.perf_counter())
     verdicts = judge(gm, ("eager",))
     times.append(time.perf_counter())
-    sizes = hinted_sizes(facts)
+    sizes = hinted_sizes(gm, facts)
     inside = {index: sizes[index] for index in inner_storages(gm, facts)}
     found = cut(dependencies, verdicts, CPU, facts, inside)
     times.append(time.perf_counter())

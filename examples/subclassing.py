@@ -80,7 +80,7 @@ class Timing(fxwrap.FxwrapCodegen):
 
     def compile_partition(self, graph: PartitionGraph) -> Callable[..., Any]:
         print(f"partition {graph.partition.index}: {len(graph.signature.inputs)} inputs, of which it writes", end=" ")
-        print(", ".join(graph.signature.inputs[i].name for i in graph.signature.mutated))
+        print(", ".join(graph.signature.inputs[i] for i in graph.signature.mutated))
         return Stopwatch(graph.module).run
 
 

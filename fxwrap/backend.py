@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from .codegen.dynamo import owned_by
+from .codegen.dynamo import collected_by
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
 from .codegen.torch_versions import registered_operators
-from .compilation import Owner
+from .compilation import Compilation
 from .options import parse_options
 
 
@@ -20,7 +20,7 @@ def fxwrap(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-    owner: Owner | None = None,
+    compilation: Compilation | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with TorchInductor, and plan, capture and replay what it emits.
 
@@ -29,13 +29,13 @@ def fxwrap(
         example_inputs: its (fake) inputs.
         mode: a ``torch.compile`` mode; its settings reach Inductor. Device graphs are always fxwrap's own.
         options: fxwrap's options and Inductor's, in one dictionary.
-        owner: collects the programs made in this call (see ``fxwrap.explain``).
+        compilation: collects the programs made in this call (see ``fxwrap.explain``).
 
     Raises:
         OptionError: an option or the mode is unknown or has a wrong value.
         UnsupportedModelError: the graph uses more than one accelerator.
     """
     own, patches = parse_options(options, inductor_options(), registered_operators())
-    owner = owner if owner is not None else Owner()
-    compiled = compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, owner)
-    return owned_by(compiled, owner)
+    compilation = compilation if compilation is not None else Compilation()
+    compiled = compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, compilation)
+    return collected_by(compiled, compilation)

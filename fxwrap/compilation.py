@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(eq=False)
-class Owner:
+class Compilation:
     """
     Attributes:
         programs: programs in the order in which they were made; a backward program may come much later.
@@ -26,14 +26,14 @@ class Owner:
 
     def __post_init__(self) -> None:
         with _lock:
-            _owners.add(self)
+            _compilations.add(self)
 
 
 _lock = threading.RLock()
-_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_compilations: weakref.WeakSet[Compilation] = weakref.WeakSet()
 
 
-def live_owners() -> list[Owner]:
-    """The owners whose compiled code is still in use."""
+def live_compilations() -> list[Compilation]:
+    """The compilations whose compiled code is still in use."""
     with _lock:
-        return list(_owners)
+        return list(_compilations)

@@ -48,6 +48,10 @@ class PlanError(FxwrapError):
     """The verifier refused a schedule or a memory plan. A bug in fxwrap: the plan is not run."""
 
 
+class PipelineError(FxwrapError):
+    """A stage of the pipeline does not get what it requires, or does not provide what it declares."""
+
+
 class CaptureError(FxwrapError):
     """A device graph could not capture a partition, or cannot exist on the device."""
 

@@ -1,8 +1,13 @@
-"""Decisions: what the passes return and what runs. Frozen; applied in one place, ``graphs/recording``."""
+"""Decisions: what the passes return and what runs.
+
+Frozen data: nodes by name, storages by number, no closures and no tensors. They are applied in one place,
+``graphs/recording_builder``.
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +15,17 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .packing import Buffer, Placement
+from .host_graph.nodes import by_name
+from .packing import Placement, Reserved
 
 # Runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in order, before its
 # result was freed; None if that cannot be told at the moment.
 Allocations = Callable[[Callable[[], Any]], Sequence[int] | None]
+
+
+_NONE: frozenset[int] = frozenset()
+# What is no data: whoever reads a stored plan puts it back.
+_NOT_STORED = {"stored": False}
 
 
 class Verdict(enum.Enum):
@@ -54,24 +65,27 @@ class Storage:
 
     Attributes:
         index: position in ``StorageFacts.storages``.
-        node: the node that brings it into being.
+        node: the node that makes it.
         element: which result of the node, for operators with several.
     """
 
     index: int
     origin: Origin
-    node: Node
+    node: str
     element: int | None = None
 
     @property
     def name(self) -> str:
-        return self.node.name if self.element is None else f"{self.node.name}[{self.element}]"
+        return self.node if self.element is None else f"{self.node}[{self.element}]"
 
-    @property
-    def value(self) -> Any:
+    def value(self, maker: Node) -> Any:
         """What was in it when the graph was traced; None where nothing tells: a loop has storages for what its body
-        hands over, besides those of its results."""
-        value = self.node.meta.get("val")
+        hands over, besides those of its results.
+
+        Args:
+            maker: the node that makes it.
+        """
+        value = maker.meta.get("val")
         if self.element is None or not isinstance(value, (tuple, list)):
             return value
         return value[self.element] if self.element < len(value) else None
@@ -86,27 +100,43 @@ class StorageFacts:
     fills.
 
     Attributes:
-        ends: for nodes that wait, the communications that are over then.
+        values: by node, the storages that its value lives in.
+        read, written: by node, storages.
+        awaited: by node that waits, the communications that are over then.
         in_flight: storages that a communication works on before the graph begins, or after it ends.
     """
 
     storages: tuple[Storage, ...]
-    of: Mapping[Node, frozenset[int]]
-    reads: Mapping[Node, frozenset[int]]
-    writes: Mapping[Node, frozenset[int]]
-    ends: Mapping[Node, frozenset[Node]] = field(default_factory=dict)
+    values: Mapping[str, frozenset[int]]
+    read: Mapping[str, frozenset[int]]
+    written: Mapping[str, frozenset[int]]
+    awaited: Mapping[str, frozenset[str]] = field(default_factory=dict)
     in_flight: frozenset[int] = frozenset()
+
+    def of(self, node: Node) -> frozenset[int]:
+        """Storages that a value lives in."""
+        return self.values.get(node.name, _NONE)
+
+    def reads(self, node: Node) -> frozenset[int]:
+        return self.read.get(node.name, _NONE)
+
+    def writes(self, node: Node) -> frozenset[int]:
+        return self.written.get(node.name, _NONE)
 
     def behind(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Storages that any of these values lives in."""
-        return frozenset[int]().union(*(self.of.get(node, frozenset()) for node in nodes))
+        return _NONE.union(*map(self.of, nodes))
+
+    def behind_named(self, names: Iterable[str]) -> frozenset[int]:
+        """Storages that the values of any of these nodes live in."""
+        return _NONE.union(*(self.values.get(name, _NONE) for name in names))
 
     def touched(self, node: Node) -> frozenset[int]:
-        return self.reads.get(node, frozenset()) | self.writes.get(node, frozenset())
+        return self.reads(node) | self.writes(node)
 
     def named_in(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Storages that have to be there for nodes to run: a view of one touches no byte of it."""
-        return frozenset[int]().union(*(self.touched(node) | self.of.get(node, frozenset()) for node in nodes))
+        return _NONE.union(*(self.touched(node) | self.of(node) for node in nodes))
 
 
 @dataclass(frozen=True)
@@ -121,7 +151,7 @@ class Partition:
 
     index: int
     verdict: Verdict
-    nodes: tuple[Node, ...]
+    nodes: tuple[str, ...]
     reason: str
     device: torch.device
     launches: int
@@ -196,8 +226,8 @@ class Signature:
         temporaries: storages that live and die inside.
     """
 
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
     mutated: tuple[int, ...]
     symbols: tuple[int, ...]
     temporaries: frozenset[int]
@@ -215,110 +245,105 @@ class PartitionGraph:
         return str(self.module.graph)
 
 
-@dataclass(frozen=True)
-class CompiledPartition:
-    """A partition that somebody else compiled: ``call(*inputs)`` returns its outputs in order."""
+class Home(enum.Enum):
+    """Where a storage's memory comes from."""
 
-    call: Callable[..., Sequence[Any]]
-    signature: Signature
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Bytes ``[low, high)`` of an arena in which an output of another recording lives while a program runs.
-
-    Attributes:
-        nodes: the inputs as which the program gets it, if nobody else has it: free after their last use.
-    """
-
-    low: int
-    high: int
-    nodes: tuple[Node, ...] = ()
+    INPUT = "input"  # the caller's
+    CONSTANT = "constant"
+    REGION = "region"  # planned
+    CALL = "call"  # allocated at every call
+    RECORDING = "recording"  # allocated once for a recording: pinned memory, the meta device
+    OPERATOR = "operator"  # the operator that returns it allocates it
 
 
 @dataclass(frozen=True)
-class ArenaPlan:
-    """The plan for one device.
+class Place:
+    """The home of a storage; in a region, its number there and the offset in bytes."""
 
-    Attributes:
-        buffers: what was placed, by storage name.
-        alignment: bytes.
-        plain: bytes that separate allocations without any reuse would take.
-        taken: what was in the arena already.
-        workspace: bytes ``[low, high)`` that an operator may have while it runs, by operator.
-    """
-
-    device: torch.device
-    buffers: Mapping[str, Buffer]
-    placement: Placement
-    alignment: int
-    plain: int
-    taken: tuple[Taken, ...] = ()
-    workspace: Mapping[Node, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-
-    @property
-    def footprint(self) -> list[tuple[int, int]]:
-        """The bytes that a program works on, as spans ``[low, high)`` that do not touch, in order."""
-        spans: list[tuple[int, int]] = []
-        offsets = self.placement.offsets
-        for low, size in sorted((offsets[name], buffer.size) for name, buffer in self.buffers.items()):
-            if spans and low <= spans[-1][1]:
-                spans[-1] = spans[-1][0], max(spans[-1][1], low + size)
-            elif size:
-                spans.append((low, low + size))
-        return spans
+    home: Home
+    region: int = -1
+    offset: int = 0
 
 
 @dataclass(frozen=True)
 class Region:
-    """Memory of several storages that is there in steps ``[begin, end)`` of each call only.
+    """Memory of several storages that is there in steps ``[begin, end)`` of each call.
 
     Attributes:
-        size: bytes.
-        offsets: by storage index, in bytes.
+        size, alignment: bytes.
+        arena: it is there all the time, and other recordings use it, too.
+        lower_bound: bytes of storages that are alive at one time at most.
+        plain: bytes that separate allocations without any reuse would take.
+        reserved: what live outputs of other recordings have in it.
+        workspace: bytes ``[low, high)`` that an operator may have while it runs, by operator.
     """
 
+    device: torch.device
     begin: int
     end: int
     size: int
-    offsets: Mapping[int, int]
+    alignment: int
+    arena: bool = False
+    lower_bound: int = 0
+    plain: int = 0
+    reserved: tuple[Reserved, ...] = ()
+    workspace: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where every planned storage of a recording lies.
+    """Where every storage of a recording lies.
 
-    Where a graph freezes addresses, in an arena. Where it calls again (CPU), temporaries lie in regions, and what
-    somebody can have after the call is allocated at the call.
+    Where a graph freezes addresses, planned ones lie in arenas. Where it calls again (CPU), temporaries lie in
+    regions that come and go, and what somebody can have after the call is allocated at the call.
 
     Attributes:
-        arenas: one per device.
-        location: storage index -> its device and its offset in that device's arena, in bytes: of allocations, inputs
-            that are copied, and what operators return where the device's allocator can be told.
+        places: by storage index.
+        sizes: concrete sizes in bytes of every storage that has an allocation node or lies in a region.
         outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
-        sizes: concrete sizes in bytes of every storage with an allocation node, or a location.
-        regions: memory that comes and goes with each call: its storages are named while it is there.
-        per_call: storages that are allocated at every call.
         peak: bytes that the program's own storages take at one time, at most, with regions as large as they are.
         lower_bound: bytes that they take at one time, at most, if every storage is there from its first use to its
             last; where there are arenas, the sum of theirs.
         plain: bytes that separate allocations without any reuse take.
     """
 
-    arenas: Mapping[torch.device, ArenaPlan]
-    location: Mapping[int, tuple[torch.device, int]]
-    outputs: frozenset[int]
+    places: tuple[Place, ...]
+    regions: tuple[Region, ...]
     sizes: Mapping[int, int]
-    regions: tuple[Region, ...] = ()
-    per_call: frozenset[int] = frozenset()
+    outputs: frozenset[int]
     peak: int = 0
     lower_bound: int = 0
     plain: int = 0
 
+    @functools.cached_property
+    def arenas(self) -> Mapping[torch.device, Region]:
+        return {region.device: region for region in self.regions if region.arena}
+
+    @functools.cached_property
+    def per_call(self) -> frozenset[int]:
+        """Storages of known size that are allocated at every call."""
+        return frozenset(i for i, place in enumerate(self.places) if place.home is Home.CALL and i in self.sizes)
+
     @property
     def size(self) -> int:
         """Bytes of the arenas."""
-        return sum(arena.placement.size for arena in self.arenas.values())
+        return sum(region.size for region in self.arenas.values())
+
+    def inside(self, region: Region) -> dict[int, int]:
+        """Offsets of what lies in a region, by storage."""
+        number = next(n for n, one in enumerate(self.regions) if one is region)
+        places = enumerate(self.places)
+        return {i: place.offset for i, place in places if place.home is Home.REGION and place.region == number}
+
+    def footprint(self, region: Region) -> list[tuple[int, int]]:
+        """The bytes of a region that the program works on, as spans ``[low, high)`` that do not touch, in order."""
+        spans: list[tuple[int, int]] = []
+        for low, size in sorted((low, self.sizes[index]) for index, low in self.inside(region).items()):
+            if spans and low <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(spans[-1][1], low + size)
+            elif size:
+                spans.append((low, low + size))
+        return spans
 
 
 @dataclass(frozen=True)
@@ -352,29 +377,46 @@ class ProgramPlan:
     Attributes:
         static_inputs: positions of inputs whose address AOTAutograd expects to stay.
         donated: positions of inputs that AOTAutograd marks as donated: nobody needs them after their last use.
-        saved: positions of outputs that are for backward alone: the caller does not get them.
+        saved: outputs that are for backward alone, which the caller does not get: AOTAutograd's names, by position.
+        inputs: AOTAutograd's names of the inputs.
         compiled: the partitions, by index, that somebody else compiled.
+        calls: what runs in their place: ``call(*inputs)`` returns the outputs of the signature in order.
     """
 
-    graph: GraphModule
+    graph: GraphModule = field(metadata=_NOT_STORED)
     facts: StorageFacts
-    verdicts: Mapping[Node, NodeVerdict]
+    verdicts: Mapping[str, NodeVerdict]
     cut: Cut
     device: torch.device
     static_inputs: frozenset[int]
     phase: str
     donated: frozenset[int] = frozenset()
-    saved: frozenset[int] = frozenset()
-    compiled: Mapping[int, CompiledPartition] = field(default_factory=dict)
+    saved: Mapping[int, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    compiled: Mapping[int, Signature] = field(default_factory=dict)
+    calls: Mapping[int, Callable[..., Sequence[Any]]] = field(default_factory=dict, metadata=_NOT_STORED)
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
         return self.cut.partitions
 
-    @property
+    @functools.cached_property
+    def nodes(self) -> Mapping[str, Node]:
+        """The nodes of the graph by name."""
+        return by_name(self.graph)
+
+    def work_in(self, partition: Partition) -> tuple[Node, ...]:
+        """The work nodes of a partition, in the order in which they run."""
+        return tuple(map(self.nodes.__getitem__, partition.nodes))
+
+    @functools.cached_property
     def schedule(self) -> tuple[Node, ...]:
         """Every work node, in the order in which it runs."""
-        return tuple(node for partition in self.partitions for node in partition.nodes)
+        return tuple(node for partition in self.partitions for node in self.work_in(partition))
+
+    def maker(self, index: int) -> Node:
+        """The node that makes a storage."""
+        return self.nodes[self.facts.storages[index].node]
 
 
 @dataclass(frozen=True)
@@ -392,11 +434,11 @@ class Planned:
 
     program: ProgramPlan
     numbers: Mapping[Node, Any]
-    input_buffers: Mapping[Node, tuple[torch.device, int]]
+    input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool = True
-    workspace: Mapping[Node, int] = field(default_factory=dict)
+    workspace: Mapping[str, int] = field(default_factory=dict)
     places_results: bool = False
-    donated: tuple[tuple[int, tuple[Node, ...]], ...] = ()
+    donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 # Offsets by name in the arena of each device, for one of two programs: size and lower bound are those of both.

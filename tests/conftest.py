@@ -5,30 +5,58 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import importlib
+import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Parallel jobs on one cache disturb each other. Set before torch is imported.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="fxwrap-tests-"))
+from kernel_cache import kernel_cache, remove_halves
+
+# What torch reads when it is imported.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernel_cache()))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+import torch._dynamo.guards
+import torch._inductor.compile_fx  # compiled code is what most tests need
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler as _DTYPES
 
 from fxwrap.backend import fxwrap as backend
-from fxwrap.compilation import Owner
+from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
 from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.counters import Counters
 from fxwrap.graphs.devices.runtime import runtime_for, using_runtime
 from fxwrap.graphs.recording import Recording
+from fxwrap.graphs.recording_builder import RecordingBuilder
+from fxwrap.graphs.shared_state import SHARED
 from fxwrap.testing.simulated import SIMULATED
+
+remove_halves(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+# Torch writes a line of JSON about every step of a compilation if anybody listens, and pytest listens to all loggers.
+logging.Logger.manager.loggerDict.pop("torch.__trace", None)
+# How long guards take is measured at every compilation with an empty cache of the processor, for a log.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+if not hasattr(_DTYPES, "_rules_key"):
+    # Before 2.15 a table of hundreds of functions is filled in anew at every operation that code is written for.
+    _fill, _filled = _DTYPES.__init__, set[int]()
+
+    def _fill_in_once(self: Any) -> None:
+        rules = len(torch._inductor.utils.op_dtype_propagation_rules)
+        if rules not in _filled:
+            _fill(self)
+            _filled.add(rules)
+
+    _DTYPES.__init__ = _fill_in_once  # type: ignore[method-assign]
+# What is there by now stays: the garbage collector need not look at it again, every time that a test collects.
+gc.collect()
+gc.freeze()
 
 
 def _gpu() -> str | None:
@@ -149,9 +177,9 @@ def launches_compared() -> Iterator[None]:
     """
     counted, replayed, broken_off = list[str](), list[bool](), list[bool]()  # threads append
     expected: dict[str, list[int]] = {"cpu": [], "hostsim": []}
-    count, capture, run = Counters.count, Recording._capture, Recording.run
+    count, capture, run = Counters.count, RecordingBuilder._capture, Recording.run
 
-    def expect(recording: Recording, graphs: int) -> None:
+    def expect(recording: Recording | RecordingBuilder, graphs: int) -> None:
         runtime = recording.request.runtime
         its_own = getattr(runtime, "simulator", SIMULATED.simulator) is not SIMULATED.simulator
         if runtime.frozen_addresses and runtime.device.type in expected and not its_own:
@@ -172,7 +200,7 @@ def launches_compared() -> Iterator[None]:
             counted.append(reason)
 
     @functools.wraps(capture)
-    def noting_capture(self: Recording, *args: Any) -> None:
+    def noting_capture(self: RecordingBuilder, *args: Any) -> None:
         before = len(self._graphs)
         with broken_off_noted():
             capture(self, *args)
@@ -181,7 +209,7 @@ def launches_compared() -> Iterator[None]:
 
     @functools.wraps(run)
     def noting_run(self: Recording, *args: Any) -> Any:
-        graphs = len(self._graphs)
+        graphs = len(self.graphs)
         with broken_off_noted():
             outputs = run(self, *args)
         expect(self, graphs)
@@ -190,7 +218,7 @@ def launches_compared() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Counters, "count", noting_count)
-        patch.setattr(Recording, "_capture", noting_capture)
+        patch.setattr(RecordingBuilder, "_capture", noting_capture)
         patch.setattr(Recording, "run", noting_run)
         before = {device_type: launches(device_type) for device_type in expected}
         yield
@@ -219,7 +247,7 @@ class Compiled:
     """A function compiled with fxwrap, and its programs."""
 
     fn: Callable[..., Any]
-    owner: Owner = field(default_factory=Owner)
+    compilation: Compilation = field(default_factory=Compilation)
     compile_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -227,18 +255,20 @@ class Compiled:
         settings = dict(self.compile_options)
         if "mode" not in settings:
             settings["options"] = {"capture": "always", **settings.get("options", {})}
-        self.call = torch.compile(self.fn, backend=functools.partial(backend, owner=self.owner), **settings)
+        self.call = torch.compile(
+            self.fn, backend=functools.partial(backend, compilation=self.compilation), **settings
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
     @property
     def programs(self) -> list[Any]:
-        return self.owner.programs
+        return self.compilation.programs
 
     @property
     def program(self) -> Any:
-        (program,) = self.owner.programs
+        (program,) = self.compilation.programs
         return program
 
     def replays(self) -> list[int]:
@@ -300,7 +330,5 @@ def inductor(fn: Callable[..., Any], **compile_options: Any) -> Callable[..., An
 def own_arenas(monkeypatch: pytest.MonkeyPatch) -> ArenaPool:
     """Arenas that no other test has recorded in."""
     arenas = ArenaPool()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fxwrap.") and hasattr(module, "ARENAS"):
-            monkeypatch.setattr(module, "ARENAS", arenas)
+    monkeypatch.setattr(SHARED, "arenas", arenas)
     return arenas

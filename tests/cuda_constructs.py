@@ -397,7 +397,7 @@ CONSTRUCTS: dict[str, Case] = {
     "random numbers, dynamic": case(on(noise, (1000,)), "random", dynamic=True),
     "branches": case(on(branches, (64,))),
     "loop": case(on(loop, (64, 64))),
-    "sizes that data decides": case(on(matches, (64,)), around=sizes_from_data),
+    "data-dependent sizes": case(on(matches, (64,)), around=sizes_from_data),
     "8-bit floats": case(on(narrow, (1000,))),
     "input written": case(on(in_place, (64, 64), (64, 64))),
     "unaligned views": case(on(shifted, (64, 65))),

@@ -41,7 +41,6 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.cpp_extension import include_paths, library_paths
 from triton.backends.compiler import GPUTarget
@@ -52,9 +51,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fxwrap.backend import fxwrap
 from fxwrap.codegen import inductor
 from fxwrap.codegen.triton_kernels import TritonLauncher
-from fxwrap.compilation import Owner
+from fxwrap.compilation import Compilation
 from fxwrap.graphs.devices.runtime import DeviceRuntime, using_runtime
-from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of, output_values
+from fxwrap.graphs.memory_provider import Saved
+from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of
 from fxwrap.passes.analysis.sizes import hint
 from fxwrap.plan import MemoryPlan, Verdict
 
@@ -533,18 +533,18 @@ def examine(case: Case) -> Outcome:
     torch.manual_seed(0)
     with torch.set_grad_enabled(case.training):
         function, args, kwargs = case.make()
-    owner, outcome = Owner(), Outcome()
+    compilation, outcome = Compilation(), Outcome()
 
     def compile_program(gm: GraphModule, inputs: Sequence[Any], *rest: Any) -> Any:
         moved = retarget(gm, inputs)
         with cuda_target():
             compiled = compile_on_cpu(gm, moved, *rest)
-            check_program(owner.programs[-1], outcome)
+            check_program(compilation.programs[-1], outcome)
             return compiled
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         options = {"strict": True, "capture": "always", **case.inductor}
-        fxwrap(gm, inputs, owner=owner, options=options)
+        fxwrap(gm, inputs, compilation=compilation, options=options)
         return stop
 
     def stop(*args: Any) -> Any:
@@ -566,7 +566,7 @@ def examine(case: Case) -> Outcome:
         with contextlib.suppress(_Compiled):
             torch.compile(function, backend=backend, dynamic=case.dynamic, fullgraph=True)(*args, **kwargs)
         with cuda_target():
-            plan_memory(owner.programs, outcome)
+            plan_memory(compilation.programs, outcome)
     expected = {"forward", "backward"} if case.training else {"inference"}
     assert expected <= set(outcome.phases), f"compiled: {', '.join(outcome.phases) or 'nothing'}"
     missing = case.constructs - outcome.constructs
@@ -661,7 +661,7 @@ def _concrete(value: Any) -> Any:
     return value
 
 
-# For a size that data decides: odd, because nothing may be taken for granted of it.
+# For a data-dependent size: odd, because nothing may be taken for granted of it.
 _UNKNOWN_SIZE = 7
 
 _IN_SOURCE = {
@@ -707,32 +707,29 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
 
     A forward is planned by itself, and again with the backward that gets what it saves.
     """
-    saved: list[Any] = []
-    own_outputs: set[int] = set()  # positions of outputs that are no inputs
-    gets_outputs = False
     forward: tuple[Any, Any, Any] | None = None
     for program in programs:
         provider, plan = program._cut.provider, program.plan
         inputs = [_fake(value_of(node)) for node in program._cut.placeholders]
-        if plan.phase == "backward":
-            gets_outputs = bool(_hand_on(program, inputs, saved) & own_outputs)
-        estimate, memory = provider.expect(plan, inputs, None)
+        saved = None
+        if plan.phase == "backward" and forward is not None:
+            (first, before, _), received = forward, program._forward[1]
+            own_outputs = [i for p, i in first._cut.outputs if p in first.plan.saved]
+            assert received or not own_outputs, "backward gets nothing of its forward"
+            saved = Saved(before, received)
+        estimate, memory = provider.expect(plan, inputs, None, saved)
         _note_plan(memory, outcome)
         if plan.phase == "forward":
-            outputs = [_fake(value_of(v)) if isinstance(v, Node) else v for v in output_values(plan.graph)]
-            handed_out = [(i, StorageWeakRef(outputs[p].untyped_storage())) for p, i in program._cut.outputs]
-            provider.hand_out(estimate, handed_out)
-            saved, forward = outputs, (provider, estimate, memory)
-            own_outputs = {position for position, _ in program._cut.outputs}
-        elif plan.phase == "backward" and forward is not None:
-            provider_before, before, memory_before = forward
+            forward = program, estimate, memory
+        elif saved is not None and forward is not None:
+            first, before, memory_before = forward
+            provider_before = first._cut.provider
             hint = provider_before._with_successor(before.planned, before)
-            assert hint is not None or not gets_outputs, "backward gets nothing of its forward"
             for own, planned, hinted in (
                 (provider_before, before.planned, hint),
                 (provider, estimate.planned, estimate.hint),
             ):
-                _note_plan(own.planners.plan(planned, lambda device: (), hinted, memory_before), outcome)
+                _note_plan(own.planner.plan(planned, lambda device: (), hinted, memory_before), outcome)
             forward = None
 
 
@@ -740,23 +737,6 @@ def _note_plan(memory: MemoryPlan, outcome: Outcome) -> None:
     outcome.plans += 1
     if memory.size > outcome.arena:
         outcome.arena, outcome.lower_bound = memory.size, memory.lower_bound
-
-
-def _hand_on(backward: Any, inputs: list[Any], outputs: Sequence[Any]) -> set[int]:
-    """Put what a forward saved among the inputs of its backward, in place: its last outputs, numbers at the end.
-
-    Returns:
-        The positions of the outputs that were handed on.
-    """
-    names = [node.name for node in backward._cut.placeholders]
-    own = [p for p, name in enumerate(names) if not name.startswith("tangents")]
-    tensors = [p for p in own if isinstance(inputs[p], torch.Tensor)]
-    first = len(outputs) - len(own)
-    for position, value in zip(tensors, outputs[first : first + len(tensors)], strict=True):
-        expected = inputs[position]
-        assert (value.size(), value.dtype) == (expected.size(), expected.dtype), f"{names[position]} is not {value}"
-        inputs[position] = value
-    return set(range(first, first + len(tensors)))
 
 
 def _fake(value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from fxwrap.backend import fxwrap as backend
-from fxwrap.compilation import Owner
+from fxwrap.compilation import Compilation
 
 WORLD = 2
 # Of one collective, so that a process that is alone says so before the test gives up.
@@ -110,23 +110,23 @@ def train(setup: Setup, how: Backend, seed: int) -> list[list[torch.Tensor]]:
 
 def training(setup: Setup, seed: int) -> None:
     """After every step: close to eager, and bit for bit what Inductor's own wrapper computes."""
-    owner = Owner()
+    compilation = Compilation()
     eager = train(setup, None, seed)
     theirs = train(setup, "inductor", seed)
-    ours = train(setup, functools.partial(backend, owner=owner), seed)
+    ours = train(setup, functools.partial(backend, compilation=compilation), seed)
     assert not torch.equal(eager[0][0], eager[-1][0]), "nothing was learnt"
     for mine, other, reference in zip(ours, theirs, eager, strict=True):
         assert_same(mine, other)
         torch.testing.assert_close(mine, reference)
-    assert_replayed(owner)
-    assert {program.plan.phase for program in owner.programs} == {"forward", "backward"}
+    assert_replayed(compilation)
+    assert {program.plan.phase for program in compilation.programs} == {"forward", "backward"}
     if setup is ddp:
-        assert len(owner.programs) == 4, "DDP's buckets cut the graph in two"
+        assert len(compilation.programs) == 4, "DDP's buckets cut the graph in two"
 
 
-def assert_replayed(owner: Owner) -> None:
-    assert not owner.fallbacks, owner.fallbacks[0]
-    for program in owner.programs:
+def assert_replayed(compilation: Compilation) -> None:
+    assert not compilation.fallbacks, compilation.fallbacks[0]
+    for program in compilation.programs:
         assert program.counters.replays > 0
         assert set(program.counters.eager) == {"warm-up"}, program.counters.eager
 
@@ -198,7 +198,7 @@ def collectives(rank: int) -> None:
             with on_simulated():
                 assert_same((simulated(mine := x.clone()), mine), expected)
         for compiled in (ours, simulated):
-            assert_replayed(compiled.owner)
+            assert_replayed(compiled.compilation)
             assert compiled.program.counters.replays == 2, compiled.program.counters.to_dict()
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from placements import aligned
+from placements import aligned, located
 from random_graphs import (
     CPU,
     RandomGraph,
@@ -26,17 +26,18 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.compiler import compile_host_graph
 from fxwrap.host_graph.nodes import launch, reinterpret
+from fxwrap.packing import Reserved
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.verify import verify_memory
-from fxwrap.plan import MemoryPlan, Origin, Planned, ProgramPlan, Storage, StorageFacts, Taken
+from fxwrap.pipeline import compile_host_graph
+from fxwrap.plan import MemoryPlan, Origin, Planned, ProgramPlan, Storage, StorageFacts
 
 ALIGNMENT = 64
 PLACE = 256  # bytes that every place has
 
 # By the node that first had it, and which of its results, where there are several.
-Memory = tuple[Node, "int | None"]
+Memory = tuple[str, "int | None"]
 
 
 # -- the oracle ---------------------------------------------------------------------------------------------
@@ -83,9 +84,9 @@ class Observed:
             found = set()
             for element, tensor in tensors_in(values[node]):
                 storage = tensor.untyped_storage()
-                memory = first.setdefault(storage.data_ptr(), (node, element))
+                memory = first.setdefault(storage.data_ptr(), (node.name, element))
                 found.add(memory)
-                if memory == (node, element) and node.op == "call_function":
+                if memory == (node.name, element) and node.op == "call_function":
                     nbytes[memory] = storage.nbytes()
             of[node] = frozenset(found)
             if node.op != "call_function" or node.target in (reinterpret, operator.getitem):
@@ -99,8 +100,9 @@ class Observed:
                 if node.target is collectives.all_reduce_.default:
                     reduced |= worked_on
             touched[node] = worked_on
-        changed = {(node, None) for node, version in versions.items() if values[node]._version != version}
-        return cls(of, touched, frozenset(changed | {one for one in reduced if one[0] in versions}), nbytes)
+        changed = {(node.name, None) for node, version in versions.items() if values[node]._version != version}
+        given_names = {node.name for node in versions}
+        return cls(of, touched, frozenset(changed | {one for one in reduced if one[0] in given_names}), nbytes)
 
 
 def tensors_in(value: Any) -> list[tuple[int | None, torch.Tensor]]:
@@ -116,8 +118,8 @@ class Case:
     graph: RandomGraph
     plan: ProgramPlan
     seen: Observed
-    places: Mapping[Node, tuple[torch.device, int]]
-    taken: tuple[Taken, ...]
+    places: Mapping[str, tuple[torch.device, int]]
+    taken: tuple[Reserved, ...]
 
     @cached_property
     def end(self) -> int:
@@ -133,7 +135,7 @@ class Case:
         """The steps at which memory is worked on, or made by an operator."""
         found: dict[Memory, list[int]] = defaultdict(list)
         for step, node in enumerate(self.plan.schedule):
-            made = {memory for memory in self.seen.of.get(node, ()) if memory[0] is node}
+            made = {memory for memory in self.seen.of.get(node, ()) if memory[0] == node.name}
             for memory in made | self.seen.touched.get(node, frozenset()):
                 found[memory].append(step)
         return found
@@ -142,15 +144,15 @@ class Case:
         """The steps during which memory may not be touched by others."""
         steps = self.uses.get(memory, [])
         stays = memory in self.handed_out
-        if memory[0].op == "placeholder":
+        if self.plan.nodes[memory[0]].op == "placeholder":
             stays = stays or memory in self.seen.updated
             return range(0, self.end if stays else max([*steps, 0]) + 1)
         if not steps:
             return range(0, self.end if stays else 0)
         return range(steps[0], self.end if stays else steps[-1] + 1)
 
-    def life_of(self, taken: Taken) -> range:
-        given = [(node, None) for node in taken.nodes]
+    def life_of(self, taken: Reserved) -> range:
+        given = [(name, None) for name in taken.nodes]
         if not given or self.handed_out.intersection(given):
             return range(0, self.end)
         return range(0, max([-1, *(step for memory in given for step in self.uses.get(memory, []))]) + 1)
@@ -166,12 +168,12 @@ class Case:
             one = memory_of(storage)
             return storage.name, self.life(one), range(offset, offset + self.nbytes(one))
 
-        spans = [span(index, offset) for index, (_, offset) in memory.location.items()]
+        spans = [span(index, offset) for index, offset in located(memory).items()]
         spans += [(f"taken from {one.low}", self.life_of(one), range(one.low, one.high)) for one in self.taken]
-        for node, free in memory.arenas[CPU].workspace.items() if CPU in memory.arenas else ():
-            step = self.plan.schedule.index(node)
-            spans += [(f"workspace of {node.name}", range(step, step + 1), range(low, high)) for low, high in free]
-        regions = [[span(index, offset) for index, offset in one.offsets.items()] for one in memory.regions]
+        for name, free in memory.arenas[CPU].workspace.items() if CPU in memory.arenas else ():
+            step = self.plan.schedule.index(self.plan.nodes[name])
+            spans += [(f"workspace of {name}", range(step, step + 1), range(low, high)) for low, high in free]
+        regions = [[span(*item) for item in memory.inside(one).items()] for one in memory.regions if not one.arena]
         for step in range(self.end):
             for space in (spans, *regions):
                 owner: dict[int, str] = {}
@@ -186,7 +188,7 @@ class Case:
     def homeless(self, facts: StorageFacts, memory: MemoryPlan) -> bool:
         """Whether the program's own memory that is used is nowhere in an arena."""
         own = {s.index: memory_of(s) for s in facts.storages if s.origin is Origin.ALLOCATION}
-        return any(self.life(own[i]) for i in memory.sizes if i in own and i not in memory.location)
+        return any(self.life(own[i]) for i in memory.sizes if i in own and i not in located(memory))
 
     def planned(self, facts: StorageFacts | None = None) -> Planned:
         return Planned(replace(self.plan, facts=facts or self.plan.facts), {}, self.places)
@@ -198,15 +200,15 @@ class Case:
         """
         own = {n for n in self.seen.touched if n.target is launch or getattr(n.target, "namespace", "") == "aten"}
         kept = frozenset[Memory]().union(*(self.seen.touched[node] for node in self.seen.touched.keys() - own))
-        for region in memory.regions:
-            for index in region.offsets:
+        for region in (one for one in memory.regions if not one.arena):
+            for index in memory.inside(region):
                 one = memory_of(facts.storages[index])
                 if one in self.handed_out | kept or not set(self.life(one)) <= set(range(region.begin, region.end)):
                     return f"{facts.storages[index].name}, in steps {region.begin} to {region.end - 1}"
         return ""
 
     def calls_again(
-        self, facts: StorageFacts | None = None, donated: Sequence[tuple[int, tuple[Node, ...]]] = ()
+        self, facts: StorageFacts | None = None, donated: Sequence[tuple[int, tuple[str, ...]]] = ()
     ) -> Planned:
         """Where no address is frozen: there are no places, and no arena that others have outputs in."""
         plan = replace(self.plan, facts=facts or self.plan.facts)
@@ -233,15 +235,15 @@ def random_case(draw: random.Random, most_steps: int = 20, values: bool | None =
     placed = [node for node in inputs if draw.random() < 0.4]
     seen = Observed.of_run(graph.gm, graph.inputs(0))
     given = [node for node in inputs if node not in placed]
-    return Case(graph, plan, seen, {node: (CPU, PLACE) for node in placed}, tuple(random_taken(draw, given)))
+    return Case(graph, plan, seen, {node.name: (CPU, PLACE) for node in placed}, tuple(random_taken(draw, given)))
 
 
-def random_taken(draw: random.Random, given: list[Node]) -> Iterator[Taken]:
+def random_taken(draw: random.Random, given: list[Node]) -> Iterator[Reserved]:
     """Bytes that others have; some of them are given away as inputs."""
     low = 0
     for _ in range(draw.randrange(4)):
         low += ALIGNMENT * draw.randrange(3)
         high = low + draw.randint(1, 600)
         count = min(len(given), draw.choice([0, 1, 1, 2]))
-        yield Taken(low, high, tuple(given.pop(draw.randrange(len(given))) for _ in range(count)))
+        yield Reserved(low, high, nodes=tuple(given.pop(draw.randrange(len(given))).name for _ in range(count)))
         low = aligned(high, ALIGNMENT)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 VOCABULARY = 96
+# The module, and what makes fresh inputs.
+Model = tuple[Any, Callable[[], dict[str, Any]]]
 
 
 def _ids(batch: int = 2, length: int = 8) -> torch.Tensor:
@@ -18,21 +20,21 @@ def _pixels(size: int = 16) -> torch.Tensor:
     return torch.randn(2, 3, size, size)
 
 
-def gpt2() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def gpt2(layers: int = 2) -> Model:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=32,
+        vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=2, n_positions=32,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(config), lambda: {"input_ids": _ids()}
 
 
-def bert() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def bert(layers: int = 2) -> Model:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return BertForMaskedLM(config), lambda: {
@@ -41,17 +43,17 @@ def bert() -> tuple[Any, Callable[[], dict[str, Any]]]:
     }
 
 
-def llama() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def llama(layers: int = 2) -> Model:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config), lambda: {"input_ids": _ids()}
 
 
-def t5() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def t5() -> Model:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -64,17 +66,17 @@ def t5() -> tuple[Any, Callable[[], dict[str, Any]]]:
     }
 
 
-def vit() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def vit(layers: int = 2) -> Model:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16,
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=64, image_size=16,
         patch_size=8, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return ViTForImageClassification(config), lambda: {"pixel_values": _pixels()}
 
 
-def mixtral() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def mixtral() -> Model:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -85,16 +87,16 @@ def mixtral() -> tuple[Any, Callable[[], dict[str, Any]]]:
     return MixtralForCausalLM(config), lambda: {"input_ids": _ids()}
 
 
-def mamba() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def mamba(length: int = 4) -> Model:
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(
         vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1, expand=2, use_cache=False
     )
-    return MambaForCausalLM(config), lambda: {"input_ids": _ids(length=4)}
+    return MambaForCausalLM(config), lambda: {"input_ids": _ids(length=length)}
 
 
-def whisper() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def whisper() -> Model:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
@@ -110,14 +112,14 @@ def whisper() -> tuple[Any, Callable[[], dict[str, Any]]]:
     }
 
 
-def resnet() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def resnet() -> Model:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
     return ResNetForImageClassification(config), lambda: {"pixel_values": _pixels(32)}
 
 
-def clip() -> tuple[Any, Callable[[], dict[str, Any]]]:
+def clip() -> Model:
     from transformers import CLIPConfig, CLIPModel
 
     config = CLIPConfig(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from fxwrap.plan import Buffer, Placement
+from fxwrap.packing import Buffer, Placement
+from fxwrap.passes.memory.requirements import Requirements
+from fxwrap.plan import Home, MemoryPlan, Place, Planned, ProgramPlan
 
 
 def aligned(size: int, alignment: int) -> int:
@@ -83,3 +87,44 @@ def tiling(draw: random.Random, pieces: int, steps: int, height: int) -> list[Bu
 def area(piece: tuple[int, int, int, int]) -> int:
     begin, end, low, high = piece
     return (end - begin) * (high - low)
+
+
+def located(memory: MemoryPlan) -> dict[int, int]:
+    """Offsets in arenas, by storage."""
+    return {i: place.offset for i, place in enumerate(memory.places) if in_arena(memory, place)}
+
+
+def in_arena(memory: MemoryPlan, place: Place) -> bool:
+    return place.home is Home.REGION and memory.regions[place.region].arena
+
+
+def put(memory: MemoryPlan, index: int, place: Place) -> MemoryPlan:
+    """A plan with one storage elsewhere."""
+    return replace(memory, places=(*memory.places[:index], place, *memory.places[index + 1 :]))
+
+
+def moved(memory: MemoryPlan, offsets: Mapping[int, int], region: int = 0) -> MemoryPlan:
+    """A plan with storages at other offsets of a region."""
+    for index, offset in offsets.items():
+        memory = put(memory, index, Place(Home.REGION, region, offset))
+    return memory
+
+
+def changed(memory: MemoryPlan, which: int = 0, **changes: Any) -> MemoryPlan:
+    """A plan with another region."""
+    regions = list(memory.regions)
+    regions[which] = replace(regions[which], **changes)
+    return replace(memory, regions=tuple(regions))
+
+
+def buffers_of(planned: Planned) -> dict[str, Buffer]:
+    """What is planned, by name."""
+    return {b.name: b for items in Requirements.of(planned).planned.values() for _, b in items}
+
+
+def placement_of(memory: MemoryPlan, plan: ProgramPlan) -> Placement:
+    """The first arena's."""
+    region = memory.regions[0]
+    names = {i: storage.name for i, storage in enumerate(plan.facts.storages)}
+    offsets = {names[i]: offset for i, offset in memory.inside(region).items()}
+    return Placement(offsets, region.size, region.lower_bound)

@@ -25,9 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxwrap.codegen.request import torch_functions
-from fxwrap.compiler import CompileRequest
-from fxwrap.host_graph.nodes import Kernel, Kind, launch, reinterpret
+from fxwrap.host_graph.nodes import Kernel, Kind, by_name, launch, reinterpret
 from fxwrap.options import Options
+from fxwrap.pipeline import CompileRequest
 from fxwrap.plan import Partition
 
 CPU = torch.device("cpu")
@@ -157,11 +157,11 @@ class GraphMaker:
         return node
 
     def number(self, source: Node, name: str | None = None) -> Node:
-        """The number in a tensor of one element, as ``.item()`` gives it: only data decides it."""
+        """The number in a tensor of one element, as ``.item()`` gives it: it is data-dependent."""
         return self._number(source, name, lambda shape_env: shape_env.create_unbacked_symfloat())
 
     def integer(self, source: Node, name: str | None = None) -> Node:
-        """A size that only data decides."""
+        """A data-dependent size."""
         return self._number(source, name, lambda shape_env: shape_env.create_unbacked_symint())
 
     def _number(self, source: Node, name: str | None, unknown: Callable[[ShapeEnv], Any]) -> Node:
@@ -204,16 +204,12 @@ class GraphMaker:
                 node.meta["val"] = make()
 
 
-def by_name(gm: GraphModule) -> dict[str, Node]:
-    return {node.name: node for node in gm.graph.nodes}
-
-
 # -- running, comparing, showing ----------------------------------------------------------------------------
 
 
 def picture(partitions: Iterable[Partition]) -> str:
     """Partitions as the drawings in the tests write them: ``captured[a c] eager[b]``."""
-    return " ".join(f"{p.verdict.value}[{' '.join(node.name for node in p.nodes)}]" for p in partitions)
+    return " ".join(f"{p.verdict.value}[{' '.join(p.nodes)}]" for p in partitions)
 
 
 def reordered(dependencies: nx.DiGraph, order: Sequence[Node] | None = None) -> nx.DiGraph:
@@ -605,3 +601,9 @@ def random_recipe(draw: random.Random, most_steps: int = 14) -> Recipe:
     steps = tuple(Step(draw.choice(OPS), picks(3)) for _ in range(draw.randint(1, most_steps)))
     eager = tuple(draw.sample(MAY_BE_EAGER, draw.randrange(4)))
     return Recipe(steps, picks(draw.randint(1, 3)), eager, draw.random() < 0.5)
+
+
+def nodes_of(gm: GraphModule, partitions: Iterable[Partition]) -> list[Node]:
+    """The work of partitions, in order."""
+    nodes = by_name(gm)
+    return [nodes[name] for partition in partitions for name in partition.nodes]

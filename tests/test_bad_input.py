@@ -140,7 +140,7 @@ def test_a_line_that_cannot_be_emitted_falls_back_with_one_warning(
             torch.testing.assert_close(f(x), x.sin() @ x)
     ours = [w for w in caught if "fxwrap" in str(w.message)]
     assert len(ours) == 1 and "while True" in str(ours[0].message)
-    assert len(f.owner.fallbacks) == 1
+    assert len(f.compilation.fallbacks) == 1
     assert any("wrapper line" in reason for reason in fxwrap.stats()["fallbacks"])
 
 
@@ -270,7 +270,7 @@ def test_whatever_a_program_calls_may_be_listed(compiled: Any) -> None:
 @pytest.mark.parametrize("stage", ["emission", "analysis"])
 def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """An unexpected exception is a fallback like any other, and with strict=True an error that says what broke."""
-    from fxwrap import compiler
+    from fxwrap import pipeline
     from fxwrap.codegen import converter
 
     def broken(*_: Any) -> Any:
@@ -279,7 +279,7 @@ def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.Mo
     if stage == "emission":
         monkeypatch.setattr(converter.HostGraphConverter, "_line_KernelCallLine", broken)
     else:
-        monkeypatch.setattr(compiler, "analyse_storages", broken)
+        monkeypatch.setattr(pipeline, "analyse_storages", broken)
     f: Compiled = compiled(lambda x: x.sin() @ x)
     with pytest.warns(UserWarning, match="planted bug"):
         for _ in range(3):
@@ -291,13 +291,13 @@ def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.Mo
 
 
 def test_a_refused_plan_runs_eagerly_and_says_so(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxwrap import compiler
+    from fxwrap import pipeline
     from fxwrap.errors import PlanError
 
     def refuse(*_: Any) -> None:
         raise PlanError("plan: planted overlap")
 
-    monkeypatch.setattr(compiler, "verify_memory", refuse)
+    monkeypatch.setattr(pipeline, "verify_memory", refuse)
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
     for _ in range(4):
         x = torch.randn(4, 4)

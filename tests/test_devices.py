@@ -6,11 +6,10 @@ are tested in processes of their own.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from conftest import assert_same, inductor
@@ -224,7 +223,7 @@ def test_an_option_against_the_devices_settings(compiled: Any) -> None:
 def test_a_device_in_plain_python() -> None:
     """Everything but capture works on a device without a line of C++, and what is missing is said."""
     script = ROOT / "examples" / "pydevice" / "pydevice.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False)
+    done = processes.run(str(script))
     assert done.returncode == 0, done.stderr
     for line in ("graph 0: inference on pydevice:0", "launch cpp_fused_gelu_0(buf0)", "arena on pydevice:0     4"):
         assert line in done.stdout
@@ -236,8 +235,7 @@ def test_the_contract_before_there_is_a_graph() -> None:
     # Autocast and PyTorch's default device need kernels in C++.
     chosen = "TestRegistration or missing or (TestCompilation and not autocast and not default_device)"
     folder = ROOT / "examples" / "pydevice"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "test_pydevice.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
+    done = processes.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "test_pydevice.py", cwd=folder)
     assert done.returncode == 0, done.stdout
 
 

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import processes
 import pytest
 import torch.distributed as dist
 
@@ -27,23 +26,21 @@ pytestmark = pytest.mark.skipif(
 def run_both(scenario: str, folder: Path) -> None:
     """Run a scenario in two processes; they meet in a file."""
     logs = [folder / f"rank{rank}.txt" for rank in (0, 1)]
-    processes = []
+    running: list[BaseProcess] = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, str(WORKER), scenario, str(rank), str(folder / "store")]
-            with log.open("wb") as output:
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                processes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+            arguments = (str(WORKER), scenario, str(rank), str(folder / "store"))
+            running.append(processes.start(arguments, log, log, OMP_NUM_THREADS="1"))
         deadline = time.monotonic() + TIMEOUT_S
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if any(process.poll() for process in processes):
+        while any(process.exitcode is None for process in running) and time.monotonic() < deadline:
+            if any(process.exitcode for process in running):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             time.sleep(0.05)
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in running]
     finally:
-        for process in processes:
+        for process in running:
             process.kill()
-            process.wait()
+            process.join()
     if codes != [0, 0]:
         said = "\n".join(
             f"-- rank {rank}, {'killed' if code is None else f'exit code {code}'}:\n{log.read_text(errors='replace')}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -19,16 +19,9 @@ on_hostsim = pytest.mark.skipif(
 
 
 def gpu_checks(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
-    )
+    script = str(ROOT / "benchmarks" / "gpu.py")
+    return processes.run(script, *arguments, PYTHONPATH=paths, OMP_NUM_THREADS="1", **environment)
 
 
 def verdicts(output: str) -> dict[str, str]:
@@ -42,10 +35,15 @@ def test_without_a_gpu_one_line_says_so() -> None:
     assert done.returncode == NO_GPU
 
 
+@pytest.fixture(scope="module")
+def sample() -> subprocess.CompletedProcess[str]:
+    return gpu_checks("--device", "hostsim", "--only", "launches counted", "templates", "memory short")
+
+
 @on_hostsim
-def test_a_sample_passes_on_hostsim() -> None:
-    done = gpu_checks("--device", "hostsim", "--only", "launches counted", "templates")
-    assert verdicts(done.stdout) == {"launches counted": "ok", "matmul templates": "skip"}, done
+def test_a_sample_passes_on_hostsim(sample: subprocess.CompletedProcess[str]) -> None:
+    done, found = sample, verdicts(sample.stdout)
+    assert (found["launches counted"], found["matmul templates"]) == ("ok", "skip"), done
     assert "skipped: its kernels are Triton's" in done.stdout
     assert done.stdout.endswith("failed: none\n") and done.returncode == 0
     # As the device counts them: ten calls, and five steps forward and backward, a graph each.
@@ -76,7 +74,7 @@ def test_an_error_of_a_check_is_told_in_short_and_in_full() -> None:
 
 
 @on_hostsim
-def test_memory_can_be_short_on_hostsim() -> None:
-    done = gpu_checks("--device", "hostsim", "--only", "memory short")
-    assert set(verdicts(done.stdout).values()) == {"ok"} and len(verdicts(done.stdout)) == 2, done
-    assert "what eager work takes and a quarter: {'warm-up': 1, 'out of memory':" in done.stdout
+def test_memory_can_be_short_on_hostsim(sample: subprocess.CompletedProcess[str]) -> None:
+    found = [verdict for name, verdict in verdicts(sample.stdout).items() if "memory short" in name]
+    assert found == ["ok", "ok"], sample
+    assert "what eager work takes and a quarter: {'warm-up': 1, 'out of memory':" in sample.stdout

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import processes
 
 ROOT = Path(__file__).parent.parent
 
 
 def _run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = processes.run(*arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

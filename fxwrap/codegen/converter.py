@@ -684,7 +684,7 @@ class HostGraphConverter(FxConverter):
             self._value_from_layout(node)
 
     def _value_from_layout(self, node: Node) -> None:
-        """The value Inductor's layout predicts: sizes that only data decides have names there."""
+        """The value Inductor's layout predicts: data-dependent sizes have names there."""
         if self._predicted is not None:
             node.meta["val"] = _apart(self._predicted)
             return
@@ -703,7 +703,7 @@ class HostGraphConverter(FxConverter):
             node.meta["val"] = example
 
     def _name_value(self, name: str, node: Node) -> None:
-        """A size that only data decides has one name in Inductor's program; give its node that value."""
+        """A data-dependent size has one name in Inductor's program; give its node that value."""
         symbol = self._unbacked().get(name)
         if symbol is not None:
             node.meta["val"] = versions.symbolic_value(symbol)

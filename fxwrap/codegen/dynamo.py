@@ -13,9 +13,9 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_fn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from ..compilation import Owner, live_owners
+from ..compilation import Compilation, live_compilations
 
-OWNER = "_fxwrap_owner"
+COLLECTOR = "_fxwrap_compilation"
 _serial = itertools.count()
 
 
@@ -33,30 +33,30 @@ def with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, call.__globals__, closure=call.__closure__)
 
 
-def owned_by(compiled: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
-    """Leave the owner on what Dynamo will call, where ``owners_of`` finds it."""
+def collected_by(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
+    """Leave the compilation on what Dynamo will call, where ``compilations_of`` finds it."""
     module = _module_under_compilation()
-    owner.module = weakref.ref(module) if module is not None else None
-    owner.callers.update(_running())
+    compilation.module = weakref.ref(module) if module is not None else None
+    compilation.callers.update(_running())
     try:
         # Dynamo strips wrappers of its own making before it calls.
-        setattr(innermost_fn(compiled), OWNER, owner)
+        setattr(innermost_fn(compiled), COLLECTOR, compilation)
         return compiled
     except AttributeError:  # not a plain function
 
         def run(*args: Any) -> Any:
             return compiled(*args)
 
-        setattr(run, OWNER, owner)
+        setattr(run, COLLECTOR, compilation)
         return run
 
 
-def owners_of(compiled: Callable[..., Any]) -> list[Owner]:
-    """The owners of the programs that a compiled function runs, graph breaks included.
+def compilations_of(compiled: Callable[..., Any]) -> list[Compilation]:
+    """The compilations of the programs that a compiled function runs, graph breaks included.
 
     What it calls where Dynamo breaks the graph (an optimizer) is compiled while it runs, as code of others.
     """
-    owners: list[Owner] = []
+    compilations: list[Compilation] = []
     module = getattr(compiled, "_orig_mod", None)
     todo, seen = _functions_behind(compiled), set()
     while todo:
@@ -68,18 +68,20 @@ def owners_of(compiled: Callable[..., Any]) -> list[Owner]:
         for entry in _debug_get_cache_entry_list(code):
             for name in entry.code.co_names:
                 if name.startswith("__compiled_fn"):
-                    owner = _owner_behind(scope.get(name))
-                    if owner is None or owner in owners:
+                    compilation = _compilation_behind(scope.get(name))
+                    if compilation is None or compilation in compilations:
                         continue
-                    if module is None or owner.module is None or owner.module() is module:
-                        owners.append(owner)
+                    if module is None or compilation.module is None or compilation.module() is module:
+                        compilations.append(compilation)
                 elif name.startswith("__resume_at"):
                     todo.append(scope.get(name))
     function = innermost_fn(compiled) if module is None else None  # modules share the code that calls them
     if function is not compiled and (code := getattr(function, "__code__", None)) is not None:
         codes = {code, *(entry.code for entry in _debug_get_cache_entry_list(code))}
-        owners += [one for one in live_owners() if one not in owners and not codes.isdisjoint(one.callers)]
-    return owners
+        compilations += [
+            one for one in live_compilations() if one not in compilations and not codes.isdisjoint(one.callers)
+        ]
+    return compilations
 
 
 def _running() -> Iterator[types.CodeType]:
@@ -122,10 +124,10 @@ def _functions_behind(compiled: Any) -> list[Any]:
     return found
 
 
-def _owner_behind(function: Any) -> Owner | None:
+def _compilation_behind(function: Any) -> Compilation | None:
     while function is not None:
-        owner = getattr(function, OWNER, None)
-        if isinstance(owner, Owner):
-            return owner
+        compilation = getattr(function, COLLECTOR, None)
+        if isinstance(compilation, Compilation):
+            return compilation
         function = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,7 @@ from torch._inductor.codegen.wrapper import KernelCallLine, KernelDefinitionLine
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch.fx import GraphModule
 
-from ..compiler import compile_host_graph
-from ..passes.rewrites.shared_views import share_views
-from ..passes.rewrites.view_copies import view_needless_copies
+from ..pipeline import DECISIONS, REWRITES, Stage, compile_host_graph, rewrite
 from ..plan import PartitionGraph
 from . import torch_versions as versions
 from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
@@ -32,12 +30,16 @@ class FxwrapCodegen(WrapperFxCodegen):
 
     def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
         """Turn a host graph into the callable that runs it, ``callable(*inputs) -> outputs``."""
-        # Lowered first: torch does not know that a portable Triton call has an effect, and a pass that drops dead
-        # code would drop it; of launches torch does know.
-        gm = share_views(view_needless_copies(lower_launches(gm)))
-        for graph_pass in self.passes():
-            gm = graph_pass(gm) or gm
-        return compile_host_graph(gm, replace(current_request(), compile_partition=self._partition_hook()))
+        request = replace(current_request(), compile_partition=self._partition_hook())
+        return compile_host_graph(gm, request, self.stages())
+
+    def stages(self) -> Sequence[Stage]:
+        """What a host graph goes through, in order. Override it to insert, replace or leave out stages."""
+        # Launches are lowered first: torch does not know that a portable Triton call has an effect, and a pass that
+        # drops dead code would drop it; of launches torch does know.
+        lowered = rewrite("launches", lower_launches, lint=False)
+        own = [rewrite(getattr(one, "__name__", repr(one)), one) for one in self.passes()]
+        return (lowered, *REWRITES, *own, *DECISIONS)
 
     def passes(self) -> Iterable[Callable[[GraphModule], GraphModule | None]]:
         """Passes over the host graph, run in order before it is analysed.

@@ -16,13 +16,12 @@ from torch._inductor.codegen import common
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
-from ..compiler import CompileRequest
 from ..devices import device_support
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
 from ..options import Options
+from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
 from . import torch_versions as versions
 from .emission import FxwrapCodegen
-from .host_scalars import copy_host_scalars
 from .request import requesting, torch_functions
 
 # What a host graph needs from Inductor. Reuse is off so that the planner sees every buffer; graph_partition,
@@ -62,13 +61,13 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, patches: dict[str, Any], owner: Any
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, patches: dict[str, Any], compilation: Any
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph; host graphs go to ``options.codegen`` (default: FxwrapCodegen).
 
     Args:
         patches: the user's settings for Inductor.
-        owner: passed on in the request; collects the programs that are made.
+        compilation: passed on in the request; collects the programs that are made.
     """
     own = {key: value for key, value in _EMISSION.items() if key != "triton.cudagraphs"}
     _refuse_others(patches, own, "together with fxwrap", "which fxwrap sets itself")
@@ -81,9 +80,10 @@ def compile_with_inductor(
             options=options,
             static_inputs=tuple(kwargs.get("static_input_idxs") or ()),
             donated=versions.donated_inputs() if kwargs.get("is_backward") else frozenset(),
-            saved=versions.saved_outputs(gm) if _phase(kwargs) == "forward" else frozenset(),
+            saved=versions.saved_outputs(gm) if _phase(kwargs) == "forward" else {},
+            inputs=tuple(node.name for node in gm.graph.nodes if node.op == "placeholder"),
             phase=_phase(kwargs),
-            owner=owner,
+            compilation=compilation,
             torch=torch_functions(),
         )
         return _compile_program(gm, example_inputs, args, kwargs, request)
@@ -101,7 +101,7 @@ def _compile_program(
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
     kwargs = {**kwargs, "cpp_wrapper": False}
     cudagraphs = kwargs.pop("cudagraphs", None)
-    copy_host_scalars(gm)
+    run_stages(REWRITES, State(gm), Scope.TRACED)
     try:
         with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request):
             return compile_fx_inner(
@@ -142,8 +142,8 @@ def _fallback_reason(error: BaseException) -> FxwrapError | None:
 
 
 def _report_fallback(reason: FxwrapError, request: CompileRequest) -> None:
-    if request.owner is not None:
-        request.owner.fallbacks.append(str(reason))
+    if request.compilation is not None:
+        request.compilation.fallbacks.append(str(reason))
     warnings.warn(
         f"fxwrap: a {request.phase} graph runs through Inductor's own wrapper, because {reason}", stacklevel=2
     )

@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 # Operators whose out= form runs on the device, and gains nothing or computes something else. Measured over torch's
-# own table of operators (tests/test_out_forms.py measures again).
+# own table of operators (tests/codegen/test_out_forms.py measures again).
 _NO_GAIN = {
     "aten::_fft_c2c": "its out= form computes elsewhere and copies",
     "aten::_fft_c2r": "its out= form computes elsewhere and copies",

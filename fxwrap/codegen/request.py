@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from ..compiler import CompileRequest
 from ..graphs.torch_functions import TorchFunctions
+from ..pipeline import CompileRequest
 from . import torch_versions as versions
 
 _current: ContextVar[CompileRequest | None] = ContextVar("fxwrap_request", default=None)

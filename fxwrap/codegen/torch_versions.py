@@ -105,7 +105,7 @@ def prefix_asserts(wrapper: PythonWrapperCodegen) -> list[str]:
 
 
 def scalar_asserts() -> list[tuple[set[str], str, str]]:
-    """Asserts on sizes that only data decides: the names each needs, its condition as Python, its message.
+    """Asserts on data-dependent sizes: the names each needs, its condition as Python, its message.
 
     Inductor drops them where it emits graphs.
     """
@@ -262,11 +262,13 @@ def donated_inputs() -> frozenset[int]:
     return frozenset(get_donated_idxs() or ())
 
 
-def saved_outputs(gm: torch.fx.GraphModule) -> frozenset[int]:
-    """Positions of the outputs of a forward graph that the caller does not get; none if nobody tells."""
+def saved_outputs(gm: torch.fx.GraphModule) -> dict[int, str]:
+    """The outputs of a forward graph that the caller does not get: their names in AOTAutograd's joint graph, by
+    position; none if nobody tells."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     visible = output.meta.get("user_visible_output_idxs")
-    return frozenset(range(len(output.args[0]))).difference(visible) if visible else frozenset()
+    values = enumerate(output.args[0]) if visible else ()
+    return {position: str(value) for position, value in values if position not in visible}
 
 
 def share_copies(storage: torch.UntypedStorage) -> None:

@@ -224,9 +224,9 @@ class ArenaPool:
         self._expected: dict[torch.device, dict[int, tuple[weakref.ref[Any], int]]] = {}
 
     def acquire(
-        self, device: torch.device, stream: Any, owner: LockOwner, taken: list[Arena], but: _Choice = None
+        self, device: torch.device, stream: Any, owner: LockOwner, held: list[Arena], but: _Choice = None
     ) -> Arena:
-        """An arena that ``owner`` now has; it is entered in ``taken``, too. A new one if none is free.
+        """An arena that ``owner`` now has; it is entered in ``held``, too. A new one if none is free.
 
         Args:
             stream: where the call issues its work.
@@ -239,13 +239,13 @@ class ArenaPool:
             if (but is not None and but(arena)) or (arena in elsewhere and len(elsewhere) < AT_ONE_TIME):
                 continue
             # Entered first, so that an interrupt cannot come between taking and knowing what to give back.
-            taken.append(arena)
+            held.append(arena)
             if arena.lock.acquire(owner):
                 arena.follow(stream)
                 return arena
-            taken.pop()
+            held.pop()
         arena = Arena(device, stream=stream)
-        taken.append(arena)
+        held.append(arena)
         arena.lock.acquire(owner)
         arenas.append(weakref.ref(arena, arenas.remove))
         return arena
@@ -346,9 +346,6 @@ class ArenaPool:
     def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:
         """In the order in which they were made, so that everybody asks for the same one first."""
         return [arena for ref in list(arenas) if (arena := ref()) is not None]
-
-
-ARENAS = ArenaPool()
 
 
 def has_address(tensor: torch.Tensor) -> bool:

@@ -112,7 +112,7 @@ class FlatBuilder:
         ``ends`` are the communications that a node waits for: what they were given lives until then.
 
         A check belongs to the value it checks: it is made as soon as that is there, unless it needs something
-        that only data decides; then it stands among the nodes itself.
+        that is data-dependent; then it stands among the nodes itself.
         """
         nodes = list(nodes)
         kept, scheduled = set(stores), set(nodes)
@@ -157,16 +157,20 @@ class FlatBuilder:
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call of what somebody else made of them."""
-        compiled = plan.compiled.get(partition.index)
-        if compiled is None:
-            self.run(partition.nodes, stores, plan.facts.ends)
+        signature = plan.compiled.get(partition.index)
+        if signature is None:
+            awaited = {
+                plan.nodes[wait]: map(plan.nodes.__getitem__, over) for wait, over in plan.facts.awaited.items()
+            }
+            self.run(plan.work_in(partition), stores, awaited)
             return
         self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
-        self._call_all(self._before, partition.nodes)
-        self.call(compiled.call, compiled.signature.inputs, compiled.signature.outputs)
+        self._call_all(self._before, plan.work_in(partition))
+        inputs, outputs = ([plan.nodes[name] for name in names] for names in (signature.inputs, signature.outputs))
+        self.call(plan.calls[partition.index], inputs, outputs)
         for node in stores:
             self.keep(node)
-        self._call_all(self._after, partition.nodes)
+        self._call_all(self._after, plan.work_in(partition))
 
     def call(self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
         """Append ``*outputs, = function(*inputs)``."""

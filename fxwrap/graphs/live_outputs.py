@@ -7,12 +7,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from .arenas import Arena
 
 UseCounter = Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
 
@@ -85,19 +82,32 @@ class LiveOutputs:
         return self._retired and not self.held()
 
 
+class SharedMemory(Protocol):
+    """An arena.
+
+    Attributes:
+        live_outputs: what recordings have handed out in it.
+        version: changes whenever ``live_outputs`` does.
+    """
+
+    device: torch.device
+    live_outputs: list[LiveOutputs]
+    version: int
+
+
 class LivenessGuard:
     """What a replay overwrites: its own outputs, and what other recordings hand out in the bytes it works on."""
 
     def __init__(
         self,
-        footprints: Mapping[Arena, Sequence[tuple[int, int]]],
+        footprints: Mapping[SharedMemory, Sequence[tuple[int, int]]],
         own: LiveOutputs,
         donated: Mapping[int, int],
         counter: UseCounter,
     ) -> None:
         """
         Args:
-            donated: how many of the tensors that a call hands in, and gives away, share a storage (by its handle).
+            donated: how many of the tensors that a call donates share a storage (by its handle).
         """
         self._footprints, self._own, self._donated, self._counter = footprints, own, donated, counter
         self._counts: Callable[[], list[int]]

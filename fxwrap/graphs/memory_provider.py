@@ -6,42 +6,56 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, MemoryLimitError
-from ..plan import Allocations, MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan, Taken
-from .arenas import ARENAS, Arena, has_address, reach, tensors_in
+from ..packing import Reserved
+from ..plan import MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan
+from .arenas import Arena, has_address, reach, tensors_in
 from .devices.runtime import current_stream, runtime_for
-from .links import LINKS
 from .locks import LockOwner
-from .torch_functions import TorchFunctions
+from .shared_state import SHARED
 
 # How many times what anybody needs an arena may be large.
 _SLACK = 2
 
 # What outputs of other recordings have in a device's arena.
-TakenIn = Callable[[torch.device], Sequence[Taken]]
+ReservedIn = Callable[[torch.device], Sequence[Reserved]]
 
 
-@dataclass(frozen=True)
-class Planners:
-    """
-    Attributes:
-        plan: plans one recording, in what is free, and verifies the plan; it may be told what to try, and a plan for
-            other sizes.
-        plan_pair: what to try for two programs, of which the second gets what the first saves.
-        predict: the memory of one program, or of two that are planned together.
-        measure: bytes that work nodes allocate beyond what they return, found by running some of them.
-    """
+class Planner(Protocol):
+    """Decides about one host graph: ``pipeline.HostGraphPlanner``."""
 
-    plan: Callable[[Planned, TakenIn, PlacementHint | None, MemoryPlan | None], MemoryPlan]
-    plan_pair: Callable[[Planned, Planned, Mapping[int, Sequence[Node]]], tuple[PlacementHint, PlacementHint]]
-    predict: Callable[[Sequence[Planned], Mapping[int, Sequence[Node]]], list[Prediction]]
-    measure: Callable[[Sequence[Node], Allocations], Mapping[Node, int]]
+    def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
+        """The plan before sizes are known, cut around operators that captures have failed at (and how)."""
+
+    def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
+        """The numbers of symbolic nodes, for the values of all placeholders."""
+
+    def plan(
+        self, planned: Planned, reserved_in: ReservedIn, hint: PlacementHint | None, like: MemoryPlan | None
+    ) -> MemoryPlan:
+        """Plan one recording around what is reserved, and verify the plan.
+
+        Args:
+            hint: is tried first.
+            like: a plan for other sizes.
+        """
+
+    def plan_pair(
+        self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+    ) -> tuple[PlacementHint, PlacementHint]:
+        """Hints for two programs, of which the second gets what the first saves."""
+
+    def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
+        """The memory of one program, or of two that are planned together."""
+
+    @property
+    def workspace(self) -> Mapping[str, int]:
+        """Bytes that calls allocate beyond what they return, found by running some of them."""
 
 
 @dataclass(eq=False)
@@ -52,44 +66,63 @@ class Estimate:
         planned: the program at the sizes.
         successor: the estimate of the program that gets what this one saves, and its inputs by storage of this one.
         hint: from a plan for this program and the one before.
-        saved_tensors: positions of the inputs that other programs hand out.
         static_inputs: bytes of inputs that stay where they are.
         follows: it is the successor of another.
     """
 
     planned: Planned
     static_inputs: int = 0
-    saved_tensors: frozenset[int] = frozenset()
     follows: bool = False
-    successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[Node]]] | None = None
+    successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
     hint: PlacementHint | None = None
 
 
-# A plan, the arenas for it by device, and positions of the donated inputs whose memory is used again.
-Provision = tuple[Planned, MemoryPlan, Mapping[torch.device, Arena], tuple[int, ...]]
+@dataclass(frozen=True)
+class Saved:
+    """What a backward program gets of its forward program.
+
+    Attributes:
+        estimate: of the forward program.
+        inputs: of the backward program, by storage of the forward program.
+    """
+
+    estimate: Estimate | None
+    inputs: Mapping[int, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class RecordingMemory:
+    """The memory of one recording.
+
+    Attributes:
+        arenas: by device; the call that records has their locks. None where a graph calls again.
+        reused_inputs: positions of donated inputs whose memory is used again after their last use.
+    """
+
+    planned: Planned
+    memory: MemoryPlan
+    arenas: Mapping[torch.device, Arena] = field(default_factory=dict)
+    reused_inputs: tuple[int, ...] = ()
 
 
 @dataclass
 class MemoryProvider:
     """Finds memory for the recordings of one program."""
 
-    planners: Planners
-    evaluate: Callable[[Mapping[Node, Any]], dict[Node, Any]]
-    functions: TorchFunctions
+    planner: Planner
     placeholders: Sequence[Node]
     # Inputs of which an operator may read what lies before their first element, and that operator.
     whole_storage: Mapping[Node, str] = field(default_factory=dict)
     max_memory: int = 0
-    # Of work nodes, at the sizes that the program was compiled for.
-    _workspace: Mapping[Node, int] | None = None
 
     def expect(
-        self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None
+        self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None
     ) -> tuple[Estimate, MemoryPlan]:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
 
         Args:
             like: the plan before, for other sizes.
+            saved: None but for a backward program.
 
         Raises:
             PlanError: the program cannot be recorded at all.
@@ -98,36 +131,23 @@ class MemoryProvider:
             planned = self._planned(plan, inputs, plan.static_inputs)
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
-        memory = self.planners.plan(planned, lambda device: (), None, like)
-        found = LINKS.made_by(inputs, range(len(inputs)))
+        memory = self.planner.plan(planned, lambda device: (), None, like)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs])))
-        estimate = Estimate(planned, static_inputs, frozenset(found))
-        fed: dict[torch.device, dict[int, int]] = defaultdict(dict)
-        saved_as: dict[Estimate, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
-        for position, (before, index) in found.items():
-            storage = inputs[position].untyped_storage()
-            fed[storage.device][storage._cdata] = storage.nbytes()
-            saved_as[before][index].append(self.placeholders[position])
-        if plan.phase == "backward":
-            for before, nodes in saved_as.items():
-                before.successor = weakref.ref(estimate), nodes
-                estimate.follows = True
-                ARENAS.withdraw(before)  # what both need together is found when the first is recorded
-        else:
+        estimate = Estimate(planned, static_inputs, follows=saved is not None)
+        if saved is not None and saved.estimate is not None:
+            saved.estimate.successor = weakref.ref(estimate), saved.inputs
+            SHARED.arenas.withdraw(saved.estimate)  # what both need together is found when the first is recorded
+        elif plan.phase != "backward":
             for device, arena in memory.arenas.items():
-                ARENAS.expect(device, estimate, arena.placement.size + sum(fed[device].values()))
+                SHARED.arenas.expect(device, estimate, arena.size)
         return estimate, memory
 
     def predict(self, estimate: Estimate) -> list[Prediction]:
-        """The memory of a family's calls, with that of the program that gets what they save, by device."""
-        programs, saved_as = [estimate.planned], dict[int, Sequence[Node]]()
+        """The memory of a specialization's calls, with that of the program that gets what they save, by device."""
+        programs, saved_as = [estimate.planned], dict[int, Sequence[str]]()
         if estimate.successor is not None and (after := estimate.successor[0]()) is not None:
             programs, saved_as = [estimate.planned, after.planned], dict(estimate.successor[1])
-        return self.planners.predict(programs, saved_as)
-
-    def hand_out(self, estimate: Estimate, outputs: Sequence[tuple[int, StorageWeakRef]]) -> None:
-        """Note where the outputs of an eager run are, by storage, to see who gets them."""
-        LINKS.hand_out(estimate, outputs)
+        return self.planner.predict(programs, saved_as)
 
     def provide(
         self,
@@ -140,7 +160,7 @@ class MemoryProvider:
         owner: LockOwner,
         held: list[Arena],
         but: Callable[[Arena], bool],
-    ) -> Provision:
+    ) -> RecordingMemory:
         """Plan a recording, in arenas that ``owner`` gets, and that grow if need be.
 
         Args:
@@ -158,8 +178,8 @@ class MemoryProvider:
         if estimate is not None:
             estimate.planned = planned  # it is known by now which inputs stay
         if not planned.frozen:
-            memory = known or self.planners.plan(planned, lambda device: (), None, None)
-            return planned, memory, {}, ()
+            memory = known or self.planner.plan(planned, lambda device: (), None, None)
+            return RecordingMemory(planned, memory)
         hint = self._with_successor(planned, estimate)
         donated: dict[int, list[int]] = defaultdict(list)  # positions by storage
         for position in plan.donated.intersection(static):
@@ -169,38 +189,39 @@ class MemoryProvider:
 
         def arena_of(device: torch.device) -> Arena:
             found = next((arena for arena in held if arena.device == device), None)
-            return found or ARENAS.acquire(device, stream, owner, held, but)
+            return found or SHARED.arenas.acquire(device, stream, owner, held, but)
 
-        def taken(device: torch.device) -> list[Taken]:
+        def reserved_in(device: torch.device) -> list[Reserved]:
             found = []
             for output, holders in arena_of(device).held().items():
                 positions = donated.get(output.storage._cdata, [])
                 last = positions if len(positions) == holders else []
-                found.append(Taken(output.low, output.high, tuple(self.placeholders[p] for p in last)))
+                names = tuple(self.placeholders[p].name for p in last)
+                found.append(Reserved(output.low, output.high, nodes=names))
                 reused_inputs.update(last)
             return found
 
         while True:
             reused_inputs.clear()
-            memory = self.planners.plan(planned, taken, hint, like)
-            sizes = {arena_of(device): one.placement.size for device, one in memory.arenas.items()}
+            memory = self.planner.plan(planned, reserved_in, hint, like)
+            sizes = {arena_of(device): one.size for device, one in memory.arenas.items()}
             for arena, nbytes in sizes.items():
-                ARENAS.correct(arena.device, estimate, nbytes)
+                SHARED.arenas.correct(arena.device, estimate, nbytes)
             # Moved memory has nobody's outputs in it: another plan.
             if not any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()]):
                 # The arena's pool is where operators allocate during capture.
                 arenas = {device: arena_of(device) for device in {*memory.arenas, plan.device}}
-                return planned, memory, arenas, tuple(sorted(reused_inputs))
+                return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))
 
     def _fit(self, arena: Arena, nbytes: int) -> bool:
         """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
         # Around live outputs it may be more next time: few steps up, so that few recordings end.
         again = arena.needed_again()
         room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.held() else 0
-        for expected in (max(room, again, ARENAS.expected(arena.device)), 0):
+        for expected in (max(room, again, SHARED.arenas.expected(arena.device)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
-            if not self.max_memory or ARENAS.make_room(arena, size, self.max_memory):
+            if not self.max_memory or SHARED.arenas.make_room(arena, size, self.max_memory):
                 if size == arena.nbytes:
                     return False
                 try:
@@ -220,7 +241,7 @@ class MemoryProvider:
         """What suits the program that gets what this one saves, too."""
         if estimate is None or estimate.successor is None or (after := estimate.successor[0]()) is None:
             return estimate.hint if estimate is not None else None
-        own, after.hint = self.planners.plan_pair(planned, after.planned, estimate.successor[1])
+        own, after.hint = self.planner.plan_pair(planned, after.planned, estimate.successor[1])
         return own
 
     def _planned(self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int]) -> Planned:
@@ -228,12 +249,10 @@ class MemoryProvider:
         if runtime.frozen_addresses:
             buffers, places_results = self._input_buffers(inputs, bound), runtime.place_allocations is not None
             return Planned(plan, self._numbers(inputs), buffers, places_results=places_results)
-        if self._workspace is None:
-            self._workspace = self.planners.measure(plan.schedule, self.functions.allocations)
         donated = tuple(self._donated(plan, inputs))
-        return Planned(plan, self._numbers(inputs), {}, False, self._workspace, donated=donated)
+        return Planned(plan, self._numbers(inputs), {}, False, self.planner.workspace, donated=donated)
 
-    def _donated(self, plan: ProgramPlan, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[Node, ...]]]:
+    def _donated(self, plan: ProgramPlan, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Storages of which all that share them are donated: bytes, and the inputs."""
         sharing: dict[int, list[int]] = defaultdict(list)
         for position, value in enumerate(inputs):
@@ -242,12 +261,12 @@ class MemoryProvider:
         for positions in sharing.values():
             if plan.donated.issuperset(positions):
                 nbytes = inputs[positions[0]].untyped_storage().nbytes()
-                yield nbytes, tuple(self.placeholders[p] for p in positions)
+                yield nbytes, tuple(self.placeholders[p].name for p in positions)
 
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        return self.evaluate(dict(zip(self.placeholders, inputs, strict=True)))
+        return self.planner.sizes(dict(zip(self.placeholders, inputs, strict=True)))
 
-    def _input_buffers(self, inputs: Sequence[Any], bound: Collection[int]) -> dict[Node, tuple[torch.device, int]]:
+    def _input_buffers(self, inputs: Sequence[Any], bound: Collection[int]) -> dict[str, tuple[torch.device, int]]:
         """Inputs that are copied to places in the arena: device and bytes."""
         found = {}
         for position, (node, value) in enumerate(zip(self.placeholders, inputs, strict=True)):
@@ -258,5 +277,5 @@ class MemoryProvider:
                     f"{self.whole_storage[node]} counts from the start of an input's storage, of which a device "
                     "graph would have a part",
                 )
-            found[node] = (value.device, reach(value))
+            found[node.name] = (value.device, reach(value))
         return found

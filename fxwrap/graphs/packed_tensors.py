@@ -33,6 +33,3 @@ class PackedTensors:
             known = self._known.get(inputs[position].untyped_storage()._cdata)
             if known is not None and not known.expired():
                 inputs[position] = inputs[position].clone()
-
-
-PACKED = PackedTensors()

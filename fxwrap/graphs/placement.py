@@ -18,15 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..devices import PlaceAllocations
 from ..errors import CaptureError
 from ..host_graph.nodes import operator_name
-from ..plan import Storage
 from .arenas import reach, tensor_over
 from .flat import Calls, Landings
+from .shared_state import SHARED
 from .static_buffers import apart, copy_tensors
 from .torch_functions import TorchFunctions
-
-# Operators that keep what they allocate, and memory that they have kept: nobody else may ever have it.
-_keeping: set[Any] = set()
-_never_free: list[torch.UntypedStorage] = []
 
 # At how many calls more of what an operator allocates is looked at, to find its results.
 _TRIES = 4
@@ -49,9 +45,9 @@ class PlacedResults:
         self._workspace: dict[Node, list[torch.UntypedStorage]] = {}
         self.keeper = ""
 
-    def add(self, storage: Storage, planned: torch.UntypedStorage) -> None:
+    def add(self, node: Node, element: int | None, planned: torch.UntypedStorage) -> None:
         """Plan a result at ``planned``."""
-        self._planned.setdefault(storage.node, {})[storage.element] = planned
+        self._planned.setdefault(node, {})[element] = planned
 
     def add_workspace(self, node: Node, spans: Sequence[torch.UntypedStorage]) -> None:
         """Offer a captured operator what is free while it runs."""
@@ -194,14 +190,14 @@ class _Captured(_Landing):
 
     def begin(self) -> None:
         """The operator is about to be called."""
-        if self._offer is not None and self._node.target not in _keeping:
+        if self._offer is not None and self._node.target not in SHARED.keeping:
             self._memory = [*self._planned.values(), *self._workspace]
             self._offer([_span(one) for one in self._planned.values()], [_span(one) for one in self._workspace])
 
     def _look(self, returned: Sequence[StorageWeakRef], lies_at: Mapping[int, int | None]) -> None:
         if kept := self._kept():
-            _keeping.add(self._node.target)
-            _never_free.extend(kept)
+            SHARED.keeping.add(self._node.target)
+            SHARED.kept.extend(kept)
             self._note(operator_name(self._node))
 
 
@@ -222,7 +218,7 @@ class _Eager(_Landing):
 
     def begin(self) -> None:
         """The operator is about to be called."""
-        if self._offer is not None and self._node.target not in _keeping:
+        if self._offer is not None and self._node.target not in SHARED.keeping:
             self._memory = [slot.planned or self._of_its_own(slot.nbytes) for slot in self._slots]
             self._offer([_span(one) for one in self._memory])
 
@@ -244,7 +240,7 @@ class _Eager(_Landing):
         if not kept:
             self._learn(lies_at)
             return
-        _keeping.add(self._node.target)
+        SHARED.keeping.add(self._node.target)
         planned = {slot.planned.data_ptr() for slot in self._slots if slot.planned is not None}
         for result in returned:  # one that is kept in a place gets memory of its own
             storage = self._alive(result)
@@ -254,11 +250,11 @@ class _Eager(_Landing):
         kept = self._kept()
         if any(storage.data_ptr() in planned for storage in kept):
             self._give_up(kept)
-        _never_free.extend(kept)
+        SHARED.kept.extend(kept)
 
     def _give_up(self, kept: Sequence[torch.UntypedStorage]) -> None:
-        _keeping.add(self._node.target)
-        _never_free.extend(kept)
+        SHARED.keeping.add(self._node.target)
+        SHARED.kept.extend(kept)
         raise MemoryKeptError(
             f"{operator_name(self._node)} has begun to keep memory that it allocates",
             expected="that it does so at its first call, if at all",

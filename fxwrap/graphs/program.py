@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, FxwrapError, InputError, MemoryLimitError, PlanError
@@ -29,25 +27,20 @@ from ..host_graph.nodes import (
 )
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
-from .arenas import ARENAS, OUT_OF_MEMORY, TOO_LARGE, Arena
+from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .counters import Counters
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder
-from .locks import LockOwner, TryLock
-from .memory_provider import Estimate, MemoryProvider, Planners
-from .packed_tensors import PACKED
+from .locks import LockOwner
+from .memory_provider import Estimate, MemoryProvider, Planner, Saved
 from .recording import Recording, RecordingRequest, next_use
+from .recording_builder import Recorded, RecordingBuilder
+from .shared_state import SHARED
 from .specialization import Decision, Specialization, Specializations
 from .torch_functions import TorchFunctions
 
-# Names of operators that captures have failed at -> the program cut around them.
-Cutter = Callable[[Mapping[str, str]], ProgramPlan]
-SizeEvaluator = Callable[[GraphModule, Mapping[Node, Any]], dict[Node, Any]]
-
 _MISSED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
-# Hardware captures one program at a time: a device's generator can be part of one capture only.
-_capturing: defaultdict[torch.device, TryLock] = defaultdict(TryLock)
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
 
@@ -73,24 +66,24 @@ class Program:
 
     def __init__(
         self,
-        cut: Cutter,
+        planner: Planner,
         options: Options,
         functions: TorchFunctions,
-        planners: Planners,
-        evaluate: SizeEvaluator,
     ) -> None:
-        self._cut_around, self._refused = cut, dict[str, str]()
-        self.options, self.functions, self._planners, self._evaluate = options, functions, planners, evaluate
+        self.options, self.functions, self._planner = options, functions, planner
+        self._refused = dict[str, str]()  # operators that captures have failed at, and how
         self.counters = Counters()
         self.specializations = Specializations(options.max_recordings)
         self.newest_plan: MemoryPlan | None = None
         self._never_recorded = ""
-        self._cut = self._adopt(cut({}))
+        self._cut = self._adopt(planner.partition({}))
         self._dynamic = _dynamic_positions(self._cut.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
         self._caller_captures = capture_check(self.plan.device)
+        self._forward: tuple[weakref.ref[Program], Mapping[int, Sequence[str]]] | None = None
+        self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
         self._thread = threading.local()  # whether it has run the program eagerly
 
     @property
@@ -99,11 +92,9 @@ class Program:
 
     def _adopt(self, plan: ProgramPlan) -> _Cut:
         placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
-        written, frozen = frozenset[int]().union(*plan.facts.writes.values()), freezes_addresses(plan.device)
+        written, frozen = frozenset[int]().union(*plan.facts.written.values()), freezes_addresses(plan.device)
         provider = MemoryProvider(
-            self._planners,
-            functools.partial(self._evaluate, plan.graph),
-            self.functions,
+            self._planner,
             placeholders,
             _inputs_counted_from_their_storage(plan),
             self.options.max_memory,
@@ -115,7 +106,7 @@ class Program:
             _eager_function(plan, placeholders),
             outputs,
             frozenset(index for p, index in outputs if self.options.copy_outputs and p not in plan.saved),
-            [p for p in sorted(plan.donated) if frozen or written & plan.facts.of.get(placeholders[p], frozenset())],
+            [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(placeholders[p])],
             provider,
         )
 
@@ -134,7 +125,7 @@ class Program:
             )
         try:
             if self._cut.overwritten:
-                PACKED.copy_from(inputs, self._cut.overwritten)
+                SHARED.packed.copy_from(inputs, self._cut.overwritten)
             key = self._key(inputs) if self._dynamic else None
             if self._on_accelerator:
                 with self._guard():
@@ -142,7 +133,7 @@ class Program:
             else:
                 outputs = self._run(key, inputs)
             if self._is_forward and self.functions.saved_tensors_hooks():
-                PACKED.note(outputs)
+                SHARED.packed.note(outputs)
             return outputs
         except BaseException as error:
             self.counters.count("events", f"a call raised {type(error).__name__}")
@@ -183,7 +174,7 @@ class Program:
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
         specialization = self.specializations.get(key) or self.specializations.add(key, Specialization())
         specialization.calls.append(next_use())
-        owner, cut, capturing = self._owner(), self._cut, _capturing[self.plan.device]
+        owner, cut, capturing = self._owner(), self._cut, SHARED.capturing[self.plan.device]
         reason = self._eager_reason(specialization)
         # Before anything is decided: what another thread records may be what this call needs.
         if not reason and self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
@@ -268,8 +259,6 @@ class Program:
         self._thread.warm = True
         specialization.eager_runs += 1
         specialization.warm_outputs = _weak_outputs(cut, outputs)
-        if specialization.estimate is not None:
-            cut.provider.hand_out(specialization.estimate, specialization.warm_outputs)
         return outputs
 
     def _expect(self, cut: _Cut, inputs: list[Any], specialization: Specialization) -> None:
@@ -278,11 +267,30 @@ class Program:
         if specialization.estimate is not None or known:
             return
         try:
-            specialization.estimate, self.newest_plan = cut.provider.expect(cut.plan, inputs, self.newest_plan)
+            specialization.estimate, self.newest_plan = cut.provider.expect(
+                cut.plan, inputs, self.newest_plan, self._saved()
+            )
         except PlanError as error:
             if self.options.strict:
                 raise
             self._never_recorded = str(error.subject)
+
+    def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
+        """Be the backward of ``forward``.
+
+        Args:
+            inputs: those that it saves, by storage of the forward program.
+        """
+        self._forward = weakref.ref(forward), inputs
+        names = {name for several in inputs.values() for name in several}
+        self._saved_tensors = frozenset(p for p, node in enumerate(self._cut.placeholders) if node.name in names)
+
+    def _saved(self) -> Saved | None:
+        if self._forward is None:
+            return None
+        program, inputs = self._forward
+        forward = program()
+        return Saved(forward.estimate if forward is not None else None, inputs)
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -294,22 +302,31 @@ class Program:
         if why == "first":
             specialization.look_at_the_warm_up()
             why = "first" if len(self.specializations) == 1 else "new shape"
-        before = {what: ARENAS.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
+        before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
             runtime = runtime_for(device)
             frozen, backward = runtime.frozen_addresses, cut.plan.phase == "backward"
-            static = specialization.static(inputs, cut.plan.static_inputs, frozen, backward)
+            static = specialization.static(inputs, cut.plan.static_inputs, frozen, backward, self._saved_tensors)
             estimate, plans = specialization.estimate, (specialization.plan, self.newest_plan)
             decision.apart |= specialization.apart
             provide, which = cut.provider.provide, decision.will_not_do
-            provision = provide(cut.plan, inputs, static, estimate, *plans, owner, held, which)
-            self.newest_plan = specialization.plan = provision[1]
-            specialization.estimate = estimate or Estimate(provision[0])
+            own = provide(cut.plan, inputs, static, estimate, *plans, owner, held, which)
+            self.newest_plan = specialization.plan = own.memory
+            specialization.estimate = estimate or Estimate(own.planned)
             copied = specialization.copied_of(index for _, index in cut.outputs) | cut.copied
             request = RecordingRequest(
-                runtime, self.functions, *provision, static, copied, weakref.ref(specialization)
+                runtime,
+                self.functions,
+                own.planned,
+                own.memory,
+                own.arenas,
+                own.reused_inputs,
+                static,
+                copied,
+                weakref.ref(specialization),
             )
-            recording, outputs = Recording.record(request, inputs)
+            recorded = RecordingBuilder(request).record(inputs)
+            recording, outputs = recorded.recording, recorded.outputs
             short_of = OUT_OF_MEMORY if recording.ended == OUT_OF_MEMORY else ""
         except MemoryLimitError as error:
             short_of = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE
@@ -329,18 +346,19 @@ class Program:
             for arena in held:
                 arena.lock.release(owner)
         if not short_of or self.options.strict:
-            self._keep(specialization, recording, inputs, why)
+            self._keep(specialization, recorded, inputs, why)
             return outputs
         # Whoever ended for it will be back; whoever got what this call returns will let go of it.
-        specialization.short = short_of, min(before[short_of], ARENAS.pressure(short_of, device))
+        specialization.short = short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device))
         if short_of == OUT_OF_MEMORY:
-            ARENAS.withdraw(specialization.estimate)  # others need not wait until there is as much
+            SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
         if outputs is _MISSED:  # by now nobody has what was made for the recording
             return self._run_eagerly(cut, inputs, short_of, specialization)
         self.counters.count("eager", short_of)
         return outputs
 
-    def _keep(self, specialization: Specialization, recording: Recording, inputs: list[Any], why: str) -> None:
+    def _keep(self, specialization: Specialization, recorded: Recorded, inputs: list[Any], why: str) -> None:
+        recording = recorded.recording
         if recording.eager_reasons and self.options.strict:
             raise CaptureError(
                 f"{len(recording.eager_reasons)} partition(s) could not be captured",
@@ -350,12 +368,12 @@ class Program:
         self.counters.count("recordings", why)
         for reason in recording.eager_reasons.values():
             self.counters.count("events", reason)
-        if not recording.refused:
+        if not recorded.refused:
             specialization.add(recording, inputs)
             return
         # The next recordings leave the operators out of captured partitions, instead of losing whole ones.
-        self._refused.update(recording.refused)
-        self._cut = self._adopt(self._cut_around(self._refused))
+        self._refused.update(recorded.refused)
+        self._cut = self._adopt(self._planner.partition(self._refused))
         for known in self.specializations.values():
             known.cut_again()
 
@@ -375,7 +393,7 @@ def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
     found = []
     for position, value in enumerate(output_values(plan.graph)):
         if isinstance(value, Node):
-            for index in plan.facts.of.get(value, ()):
+            for index in plan.facts.of(value):
                 if plan.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
                     found.append((position, index))
     return found
@@ -386,9 +404,9 @@ def _inputs_counted_from_their_storage(plan: ProgramPlan) -> dict[Node, str]:
     facts, found = plan.facts, dict[Node, str]()
     for node in plan.graph.graph.nodes:
         if counts_from_storage(node):
-            for index in facts.of.get(node.all_input_nodes[0], ()):
+            for index in facts.of(node.all_input_nodes[0]):
                 if facts.storages[index].origin is Origin.INPUT:
-                    found[facts.storages[index].node] = operator_name(node)
+                    found[plan.maker(index)] = operator_name(node)
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from ..plan import ProgramPlan, Region
+from ..plan import MemoryPlan, ProgramPlan
 
 
 class Regions:
@@ -29,15 +29,15 @@ class Regions:
         before, after: what to call before and after a node runs.
     """
 
-    def __init__(self, program: ProgramPlan, regions: Sequence[Region]) -> None:
+    def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
         self.places: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
         after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
-        for region in regions:
+        for region in (one for one in memory.regions if not one.arena):
             storage = torch.UntypedStorage(0)
             self._sizes.append((storage, region.size))
-            self.places.update({index: (storage, offset) for index, offset in region.offsets.items()})
+            self.places.update({index: (storage, offset) for index, offset in memory.inside(region).items()})
             before[program.schedule[region.begin]].append(functools.partial(storage.resize_, region.size))
             after[program.schedule[region.end - 1]].append(functools.partial(storage.resize_, 0))
         self.before: Mapping[Node, Sequence[Callable[[], object]]] = dict(before)

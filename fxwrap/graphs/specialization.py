@@ -29,10 +29,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..plan import MemoryPlan
-from .arenas import ARENAS, AT_ONE_TIME, Arena, has_address
+from .arenas import AT_ONE_TIME, Arena, has_address
 from .locks import LockOwner
 from .memory_provider import Estimate
 from .recording import Recording
+from .shared_state import SHARED
 
 # An input that has moved so often is static no more; one that AOTAutograd does not call static may not move at all.
 _MOVES = 3
@@ -196,7 +197,7 @@ class Specialization:
             return [p for p in recording.request.static_inputs if not recording.is_at(p, inputs[p])]
 
         moved = min(map(moved_from, self.recordings), key=len)
-        known = [p for p in moved if ARENAS.owns(inputs[p].data_ptr())]
+        known = [p for p in moved if SHARED.arenas.owns(inputs[p].data_ptr())]
         if len(known) == len(moved):
             return Decision(record="inputs from another recording of the program before")
         self.moves.update(set(moved).difference(known))
@@ -251,24 +252,27 @@ class Specialization:
 
     # -- inputs -----------------------------------------------------------------------------------------
 
-    def static(self, inputs: Sequence[Any], expected: Collection[int], copies: bool, backward: bool) -> list[int]:
+    def static(
+        self, inputs: Sequence[Any], expected: Collection[int], copies: bool, backward: bool, saved: Collection[int]
+    ) -> list[int]:
         """Positions of the inputs whose addresses are taken to stay.
 
         Args:
             expected: what AOTAutograd says. In a backward these are all saved tensors: parameters, which stay, and
                 activations, which stay only if they lie in an arena.
+            saved: what the forward program allocates: a new tensor at every call, unless it lies in an arena.
             copies: whether other inputs are copied: then one had better stay that was there in the call before.
         """
         asked = range(len(inputs)) if copies else sorted(expected)
-        return [p for p in asked if self._stays(p, inputs[p], p in expected and (copies or not backward))]
+        return [p for p in asked if self._stays(p, inputs[p], p in expected and (copies or not backward), p in saved)]
 
-    def _stays(self, position: int, value: Any, expected: bool) -> bool:
+    def _stays(self, position: int, value: Any, expected: bool, saved: bool) -> bool:
         moves = self.moves[position]
         if moves >= (_MOVES if expected else 1) or (here := Seen.of(value)) is None:
             return False
-        in_arena = ARENAS.owns(here.address)
-        if expected and self.estimate is not None and position in self.estimate.saved_tensors:
-            return in_arena  # a saved activation: elsewhere it is a new tensor at every call
+        in_arena = SHARED.arenas.owns(here.address)
+        if expected and saved:
+            return in_arena
         if expected and (moves or not self.seen or in_arena):
             return True  # without a call to compare with (warmup=0) there is AOTAutograd's word alone
         before = self.seen.get(position)
@@ -291,7 +295,7 @@ class Specialization:
 
     def waits_for_memory(self, device: torch.device) -> str:
         """What there was too little of, if there is no more of it now."""
-        if self.short is not None and ARENAS.pressure(self.short[0], device) < self.short[1]:
+        if self.short is not None and SHARED.arenas.pressure(self.short[0], device) < self.short[1]:
             self.short = None
         return self.short[0] if self.short is not None else ""
 
@@ -322,7 +326,8 @@ class Specializations:
         return self._by_key.setdefault(key, new)
 
     def recordings(self) -> list[Recording]:
-        return [recording for one in self.values() for recording in one.recordings]
+        """Those that can be replayed: one that has ended stays with its sizes until they come again."""
+        return [recording for one in self.values() for recording in one.recordings if not recording.ended]
 
     def is_full(self) -> bool:
         return len(self.recordings()) >= self._most
@@ -338,7 +343,7 @@ class Specializations:
             wanted.evicted = False
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         while self.is_full():
-            holders = ((r, one) for one in self.values() for r in one.recordings)
+            holders = ((r, one) for one in self.values() for r in one.recordings if not r.ended)
             for oldest, holder in sorted(holders, key=lambda known: known[0].used):
                 recent = itertools.islice(reversed(wanted.calls), self._patience)
                 if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:

@@ -9,9 +9,9 @@ import torch
 
 
 class StaticBuffers:
-    """Memory that stays, for values that eager work makes anew at every call.
+    """Memory that stays, for values that eager work allocates at every call.
 
-    Values that share a storage get places that share one.
+    Values that share a storage get buffers that share one.
 
     Args:
         stable: addresses of storages that stay where they are.

@@ -90,7 +90,7 @@ def check(condition: Any, message: Any = "") -> None:
 
 
 def require(condition: Any, message: str) -> None:
-    """Raise RuntimeError unless ``condition``: what the user asserted of a number that data decides."""
+    """Raise RuntimeError unless ``condition``: what the user asserted of a data-dependent number."""
     if not condition:
         raise RuntimeError(message)
 
@@ -224,6 +224,11 @@ def counts_from_storage(node: Node) -> bool:
             given = node.kwargs.get("storage_offset", node.args[position] if position < len(node.args) else None)
             return given is not None
     return False
+
+
+def by_name(gm: GraphModule) -> dict[str, Node]:
+    """The nodes of a graph by name."""
+    return {node.name: node for node in gm.graph.nodes}
 
 
 def nodes_in(value: Any) -> list[Node]:

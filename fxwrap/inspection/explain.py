@@ -18,15 +18,15 @@ from rich.text import Text
 from torch.fx import GraphModule
 
 from ..backend import fxwrap as backend
-from ..codegen.dynamo import owners_of, with_own_code
-from ..compilation import Owner, live_owners
+from ..codegen.dynamo import compilations_of, with_own_code
+from ..compilation import Compilation, live_compilations
 from ..errors import FxwrapError
 from ..graphs.program import Program
 from ..host_graph.listing import list_graph
 from ..host_graph.nodes import Kernel, constants, kind_of, operator_name, user_line
 from ..passes.analysis.sizes import bytes_expression
 from ..passes.partition.capturability import is_work
-from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, StorageFacts, Verdict
+from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, Verdict
 
 _WIDTH = 118
 
@@ -89,7 +89,7 @@ class GraphReport:
                     "device": str(p.device),
                     "reason": p.reason,
                     "benefit_us": None if p.benefit is None else dataclasses.asdict(p.benefit),
-                    "nodes": [node.name for node in p.nodes],
+                    "nodes": list(p.nodes),
                 }
                 for p in self.partitions
             ],
@@ -101,7 +101,7 @@ class GraphReport:
                 "peak_bytes_in_program_order": self.program.plan.cut.program_order_peak,
             },
             "nodes": {
-                node.name: {
+                name: {
                     "kind": kind_of(node).value,
                     "operator": operator_name(node) if is_work(node) else "",
                     "verdict": v.verdict.value,
@@ -109,7 +109,8 @@ class GraphReport:
                     "to_capture_it": v.remedy,
                     "user_line": user_line(node),
                 }
-                for node, v in self.program.plan.verdicts.items()
+                for name, v in self.program.plan.verdicts.items()
+                for node in [self.program.plan.nodes[name]]
             },
             "memory": None
             if memory is None
@@ -123,8 +124,8 @@ class GraphReport:
                     {**dataclasses.asdict(one), "device": str(one.device), "total": one.total}
                     for one in self.predicted
                 ],
-                "bytes": sizes_in_symbols(self.program.plan.facts),
-                "outside_the_plan": outside_the_plan(self.program.plan.facts),
+                "bytes": sizes_in_symbols(self.program.plan),
+                "outside_the_plan": outside_the_plan(self.program.plan),
             },
             "kernels": {kernel.name: kernel.source for kernel in self.kernels},
             "counters": self.counters,
@@ -178,16 +179,16 @@ def explain(
         fn: a function or module; one that is compiled already is unwrapped.
         fxwrap_options: options as for ``torch.compile(..., options=...)``.
     """
-    owner = Owner()
+    compilation = Compilation()
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
     fn = getattr(fn, "_orig_mod", fn)
     compiled = torch.compile(
         with_own_code(fn),
-        backend=functools.partial(backend, owner=owner),
+        backend=functools.partial(backend, compilation=compilation),
         options=dict(fxwrap_options) if fxwrap_options else None,
     )
     compiled(*args, **kwargs)
-    return Explanation([GraphReport(program) for program in owner.programs], list(owner.fallbacks))
+    return Explanation([GraphReport(program) for program in compilation.programs], list(compilation.fallbacks))
 
 
 def report(fn: Callable[..., Any] | None = None) -> Explanation:
@@ -200,33 +201,33 @@ def report(fn: Callable[..., Any] | None = None) -> Explanation:
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
-    owners = live_owners() if fn is None else owners_of(fn)
-    if fn is not None and not owners:
+    compilations = live_compilations() if fn is None else compilations_of(fn)
+    if fn is not None and not compilations:
         raise FxwrapError(
             f"{fn!r} has no program",
             expected='a function compiled with backend="fxwrap" that was called at least once',
             remedy="leave the argument out for all programs: what it calls may have been compiled for another caller",
         )
-    graphs = [GraphReport(program) for owner in owners for program in owner.programs]
-    return Explanation(graphs, [reason for owner in owners for reason in owner.fallbacks])
+    graphs = [GraphReport(program) for compilation in compilations for program in compilation.programs]
+    return Explanation(graphs, [reason for compilation in compilations for reason in compilation.fallbacks])
 
 
 def output_bytes(memory: MemoryPlan) -> int:
     return sum(memory.sizes.get(index, 0) for index in memory.outputs)
 
 
-def sizes_in_symbols(facts: StorageFacts) -> dict[str, str]:
+def sizes_in_symbols(plan: ProgramPlan) -> dict[str, str]:
     """Bytes of every allocation, in the symbols of the graph: they are planned for each shape anew."""
-    values = {s.name: s.node.meta.get("val") for s in facts.storages if s.origin is Origin.ALLOCATION}
+    storages = plan.facts.storages
+    values = {s.name: plan.nodes[s.node].meta.get("val") for s in storages if s.origin is Origin.ALLOCATION}
     return {name: bytes_expression(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def outside_the_plan(facts: StorageFacts) -> dict[str, str]:
+def outside_the_plan(plan: ProgramPlan) -> dict[str, str]:
     """Storages that operators allocate by themselves: name -> operator and why it cannot be given memory."""
     return {
-        storage.name: f"{operator_name(storage.node)}: "
-        + storage.node.meta.get("outside_plan", "nothing tells what it returns")
-        for storage in facts.storages
+        storage.name: f"{operator_name(maker)}: " + maker.meta.get("outside_plan", "nothing tells what it returns")
+        for storage, maker in ((storage, plan.nodes[storage.node]) for storage in plan.facts.storages)
         if storage.origin is Origin.EXTERN
     }
 
@@ -270,11 +271,11 @@ def _cut_lines(plan: ProgramPlan) -> list[Text]:
             f"order {cut.program_order_peak:,}"
         )
     remedies = dict.fromkeys(
-        f"{operator_name(node)}: {plan.verdicts[node].remedy}"
+        f"{operator_name(node)}: {plan.verdicts[node.name].remedy}"
         for p in plan.partitions
         if p.verdict is Verdict.EAGER
-        for node in p.nodes
-        if plan.verdicts[node].remedy and not plan.verdicts[node].inherited and is_work(node)
+        for node in plan.work_in(p)
+        if plan.verdicts[node.name].remedy and not plan.verdicts[node.name].inherited and is_work(node)
     )
     if remedies:
         lines += ["to have more captured:", *(f"  {remedy}" for remedy in remedies)]
@@ -286,22 +287,22 @@ def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
     for device, arena in memory.arenas.items():
         table.add_row(
             f"arena on {device}",
-            str(len(arena.buffers)),
-            f"{arena.placement.size:,}",
-            f"{arena.placement.lower_bound:,}",
+            str(len(memory.inside(arena))),
+            f"{arena.size:,}",
+            f"{arena.lower_bound:,}",
             f"{arena.plain:,}",
         )
     if not memory.arenas:
-        shared = sum(len(region.offsets) for region in memory.regions)
+        shared = sum(len(memory.inside(region)) for region in memory.regions)
         regions = f"{sum(region.size for region in memory.regions):,}"
         bounds = f"{memory.peak:,}", f"{memory.lower_bound:,}", f"{memory.plain:,}"
         table.add_row("comes and goes with each call", str(shared + len(memory.per_call)), *bounds)
         table.add_row(f"  of which in {len(memory.regions)} region(s)", str(shared), regions, "", "")
-    outside = outside_the_plan(report.program.plan.facts)
+    outside = outside_the_plan(report.program.plan)
     table.add_row("  of which outputs", str(len(memory.outputs)), f"{output_bytes(memory):,}", "", "")
     table.add_row("allocated by operators", str(len(outside)), "not planned", "", "")
     why = [Text(f"  {count} by {reason}") for reason, count in Counter(outside.values()).items()]
-    symbolic = {name: n for name, n in sizes_in_symbols(report.program.plan.facts).items() if not n.isdigit()}
+    symbolic = {name: n for name, n in sizes_in_symbols(report.program.plan).items() if not n.isdigit()}
     sizes = [Text(f"bytes by shape: {', '.join(f'{name} {n}' for name, n in symbolic.items())}")] if symbolic else []
     return Group(table, *why, *sizes, *_prediction_lines(report))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..graphs.arenas import ARENAS
+from ..graphs.shared_state import SHARED
 from .explain import report
 
 
@@ -26,8 +26,8 @@ def release(fn: Callable[..., Any] | None = None) -> int:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
     reports = report(fn).graphs
-    before = ARENAS.kept()
+    before = SHARED.arenas.kept()
     for graph in reports:
         graph.program.release()
-    ARENAS.give_back()
-    return before - ARENAS.kept()
+    SHARED.arenas.give_back()
+    return before - SHARED.arenas.kept()

@@ -71,7 +71,7 @@ class Weights:
     crowds: list[int]
 
 
-def weigh(part: Part) -> Weights:
+def weights_of(part: Part) -> Weights:
     lives = [end - begin for begin, end in zip(part.begins, part.ends, strict=True)]
     areas = [life * size for life, size in zip(lives, part.sizes, strict=True)]
     crowds = [0] * len(part)
@@ -83,7 +83,7 @@ def weigh(part: Part) -> Weights:
 def orders(part: Part) -> Iterator[list[int]]:
     """Orders in which ties are broken, without end: by several keys first, then by keys with noise."""
     begins, ends, sizes = part.begins, part.ends, part.sizes
-    found = weigh(part)
+    found = weights_of(part)
     lives, areas, crowds = found.lives, found.areas, found.crowds
     everything = range(len(part))
     keys: tuple[Callable[[int], tuple[int, ...]], ...] = (

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+# A step after every other.
+FOREVER = 1 << 62
 # Peeling buffers off again and again is worth a few rounds, and would take quadratic time on nested ones.
 _PEELS = 8
 
@@ -21,6 +23,22 @@ class Buffer:
     size: int
     begin: int
     end: int
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes ``[low, high)`` of an arena that something else has in steps ``[begin, end)``.
+
+    Attributes:
+        end: by default it is there for good.
+        nodes: names of the inputs as which the program gets it, if nobody else has it: free after their last use.
+    """
+
+    low: int
+    high: int
+    begin: int = 0
+    end: int = FOREVER
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,20 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from .planner import plan_memory
-from .problem import Buffer, Placement
+from .problem import FOREVER, Buffer, Placement, Reserved
 
 # How much larger than the lower bound an arena may get before the ends of it are no longer kept for outputs.
 _ROOM = (1.0, 1.003, 1.01, 1.02, 1.04, 1.08, 1.16, 1.3)
-# Placements tried, times buffers, at most: larger programs are tried in fewer ways.
-_EFFORT = 40_000
+# Placements tried, times buffers: larger programs are tried in fewer ways.
+_EFFORT = 4_000
 # Seconds for a better layout, where the first one is above the lower bound: rare, and milliseconds are mostly enough.
 SEARCH_S = 0.05
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Bytes ``[low, high)`` that are taken in steps ``[begin, end)``, whatever the plan."""
-
-    low: int
-    high: int
-    begin: int
-    end: int
 
 
 def lay_out_arena(
     buffers: Sequence[Buffer],
     outputs: Collection[str],
-    fixed: Sequence[Fixed],
+    reserved: Sequence[Reserved],
     alignment: int,
     like: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
@@ -49,37 +39,37 @@ def lay_out_arena(
 
     Args:
         outputs: names of buffers that live on after the program.
-        fixed: what others have in the arena.
+        reserved: what others have in the arena.
         like: offsets in a plan for other sizes, by name.
 
     Returns:
-        The arena's size counts what is fixed, too, and so does the lower bound.
+        The arena's size counts what is reserved, too, and so does the lower bound.
     """
-    problem = _Problem.of(buffers, fixed, alignment)
-    if fixed:
+    problem = _Problem.of(buffers, reserved, alignment)
+    if reserved:
         return problem.placement(problem.between_ends(outputs))
     return plan_memory(buffers, alignment, SEARCH_S, like=like)
 
 
-def fits(offsets: Mapping[str, int], buffers: Sequence[Buffer], fixed: Sequence[Fixed], alignment: int) -> bool:
+def fits(offsets: Mapping[str, int], buffers: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> bool:
     """Whether every buffer has an offset, apart from all that it meets."""
-    return _Problem.of(buffers, fixed, alignment).allows(offsets)
+    return _Problem.of(buffers, reserved, alignment).allows(offsets)
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Buffers are positions; ``near[i]`` are those live at some time with ``i``, ``around[i]`` what is fixed then."""
+    """Buffers are positions; ``near[i]`` are those live at some time with ``i``, ``around[i]`` what is reserved."""
 
     items: Sequence[Buffer]
     sizes: list[int]
     near: list[list[int]]
     around: list[list[tuple[int, int]]]
-    fixed: Sequence[Fixed]
+    reserved: Sequence[Reserved]
     alignment: int
     bound: int
 
     @classmethod
-    def of(cls, items: Sequence[Buffer], fixed: Sequence[Fixed], alignment: int) -> _Problem:
+    def of(cls, items: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> _Problem:
         sizes = [-(-item.size // alignment) * alignment for item in items]
         near: list[list[int]] = [[] for _ in items]
         live: list[int] = []
@@ -90,12 +80,18 @@ class _Problem:
                 near[j].append(i)
             live.append(i)
         around = [
-            [(f.low, -(-f.high // alignment) * alignment) for f in fixed if f.begin < item.end and item.begin < f.end]
+            [
+                (f.low, -(-f.high // alignment) * alignment)
+                for f in reserved
+                if f.begin < item.end and item.begin < f.end
+            ]
             for item in items
         ]
-        taken = [Buffer("", f.high - f.low, f.begin, f.end) for f in fixed]
+        last = max((item.end for item in items), default=1)
+        ends = (r.end if r.end < FOREVER else last for r in reserved)
+        taken = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
         taken += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
-        return cls(items, sizes, near, around, fixed, alignment, most_alive(taken))
+        return cls(items, sizes, near, around, reserved, alignment, most_alive(taken))
 
     def allows(self, offsets: Mapping[str, int]) -> bool:
         """Whether every buffer has an offset, apart from all that it meets."""
@@ -113,25 +109,24 @@ class _Problem:
     def placement(self, offsets: Sequence[int]) -> Placement:
         """Offsets by name; the size is that of the arena they need."""
         ends = [offset + size for offset, size in zip(offsets, self.sizes, strict=True)]
-        size = max([*ends, *(f.high for f in self.fixed)], default=0)
+        size = max([*ends, *(f.high for f in self.reserved)], default=0)
         names = (item.name for item in self.items)
         return Placement(dict(zip(names, offsets, strict=True)), size, self.bound)
 
     def between_ends(self, outputs: Collection[str]) -> list[int]:
-        """Outputs from the top of as small an arena as will do, the rest from the bottom, around what is fixed."""
+        """Outputs from the top of as small an arena as will do, the rest from the bottom, around what is reserved."""
         high = {i for i, item in enumerate(self.items) if item.name in outputs}
         orders = self._orders()
+        tries = max(2 * len(orders), _EFFORT // max(len(self.items), 1))
         lowest = min(map(self._fit, orders), key=self._top)
-        limit = self._top(lowest)
-        for room in _ROOM:
-            top = -(-int(self.bound * room) // self.alignment) * self.alignment
-            if top >= limit:
+        tops = (-(-int(self.bound * room) // self.alignment) * self.alignment for room in _ROOM)
+        variants = [one for order in orders for one in (order, sorted(order, key=lambda i: i not in high))]
+        for top, order in itertools.islice(itertools.product(tops, variants), tries):
+            if top >= self._top(lowest):
                 break
-            for order in orders:
-                for one in (order, sorted(order, key=lambda i: i not in high)):
-                    found = self._fit(one, high, top)
-                    if self._top(found) <= top and min(found, default=0) >= 0:
-                        return found
+            found = self._fit(order, high, top)
+            if self._top(found) <= top and min(found, default=0) >= 0:
+                return found
         return lowest
 
     def _orders(self) -> list[list[int]]:
@@ -144,13 +139,16 @@ class _Problem:
 
     def _fit(self, order: Sequence[int], high: Collection[int] = (), top: int = 0) -> list[int]:
         """First fit: ``high`` ones at the highest free offset below ``top`` (negative: there is none)."""
-        offsets: list[int | None] = [None] * len(self.items)
+        offsets = [0] * len(self.items)
+        spans: list[tuple[int, int] | None] = [None] * len(self.items)
         for i in order:
-            others = ((offsets[j], self.sizes[j]) for j in self.near[i])
-            taken = [(offset, offset + size) for offset, size in others if offset is not None and size]
+            taken = [span for j in self.near[i] if (span := spans[j]) is not None]
             taken += self.around[i]
-            offsets[i] = _highest_gap(taken, self.sizes[i], top) if i in high else lowest_gap(taken, self.sizes[i])
-        return [offset if offset is not None else 0 for offset in offsets]
+            size = self.sizes[i]
+            offsets[i] = _highest_gap(taken, size, top) if i in high else lowest_gap(taken, size)
+            if size:
+                spans[i] = offsets[i], offsets[i] + size
+        return offsets
 
 
 class Live(Protocol):
@@ -164,6 +162,10 @@ class Live(Protocol):
 
     @property
     def size(self) -> int: ...
+
+
+def _meet(one: Reserved, other: Buffer) -> bool:
+    return one.begin < other.end and other.begin < one.end
 
 
 def alive_at_steps(held: Iterable[Live]) -> list[int]:

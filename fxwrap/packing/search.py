@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import exact
-from .orders import height, lowest_offset_first, orders, weigh
+from .orders import height, lowest_offset_first, orders, weights_of
 from .problem import Part
 
 # A search looks at every buffer in every section again and again: above so many, orders are all there is time for.
@@ -92,7 +92,7 @@ def _climb(found: Found, deadline: float, prove: bool) -> Iterator[None]:
 
 def _restarts(part: Part) -> Iterator[tuple[int, list[int], int]]:
     """Nodes, ranks and rule of one restart after the other."""
-    weights = weigh(part)
+    weights = weights_of(part)
     by_life = (weights.lives, weights.areas)
     by_crowd = (weights.crowds, weights.lives, weights.areas)
     by_area = (weights.areas,)

@@ -120,7 +120,7 @@ class Programs(GraphSuite):
             registered.assert_close(f(index, w_there), function(index, w))
         assert fxwrap.stats(f)["replays"] >= 3
 
-    def test_programs_share_scratch(self, registered: Device) -> None:
+    def test_programs_share_memory(self, registered: Device) -> None:
         """Two programs in turn on one arena: neither reads what the other left there."""
         f = torch.compile(lambda x: ((x @ x).sin() @ x).cos() @ x, **CAPTURED)
         g = torch.compile(lambda x: ((x @ x).cos() @ x).sin() @ x, **CAPTURED)

@@ -67,7 +67,7 @@ class Registration(Suite):
         assert at not in (place(()) or ())
 
     def test_the_allocator_keeps_scratch_apart(self, registered: Device) -> None:
-        """It may use spans of scratch, or not: what it puts there lies within one, and alone."""
+        """It may use spans of workspace, or not: what it puts there lies within one, and alone."""
         place = registered_devices()[registered.type].place_allocations
         if place is None:
             pytest.skip("the device's allocator cannot be told: place_allocations was not registered")

@@ -73,7 +73,7 @@ def compare(
         mine, others = twice(make)
         expected = run(theirs, others, gradients)  # first, so that a failure of Inductor's own is seen as that
         assert_same(run(ours, mine, gradients), expected)
-    assert not ours.owner.fallbacks, ours.owner.fallbacks[0]
+    assert not ours.compilation.fallbacks, ours.compilation.fallbacks[0]
     assert ours.programs and all(count >= replays for count in ours.replays())
     return ours
 
@@ -262,7 +262,7 @@ def test_while_loop_that_does_nothing_returns_copies() -> None:
         i, x, w = torch.tensor(0), *squares()
         number, result = f(i, x, w)
         assert torch.equal(result, x) and result.data_ptr() != x.data_ptr() and number.item() == 0
-    assert f.replays() == [2] and not f.owner.fallbacks
+    assert f.replays() == [2] and not f.compilation.fallbacks
 
 
 def test_while_loop_with_dynamic_shapes() -> None:
@@ -329,7 +329,7 @@ def test_control_flow_between_captured_partitions(device: torch.device) -> None:
     for _ in range(CALLS):
         x, w = torch.randn(2, 4, 4, device=device)
         assert_same(f(x, w), theirs(x, w))
-    assert f.replays() == [2] and not f.owner.fallbacks
+    assert f.replays() == [2] and not f.compilation.fallbacks
     reasons = "; ".join(partition.reason for partition in f.program.plan.partitions)
     assert "while_loop: control flow is decided on the host" in reasons
     assert "switch: control flow is decided on the host" in reasons and "test_constructs.py" in reasons
@@ -367,9 +367,9 @@ def test_what_a_branch_does_to_its_operands_is_known(writes: bool, returns_input
     facts = analyse_storages(gm)
     node = {n.name: n for n in gm.graph.nodes}
     y = node["switch"]
-    assert facts.writes[y] == (facts.of[node["a"]] if writes else frozenset())
-    assert facts.reads[y] >= facts.of[node["a"]] | facts.of[node["b"]]
-    assert bool(facts.of[y] & facts.of[node["a"]]) == returns_input and not facts.of[y] & facts.of[node["b"]]
+    assert facts.writes(y) == (facts.of(node["a"]) if writes else frozenset())
+    assert facts.reads(y) >= facts.of(node["a"]) | facts.of(node["b"])
+    assert bool(facts.of(y) & facts.of(node["a"])) == returns_input and not facts.of(y) & facts.of(node["b"])
     edges = build_dependency_graph(gm, facts)
     assert edges.has_edge(y, node["reader"]) == writes and edges.has_edge(y, node["writer"])
     work = [n for n in gm.graph.nodes if kind_of(n) is Kind.EXTERN]
@@ -458,7 +458,7 @@ def test_effects_keep_their_order(device: torch.device) -> None:
         expected = zip(["captured", "eager", "captured", "eager"], [x, x * 2, x * 3, x * 4], strict=True)
         assert [f"{name} {value.sum().item():.4f}" for name, value in expected] == LOG
     # An accelerator finds out when it captures that they read numbers, and the program is cut anew around them.
-    assert f.replays() == [1 if freezes(device) else 2] and not f.owner.fallbacks
+    assert f.replays() == [1 if freezes(device) else 2] and not f.compilation.fallbacks
 
 
 def test_print_prints_at_every_call(capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,7 +473,7 @@ def test_print_prints_at_every_call(capsys: pytest.CaptureFixture[str]) -> None:
     for count in (3, 3, 3, 4):
         assert f(torch.zeros(count, 5)).sum() == count * 5
         assert capsys.readouterr().out == f"{count} rows of 5\n"
-    assert f.replays() == [1] and not f.owner.fallbacks
+    assert f.replays() == [1] and not f.compilation.fallbacks
 
 
 @pytest.fixture
@@ -504,7 +504,7 @@ def test_torchbind_objects(torchbind: Any) -> None:
     for _ in range(CALLS):
         x = torch.randn(3, 4)
         assert_same(ours(foo, x), theirs(foo, x))
-    assert ours.replays() == [2] and not ours.owner.fallbacks
+    assert ours.replays() == [2] and not ours.compilation.fallbacks
 
 
 def test_opaque_objects() -> None:
@@ -530,7 +530,7 @@ def test_opaque_objects() -> None:
     for call in range(1, CALLS + 1):
         x = torch.randn(4)
         torch.testing.assert_close(f(counter, x), x.sin() * call + 1)
-    assert f.replays() == [2] and not f.owner.fallbacks
+    assert f.replays() == [2] and not f.compilation.fallbacks
 
 
 # -- constants -----------------------------------------------------------------------------------------
@@ -567,7 +567,7 @@ def compare_random(
             draws.append([run(f, inputs, gradients) for _ in range(2)])
         assert_same(*draws)
         assert not all(map(torch.equal, tensors_in(draws[0][0][0]), tensors_in(draws[0][1][0])))
-    assert not ours.owner.fallbacks, ours.owner.fallbacks[0]
+    assert not ours.compilation.fallbacks, ours.compilation.fallbacks[0]
     assert ours.programs and all(count >= CALLS for count in ours.replays())
     return ours
 
@@ -676,7 +676,7 @@ def test_custom_operators_that_return_nothing() -> None:
         LOG.clear()
         torch.testing.assert_close(f(x), x.sin())
         assert [f"{value.sum().item():.4f}" for value in (x + 1, x * 2)] == LOG
-    assert f.replays() == [2] and not f.owner.fallbacks
+    assert f.replays() == [2] and not f.compilation.fallbacks
 
 
 def test_custom_operators_with_out() -> None:
@@ -710,7 +710,7 @@ def test_custom_operators_with_a_gradient() -> None:
     compare(lambda x: sin_cos(x * 2, 3.0)[0] + sin_cos(x, 2.0)[1], gradients=True)
 
 
-# -- sizes that only data decides, and expressions of sizes --------------------------------------------
+# -- data-dependent sizes, and expressions of sizes --------------------------------------------
 
 
 @pytest.fixture
@@ -852,7 +852,7 @@ def test_nan_asserts_are_made_at_every_call() -> None:
                 x[0, 0] = float("nan") if bad % 2 else -1.0
             errors = [raised_by(g, x.clone()) for g in (f, theirs)]
             assert errors == [AssertionError if call == bad else None] * 2
-        assert not f.owner.fallbacks
+        assert not f.compilation.fallbacks
         assert_same(f(x := torch.rand(4, 4) + 1), theirs(x))
 
 
@@ -862,7 +862,7 @@ def test_asserts_on_numbers_out_of_tensors_are_made_at_replays(unbacked: None) -
         inputs = torch.randn(6, 4), torch.tensor([1, 0, count]) if count else torch.tensor([0, 0, 0])
         errors = [raised_by(g, *inputs) for g in (f, theirs)]
         assert (errors[0] is None) == (errors[1] is None) == (count in (2, 3, 4)), count
-    assert f.program.counters.replays >= 2 and not f.owner.fallbacks
+    assert f.program.counters.replays >= 2 and not f.compilation.fallbacks
 
 
 @torch.library.custom_op("fxwrap_constructs::misaligned", mutates_args=())
@@ -976,7 +976,7 @@ def test_without_strict_one_warning_names_them_all_and_the_graph_runs() -> None:
             (x,) = square()
             torch.testing.assert_close(f(x), cumsum_and_sort(x))
     (message,) = [str(warning.message) for warning in caught if "fxwrap" in str(warning.message)]
-    (counted,) = f.owner.fallbacks
+    (counted,) = f.compilation.fallbacks
     for text in (message, counted):
         assert text.count("cannot emit the wrapper line") == 3 and "aten.sort.stable" in text
     assert not f.programs

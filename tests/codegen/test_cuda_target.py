@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 
 pytest.importorskip("triton")
@@ -29,13 +29,14 @@ from fxwrap.host_graph.nodes import kernel_of, reinterpret
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parents[1] / "benchmarks" / "cuda_target.py"
+CACHE = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "cuda-target"
 
 
 def sweep(tmp_path: Path, *arguments: str, timeout: float) -> dict[str, dict[str, Any]]:
     """Run the script; what it found, by name."""
     results = tmp_path / "results.jsonl"
-    command = [sys.executable, str(SCRIPT), "--results", str(results), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    cached = ("--cache", str(CACHE))
+    done = processes.run(str(SCRIPT), "--results", str(results), *cached, *arguments, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return {found["name"]: found for found in map(json.loads, results.read_text().splitlines())}
 
@@ -77,7 +78,7 @@ def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(script)
     failed = {"name": "foreach", "seconds": 1.0, "failure": "WrongLaunch: no\nsuch argument"}
-    monkeypatch.setattr(script, "outcomes", lambda names, part: iter([failed]))
+    monkeypatch.setattr(script, "outcomes", lambda *_: iter([failed]))
     assert script.main(["--only", "^foreach$"]) == 1
     assert "| foreach | **failed**: WrongLaunch: no such argument |" in capsys.readouterr().out
 
@@ -193,9 +194,8 @@ def in_a_process(expression: str) -> Any:
     """What an expression over this module's names is there."""
     here = Path(__file__).stem
     program = f"import json; from {here} import *; from {here} import _spoiled, _traces_left"
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])}
-    command = [sys.executable, "-c", f"{program}; print(json.dumps({expression}))"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=paths)
+    code = f"{program}; print(json.dumps({expression}))"
+    done = processes.run("-c", code, timeout=300, TORCHINDUCTOR_CACHE_DIR=str(CACHE))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

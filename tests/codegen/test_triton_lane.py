@@ -285,7 +285,7 @@ def test_results_and_replays(fn: Any, compiled: Any, launches: list[Launch], run
         mine = [arg.clone() for arg in args]
         torch.testing.assert_close(f(*mine), EXPECTED[fn](*args))
         torch.testing.assert_close(mine, list(args))  # inputs, where they are written
-    assert launches and not f.owner.fallbacks
+    assert launches and not f.compilation.fallbacks
     counters = f.program.counters
     assert (counters.eager, counters.recordings, counters.replays) == ({"warm-up": 1}, {"first": 1}, 2)
 
@@ -318,7 +318,7 @@ def test_gradients(fn: Any, compiled: Any, launches: list[Launch], runtime: None
         out, _, gradients = results(f, weight)
         torch.testing.assert_close([out, gradients], [*expected, theirs], **tolerance)
         del out
-    assert not f.owner.fallbacks
+    assert not f.compilation.fallbacks
     # Gradients of one round are held in the next: recordings have to learn first to go round them.
     assert f.replays() == [count + 2 for count in before]
 
@@ -341,7 +341,7 @@ def test_rows_and_columns_in_one_kernel(
         for _ in range(4):
             x, y = torch.randn(2, 64, 8)
             torch.testing.assert_close(f(x, y), sums_both_ways(x, y))
-    assert not f.owner.fallbacks and f.replays() == [2]
+    assert not f.compilation.fallbacks and f.replays() == [2]
     assert "workspace_0" in list_graph(f.program.plan.graph)
 
 
@@ -355,7 +355,7 @@ def test_dynamic_shapes(fn: Any, compiled: Any, launches: list[Launch]) -> None:
             args = torch.randn(2, rows, columns).unbind()
             torch.testing.assert_close(f(*args), EXPECTED[fn](*args))
     assert f.program.counters.replays == 2
-    assert not f.owner.fallbacks
+    assert not f.compilation.fallbacks
 
 
 @pytest.mark.parametrize("fn", [softmax, matmul, users_autograd], ids=lambda fn: fn.__name__)
@@ -371,7 +371,7 @@ def test_gradients_with_dynamic_shapes(fn: Any, compiled: Any, launches: list[La
             )
             del out
     assert [bool(count) for count in f.replays()] == [True, True]
-    assert not f.owner.fallbacks
+    assert not f.compilation.fallbacks
 
 
 def test_a_descriptor_is_a_view_made_anew_for_every_input(
@@ -599,7 +599,7 @@ def test_a_subclass_may_change_portable_calls(compiled: Any, launches: list[Laun
     for _ in range(3):
         x, y = torch.randn(2, 5, 7).unbind()
         torch.testing.assert_close(f(x, y), y - x)
-    assert not f.owner.fallbacks
+    assert not f.compilation.fallbacks
 
 
 # -- which arguments a kernel writes ------------------------------------------------------------------------
@@ -739,7 +739,11 @@ def test_the_lane_leaves_nothing_behind(compiled: Any) -> None:
             JITFunction,
             ASTSource,
         ]
-        return {f"{owner.__name__}.{key}": value for owner in owners for key, value in vars(owner).items()}
+        return {
+            f"{compilation.__name__}.{key}": value
+            for compilation in owners
+            for key, value in vars(compilation).items()
+        }
 
     before = state()
     with triton_on_cpu():

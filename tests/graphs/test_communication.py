@@ -36,10 +36,10 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.graphs.devices.runtime import DeviceRuntime, using_runtime
 from fxwrap.graphs.flat import FlatBuilder
+from fxwrap.graphs.registers import Registers
 from fxwrap.options import Options
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
@@ -48,6 +48,7 @@ from fxwrap.passes.memory.requirements import live_ranges
 from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_memory, verify_schedule
+from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import Planned, ProgramPlan, StorageFacts
 from fxwrap.testing.simulated import SIMULATED
 
@@ -67,12 +68,12 @@ def plan_of(gm: GraphModule, facts: StorageFacts | None = None) -> ProgramPlan:
     return ProgramPlan(gm, facts, verdicts, found, CPU, frozenset(), "inference")
 
 
-def forgetful(facts: StorageFacts) -> StorageFacts:
+def forgetful(gm: GraphModule, facts: StorageFacts) -> StorageFacts:
     """The facts of an analysis that takes schemas at their word: waiting reads its operand, and does nothing else."""
-    of, reads, writes = dict(facts.of), dict(facts.reads), dict(facts.writes)
-    for node in facts.ends:
-        reads[node], writes[node] = of[node.args[0]], frozenset()
-    return replace(facts, of=of, reads=reads, writes=writes, ends={}, in_flight=frozenset())
+    read, written, nodes = dict(facts.read), dict(facts.written), by_name(gm)
+    for name in facts.awaited:
+        read[name], written[name] = facts.of(nodes[name].args[0]), frozenset()
+    return replace(facts, read=read, written=written, awaited={}, in_flight=frozenset())
 
 
 def computes_the_same(gm: GraphModule, plan: ProgramPlan, maker: GraphMaker) -> bool:
@@ -163,8 +164,8 @@ def test_waiting_returns_its_operand() -> None:
     maker.launch("update", x, w, name="write")
     maker.launch("mix", g, g, c, name="read")
     gm = maker.finish([c])
-    facts, nodes = analyse_storages(gm), by_name(gm)
-    assert facts.of[nodes["w"]] == facts.of[nodes["g"]]
+    facts = analyse_storages(gm)
+    assert facts.values["w"] == facts.values["g"]
     assert edge(gm, "write", "read") == "raw"
 
 
@@ -178,8 +179,8 @@ def test_what_is_received_is_written() -> None:
     wait(maker, b)
     maker.launch("mix", b, b, c, name="read")
     gm = maker.finish([c])
-    facts, nodes = analyse_storages(gm), by_name(gm)
-    assert facts.writes[nodes["receive"]] == facts.of[nodes["b"]] and not facts.in_flight
+    facts = analyse_storages(gm)
+    assert facts.written["receive"] == facts.values["b"] and not facts.in_flight
     assert edge(gm, "wait", "read") == "raw"
     verify_schedule(gm, plan_of(gm).schedule)
     verify_memory(gm, plan_of(gm).schedule, facts, plan_program(Planned(plan_of(gm), {}, {})), {})
@@ -190,7 +191,7 @@ def test_a_schedule_that_reads_too_early_is_caught(overlap: Overlap) -> None:
     verify_schedule(overlap.gm, sound.schedule)
     assert computes_the_same(overlap.gm, sound, overlap.maker)
 
-    faulty = plan_of(overlap.gm, forgetful(analyse_storages(overlap.gm)))
+    faulty = plan_of(overlap.gm, forgetful(overlap.gm, analyse_storages(overlap.gm)))
     assert not computes_the_same(overlap.gm, faulty, overlap.maker), "the fault must matter"
     with pytest.raises(PlanError, match=r"read runs before wait_g\n.*wait_g writes g first"):
         verify_schedule(overlap.gm, faulty.schedule)
@@ -224,7 +225,7 @@ def test_what_a_collective_reads_keeps_its_bytes_until_the_wait() -> None:
     memory = plan_program(Planned(plan, {}, {}))
     verify_memory(gm, plan.schedule, plan.facts, memory, {})
 
-    forgotten = replace(plan, facts=forgetful(plan.facts))
+    forgotten = replace(plan, facts=forgetful(plan.graph, plan.facts))
     faulty = plan_program(Planned(forgotten, {}, {}))
     assert live_ranges(forgotten)[index["b"]] == (0, 2)
     with pytest.raises(PlanError, match="b and c overlap at step 2"):
@@ -276,9 +277,10 @@ def test_what_a_collective_was_given_is_not_freed_before_a_wait_in_another_parti
         program(*overlap.maker.inputs(call))
     (family,) = program.specializations.values()
     (recording,) = family.recordings
-    index = {node.name: p.index for p in program.plan.partitions for node in p.nodes}
+    index = {name: p.index for p in program.plan.partitions for name in p.nodes}
+    registers = Registers.of(program.plan, recording.request.memory, frozen=False)
     # Where a register is emptied; one that is not listed is emptied when the call is over.
-    emptied = recording._last_reader.get(by_name(overlap.gm)["x"], len(index))
+    emptied = registers.last_reader.get(by_name(overlap.gm)["x"], len(index))
     assert emptied >= index["wait_g"] > index["g"]
 
 

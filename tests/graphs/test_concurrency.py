@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 from conftest import Compiled, freezes, tensors_in
 
 from fxwrap.graphs.locks import LockOwner, TryLock
-from fxwrap.graphs.program import Program, _capturing
-from fxwrap.graphs.recording import Recording
+from fxwrap.graphs.program import Program
+from fxwrap.graphs.recording_builder import RecordingBuilder
+from fxwrap.graphs.shared_state import SHARED
 
 
 def _in_threads(work: list[Callable[[], None]]) -> None:
@@ -152,13 +154,13 @@ def test_a_program_called_while_it_runs(compiled: Any) -> None:
 def test_interrupt_during_recording(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos())
     f(torch.randn(4, 4))
-    real = Recording._capture
+    real = RecordingBuilder._capture
 
-    def interrupted(self: Recording, *args: Any) -> None:
+    def interrupted(self: RecordingBuilder, *args: Any) -> None:
         real(self, *args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Recording, "_capture", interrupted)
+    monkeypatch.setattr(RecordingBuilder, "_capture", interrupted)
     with pytest.raises(KeyboardInterrupt):
         f(torch.randn(4, 4))
     monkeypatch.undo()
@@ -169,13 +171,15 @@ def test_interrupt_during_recording(compiled: Any, monkeypatch: pytest.MonkeyPat
     assert f.program.counters.replays == 2
 
 
-def interrupted_at(position: int, call: Callable[[], Any]) -> Any:
+def interrupted_at(position: int, call: Callable[[], Any], times: int) -> Any:
     """Run ``call`` with an interrupt at its ``position``-th line of fxwrap.graphs; INTERRUPTED if it came so far.
+
+    A line that is reached again and again counts so many ``times``.
 
     No interrupt comes between the end of a ``with`` block and the exit of its context: Python looks for signals
     before and after, while a tracer could raise there, too.
     """
-    left = position
+    left, reached = position, Counter[tuple[str, int]]()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
@@ -183,7 +187,8 @@ def interrupted_at(position: int, call: Callable[[], Any]) -> Any:
             return None
         if event == "line":
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if not line.lstrip().startswith("with "):
+            reached[here := (frame.f_code.co_filename, frame.f_lineno)] += 1
+            if not line.lstrip().startswith("with ") and reached[here] <= times:
                 left -= 1
                 if left < 0:
                     raise KeyboardInterrupt
@@ -201,8 +206,12 @@ def interrupted_at(position: int, call: Callable[[], Any]) -> Any:
 INTERRUPTED = object()
 
 
+# At the first time that a line is reached; and, in minutes, at every time of up to a hundred.
+@pytest.mark.parametrize("times", [1, pytest.param(100, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("what", ["replay", "recording"])
-def test_an_interrupt_at_any_line_leaves_nothing_taken(compiled: Any, device: torch.device, what: str) -> None:
+def test_an_interrupt_at_any_line_leaves_nothing_taken(
+    compiled: Any, device: torch.device, what: str, times: int
+) -> None:
     weight = torch.randn(8, 8, device=device)
     f: Compiled = compiled(lambda x: (x.sin() @ weight).cos() @ weight)
     x = torch.randn(8, 8, device=device)
@@ -218,9 +227,9 @@ def test_an_interrupt_at_any_line_leaves_nothing_taken(compiled: Any, device: to
         if what == "recording":
             program.specializations.clear()
             run()
-        outcome = interrupted_at(position, run)
+        outcome = interrupted_at(position, run, times)
         position += 1
-        assert not any(lock.locked() for lock in _capturing.values())
+        assert not any(lock.locked() for lock in SHARED.capturing.values())
         for recording in program.specializations.recordings():
             assert not any(lock.locked() for lock in recording._locks)
         (y,) = tensors_in(run())

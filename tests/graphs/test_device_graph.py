@@ -64,7 +64,7 @@ def test_debug_dump_lists_the_calls(tmp_path: Path, compiled: Any) -> None:
     for _ in range(2):
         f(torch.randn(4, 4))
     (recording,) = f.program.specializations.values()[0].recordings
-    recording._graphs[0].debug_dump(str(tmp_path / "calls"))
+    recording.graphs[0].debug_dump(str(tmp_path / "calls"))
     text = (tmp_path / "calls").read_text()
     assert text.startswith("def flat(r):") and text.count("\n") >= 4
 

@@ -103,8 +103,7 @@ class Programs:
         fxwrap.release()
         for f in (self.small, self.large, self.huge, self.refused):
             for program in f.programs:
-                functions = program.functions, program._planners, program._evaluate
-                program.__init__(program._cut_around, program.options, *functions)
+                program.__init__(program._planner, program.options, program.functions)
         self.used = [self.small]
 
     def run(self, f: Compiled, n: int, calls: int = 4) -> None:
@@ -157,7 +156,7 @@ def test_in_every_order_of_two_all_programs_replay_in_the_end(
             programs.run(f, 16, 3)
             now = f.program.counters
             assert now.replays == before["replays"] + 3, (second, before, now.to_dict())
-            graphs = {len(r._graphs) for r in f.program.specializations.recordings() if not r.ended}
+            graphs = {len(r.graphs) for r in f.program.specializations.recordings() if not r.ended}
             assert 0 not in graphs and hardware.launches() - launched in {3 * n for n in graphs}, second
             assert not any("capture failed" in reason for reason in now.eager), second
         hardware.draw()
@@ -298,10 +297,10 @@ def test_a_replay_that_launches_nothing_is_found_out(
         for _ in range(2):
             f(x)
         (recording,) = f.program.specializations.recordings()
-        assert len(recording._graphs) == 2
+        assert len(recording.graphs) == 2
         with launches_compared():
             f(x)
-        recording._steps.remove(recording._graphs[1].replay)
+        recording._replay.steps.remove(recording.graphs[1].replay)
         lie = "has launched 1 graphs, and recordings say that it was 2"
         with pytest.raises(AssertionError, match=lie), launches_compared():
             f(x)

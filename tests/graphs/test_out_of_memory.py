@@ -20,14 +20,14 @@ from conftest import Compiled, freezes
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxwrap
-from fxwrap.graphs import recording
+from fxwrap.graphs import recording_builder
 from fxwrap.graphs.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
 from fxwrap.graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, using_runtime
 from fxwrap.graphs.live_outputs import LiveOutputs
 from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.memory_provider import MemoryProvider
 from fxwrap.graphs.placement import _Captured
-from fxwrap.graphs.recording import Recording
+from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.static_buffers import StaticBuffers
 from fxwrap.testing.simulated import Rules, SimulatedGraph, SimulatedRuntime, simulated
 
@@ -164,7 +164,7 @@ class Short:
         self.call(4)
         assert self.f.program.counters.replays == replays + 4, self.f.program.counters.to_dict()
         (kept,) = [r for r in self.f.program.specializations.recordings() if not r.ended]
-        assert self.module.graph_counters()["replays"] == launches + 4 * len(kept._graphs)
+        assert self.module.graph_counters()["replays"] == launches + 4 * len(kept.graphs)
         assert not self.f.program._refused and not kept.eager_reasons
 
 
@@ -205,7 +205,7 @@ def test_the_second_try_finds_nothing_of_the_first(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither values, nor places that an operator was offered when it failed."""
-    offer, make_pool, failed = _Captured.begin, Recording._pool, list[bool]()
+    offer, make_pool, failed = _Captured.begin, RecordingBuilder._pool, list[bool]()
     left, offered = list[int](), list[bool]()
 
     def offer_and_fail(self: _Captured) -> None:
@@ -214,7 +214,7 @@ def test_the_second_try_finds_nothing_of_the_first(
             failed.append(True)
             raise torch.OutOfMemoryError("planted")
 
-    def begin(self: Recording) -> Any:
+    def begin(self: RecordingBuilder) -> Any:
         left.append(sum(not storage.expired() for storage in of_notes))
         nbytes = x.untyped_storage().nbytes()
         offered.append(own_arenas.owns(torch.empty(nbytes, dtype=torch.uint8, device=device).data_ptr()))
@@ -225,7 +225,7 @@ def test_the_second_try_finds_nothing_of_the_first(
         return by_the_host(torch.conv1d(y[None], y[:, :, None])) + y
 
     monkeypatch.setattr(_Captured, "begin", offer_and_fail)
-    monkeypatch.setattr(Recording, "_pool", begin)
+    monkeypatch.setattr(RecordingBuilder, "_pool", begin)
     f, x = compiled(noted, options={"eager_ops": "fxwrap_test::by_the_host"}), torch.randn(64, 64, device=device)
     f(x)
     of_notes.clear()
@@ -277,7 +277,7 @@ def test_who_fails_for_want_of_memory_would_be_blamed(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: it is a failure like any other."""
-    monkeypatch.setattr(recording, "take_memory", lambda device, take, let_go: take())
+    monkeypatch.setattr(recording_builder, "take_memory", lambda device, take, let_go: take())
     short = _with_the_cache_full(hardware, device, compiled)
     assert short.f.program._refused.keys() == {"fxwrap_test::takes_more_and_more"}
 
@@ -411,10 +411,10 @@ def test_a_call_that_begins_again_updates_twice(
 ) -> None:
     """Planted: whatever has run, all of it runs eagerly."""
 
-    def begin_again(self: Recording, partition: Any) -> None:
+    def begin_again(self: RecordingBuilder, partition: Any) -> None:
         raise fxwrap.MemoryLimitError("planted") from torch.OutOfMemoryError()
 
-    monkeypatch.setattr(Recording, "_give_up", begin_again)
+    monkeypatch.setattr(RecordingBuilder, "_give_up", begin_again)
     short, rest = _in_the_second_graph(hardware, device, compiled)
     (state,) = short.others
     with limited(hardware, device, short.eager_peak + 6 * short.bytes), torch.no_grad():
@@ -427,7 +427,7 @@ def test_the_rest_of_a_call_needs_what_graphs_and_pools_have(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: they keep it."""
-    monkeypatch.setattr(Recording, "_leave_arenas", lambda self, why: None)
+    monkeypatch.setattr(RecordingBuilder, "_leave_arenas", lambda self, why: None)
     short, rest = _in_the_second_graph(hardware, device, compiled)
     with limited(hardware, device, short.eager_peak + 6 * short.bytes), pytest.raises(torch.OutOfMemoryError):
         short.call()

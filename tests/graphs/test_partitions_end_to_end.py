@@ -71,7 +71,7 @@ def test_item_arithmetic(compiled: Any, device: torch.device) -> None:
     for _ in range(5):
         x, w = torch.randn(2, 4, 4, device=device)
         torch.testing.assert_close(f(x, w), g(x, w))
-    assert f.owner.fallbacks == []
+    assert f.compilation.fallbacks == []
 
 
 #   launch, mm  |  item  ->  a size  |  what works on that size stays eager
@@ -132,7 +132,7 @@ def test_every_node_has_a_verdict_and_eager_ones_a_reason(compiled: Any) -> None
     f: Compiled = compiled(g)
     f(torch.randn(8))
     plan = f.program.plan
-    assert set(plan.verdicts) == set(plan.graph.graph.nodes)
+    assert plan.verdicts.keys() == plan.nodes.keys()
     eager = [verdict for verdict in plan.verdicts.values() if verdict.verdict is Verdict.EAGER]
     assert eager and all(verdict.reason for verdict in eager)
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from placements import aligned, check_placement, heaviest_step, random_buffers
+from placements import aligned, check_placement, heaviest_step, located, placement_of, random_buffers
 from random_graphs import CPU, GraphMaker, by_name, compile_request
 from torch.fx import GraphModule
 
-from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
-from fxwrap.packing import Buffer, Placement, plan_memory
-from fxwrap.packing.reserved import Fixed, fits, lay_out_arena
+from fxwrap.packing import Buffer, Placement, Reserved, plan_memory
+from fxwrap.packing.reserved import fits, lay_out_arena
 from fxwrap.passes.memory.planner import plan_pair, plan_program
 from fxwrap.passes.verify import memory as verify_module
 from fxwrap.passes.verify import verify_memory
-from fxwrap.plan import Planned, ProgramPlan, Taken
+from fxwrap.pipeline import compile_host_graph
+from fxwrap.plan import Planned, ProgramPlan
 
 ROW = 64
 
@@ -51,7 +51,7 @@ def test_outputs_come_down_from_the_top_where_others_have_bytes() -> None:
               0 1 2
     """
     buffers = [Buffer("t", 2 * ROW, 1, 2), Buffer("u", 2 * ROW, 0, 2), Buffer("g", ROW, 0, 3)]
-    reused_inputs = [Fixed(0, ROW, 0, 1)]
+    reused_inputs = [Reserved(0, ROW, 0, 1)]
     placement = lay_out_arena(buffers, {"g"}, reused_inputs, ROW)
     assert rows(placement) == {"t": 0, "u": 2, "g": 4}
     assert placement.size == placement.lower_bound == 5 * ROW
@@ -70,7 +70,7 @@ def test_fixed_bytes_are_left_alone_between_the_two_ends() -> None:
               0 1 2 3
     """
     buffers = [Buffer("t", ROW, 0, 2), Buffer("g", 2 * ROW, 1, 4)]
-    held = [Fixed(ROW, 2 * ROW, 0, 4)]
+    held = [Reserved(ROW, 2 * ROW, 0, 4)]
     placement = lay_out_arena(buffers, {"g"}, held, ROW)
     assert rows(placement) == {"t": 0, "g": 2}
     assert placement.size == placement.lower_bound == 4 * ROW
@@ -90,7 +90,7 @@ def test_bytes_that_are_given_away_are_used_after_their_last_use() -> None:
               0 1 2 3
     """
     buffers = [Buffer("g", ROW, 0, 4), Buffer("h", ROW, 1, 4), Buffer("i", ROW, 2, 4), Buffer("t", ROW, 0, 2)]
-    saved = [Fixed(0, ROW, 0, 3), Fixed(ROW, 2 * ROW, 0, 2), Fixed(2 * ROW, 3 * ROW, 0, 1)]
+    saved = [Reserved(0, ROW, 0, 3), Reserved(ROW, 2 * ROW, 0, 2), Reserved(2 * ROW, 3 * ROW, 0, 1)]
     placement = lay_out_arena(buffers, {"g", "h", "i"}, saved, ROW)
     assert rows(placement) == {"g": 3, "h": 2, "i": 1, "t": 4}
     assert placement.size == placement.lower_bound == 5 * ROW
@@ -108,7 +108,7 @@ def test_what_fits() -> None:
               0 1 2
     """
     buffers = [Buffer("a", ROW, 0, 2), Buffer("b", ROW, 1, 3)]
-    fixed = [Fixed(ROW, 2 * ROW - 1, 0, 2)]
+    fixed = [Reserved(ROW, 2 * ROW - 1, 0, 2)]
     assert fits({"a": 0, "b": 2 * ROW}, buffers, fixed, ROW)
     assert fits({"a": 0, "b": 2 * ROW, "another": 0}, buffers, fixed, ROW)
     assert not fits({"a": 0, "b": ROW}, buffers, fixed, ROW), "b begins before # is free"
@@ -120,22 +120,22 @@ def test_what_fits() -> None:
 
 def test_nothing_takes_what_is_fixed() -> None:
     assert lay_out_arena([], (), (), ROW) == Placement({}, 0, 0)
-    assert lay_out_arena([], (), [Fixed(ROW, 100, 0, 3)], ROW) == Placement({}, 100, 36)
+    assert lay_out_arena([], (), [Reserved(ROW, 100, 0, 3)], ROW) == Placement({}, 100, 36)
 
 
 # -- promises -----------------------------------------------------------------------------------------------
 
 
-def random_fixed(draw: random.Random, steps: int) -> list[Fixed]:
+def random_fixed(draw: random.Random, steps: int) -> list[Reserved]:
     found, low = [], 0
     for _ in range(draw.randrange(5)):
         low += ROW * draw.randrange(4)
-        found.append(Fixed(low, low + draw.randint(1, 400), 0, draw.randint(1, steps)))
+        found.append(Reserved(low, low + draw.randint(1, 400), 0, draw.randint(1, steps)))
         low = aligned(found[-1].high, ROW)
     return found
 
 
-def check(buffers: Sequence[Buffer], fixed: Sequence[Fixed], placement: Placement, alignment: int) -> None:
+def check(buffers: Sequence[Buffer], fixed: Sequence[Reserved], placement: Placement, alignment: int) -> None:
     """Every promise of ``lay_out_arena``, worked out step by step."""
     assert placement.offsets.keys() == {buffer.name for buffer in buffers}
     assert collision(buffers, fixed, placement.offsets) == ""
@@ -145,7 +145,7 @@ def check(buffers: Sequence[Buffer], fixed: Sequence[Fixed], placement: Placemen
     assert heaviest_step(buffers, alignment) <= placement.lower_bound <= placement.size
 
 
-def collision(buffers: Sequence[Buffer], fixed: Sequence[Fixed], offsets: Mapping[str, int]) -> str:
+def collision(buffers: Sequence[Buffer], fixed: Sequence[Reserved], offsets: Mapping[str, int]) -> str:
     """Two that have the same byte in the same step; empty if there are none."""
     items = [(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers]
     items += [(f"fixed {one.low}", one.low, one.high, one.begin, one.end) for one in fixed]
@@ -156,7 +156,7 @@ def collision(buffers: Sequence[Buffer], fixed: Sequence[Fixed], offsets: Mappin
     return ""
 
 
-# pytest -m sweep tests/test_arena_layout.py
+# pytest -m sweep tests/packing/test_reserved.py
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.sweep)])
 def test_layouts_keep_their_promises(count: int) -> None:
     proven = 0
@@ -265,7 +265,7 @@ def test_gradients_take_the_place_of_saved_activations() -> None:
     first, second = plan_of(forward()), plan_of(backward())
     index = {storage.name: storage.index for storage in first.facts.storages}
     inputs = by_name(second.graph)
-    saved_as = {index[name]: [inputs[name]] for name in ("s0", "s1", "s2")}
+    saved_as = {index[name]: [inputs[name].name] for name in ("s0", "s1", "s2")}
     own, others = plan_pair(Planned(first, {}, {}), Planned(second, {}, {}), saved_as)
     assert rows(own[CPU]) == {"s0": 0, "s1": 2, "s2": 3}
     assert rows(others[CPU]) == {"g2": 1, "g1": 3, "g0": 2}
@@ -275,11 +275,11 @@ def test_gradients_take_the_place_of_saved_activations() -> None:
     # Both programs' plans follow it, the second where the first has left what it saved.
     memory = plan_program(Planned(first, {}, {}), hint=own)
     verify_memory(first.graph, first.schedule, first.facts, memory, {})
-    assert memory.arenas[CPU].placement == own[CPU]
-    saved = [Taken(o, o + ROW, (inputs[name],)) for name, o in own[CPU].offsets.items()]
+    assert placement_of(memory, first) == own[CPU]
+    saved = [Reserved(o, o + ROW, nodes=(inputs[name].name,)) for name, o in own[CPU].offsets.items()]
     memory = plan_program(Planned(second, {}, {}), lambda device: saved, others)
     verify_memory(second.graph, second.schedule, second.facts, memory, {})
-    assert memory.arenas[CPU].placement == others[CPU]
+    assert placement_of(memory, second) == others[CPU]
 
 
 def test_what_somebody_else_may_have_lives_on_through_both() -> None:
@@ -287,7 +287,7 @@ def test_what_somebody_else_may_have_lives_on_through_both() -> None:
     first, second = plan_of(forward()), plan_of(backward())
     index = {storage.name: storage.index for storage in first.facts.storages}
     inputs = by_name(second.graph)
-    saved_as = {index[name]: [inputs[name]] for name in ("s1", "s2")}
+    saved_as = {index[name]: [inputs[name].name] for name in ("s1", "s2")}
     own, others = plan_pair(Planned(first, {}, {}), Planned(second, {}, {}), saved_as)
     s0 = own[CPU].offsets["s0"]
     assert s0 not in others[CPU].offsets.values()
@@ -299,9 +299,9 @@ def test_a_suggestion_is_not_followed_where_somebody_has_the_bytes() -> None:
     index = {storage.name: storage.index for storage in first.facts.storages}
     inputs = by_name(second.graph)
     own, _ = plan_pair(
-        Planned(first, {}, {}), Planned(second, {}, {}), {index[f"s{i}"]: [inputs[f"s{i}"]] for i in range(3)}
+        Planned(first, {}, {}), Planned(second, {}, {}), {index[f"s{i}"]: [inputs[f"s{i}"].name] for i in range(3)}
     )
-    held = [Taken(0, ROW)]
+    held = [Reserved(0, ROW)]
     memory = plan_program(Planned(first, {}, {}), lambda device: held, own)
     verify_memory(first.graph, first.schedule, first.facts, memory, {})
-    assert sorted(offset for _, offset in memory.location.values()) == [ROW, 2 * ROW, 3 * ROW]
+    assert sorted(located(memory).values()) == [ROW, 2 * ROW, 3 * ROW]

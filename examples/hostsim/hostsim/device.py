@@ -232,14 +232,14 @@ def pool_stats(pool: tuple[int, int]) -> dict[str, int]:
     return _C.pool_stats(pool)
 
 
-def place_allocations(places: Sequence[tuple[int, int]], scratch: Sequence[tuple[int, int]] = ()) -> list[int]:
+def place_allocations(places: Sequence[tuple[int, int]], workspace: Sequence[tuple[int, int]] = ()) -> list[int]:
     """From now on allocations of this thread that need exactly so many bytes get these addresses.
 
     Each place, an address and bytes, is given to one at a time; its memory is somebody else's. What needs another
-    number of bytes lies in the spans of ``scratch``, addresses and bytes, where there is room. No places end it.
+    number of bytes lies in the spans of ``workspace``, addresses and bytes, where there is room. No places end it.
     Returns the addresses, of all that were ever given, that are in use.
     """
-    return _C.place_allocations(list(places), list(scratch))
+    return _C.place_allocations(list(places), list(workspace))
 
 
 def set_poison(value: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from helpers import zeros
 
 import fxwrap
-from fxwrap.graphs.arenas import ARENAS
+from fxwrap.graphs.shared_state import SHARED
 
 
 def test_an_allocation_of_as_many_bytes_gets_the_place(device: Any) -> None:
@@ -62,7 +62,7 @@ def test_what_is_freed_late_takes_no_place_away(device: Any) -> None:
 
 
 def test_other_allocations_lie_in_scratch_where_there_is_room(device: Any) -> None:
-    whole = zeros(64)  # 256 bytes: a place of 64, and scratch of 192
+    whole = zeros(64)  # 256 bytes: a place of 64, and workspace of 192
     at = whole.data_ptr()
     device.place_allocations([(at, 64)], [(at + 64, 192)])
     try:
@@ -126,7 +126,7 @@ class Convolutions(torch.nn.Module):
 def pools() -> list[dict[str, int]]:
     import hostsim
 
-    return [torch.get_device_module(hostsim.NAME).pool_stats(pool) for pool in ARENAS.pools()]
+    return [torch.get_device_module(hostsim.NAME).pool_stats(pool) for pool in SHARED.arenas.pools()]
 
 
 def test_convolutions_need_no_memory_beside_the_arena(registered: torch.device) -> None:
@@ -208,8 +208,8 @@ def test_results_of_several_sizes_have_one_place_after_another(registered: torch
     assert graph.memory is not None and graph.counters["replays"] > 0
     (arena,) = graph.memory.arenas.values()
     at: dict[int, set[int]] = {}
-    for name, buffer in arena.buffers.items():
-        at.setdefault(arena.placement.offsets[name], set()).add(buffer.size)
+    for index, offset in graph.memory.inside(arena).items():
+        at.setdefault(offset, set()).add(graph.memory.sizes[index])
     assert any(len(sizes) > 1 for sizes in at.values())
 
 
@@ -217,7 +217,7 @@ def test_an_allocator_that_does_otherwise_changes_nothing(registered: torch.devi
     """A place is an offer. What lies elsewhere is in the pool of the graphs, and is copied when it is handed out."""
     from hostsim import device as module
 
-    monkeypatch.setattr(module._C, "place_allocations", lambda places, scratch: None)
+    monkeypatch.setattr(module._C, "place_allocations", lambda places, workspace: None)
     torch.manual_seed(0)
     model = Convolutions().to(registered)
     f = torch.compile(model, backend="fxwrap")
@@ -238,9 +238,9 @@ def test_an_error_ends_placing(registered: torch.device, monkeypatch: Any) -> No
 
     offered, original = list[Any](), module._C.place_allocations
 
-    def place(places: Any, scratch: Any) -> list[int]:
+    def place(places: Any, workspace: Any) -> list[int]:
         offered.append(places)
-        return original(places, scratch)
+        return original(places, workspace)
 
     monkeypatch.setattr(module._C, "place_allocations", place)
     options = {"eager_ops": ("aten::_embedding_bag_forward_only", "aten::_embedding_bag"), "capture": "always"}
@@ -475,11 +475,11 @@ def test_what_a_captured_operator_keeps_is_never_used_again(registered: torch.de
 
     claimed, original = list[int](), module._C.place_allocations
 
-    def place(places: Any, scratch: Any) -> list[int]:
-        if scratch and not claimed:
-            claimed.append(scratch[0][0])
+    def place(places: Any, workspace: Any) -> list[int]:
+        if workspace and not claimed:
+            claimed.append(workspace[0][0])
             return original(places, [])
-        return [*original(places, scratch), *claimed]
+        return [*original(places, workspace), *claimed]
 
     monkeypatch.setattr(module._C, "place_allocations", place)
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ import triton.language as tl
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend
-from fxwrap.compilation import Owner
+from fxwrap.compilation import Compilation
 from fxwrap.host_graph.nodes import kernel_of
 from fxwrap.testing.triton_interpreter import interpreted_triton
 
@@ -64,8 +64,10 @@ def users(x, weight, bias):
 
 @pytest.mark.parametrize("fn", [block, users])
 def test_a_host_graph_is_captured_once_and_replayed(fn, mode, device, launches):
-    owner = Owner()
-    mine = torch.compile(fn, backend=functools.partial(backend, owner=owner), options={"capture": "always"})
+    compilation = Compilation()
+    mine = torch.compile(
+        fn, backend=functools.partial(backend, compilation=compilation), options={"capture": "always"}
+    )
     theirs = torch.compile(fn, backend="inductor", options={"compile_threads": 1})
     device.reset_graph_counters()
     for _ in range(5):
@@ -74,13 +76,13 @@ def test_a_host_graph_is_captured_once_and_replayed(fn, mode, device, launches):
         assert_equal(got, expected)
         torch.testing.assert_close(expected.cpu(), EXPECTED[fn](*(argument.cpu() for argument in arguments)))
         del got  # an output that is live at the next call would be copied from then on, by another recording
-    (program,) = owner.programs
+    (program,) = compilation.programs
     kernels = [kernel for node in program.plan.graph.graph.nodes if (kernel := kernel_of(node))]
     assert kernels and {kernel.language for kernel in kernels} == {"triton"}
     counters = program.counters
     assert (counters.eager, counters.recordings, counters.replays) == ({"warm-up": 1}, {"first": 1}, 3)
     # One more, if there was no arena yet, holds the pool.
-    assert 1 <= device.graph_counters()["captures"] <= 2 and not owner.fallbacks
+    assert 1 <= device.graph_counters()["captures"] <= 2 and not compilation.fallbacks
     warps = {launch.options["num_warps"] for launch in launches if launch.kernel == "add_kernel"}
     assert warps == ({8} if fn is users else set())
 
@@ -89,8 +91,10 @@ EXPECTED = {block: block, users: lambda x, weight, bias: (x + weight) * bias}
 
 
 def test_gradients(mode, device, launches):
-    owner = Owner()
-    mine = torch.compile(block, backend=functools.partial(backend, owner=owner), options={"capture": "always"})
+    compilation = Compilation()
+    mine = torch.compile(
+        block, backend=functools.partial(backend, compilation=compilation), options={"capture": "always"}
+    )
     for _ in range(5):
         arguments = [on_device(7, 7), on_device(7, 7), on_device(7)]
         on_cpu = [argument.cpu().requires_grad_() for argument in arguments]
@@ -103,13 +107,16 @@ def test_gradients(mode, device, launches):
         for argument, other in zip(arguments, on_cpu, strict=True):
             torch.testing.assert_close(argument.grad.cpu(), other.grad)
         del got
-    assert not owner.fallbacks and [bool(program.counters.replays) for program in owner.programs] == [True, True]
+    assert not compilation.fallbacks and [bool(program.counters.replays) for program in compilation.programs] == [
+        True,
+        True,
+    ]
 
 
 def test_a_captured_launch_runs_at_replay_with_the_inputs_of_that_time(mode, device, launches):
-    owner = Owner()
-    torch.compile(torch.sin, backend=functools.partial(backend, owner=owner))(on_device(5))
-    (kernel,) = [kernel for node in owner.programs[0].plan.graph.graph.nodes if (kernel := kernel_of(node))]
+    compilation = Compilation()
+    torch.compile(torch.sin, backend=functools.partial(backend, compilation=compilation))(on_device(5))
+    (kernel,) = [kernel for node in compilation.programs[0].plan.graph.graph.nodes if (kernel := kernel_of(node))]
     source, result = on_device(5), zeros(5)
     device.synchronize()
     launches.clear()

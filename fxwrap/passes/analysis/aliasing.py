@@ -55,7 +55,14 @@ class _Analysis:
         for node in self.gm.graph.nodes:
             self._visit(node, kind_of(node))
         in_flight = self.not_awaited | self.begun_before
-        return StorageFacts(tuple(self.storages), self.of, self.reads, self.writes, self.ends, in_flight)
+        return StorageFacts(
+            tuple(self.storages),
+            _by_name(self.of),
+            _by_name(self.reads),
+            _by_name(self.writes),
+            {node.name: frozenset(begun.name for begun in over) for node, over in self.ends.items()},
+            in_flight,
+        )
 
     def _visit(self, node: Node, kind: Kind) -> None:
         if kind is Kind.PLACEHOLDER:
@@ -76,7 +83,7 @@ class _Analysis:
             self._visit_extern(node)
 
     def _new(self, node: Node, origin: Origin, element: int | None = None) -> frozenset[int]:
-        storage = Storage(len(self.storages), origin, node, element)
+        storage = Storage(len(self.storages), origin, node.name, element)
         self.storages.append(storage)
         return frozenset({storage.index})
 
@@ -205,16 +212,16 @@ class _Analysis:
         for subgraph in flow.subgraphs:
             facts = analyse_storages(subgraph)
             inputs = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
-            operand = {n: self._storages_in(value) for n, value in zip(inputs, flow.operands, strict=True)}
+            operand = {n.name: self._storages_in(value) for n, value in zip(inputs, flow.operands, strict=True)}
 
             def outside(
                 indices: frozenset[int], facts: StorageFacts = facts, operand: Any = operand
             ) -> frozenset[int]:
                 return _NONE.union(*(operand.get(facts.storages[index].node, _NONE) for index in indices))
 
-            written |= outside(_NONE.union(*facts.writes.values()))
+            written |= outside(_NONE.union(*facts.written.values()))
             results: Any = output_node(subgraph).args[0]
-            handed_back.append([outside(facts.of.get(value, _NONE)) for value in results])
+            handed_back.append([outside(facts.of(value) if isinstance(value, Node) else _NONE) for value in results])
         shared = [_NONE.union(*sets) for sets in zip(*handed_back, strict=True)]
         if flow.repeats:
             # What comes back in one place may have gone in at another, an iteration before.
@@ -233,6 +240,10 @@ def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:
             yield argument, node.kwargs[argument.name]
         elif position < len(node.args) and not argument.kwarg_only:
             yield argument, node.args[position]
+
+
+def _by_name(found: dict[Node, frozenset[int]]) -> dict[str, frozenset[int]]:
+    return {node.name: storages for node, storages in found.items()}
 
 
 def _may_be_tensor(declared: Any) -> bool:

@@ -38,8 +38,8 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
         graph.add_node(node)
         for operand in node.all_input_nodes:
             edge(operand, node, "data")
-        writes = facts.writes.get(node, frozenset())
-        for storage in facts.reads.get(node, frozenset()):
+        writes = facts.writes(node)
+        for storage in facts.reads(node):
             if storage in last_write:
                 edge(last_write[storage], node, "raw")
             if storage not in writes:
@@ -67,7 +67,7 @@ def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:
     chains = []
     if torch.Tag.nondeterministic_seeded in overload.tags:
         chains.append("random")
-    silent = not overload._schema.returns and not facts.writes.get(node)
+    silent = not overload._schema.returns and not facts.writes(node)
     if silent or "effect" in node.meta or communicates(node):
         chains.append("effects")
     return chains

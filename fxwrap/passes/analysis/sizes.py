@@ -57,7 +57,7 @@ def number_at(value: Any, numbers: Mapping[Node, Any]) -> int | None:
 
 
 def hint(number: Any) -> int | None:
-    """The size that a symbolic one had when the program was compiled; None for one that only data decides."""
+    """The size that a symbolic one had when the program was compiled; None for a data-dependent one."""
     if isinstance(number, int):
         return number
     try:
@@ -68,8 +68,8 @@ def hint(number: Any) -> int | None:
 
 
 def hinted_layout(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Size and stride that a fake tensor had when the program was compiled; None if data decides one, and for what is
-    no strided tensor."""
+    """Size and stride that a fake tensor had when the program was compiled; None if one is data-dependent,
+    and for what is no strided tensor."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     size, stride = (tuple(hint(n) for n in numbers) for numbers in (value.size(), value.stride()))

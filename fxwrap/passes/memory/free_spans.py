@@ -7,65 +7,73 @@ would lie in the pool of the graphs otherwise: beside the arena, and for as long
 from __future__ import annotations
 
 import bisect
-from collections.abc import Container, Iterator, Sequence
-
-from torch.fx import Node
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...host_graph.nodes import Kind, kind_of, only_computes
-from ...packing.reserved import Fixed
-from ...plan import ArenaPlan, Origin, ProgramPlan, Verdict
+from ...packing import Buffer, Reserved
+from ...plan import Origin, ProgramPlan, Region, Verdict
 
 # A span ``[low, high)`` of bytes in an arena.
 Span = tuple[int, int]
 
 
 def free_spans_of(
-    program: ProgramPlan, arena: ArenaPlan, placed: Container[int], taken: Sequence[Fixed]
-) -> dict[Node, tuple[Span, ...]]:
+    program: ProgramPlan, arena: Region, placed: Mapping[int, tuple[int, Buffer]]
+) -> dict[str, tuple[Span, ...]]:
     """What each captured operator may have, if it is torch's own: others may keep what they allocate.
 
     What lives on after the call has to have a place of its own.
 
     Args:
-        placed: storages that lie in the plan.
-        taken: what others have in the arena.
+        placed: offset and life of what lies in the arena, by storage.
     """
     facts = program.facts
-    captured = {n for p in program.partitions if p.verdict is Verdict.CAPTURED for n in p.nodes}
-    captured -= {n for p in program.partitions if p.index in program.compiled for n in p.nodes}
+    captured = {n for p in program.partitions if p.verdict is Verdict.CAPTURED for n in program.work_in(p)}
+    captured -= {n for p in program.partitions if p.index in program.compiled for n in program.work_in(p)}
     step_of = {
-        node: step
+        node.name: step
         for step, node in enumerate(program.schedule)
         if node in captured and kind_of(node) is Kind.EXTERN and only_computes(node)
-        if all(i in placed or facts.storages[i].origin is not Origin.EXTERN for i in facts.of.get(node, ()))
+        if all(i in placed or facts.storages[i].origin is not Origin.EXTERN for i in facts.of(node))
     }
-    free = free_at_steps(arena, taken, list(step_of.values()))
-    return {node: free[step] for node, step in step_of.items() if free[step]}
+    own = [Reserved(low, low + b.size, b.begin, b.end) for low, b in placed.values() if b.size]
+    free = free_at_steps(own, arena.reserved, arena.alignment, list(step_of.values()))
+    return {name: free[step] for name, step in step_of.items() if free[step]}
 
 
-def free_at_steps(arena: ArenaPlan, taken: Sequence[Fixed], steps: Sequence[int]) -> dict[int, tuple[Span, ...]]:
+def free_at_steps(
+    own: Sequence[Reserved], others: Sequence[Reserved], alignment: int, steps: Sequence[int]
+) -> dict[int, tuple[Span, ...]]:
     """The spans that are free in each of some steps, of what the program works on: others may have the rest.
 
     One pass over the steps, O(steps x what is live).
     """
-    offsets = arena.placement.offsets
-    spans = [(b.begin, b.end, offsets[name], offsets[name] + b.size) for name, b in arena.buffers.items() if b.size]
-    spans += [(one.begin, one.end, one.low, one.high) for one in taken]
-    begins = sorted(spans, reverse=True)
-    ends = sorted(spans, key=lambda span: span[1], reverse=True)
-    footprint = arena.footprint
+    begins = sorted([*own, *others], key=lambda span: span.begin, reverse=True)
+    ends = sorted([*own, *others], key=lambda span: span.end, reverse=True)
+    footprint = _joined(own)
     live: list[Span] = []  # in order, and apart
     found = {}
     for step in sorted(steps):
-        while ends and ends[-1][1] <= step:
-            _, _, low, high = ends.pop()
-            if (low, high) in live:  # it may have come and gone between two of the steps
-                live.remove((low, high))
-        while begins and begins[-1][0] <= step:
-            _, end, low, high = begins.pop()
-            if end > step:
-                bisect.insort(live, (low, high))
-        found[step] = tuple(_between(footprint, live, arena.alignment))
+        while ends and ends[-1].end <= step:
+            over = ends.pop()
+            if (over.low, over.high) in live:  # it may have come and gone between two of the steps
+                live.remove((over.low, over.high))
+        while begins and begins[-1].begin <= step:
+            begun = begins.pop()
+            if begun.end > step:
+                bisect.insort(live, (begun.low, begun.high))
+        found[step] = tuple(_between(footprint, live, alignment))
+    return found
+
+
+def _joined(spans: Iterable[Reserved]) -> list[Span]:
+    """The bytes of some spans, as spans that do not touch."""
+    found: list[Span] = []
+    for low, high in sorted((span.low, span.high) for span in spans):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        else:
+            found.append((low, high))
     return found
 
 

@@ -3,7 +3,7 @@
 What is allocated while a graph is captured comes from the pool of the graphs, where a later capture is given whatever
 an earlier one has freed. One recording works there on bytes that may be the result of another: nobody may have that
 after the call. So a captured program hands out memory of the plan, which is watched, and shared like any other: the
-result itself, where the device's allocator can be told where to put it, or a copy (``graphs/placed.py``).
+result itself, where the device's allocator can be told where to put it, or a copy (``graphs/placement.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import Kind, communicates, kind_of, only_computes, output_node
+from ...host_graph.nodes import Kind, by_name, communicates, kind_of, only_computes, output_node
 from ...plan import Origin, Storage, StorageFacts
 from ..analysis.sizes import number_at
 
@@ -25,12 +25,12 @@ def placeable_results(
     facts: StorageFacts,
     gm: GraphModule,
     device: torch.device,
-    may_keep: Collection[Node],
+    may_keep: Collection[str],
     numbers: Mapping[Node, Any] = MappingProxyType({}),
 ) -> dict[int, int]:
     """Bytes of what operators return that the plan can have a place for, by storage.
 
-    What only data decides is missing, and so is what may be memory of somebody else's.
+    What is data-dependent is missing, and so is what may be memory of somebody else's.
 
     Args:
         may_keep: custom operators among these are left out: they may keep what they return.
@@ -38,24 +38,25 @@ def placeable_results(
     """
     handed_out = facts.behind(output_node(gm).all_input_nodes)
     # What a communication fills is there before and after its call.
-    begun = frozenset[Node]().union(*facts.ends.values(), facts.ends)
-    in_communication = facts.named_in(begun)
-    found = {}
+    nodes = by_name(gm)
+    begun = frozenset[str]().union(*facts.awaited.values(), facts.awaited)
+    in_communication = facts.named_in(map(nodes.__getitem__, begun))
+    found: dict[int, int] = {}
     for storage in facts.storages:
-        node = storage.node
+        node = nodes[storage.node]
         if (
             storage.origin is not Origin.EXTERN
             or storage.index in in_communication
             or kind_of(node) is not Kind.EXTERN
         ):
             continue
-        if node in may_keep and not only_computes(node):
+        if storage.node in may_keep and not only_computes(node):
             continue
-        if any(facts.of.get(value) != {storage.index} for value in _values(node, storage.element)):
+        if any(facts.of(value) != {storage.index} for value in _values(node, storage.element)):
             continue  # it may be memory of somebody else's
-        if storage.index in handed_out and _only_value(facts, storage) is None:
+        if storage.index in handed_out and _only_value(facts, storage, node) is None:
             continue
-        value = storage.value
+        value = storage.value(node)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device != device:
             continue
         if nbytes := number_at(value.untyped_storage().nbytes(), numbers):
@@ -63,12 +64,12 @@ def placeable_results(
     return found
 
 
-def _only_value(facts: StorageFacts, storage: Storage) -> Node | None:
+def _only_value(facts: StorageFacts, storage: Storage, maker: Node) -> Node | None:
     """The one node whose value is an operator's result, if that is a plain tensor in memory of its own."""
-    if storage.origin is not Origin.EXTERN or communicates(storage.node):
+    if storage.origin is not Origin.EXTERN or communicates(maker):
         return None  # there is nothing to copy until somebody has waited
-    values = list(_values(storage.node, storage.element))
-    fake = values[0].meta.get("val") if len(values) == 1 and facts.of.get(values[0]) == {storage.index} else None
+    values = list(_values(maker, storage.element))
+    fake = values[0].meta.get("val") if len(values) == 1 and facts.of(values[0]) == {storage.index} else None
     plain = isinstance(fake, torch.Tensor) and fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg())
     return values[0] if plain else None
 

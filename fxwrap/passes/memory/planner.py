@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from ...packing import Buffer, Placement, plan_memory
-from ...packing.reserved import SEARCH_S, Fixed, fits, lay_out_arena, most_alive
-from ...plan import ArenaPlan, MemoryPlan, PlacementHint, Planned, Prediction, Taken
+from ...packing import Buffer, Placement, Reserved, plan_memory
+from ...packing.reserved import SEARCH_S, fits, lay_out_arena, most_alive
+from ...plan import Home, MemoryPlan, Origin, Place, PlacementHint, Planned, Prediction, Region
 from .free_spans import free_spans_of
 from .regions import share_regions
 from .requirements import Requirements
@@ -25,48 +23,52 @@ _ACCELERATOR_ALIGNMENT = 512
 
 def plan_program(
     planned: Planned,
-    taken: Callable[[torch.device], Sequence[Taken]] = lambda device: (),
+    reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: (),
     hint: PlacementHint | None = None,
     like: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plan one recording of a program.
 
     Args:
-        taken: what outputs of other recordings have in a device's arena.
-        hint: from a plan for this program and another: followed where what is taken allows it.
+        reserved_in: what live outputs of other recordings have in a device's arena.
+        hint: from a plan for this program and another: followed where what is reserved allows it.
         like: a plan for other sizes: the order of its offsets is tried first.
 
     Raises:
         PlanError: a communication is under way before the program begins or after it ends.
     """
     requirements = Requirements.of(planned)
-    if not planned.frozen:
-        return _plan_calls(requirements)
-    there = {device: tuple(taken(device)) for device in requirements.planned}
-    fixed = {
-        device: [Fixed(one.low, one.high, 0, requirements.end_of(one)) for one in there[device]] for device in there
-    }
+    if planned.frozen:
+        return _plan_arenas(planned, requirements, reserved_in, hint, like)
+    return _plan_calls(requirements)
+
+
+def _plan_arenas(
+    planned: Planned,
+    requirements: Requirements,
+    reserved_in: Callable[[torch.device], Sequence[Reserved]],
+    hint: PlacementHint | None,
+    like: MemoryPlan | None,
+) -> MemoryPlan:
+    """One region on each device, which is there all the time."""
+    reserved = {d: [replace(r, end=requirements.end_of(r)) for r in reserved_in(d)] for d in requirements.planned}
     found = hint
-    if found is None or not _allowed(found, requirements, fixed):
-        before = {d: one.placement.offsets for d, one in like.arenas.items()} if like is not None else {}
-        found = {d: _lay_out(requirements, d, fixed[d], before.get(d, {})) for d in requirements.planned}
-    arenas: dict[torch.device, ArenaPlan] = {}
-    location: dict[int, tuple[torch.device, int]] = {}
+    if found is None or not _allowed(found, requirements, reserved):
+        found = {d: _lay_out(requirements, d, reserved[d], like) for d in requirements.planned}
+    regions, offsets = list[Region](), list[Mapping[int, int]]()
     for device, items in requirements.planned.items():
-        alignment = _alignment(device)
-        buffers = {buffer.name: buffer for _, buffer in items}
+        alignment, placement = _alignment(device), found[device]
         plain = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
-        offsets = found[device].offsets
-        arenas[device] = ArenaPlan(device, buffers, found[device], alignment, plain, there[device])
-        location.update({index: (device, offsets[b.name]) for index, b in items})
-    main = planned.program.device
-    if planned.places_results and main in arenas:
-        workspace = free_spans_of(planned.program, arenas[main], location, fixed[main])
-        arenas[main] = dataclasses.replace(arenas[main], workspace=workspace)
-    bound = sum(arena.placement.lower_bound for arena in arenas.values())
-    plain = sum(arena.plain for arena in arenas.values())
-    plan = MemoryPlan(arenas, location, requirements.outputs, requirements.sizes, lower_bound=bound, plain=plain)
-    return dataclasses.replace(plan, peak=plan.size)
+        bounds = placement.size, alignment, True, placement.lower_bound, plain, tuple(reserved[device])
+        region = Region(device, 0, requirements.end, *bounds)
+        offsets.append({index: placement.offsets[buffer.name] for index, buffer in items})
+        if planned.places_results and device == planned.program.device:
+            placed = {index: (offsets[-1][index], buffer) for index, buffer in items}
+            region = replace(region, workspace=free_spans_of(planned.program, region, placed))
+        regions.append(region)
+    plan = _plan(requirements, regions, offsets, Home.RECORDING)
+    bound = sum(region.lower_bound for region in regions)
+    return replace(plan, peak=plan.size, lower_bound=bound, plain=sum(region.plain for region in regions))
 
 
 def _plan_calls(requirements: Requirements) -> MemoryPlan:
@@ -77,25 +79,37 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     own = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
     others = [*unplanned, *(b for index, b in own.items() if index not in requirements.temporaries)]
-    room = most_alive([*unplanned, *own.values()])
-    regions = share_regions(requirements.temporaries, others, room, _ALIGNMENT["cpu"], requirements.apart)
-    per_call = requirements.allocations.difference(*(region.offsets for region in regions))
-    lasting = [buffer for index, buffer in own.items() if index in per_call]
-    return MemoryPlan(
-        {},
-        {},
-        requirements.outputs,
-        requirements.sizes,
-        regions,
-        per_call,
-        peak=most_alive([*lasting, *regions]),
-        lower_bound=most_alive(own.values()),
-        plain=sum(buffer.size for buffer in own.values()),
-    )
+    room, alignment = most_alive([*unplanned, *own.values()]), _ALIGNMENT["cpu"]
+    shared = share_regions(requirements.temporaries, others, room, alignment, requirements.apart)
+    regions = [Region(torch.device("cpu"), one.begin, one.end, one.size, alignment) for one in shared]
+    plan = _plan(requirements, regions, [one.offsets for one in shared], Home.CALL)
+    lasting = [buffer for index, buffer in own.items() if plan.places[index].home is Home.CALL]
+    bound, plain = most_alive(own.values()), sum(buffer.size for buffer in own.values())
+    return replace(plan, peak=most_alive([*lasting, *regions]), lower_bound=bound, plain=plain)
+
+
+def _plan(
+    requirements: Requirements, regions: Sequence[Region], offsets: Sequence[Mapping[int, int]], otherwise: Home
+) -> MemoryPlan:
+    """A home for every storage.
+
+    Args:
+        offsets: of what lies in each region, by storage.
+        otherwise: the home of other allocations of known size.
+    """
+    homes = {Origin.INPUT: Home.INPUT, Origin.CONSTANT: Home.CONSTANT, Origin.EXTERN: Home.OPERATOR}
+    places = [
+        Place(homes.get(storage.origin) or (otherwise if storage.index in requirements.allocations else Home.CALL))
+        for storage in requirements.facts.storages
+    ]
+    for number, inside in enumerate(offsets):
+        for index, offset in inside.items():
+            places[index] = Place(Home.REGION, number, offset)
+    return MemoryPlan(tuple(places), tuple(regions), requirements.sizes, requirements.outputs)
 
 
 def plan_pair(
-    first: Planned, second: Planned, saved_as: Mapping[int, Sequence[Node]]
+    first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
 ) -> tuple[PlacementHint, PlacementHint]:
     """Plan memory for two programs, of which the second gets what the first saves for it, and nobody else does.
 
@@ -124,7 +138,7 @@ def plan_pair(
     return half(0), half(1)
 
 
-def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[Node]]) -> list[Prediction]:
+def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
     """The memory of a program, or of two that are planned together, by device.
 
     Args:
@@ -166,7 +180,7 @@ class _Chain:
     end: int
 
     @classmethod
-    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[Node]] | None = None) -> _Chain:
+    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]] | None = None) -> _Chain:
         planned: dict[torch.device, list[Buffer]] = defaultdict(list)
         unplanned: dict[torch.device, list[Buffer]] = defaultdict(list)
         begin = 0
@@ -178,30 +192,31 @@ class _Chain:
                     for index, b in buffers:
                         end = b.end
                         if after is not None and index in own.handed_out:
-                            end = own.end + after.end_of(Taken(0, 0, tuple((saved_as or {}).get(index, ()))))
+                            end = own.end + after.end_of(Reserved(0, 0, nodes=tuple((saved_as or {}).get(index, ()))))
                         found[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
             begin += own.end
         return cls(planned, unplanned, begin)
 
 
-def _allowed(hint: PlacementHint, requirements: Requirements, fixed: Mapping[torch.device, Sequence[Fixed]]) -> bool:
+def _allowed(
+    hint: PlacementHint, requirements: Requirements, reserved: Mapping[torch.device, Sequence[Reserved]]
+) -> bool:
     for device, items in requirements.planned.items():
         buffers = [b for _, b in items]
         placement = hint.get(device)
-        if placement is None or not fits(placement.offsets, buffers, fixed[device], _alignment(device)):
+        if placement is None or not fits(placement.offsets, buffers, reserved[device], _alignment(device)):
             return False
     return True
 
 
 def _lay_out(
-    requirements: Requirements,
-    device: torch.device,
-    fixed: Sequence[Fixed],
-    like: Mapping[str, int],
+    requirements: Requirements, device: torch.device, reserved: Sequence[Reserved], like: MemoryPlan | None
 ) -> Placement:
     items = requirements.planned[device]
     lasting = [b.name for index, b in items if index in requirements.outputs]
-    return lay_out_arena([b for _, b in items], lasting, fixed, _alignment(device), like)
+    known = like.inside(like.arenas[device]) if like is not None and device in like.arenas else {}
+    before = {b.name: known[index] for index, b in items if index in known}
+    return lay_out_arena([b for _, b in items], lasting, reserved, _alignment(device), before)
 
 
 def _alignment(device: torch.device) -> int:

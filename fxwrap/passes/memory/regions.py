@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ...packing import Buffer, plan_memory
 from ...packing.reserved import SEARCH_S, alive_at_steps, lowest_gap
-from ...plan import Region
 
 # Steps and storages that are looked at in all, a storage like ten steps: up to half a second on a CPU.
 _EFFORT = 10_000_000
 
 
+@dataclass(frozen=True)
+class SharedRegion:
+    """``size`` bytes in steps ``[begin, end)``; offsets in bytes by storage."""
+
+    begin: int
+    end: int
+    size: int
+    offsets: Mapping[int, int]
+
+
 def share_regions(
     buffers: Mapping[int, Buffer], others: Sequence[Buffer], room: int, alignment: int, apart: Collection[int] = ()
-) -> tuple[Region, ...]:
+) -> tuple[SharedRegion, ...]:
     """Few regions for storages, with which no more than ``room`` is ever taken.
 
     ::
@@ -37,7 +46,7 @@ def share_regions(
         alignment: bytes, of offsets in a region.
         apart: storages that need a region of their own.
     """
-    own = {i: Region(b.begin, b.end, b.size, {i: 0}) for i, b in buffers.items()}
+    own = {i: SharedRegion(b.begin, b.end, b.size, {i: 0}) for i, b in buffers.items()}
     alone = [own.pop(i) for i in buffers if i in apart]
     taken = _Taken(alive_at_steps([*others, *own.values(), *alone]), room)
     whole = _one_region([buffers[i] for i in own], list(own), alignment) if own else None
@@ -48,22 +57,24 @@ def share_regions(
     return tuple(sorted([*alone, *joined], key=lambda region: region.begin))
 
 
-def _one_region(buffers: Sequence[Buffer], indices: Sequence[int], alignment: int) -> Region:
+def _one_region(buffers: Sequence[Buffer], indices: Sequence[int], alignment: int) -> SharedRegion:
     """All storages in one region, as small as it can be found."""
     named = [replace(b, name=str(i)) for i, b in zip(indices, buffers, strict=True)]
     packed = plan_memory(named, alignment, SEARCH_S)
     offsets = {int(name): offset for name, offset in packed.offsets.items()}
-    return Region(min(b.begin for b in buffers), max(b.end for b in buffers), packed.size, offsets)
+    return SharedRegion(min(b.begin for b in buffers), max(b.end for b in buffers), packed.size, offsets)
 
 
-def _joined(regions: Sequence[Region], buffers: Mapping[int, Buffer], taken: _Taken, alignment: int) -> list[Region]:
+def _joined(
+    regions: Sequence[SharedRegion], buffers: Mapping[int, Buffer], taken: _Taken, alignment: int
+) -> list[SharedRegion]:
     """Regions in the place of many: first each is put to those before it, then they join one another."""
-    found: list[Region] = []
+    found: list[SharedRegion] = []
     effort = _EFFORT
 
-    def join(region: Region) -> bool:
+    def join(region: SharedRegion) -> bool:
         nonlocal effort
-        best: tuple[int, Region, Region] | None = None
+        best: tuple[int, SharedRegion, SharedRegion] | None = None
         for other in found if effort > 0 else ():
             if other is region:
                 continue
@@ -87,7 +98,7 @@ def _joined(regions: Sequence[Region], buffers: Mapping[int, Buffer], taken: _Ta
     return found
 
 
-def _both(region: Region, other: Region, buffers: Mapping[int, Buffer], alignment: int) -> Region:
+def _both(region: SharedRegion, other: SharedRegion, buffers: Mapping[int, Buffer], alignment: int) -> SharedRegion:
     """One region for both, in which the other's storages lie at the lowest offsets that are free."""
     offsets = dict(region.offsets)
     for index in other.offsets:
@@ -100,10 +111,10 @@ def _both(region: Region, other: Region, buffers: Mapping[int, Buffer], alignmen
         ]
         offsets[index] = lowest_gap(spans, mine.size)
     size = max(low + buffers[i].size for i, low in offsets.items())
-    return Region(min(region.begin, other.begin), max(region.end, other.end), size, offsets)
+    return SharedRegion(min(region.begin, other.begin), max(region.end, other.end), size, offsets)
 
 
-def _extent(region: Region) -> int:
+def _extent(region: SharedRegion) -> int:
     """Bytes times steps."""
     return region.size * (region.end - region.begin)
 
@@ -114,19 +125,19 @@ class _Taken:
     def __init__(self, at_steps: list[int], room: int) -> None:
         self._at_steps, self._room = at_steps, room
 
-    def fits(self, before: Sequence[Region], after: Region) -> bool:
+    def fits(self, before: Sequence[SharedRegion], after: SharedRegion) -> bool:
         """Whether there is room for one region in the place of others."""
         return all(
             more <= 0 or max(self._at_steps[begin:end]) + more <= self._room
             for begin, end, more in self._changes(before, after)
         )
 
-    def instead(self, before: Sequence[Region], after: Region) -> None:
+    def instead(self, before: Sequence[SharedRegion], after: SharedRegion) -> None:
         """Have one region in the place of others."""
         for begin, end, more in self._changes(before, after):
             self._at_steps[begin:end] = [nbytes + more for nbytes in self._at_steps[begin:end]]
 
-    def _changes(self, before: Sequence[Region], after: Region) -> list[tuple[int, int, int]]:
+    def _changes(self, before: Sequence[SharedRegion], after: SharedRegion) -> list[tuple[int, int, int]]:
         """By how many bytes more is taken in steps ``[begin, end)``."""
         bounds = sorted({step for one in (after, *before) for step in (one.begin, one.end)})
         return [
@@ -135,5 +146,5 @@ class _Taken:
         ]
 
 
-def _at(regions: Sequence[Region], step: int) -> int:
+def _at(regions: Sequence[SharedRegion], step: int) -> int:
     return sum(one.size for one in regions if one.begin <= step < one.end)

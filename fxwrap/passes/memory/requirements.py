@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from ...errors import PlanError
 from ...host_graph.nodes import (
     Kind,
+    by_name,
     control_flow_of,
     counts_from_storage,
     kind_of,
@@ -20,8 +21,8 @@ from ...host_graph.nodes import (
     operator_name,
     output_node,
 )
-from ...packing import Buffer
-from ...plan import Origin, Planned, ProgramPlan, StorageFacts, Taken, Verdict
+from ...packing import Buffer, Reserved
+from ...plan import Origin, Planned, ProgramPlan, StorageFacts, Verdict
 from ..analysis.sizes import concrete, hinted_layout, storage_bytes
 from .operator_results import placeable_results
 
@@ -57,9 +58,9 @@ class Requirements:
     copies: int
     end: int
 
-    def end_of(self, taken: Taken) -> int:
+    def end_of(self, taken: Reserved) -> int:
         """The step from which on others may have the bytes of another program's output."""
-        indices = self.facts.behind(taken.nodes)
+        indices = self.facts.behind_named(taken.nodes)
         if not indices or indices & self.handed_out:
             return self.end
         return max(self.ranges.get(index, (0, 0))[1] for index in indices)
@@ -77,22 +78,23 @@ class Requirements:
             )
         ranges = live_ranges(program)
         results, made_at = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
-        written = frozenset[int]().union(*program.facts.writes.values())
+        written = frozenset[int]().union(*program.facts.written.values())
         handed_out = _handed_out(program)
         outputs = output_storages(program) | (handed_out & results.keys())
         end = len(program.schedule) + 1
         sizes: dict[int, int] = {}
         items: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
-        elsewhere = frozenset().union(*(compiled.signature.temporaries for compiled in program.compiled.values()))
+        elsewhere = frozenset().union(*(signature.temporaries for signature in program.compiled.values()))
         for storage in program.facts.storages:
+            node = program.nodes[storage.node]
             if storage.index in elsewhere:
                 continue  # whoever compiled the partition allocates it
             first, last = ranges.get(storage.index, (0, 1))
             if storage.origin is Origin.ALLOCATION:
-                layout = concrete(storage.node.args[:2], planned.numbers)
+                layout = concrete(node.args[:2], planned.numbers)
                 if layout is None:
                     continue  # its size depends on data: allocated when it is known
-                kwargs: Mapping[str, Any] = storage.node.kwargs
+                kwargs: Mapping[str, Any] = node.kwargs
                 sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
                 device = kwargs["device"]
                 if (
@@ -108,7 +110,7 @@ class Requirements:
                 begin, stop = 0, end if storage.index in written | handed_out else last
             elif storage.index in results:
                 device, sizes[storage.index] = program.device, results[storage.index]
-                begin = made_at[storage.node]
+                begin = made_at[node]
                 stop = end if storage.index in outputs else max(last, begin + 1)
             else:
                 continue
@@ -151,12 +153,13 @@ def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     return ranges
 
 
-def hinted_sizes(facts: StorageFacts) -> dict[int, int]:
-    """Bytes of storages at the sizes a program was compiled for; those that only data decides are missing."""
-    sizes = {}
+def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
+    """Bytes of storages at the sizes a program was compiled for; data-dependent ones are missing."""
+    sizes, nodes = {}, by_name(gm)
     for storage in facts.storages:
-        if (layout := hinted_layout(storage.value)) is not None:
-            sizes[storage.index] = storage_bytes(*layout, storage.value.dtype)
+        value = storage.value(nodes[storage.node])
+        if (layout := hinted_layout(value)) is not None:
+            sizes[storage.index] = storage_bytes(*layout, value.dtype)
     return sizes
 
 
@@ -185,15 +188,15 @@ def _placed_results(planned: Planned) -> dict[int, int]:
     program = planned.program
     if not planned.frozen:
         return {}
-    work = {n: p for p in program.partitions if p.index not in program.compiled for n in p.nodes}
+    work = {n: p for p in program.partitions if p.index not in program.compiled for n in program.work_in(p)}
     captured = {n for n, p in work.items() if p.verdict is Verdict.CAPTURED}
     read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
-    may_keep = captured if planned.places_results else ()
+    may_keep = {n.name for n in captured} if planned.places_results else ()
     results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.numbers)
     found = {}
     for index, nbytes in results.items():
-        node = program.facts.storages[index].node
-        if node not in work or program.verdicts[node].data_dependent:
+        node = program.maker(index)
+        if node not in work or program.verdicts[node.name].data_dependent:
             continue
         if planned.places_results or index in (handed_out if node in captured else read_by_graphs):
             found[index] = nbytes
@@ -212,13 +215,13 @@ def _unplanned(
     What is copied to a place in the plan lives as long as its partition runs.
     """
     program = planned.program
-    steps = {node: step for step, node in enumerate(program.schedule)}
-    sizes = hinted_sizes(program.facts)
+    steps = {node.name: step for step, node in enumerate(program.schedule)}
+    sizes = hinted_sizes(program.graph, program.facts)
     found: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
-    for node, nbytes in planned.workspace.items():
-        buffer = Buffer(f"{node.name} workspace", nbytes, steps[node], steps[node] + 1)
+    for name, nbytes in planned.workspace.items():
+        buffer = Buffer(f"{name} workspace", nbytes, steps[name], steps[name] + 1)
         found[program.device].append((None, buffer))
-    over = {node: steps[partition.nodes[-1]] + 1 for partition in program.partitions for node in partition.nodes}
+    over = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
     for storage in program.facts.storages:
         if storage.index in placed and planned.places_results:
             continue
@@ -228,18 +231,17 @@ def _unplanned(
             stop = end if storage.index in handed_out else max(last, begin + 1)
             if storage.index in placed:
                 stop = over[storage.node]
-            found[storage.value.device].append(
-                (storage.index, Buffer(storage.name, sizes[storage.index], begin, stop))
-            )
+            device = storage.value(program.nodes[storage.node]).device
+            found[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
     return found
 
 
 def _copies(planned: Planned, placed: Collection[int]) -> int:
     """Bytes of what eager work returns and graphs read, if it is not planned: it is copied to memory that stays."""
     facts, partitions = planned.program.facts, planned.program.partitions
-    captured = {node for p in partitions if p.verdict is Verdict.CAPTURED for node in p.nodes}
-    eager = {node for p in partitions if p.verdict is not Verdict.CAPTURED for node in p.nodes}
-    sizes, found = hinted_sizes(facts), 0
+    captured = [node for p in partitions if p.verdict is Verdict.CAPTURED for node in planned.program.work_in(p)]
+    eager = {name for p in partitions if p.verdict is not Verdict.CAPTURED for name in p.nodes}
+    sizes, found = hinted_sizes(planned.program.graph, facts), 0
     for index in facts.named_in(captured).difference(placed):
         node = facts.storages[index].node
         if node in eager and not planned.program.verdicts[node].data_dependent:
@@ -254,17 +256,18 @@ def _donated(
     storage; one that is never used is let go of with the call."""
     found = []
     for nbytes, nodes in planned.donated:
-        indices = planned.program.facts.behind(nodes)
+        indices = planned.program.facts.behind_named(nodes)
         if indices.isdisjoint(handed_out):
             stop = max((ranges.get(index, (0, end))[1] for index in indices), default=end)
-            found.append(Buffer(nodes[0].name, nbytes, 0, stop))
+            found.append(Buffer(nodes[0], nbytes, 0, stop))
     return found
 
 
 def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     """Allocated storages that nobody can have after a call, and the steps in which they are named."""
     found: dict[int, tuple[int, int]] = {}
-    kept = set(program.facts.named_in(n for p in program.partitions if p.index in program.compiled for n in p.nodes))
+    elsewhere = (p for p in program.partitions if p.index in program.compiled)
+    kept = set(program.facts.named_in(n for p in elsewhere for n in program.work_in(p)))
     kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
     for step, node in enumerate(program.schedule):
         named = program.facts.named_in([node])
@@ -279,7 +282,7 @@ def _counted_from(program: ProgramPlan) -> frozenset[int]:
     facts = program.facts
     nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
     # Decompositions ask whether their results, or a result and an operand, are views of one tensor.
-    asks = [n for n in program.schedule if kind_of(n) is Kind.EXTERN and len(facts.writes.get(n, ())) > 1]
+    asks = [n for n in program.schedule if kind_of(n) is Kind.EXTERN and len(facts.writes(n)) > 1]
     asks += [n for n in program.schedule if "linalg" in operator_name(n)]
     counted = facts.behind(operand for node in nodes for operand in node.all_input_nodes)
     return counted.union(*(facts.touched(node) for node in asks))

@@ -19,8 +19,8 @@ _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _MEASURED: dict[Hashable, int] = {}
 
 
-def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[Node, int]:
-    """Bytes that calls allocate beyond what they return, at most at one time.
+def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[str, int]:
+    """Bytes that calls allocate beyond what they return, at most at one time, by node.
 
     Each kind of call runs once in a process, on zeros of the sizes that the program was compiled for. What cannot be
     run so (custom operators, operands that are no tensors or numbers) is missing, as is all work on accelerators.
@@ -34,7 +34,9 @@ def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[N
         for kind in unknown:
             if (nbytes := _measure(kinds[kind][0], allocations)) is not None:
                 _MEASURED[kind] = nbytes
-    return {node: nbytes for kind, alike in kinds.items() if (nbytes := _MEASURED.get(kind, 0)) for node in alike}
+    return {
+        node.name: nbytes for kind, alike in kinds.items() if (nbytes := _MEASURED.get(kind, 0)) for node in alike
+    }
 
 
 class _Unknown(Exception):

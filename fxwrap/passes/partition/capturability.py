@@ -32,16 +32,16 @@ def is_work(node: Node) -> bool:
     return kind_of(node) in _WORK
 
 
-def captured(verdicts: Mapping[Node, NodeVerdict]) -> set[Node]:
-    """The nodes that are to be captured."""
-    return {node for node, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
+def captured(verdicts: Mapping[str, NodeVerdict]) -> set[str]:
+    """Names of the nodes that are to be captured."""
+    return {name for name, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
 
 
 def judge(
     gm: GraphModule,
     eager_ops: Sequence[str | EagerRule] = (),
     refused: Mapping[str, str] | None = None,
-) -> dict[Node, NodeVerdict]:
+) -> dict[str, NodeVerdict]:
     """Give every node a verdict.
 
     Args:
@@ -51,19 +51,19 @@ def judge(
     device = main_device(gm)
     rules = (*as_rules(eager_ops), *_rules(device))
     asked = [rule for rule in rules if not rule.devices or device.type in rule.devices]
-    verdicts: dict[Node, NodeVerdict] = {}
+    verdicts: dict[str, NodeVerdict] = {}
     for node in gm.graph.nodes:
         kind = kind_of(node)
         if kind in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
-            verdicts[node] = _FOLDED
+            verdicts[node.name] = _FOLDED
             continue
         own = _cause(node, asked, refused or {}) if kind in _WORK else None
         cause = own or _inherited(node, kind, verdicts)
         if cause is None:
-            verdicts[node] = _CAPTURED if kind in _WORK else _FOLDED
+            verdicts[node.name] = _CAPTURED if kind in _WORK else _FOLDED
         else:
             dependent = _is_data_dependent(node, verdicts)
-            verdicts[node] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=own is None)
+            verdicts[node.name] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=own is None)
     return verdicts
 
 
@@ -86,14 +86,16 @@ def _cause(node: Node, rules: Sequence[EagerRule], refused: Mapping[str, str]) -
     return None
 
 
-def _inherited(node: Node, kind: Kind, verdicts: Mapping[Node, NodeVerdict]) -> tuple[str, str] | None:
+def _inherited(node: Node, kind: Kind, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, str] | None:
     """Why a node runs eagerly because of what it works on."""
-    source = next((arg for arg in node.all_input_nodes if arg in verdicts and verdicts[arg].data_dependent), None)
+    source = next(
+        (arg for arg in node.all_input_nodes if arg.name in verdicts and verdicts[arg.name].data_dependent), None
+    )
     if source is None:
         return None
     if kind in _WORK:
-        return f"works on {source.name}, whose value or size only data decides", f"see {source.name}"
-    return f"depends on {source.name}, which only data decides", f"see {source.name}"
+        return f"works on {source.name}, whose value or size is data-dependent", f"see {source.name}"
+    return f"depends on {source.name}, which is data-dependent", f"see {source.name}"
 
 
 # -- general rules ------------------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ def _sizes(val: Any) -> list[Any]:
     return found
 
 
-def _is_data_dependent(node: Node, verdicts: Mapping[Node, NodeVerdict]) -> bool:
+def _is_data_dependent(node: Node, verdicts: Mapping[str, NodeVerdict]) -> bool:
     """Whether a node's value (a number) or size (a tensor) is known only once data is."""
     val = node.meta.get("val")
     if is_symbolic_value(val):
@@ -237,4 +239,4 @@ def _is_data_dependent(node: Node, verdicts: Mapping[Node, NodeVerdict]) -> bool
         return True
     if overload is not None and not overload._schema.returns:
         return False
-    return any(verdicts[arg].data_dependent for arg in node.all_input_nodes if arg in verdicts)
+    return any(verdicts[arg.name].data_dependent for arg in node.all_input_nodes if arg.name in verdicts)

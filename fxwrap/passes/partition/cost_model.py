@@ -1,4 +1,4 @@
-"""WEIGH: a captured partition must pay for itself."""
+"""COST MODEL: a captured partition must pay for itself."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def _benefit(partition: Partition, cost: CaptureCost, copied: Sequence[int]) -> 
 
 
 def _touched(plan: ProgramPlan, partition: Partition) -> frozenset[int]:
-    return frozenset().union(*(plan.facts.touched(node) for node in partition.nodes))
+    return frozenset().union(*(plan.facts.touched(node) for node in plan.work_in(partition)))
 
 
 def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:
     """Storages that are somewhere else at every call: inputs that do not stay in place, what eager operators make."""
     placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
-    static = {placeholders[position] for position in plan.static_inputs}
+    static = {placeholders[position].name for position in plan.static_inputs}
     return frozenset(
         storage.index
         for storage in plan.facts.storages

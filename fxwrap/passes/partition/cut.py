@@ -21,7 +21,7 @@ _NEGLIGIBLE = 1 << 20
 
 def cut(
     dependencies: nx.DiGraph,
-    verdicts: Mapping[Node, NodeVerdict],
+    verdicts: Mapping[str, NodeVerdict],
     device: torch.device,
     facts: StorageFacts | None = None,
     sizes: Mapping[int, int] | None = None,
@@ -92,11 +92,11 @@ class _Work:
         return len(self.nodes)
 
     @classmethod
-    def of(cls, dependencies: nx.DiGraph, verdicts: Mapping[Node, NodeVerdict]) -> _Work:
+    def of(cls, dependencies: nx.DiGraph, verdicts: Mapping[str, NodeVerdict]) -> _Work:
         nodes = _in_order(dependencies)
         position = {node: index for index, node in enumerate(nodes)}
         colours = [
-            verdicts[node].verdict if is_work(node) or verdicts[node].verdict is Verdict.EAGER else None
+            verdicts[node.name].verdict if is_work(node) or verdicts[node.name].verdict is Verdict.EAGER else None
             for node in nodes
         ]
         before: list[list[int]] = [[] for _ in nodes]
@@ -260,7 +260,7 @@ def _partition(
     index: int,
     verdict: Verdict,
     nodes: tuple[Node, ...],
-    verdicts: Mapping[Node, NodeVerdict],
+    verdicts: Mapping[str, NodeVerdict],
     device: torch.device,
 ) -> Partition:
     kinds = Counter(kind_of(node) for node in nodes)
@@ -269,12 +269,12 @@ def _partition(
         for node in nodes:
             if is_work(node):
                 where = user_line(node)
-                text = f"{operator_name(node)}: {verdicts[node].reason}"
+                text = f"{operator_name(node)}: {verdicts[node.name].reason}"
                 reasons[f"{text} ({where})" if where else text] = None
     return Partition(
         index,
         verdict,
-        nodes,
+        tuple(node.name for node in nodes),
         "; ".join(reasons),
         device if verdict is Verdict.CAPTURED else torch.device("cpu"),
         kinds[Kind.LAUNCH],

@@ -31,31 +31,32 @@ def partition_graph(plan: ProgramPlan, partition: Partition) -> PartitionGraph:
 class _Cutter:
     def __init__(self, plan: ProgramPlan, partition: Partition) -> None:
         self.plan, self.partition = plan, partition
-        self.inside = set(partition.nodes)
+        self.nodes = plan.work_in(partition)
+        self.inside = set(self.nodes)
         self.temporaries = self._temporaries()
-        self.outputs = [n for n in partition.nodes if not effective_users(n) <= self.inside and _has_value(n)]
+        self.outputs = [n for n in self.nodes if not effective_users(n) <= self.inside and _has_value(n)]
         self.inputs: list[Node] = []
-        self._checks = {node: self._checks_after(node) for node in partition.nodes}
+        self._checks = {node: self._checks_after(node) for node in self.nodes}
         seen: set[Node] = set()
-        for node in partition.nodes:
+        for node in self.nodes:
             for user in (node, *self._checks[node]):
                 self._collect(user, seen)
 
     def _temporaries(self) -> frozenset[int]:
         """Allocated storages that nothing outside touches, and that are not handed out."""
-        facts = self.plan.facts
+        facts, inside = self.plan.facts, set(self.partition.nodes)
         outside = [facts.touched(node) for node in self.plan.schedule if node not in self.inside]
         touched = frozenset().union(*(facts.touched(node) for node in self.inside))
         return frozenset(
             index
             for index in touched.difference(output_storages(self.plan), *outside)
-            if facts.storages[index].origin is Origin.ALLOCATION and facts.storages[index].node not in self.inside
+            if facts.storages[index].origin is Origin.ALLOCATION and facts.storages[index].node not in inside
         )
 
     def _is_remade(self, node: Node) -> bool:
         kind = kind_of(node)
         if kind is Kind.ALLOCATION:
-            return self.plan.facts.of[node] <= self.temporaries
+            return self.plan.facts.of(node) <= self.temporaries
         if kind is not Kind.VIEW or not isinstance(node.args[0], Node):
             return False
         # A tensor picked out of somebody else's tuple comes in by itself; other views are made again.
@@ -92,7 +93,7 @@ class _Cutter:
                 made[node] = graph.node_copy(node, copied)
             return made[node]
 
-        for node in self.partition.nodes:
+        for node in self.nodes:
             for one in (node, *self._checks[node]):
                 copied(one)
         graph.output(tuple(made[node] for node in self.outputs))
@@ -100,11 +101,11 @@ class _Cutter:
 
     def signature(self) -> Signature:
         facts = self.plan.facts
-        written = frozenset().union(*(facts.writes.get(node, frozenset()) for node in self.inside))
+        written = frozenset().union(*(facts.writes(node) for node in self.inside))
         return Signature(
-            tuple(self.inputs),
-            tuple(self.outputs),
-            tuple(i for i, node in enumerate(self.inputs) if facts.of.get(node, frozenset()) & written),
+            tuple(node.name for node in self.inputs),
+            tuple(node.name for node in self.outputs),
+            tuple(i for i, node in enumerate(self.inputs) if facts.of(node) & written),
             tuple(i for i, node in enumerate(self.inputs) if is_symbolic_value(node.meta.get("val"))),
             self.temporaries,
         )

@@ -89,8 +89,8 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
     moved: dict[int, frozenset[int]] = {}
     found: list[NeedlessCopy] = []
     for node, view in copies:
-        own = facts.of.get(node, _NONE)
-        base = _NONE.union(*(moved.get(i, {i}) for i in facts.of.get(node.all_input_nodes[0], _NONE)))
+        own = facts.of(node)
+        base = _NONE.union(*(moved.get(i, {i}) for i in facts.of(node.all_input_nodes[0])))
         value = _value_as_view(node, view)
         if value is None or not base or own & (handed_out | fixed):
             continue
@@ -114,9 +114,9 @@ class _Uses:
         writes: dict[int, list[int]] = defaultdict(list)
         last_read: dict[int, int] = {}
         for node, index in position.items():
-            for storage in facts.writes.get(node, _NONE):
+            for storage in facts.writes(node):
                 writes[storage].append(index)
-            for storage in facts.reads.get(node, _NONE):
+            for storage in facts.reads(node):
                 last_read[storage] = index
         return cls(position, writes, last_read)
 

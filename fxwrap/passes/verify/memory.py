@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ from torch.fx import Graph, GraphModule, Node
 from ...errors import PlanError
 from ...host_graph.listing import line_of
 from ...host_graph.nodes import control_flow_of, counts_from_storage, only_computes, reinterpret
-from ...plan import ArenaPlan, MemoryPlan, Origin, Region, Storage, StorageFacts, Taken
+from ...plan import Home, MemoryPlan, Origin, Place, Region, Reserved, Storage, StorageFacts
 from .accesses import Accesses, Root, fault, name_of
 
-# Bytes: wide vector loads on a CPU want a cache line.
-_REGION_ALIGNMENT = 64
+# Bytes.
+_ALIGNMENT = 64
 
 
 def verify_memory(
@@ -44,132 +44,124 @@ def verify_memory(
             expected="every collective to be waited for in the graph that begins it",
         )
     spans = _spans(memory, schedule)
-    position = {node: step for step, node in enumerate(schedule)}
+    nodes = {node.name: node for node in gm.graph.nodes}
+    position = {node.name: step for step, node in enumerate(schedule)}
     end = len(schedule) + 1
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
-    _check_regions(memory, schedule, spans, facts, plan, numbers, handed_out)
-    _check_homes(facts, plan, spans.keys() | handed_out)
-    placed: dict[torch.device, list[_Placed]] = defaultdict(list)
-    for storage in facts.storages:
-        if storage.index not in plan.location:
+    inside: dict[int, list[_Placed]] = defaultdict(list)
+    comes_and_goes: dict[Root, Place] = {}
+    for storage, place in zip(facts.storages, plan.places, strict=True):
+        maker = nodes[storage.node]
+        root = (maker, storage.element)
+        _check_home(storage, maker, place, plan, root in handed_out, root in spans)
+        if place.home is not Home.REGION:
             continue
-        device, offset = plan.location[storage.index]
-        arena = plan.arenas[device]
-        size = _size_there(memory, storage, plan, numbers, offset, arena.placement.size, arena.alignment, "arena")
-        name, root = storage.name, (storage.node, storage.element)
+        region = plan.regions[place.region]
+        size = _size_there(storage, maker, plan, numbers, place.offset, region)
         begin, stop = spans.get(root, (0, 0))
-        if storage.origin is Origin.EXTERN:
+        if not region.arena:
+            comes_and_goes[root] = place
+        elif storage.origin is Origin.EXTERN:
             begin = position[storage.node]
             stop = max(stop, begin + 1)
-        if storage.node.op == "placeholder":
+        elif maker.op == "placeholder":
             begin = 0  # filled before the first step
             stop = end if root in written else max(stop, 1)
         if root in handed_out:
             stop = end  # the caller reads it afterwards
         if size and begin < stop:
-            placed[device].append(_Placed(name, offset, offset + size, begin, stop))
-    for device, items in placed.items():
-        others = list(_others(memory, plan.arenas[device].taken, spans, handed_out, end))
-        _check_overlap([*items, *others], schedule)
-        _check_workspace(plan.arenas[device], [*items, *others], position)
+            inside[place.region].append(_Placed(storage.name, place.offset, place.offset + size, begin, stop))
+    for number, region in enumerate(plan.regions):
+        others = list(_others(memory, nodes, region.reserved, spans, handed_out, end))
+        items = [*inside[number], *others]
+        _check_overlap(items, schedule)
+        _check_workspace(region, plan.footprint(region), items, position, nodes)
+    _check_steps(memory, schedule, comes_and_goes, plan)
 
 
-def _check_homes(facts: StorageFacts, plan: MemoryPlan, used: Collection[Root]) -> None:
-    """Memory that is used and of which the size is known is in one place."""
-    places = Counter([*plan.location, *plan.per_call, *(i for region in plan.regions for i in region.offsets)])
-    for storage in facts.storages:
-        index, own, options = storage.index, storage.origin is Origin.ALLOCATION, storage.node.kwargs
-        # Whoever brings a storage into being brings memory, too.
-        count = places[index] + (index in plan.per_call and not own)
-        planned = own and index in plan.sizes and not options.get("pin_memory") and str(options["device"]) != "meta"
-        if count > 1 or (planned and not count and (storage.node, storage.element) in used):
-            raise fault(
-                f"plan: {storage.name} has {'memory twice' if count else 'no memory'}",
-                expected="one of: a region, a place in an arena, a new allocation at every call",
-            )
+_HOMES = {
+    Origin.INPUT: (Home.INPUT, Home.REGION),
+    Origin.CONSTANT: (Home.CONSTANT,),
+    Origin.ALLOCATION: (Home.REGION, Home.CALL, Home.RECORDING),
+    Origin.EXTERN: (Home.OPERATOR, Home.REGION),
+}
 
 
-def _check_workspace(arena: ArenaPlan, items: Sequence[_Placed], position: Mapping[Node, int]) -> None:
+def _check_home(storage: Storage, maker: Node, place: Place, plan: MemoryPlan, handed_out: bool, used: bool) -> None:
+    """Every storage has memory, and what comes and goes is an allocation that nobody can have after the call."""
+    planned = not maker.kwargs.get("pin_memory") and str(maker.kwargs.get("device")) != "meta"
+    forgotten = place.home is Home.RECORDING and planned and (used or handed_out)
+    if place.home not in _HOMES[storage.origin] or forgotten:
+        raise fault(
+            f"plan: {storage.name} has no memory",
+            expected=" or ".join(home.value for home in _HOMES[storage.origin]),
+            got=place.home.value,
+        )
+    if place.home is not Home.REGION or (region := plan.regions[place.region]).arena:
+        return
+    if storage.origin is not Origin.ALLOCATION or handed_out:
+        raise fault(
+            f"plan: {storage.name} has memory in steps {region.begin} to {region.end - 1} only",
+            expected="an allocation that is not handed out",
+            got="an output" if handed_out else "no allocation",
+        )
+
+
+def _check_workspace(
+    region: Region,
+    footprint: Sequence[tuple[int, int]],
+    items: Sequence[_Placed],
+    position: Mapping[str, int],
+    nodes: Mapping[str, Node],
+) -> None:
     """What an operator may have while it runs has to be free then, and the program's at some time: else it is not
     looked whether somebody else has it."""
-    footprint = arena.footprint  # what is looked at
-    for node, spans in arena.workspace.items():
-        step = position[node]
+    for name, spans in region.workspace.items():
+        step = position[name]
         live = [item for item in items if item.begin <= step < item.end]
         for low, high in spans:
             for other in live:
                 if low < other.high and other.low < high:
                     raise fault(
-                        f"plan: workspace of {node.name} overlaps {other.name} at step {step}, {line_of(node)}",
+                        f"plan: workspace of {name} overlaps {other.name} at step {step}, {line_of(nodes[name])}",
                         expected="bytes that nobody has while it runs",
                         got=f"bytes [{low}, {high}) and [{other.low}, {other.high})",
                     )
             if not any(begin <= low and high <= stop for begin, stop in footprint):
                 raise fault(
-                    f"plan: workspace of {node.name} is not the program's",
+                    f"plan: workspace of {name} is not the program's",
                     expected="bytes in which the program has storages at other steps",
                     got=f"bytes [{low}, {high})",
                 )
 
 
 def _size_there(
-    memory: Accesses,
-    storage: Storage,
-    plan: MemoryPlan,
-    numbers: Mapping[Node, Any],
-    offset: int,
-    available: int,
-    alignment: int,
-    where: str,
+    storage: Storage, maker: Node, plan: MemoryPlan, numbers: Mapping[Node, Any], offset: int, region: Region
 ) -> int:
-    """Bytes that are accessed of a storage, which has to lie within an arena or region."""
+    """Bytes that are accessed of a storage, which has to lie within its region."""
     made = storage.origin is Origin.EXTERN
-    size = _returned(storage) if made else _needed(memory.graph, storage.node, numbers)
+    size = _returned(storage, maker) if made else _needed(maker, numbers)
     known = plan.sizes.get(storage.index, 0)
     size = known if size is None else size
+    # Wide vector loads on a CPU want a cache line.
+    alignment = region.alignment if region.arena else max(region.alignment, _ALIGNMENT)
     if size > known:
         raise fault(f"plan: {storage.name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
     if offset % alignment:
         raise fault(f"plan: {storage.name} is misaligned", expected=f"a multiple of {alignment}", got=str(offset))
-    if offset < 0 or offset + size > available:
+    if offset < 0 or offset + size > region.size:
         raise fault(
-            f"plan: {storage.name} lies outside of its {where}",
-            expected=f"bytes within [0, {available})",
+            f"plan: {storage.name} lies outside of its {'arena' if region.arena else 'region'}",
+            expected=f"bytes within [0, {region.size})",
             got=f"[{offset}, {offset + size})",
         )
     return size
 
 
-def _check_regions(
-    memory: Accesses,
-    schedule: Sequence[Node],
-    spans: Mapping[Root, tuple[int, int]],
-    facts: StorageFacts,
-    plan: MemoryPlan,
-    numbers: Mapping[Node, Any],
-    handed_out: Collection[Root],
-) -> None:
-    """What lies in a region is named in its steps only, by nobody who may keep it, and overlaps nothing there."""
-    regions: dict[Root, Region] = {}
-    placed: dict[int, list[_Placed]] = defaultdict(list)
-    for region in plan.regions:
-        for index, offset in region.offsets.items():
-            storage = facts.storages[index]
-            root = (storage.node, storage.element)
-            allocated = storage.origin is Origin.ALLOCATION
-            if not allocated or root in handed_out or index in plan.location or root in regions:
-                raise fault(
-                    f"plan: {storage.name} has memory in steps {region.begin} to {region.end - 1} only",
-                    expected="an allocation that is not handed out, in one region",
-                    got="an output" if root in handed_out else "another place, too" if allocated else "no allocation",
-                )
-            regions[root] = region
-            size = _size_there(memory, storage, plan, numbers, offset, region.size, _REGION_ALIGNMENT, "region")
-            if size and root in spans:
-                placed[id(region)].append(_Placed(storage.name, offset, offset + size, *spans[root]))
-    for items in placed.values():
-        _check_overlap(items, schedule)
+def _check_steps(memory: Accesses, schedule: Sequence[Node], placed: Mapping[Root, Place], plan: MemoryPlan) -> None:
+    """What lies in a region that comes and goes is named in its steps only, by nobody who may keep it."""
+    regions = {root: plan.regions[place.region] for root, place in placed.items()}
     for step, node in enumerate(schedule if regions else ()):
         named = regions.keys() & (memory.touched(node) | memory.roots(node))
         for root in named if not only_computes(node) else ():
@@ -185,10 +177,11 @@ def _check_regions(
                     expected="memory in the steps that name it",
                     got=f"memory in steps {regions[root].begin} to {regions[root].end - 1}",
                 )
-    for node in memory.graph.nodes if regions else ():
+    shared = {place.region for place in placed.values() if place.offset}
+    for node in memory.graph.nodes if shared else ():
         if counts_from_storage(node) or control_flow_of(node) is not None:
             for root in memory.roots_in((node.args, node.kwargs)) & regions.keys():
-                if any(regions[root].offsets.values()):
+                if placed[root].region in shared:
                     raise fault(
                         f"plan: {name_of(root)} is in a region with others",
                         expected="a region of its own",
@@ -198,14 +191,15 @@ def _check_regions(
 
 def _others(
     memory: Accesses,
-    taken: Sequence[Taken],
+    nodes: Mapping[str, Node],
+    reserved: Sequence[Reserved],
     spans: Mapping[Root, tuple[int, int]],
     handed_out: Collection[Root],
     end: int,
 ) -> Iterator[_Placed]:
-    """What other recordings have in an arena: for the whole call, or until the last use of what is given away."""
-    for one in taken:
-        roots = {root for node in one.nodes for root in memory.roots(node)}
+    """What other recordings have in an arena: for the whole call, or until the last use of what is donated."""
+    for one in reserved:
+        roots = {root for name in one.nodes for root in memory.roots(nodes[name])}
         stays = not roots or not roots.isdisjoint(handed_out)
         stop = end if stays else max(spans.get(root, (0, 0))[1] for root in roots)
         name = "another program's output"
@@ -256,7 +250,7 @@ def _spans(memory: Accesses, schedule: Sequence[Node]) -> dict[Root, tuple[int, 
     return spans
 
 
-def _needed(graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None:
+def _needed(root: Node, numbers: Mapping[Node, Any]) -> int | None:
     """Bytes of ``root``'s storage that its own layout and views of it reach; None where sizes are unknown."""
     if root.op != "call_function":
         return None
@@ -267,7 +261,7 @@ def _needed(graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None
     size, stride = number(root.args[0]), number(root.args[1])
     dtype = root.kwargs["dtype"]
     needed = _reach(size, stride, 0) * dtype.itemsize  # type: ignore[union-attr]
-    for node in graph.nodes:
+    for node in root.users:
         if node.target is reinterpret and node.args[0] is root:
             size, stride, offset = number(node.args[1]), number(node.args[2]), number(node.args[3])
             if None in (*size, *stride, offset):
@@ -276,9 +270,9 @@ def _needed(graph: Graph, root: Node, numbers: Mapping[Node, Any]) -> int | None
     return needed
 
 
-def _returned(storage: Storage) -> int | None:
+def _returned(storage: Storage, maker: Node) -> int | None:
     """Bytes of what an operator returns; None where sizes are unknown."""
-    nbytes = storage.value.untyped_storage().nbytes()
+    nbytes = storage.value(maker).untyped_storage().nbytes()
     return nbytes if isinstance(nbytes, int) else None
 
 

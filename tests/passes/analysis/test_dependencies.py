@@ -19,7 +19,6 @@ from random_graphs import (
     Recipe,
     aten,
     build,
-    by_name,
     expected_of,
     halve,
     recipes,
@@ -113,7 +112,7 @@ def test_waw_writes_of_one_storage_stay_in_order() -> None:
     gm = maker.finish([b])
     facts = analyse_storages(gm)
     assert edges_between_work(gm, facts) == {("first", "second"): "raw"}
-    only_written = replace(facts, reads={node: facts.reads[node] - facts.writes[node] for node in facts.reads})
+    only_written = replace(facts, read={name: facts.read[name] - facts.written[name] for name in facts.read})
     assert edges_between_work(gm, only_written) == {("first", "second"): "waw"}
 
 
@@ -242,10 +241,9 @@ def test_what_an_operator_writes_is_read_off_its_schema() -> None:
     maker.extern(aten.copy_.default, z, out, name="copy")
     gm = maker.finish([z])
     facts = analyse_storages(gm)
-    nodes = by_name(gm)
-    assert facts.writes[nodes["mm"]] == facts.of[nodes["out"]]
-    assert facts.writes[nodes["copy"]] == facts.of[nodes["z"]]
-    assert facts.of[nodes["mm"]] == facts.of[nodes["out"]], "the result of an out= operator is that memory"
+    assert facts.written["mm"] == facts.values["out"]
+    assert facts.written["copy"] == facts.values["z"]
+    assert facts.values["mm"] == facts.values["out"], "the result of an out= operator is that memory"
     assert edges_between_work(gm) == {("mm", "copy"): "raw"}
 
 

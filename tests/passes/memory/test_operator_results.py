@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import Compiled, assert_same, on_simulated, tensors_in
 from graph_building import Building
+from placements import buffers_of, located, moved
 from random_graphs import CPU, GraphMaker, check_calls, collectives, compile_request
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.options import Options
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.memory.operator_results import placeable_results
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.verify import verify_memory
+from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import MemoryPlan, Planned, ProgramPlan
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 def placeable(gm: GraphModule, may_keep: bool = True, numbers: Mapping[Node, Any] | None = None) -> dict[str, int]:
     """Bytes by name."""
-    facts, keeping = analyse_storages(gm), set(gm.graph.nodes) if may_keep else set[Node]()
+    facts, keeping = analyse_storages(gm), {node.name for node in gm.graph.nodes} if may_keep else set[str]()
     found = placeable_results(facts, gm, CPU, keeping, numbers or {})
     return {facts.storages[index].name: nbytes for index, nbytes in found.items()}
 
@@ -52,7 +52,7 @@ def planned(gm: GraphModule, eager_ops: tuple[str, ...] = (), **changes: Any) ->
 
 
 def names(plan: ProgramPlan, memory: MemoryPlan) -> set[str]:
-    return {plan.facts.storages[index].name for index in memory.location}
+    return {plan.facts.storages[index].name for index in located(memory)}
 
 
 def test_what_the_caller_gets_of_captured_work_has_a_place() -> None:
@@ -72,8 +72,8 @@ def test_what_the_caller_gets_of_captured_work_has_a_place() -> None:
     assert placeable(gm) == {"sin_default": 96, "cumsum_default": 96, "mul_tensor": 96}
     plan, memory = planned(gm)
     assert names(plan, memory) == {"cumsum_default", "mul_tensor"}
-    assert memory.outputs == memory.location.keys()
-    buffers = memory.arenas[CPU].buffers
+    assert memory.outputs == located(memory).keys()
+    buffers = buffers_of(Planned(plan, {}, {}))
     assert {name: (buffer.begin, buffer.end) for name, buffer in buffers.items()} == {
         "cumsum_default": (1, 4),
         "mul_tensor": (2, 4),
@@ -81,10 +81,10 @@ def test_what_the_caller_gets_of_captured_work_has_a_place() -> None:
     # All that is known where the allocator can be told; nothing where no address is frozen.
     assert names(*planned(gm, places_results=True)) == {"sin_default", "cumsum_default", "mul_tensor"}
     _, free = planned(gm, frozen=False)
-    assert not free.location and not free.outputs
+    assert not located(free) and not free.outputs
     # One fault: both in the same place.
-    one, two = memory.location
-    faulty = replace(memory, location={**memory.location, one: memory.location[two]})
+    one, two = located(memory)
+    faulty = moved(memory, {one: located(memory)[two]})
     with pytest.raises(PlanError, match="overlap"):
         verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from placements import aligned, check_placement
+from placements import aligned, buffers_of, changed, check_placement, located, moved, placement_of
 from random_graphs import (
     ALWAYS_EAGER,
     CPU,
@@ -22,7 +22,6 @@ from random_graphs import (
     Recipe,
     aten,
     build,
-    by_name,
     check_calls,
     collectives,
     compile_request,
@@ -31,15 +30,16 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.host_graph.nodes import Kind, kind_of, output_node
 from fxwrap.options import Options
+from fxwrap.packing import Buffer, Reserved
 from fxwrap.passes.analysis.sizes import storage_bytes
 from fxwrap.passes.memory.planner import plan_program, predict_memory
 from fxwrap.passes.memory.requirements import live_ranges, output_storages
 from fxwrap.passes.verify import verify_memory
-from fxwrap.plan import Buffer, MemoryPlan, Planned, Prediction, ProgramPlan, Region, Taken
+from fxwrap.pipeline import compile_host_graph
+from fxwrap.plan import MemoryPlan, Planned, Prediction, ProgramPlan, Region
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def program_plan(gm: GraphModule, eager_ops: Sequence[str] = ALWAYS_EAGER) -> Pr
 
 
 def offsets_by_name(plan: ProgramPlan, memory: MemoryPlan) -> Mapping[str, int]:
-    return {plan.facts.storages[index].name: offset for index, (_, offset) in memory.location.items()}
+    return {plan.facts.storages[index].name: offset for index, offset in located(memory).items()}
 
 
 def chain(length: int) -> tuple[GraphMaker, GraphModule]:
@@ -96,14 +96,13 @@ def test_a_chain_takes_two_places() -> None:
     maker, gm = chain(4)
     program = compile_host_graph(gm, compile_request())
     memory = plan_program(Planned(program.plan, {}, {}))
-    nodes = by_name(gm)
-    of = program.plan.facts.of
-    assert {n: live_ranges(program.plan)[min(of[nodes[n]])] for n in ("b0", "b1", "b2", "b3")} == {
+    of = program.plan.facts.values
+    assert {n: live_ranges(program.plan)[min(of[n])] for n in ("b0", "b1", "b2", "b3")} == {
         "b0": (0, 2), "b1": (1, 3), "b2": (2, 4), "b3": (3, 4),
     }  # fmt: skip
     assert offsets_by_name(program.plan, memory) == {"b0": 64, "b1": 0, "b2": 64, "b3": 0}
-    assert memory.outputs == of[nodes["b3"]]
-    assert memory.arenas[CPU].buffers["b3"] == Buffer("b3", 64, 3, 5)
+    assert memory.outputs == of["b3"]
+    assert buffers_of(Planned(program.plan, {}, {}))["b3"] == Buffer("b3", 64, 3, 5)
     assert (memory.size, memory.lower_bound, memory.plain) == (128, 128, 256)
     check_calls(gm, maker.inputs, program, [False, False, False, True, False])
 
@@ -158,7 +157,7 @@ def test_outputs_live_on_after_the_program() -> None:
     memory = plan_program(Planned(plan, {}, {}))
     assert {plan.facts.storages[index].name for index in memory.outputs} == {"whole", "viewed", "updated"}
     assert offsets_by_name(plan, memory) == {"whole": 0, "viewed": 64, "updated": 128, "inner": 192}
-    assert memory.arenas[CPU].buffers == {
+    assert buffers_of(Planned(plan, {}, {})) == {
         "whole": Buffer("whole", 64, 0, 6), "viewed": Buffer("viewed", 64, 1, 6),
         "updated": Buffer("updated", 64, 2, 6), "inner": Buffer("inner", 64, 3, 4),
     }  # fmt: skip
@@ -218,12 +217,12 @@ def test_an_inputs_place_is_free_after_its_last_use() -> None:
     """
     _, gm = chain(3)
     plan = program_plan(gm)
-    memory = plan_program(Planned(plan, {}, {by_name(gm)["x"]: (CPU, 64)}))
-    arena = memory.arenas[CPU]
-    assert arena.buffers["x"] == Buffer("x", 64, 0, 1)
+    planned = Planned(plan, {}, {"x": (CPU, 64)})
+    memory, buffers = plan_program(planned), buffers_of(planned)
+    assert buffers["x"] == Buffer("x", 64, 0, 1)
     assert offsets_by_name(plan, memory) == {"x": 64, "b0": 0, "b1": 64, "b2": 0}
     assert memory.size == memory.lower_bound == 128
-    check_placement(list(arena.buffers.values()), arena.placement, arena.alignment)
+    check_placement(list(buffers.values()), placement_of(memory, plan), memory.regions[0].alignment)
 
 
 @pytest.mark.parametrize("why", ["written", "handed out"])
@@ -246,12 +245,12 @@ def test_a_place_that_is_needed_afterwards_stays_for_the_whole_call(why: str) ->
         maker.launch("mix", value, value, out, name=f"k{i}")
         value = out
     plan = program_plan(maker.finish([value] if why == "written" else [value, maker.view(x, (4,), (1,))]))
-    memory = plan_program(Planned(plan, {}, {x: (CPU, 64)}))
-    arena = memory.arenas[CPU]
-    assert arena.buffers["x"] == Buffer("x", 64, 0, len(plan.schedule) + 1)
+    planned = Planned(plan, {}, {"x": (CPU, 64)})
+    memory, buffers = plan_program(planned), buffers_of(planned)
+    assert buffers["x"] == Buffer("x", 64, 0, len(plan.schedule) + 1)
     assert len({offset for name, offset in offsets_by_name(plan, memory).items() if name != "b2"}) == 3
     assert memory.size == memory.lower_bound == 192
-    check_placement(list(arena.buffers.values()), arena.placement, arena.alignment)
+    check_placement(list(buffers.values()), placement_of(memory, plan), memory.regions[0].alignment)
 
 
 def test_bytes_that_others_have_are_left_alone_unless_given_away() -> None:
@@ -268,13 +267,12 @@ def test_bytes_that_others_have_are_left_alone_unless_given_away() -> None:
     """
     _, gm = chain(3)
     plan = program_plan(gm)
-    x = by_name(gm)["x"]
-    taken = [Taken(0, 64), Taken(64, 128, (x,))]
+    taken = [Reserved(0, 64), Reserved(64, 128, nodes=("x",))]
     memory = plan_program(Planned(plan, {}, {}), lambda device: taken)
     assert offsets_by_name(plan, memory) == {"b0": 128, "b1": 64, "b2": 128}
     assert memory.size == memory.lower_bound == 192
-    assert memory.arenas[CPU].taken == tuple(taken)
-    held = plan_program(Planned(plan, {}, {}), lambda device: [Taken(0, 64), Taken(64, 128)])
+    assert [(one.low, one.high, one.nodes) for one in memory.regions[0].reserved] == [(0, 64, ()), (64, 128, ("x",))]
+    held = plan_program(Planned(plan, {}, {}), lambda device: [Reserved(0, 64), Reserved(64, 128)])
     assert held.size == held.lower_bound == 256
     assert min(offsets_by_name(plan, held).values()) == 128
 
@@ -340,20 +338,21 @@ def test_plans_of_random_graphs(recipe: Recipe, places: bool) -> None:
     gm = build(recipe).gm
     plan = program_plan(gm)
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    memory = plan_program(Planned(plan, {}, {node: (CPU, 256) for node in inputs} if places else {}))
+    planned = Planned(plan, {}, {node.name: (CPU, 256) for node in inputs} if places else {})
+    memory = plan_program(planned)
     expected, end = accesses_by_hand(plan), len(plan.schedule) + 1
-    returned = {plan.facts.storages[index].node for index in memory.outputs}
-    arena = memory.arenas.get(CPU)
-    placed = dict(arena.buffers) if arena is not None else {}
-    written = frozenset[int]().union(*plan.facts.writes.values())
-    handed_out = plan.facts.of.keys() & set(output_node(gm).all_input_nodes)
-    afterwards = written.union(*(plan.facts.of[node] for node in handed_out))
+    returned = {plan.maker(index) for index in memory.outputs}
+    buffers = buffers_of(planned)
+    placed = dict(buffers)
+    written = frozenset[int]().union(*plan.facts.written.values())
+    handed_out = output_node(gm).all_input_nodes
+    afterwards = written.union(*(plan.facts.of(node) for node in handed_out))
     for node in inputs:
         if places:
             place = placed.pop(node.name)
             assert (place.size, place.begin) == (256, 0)
-            assert place.end == (end if plan.facts.of[node] <= afterwards else expected.get(node, (0, 0))[1] + 1)
-    assert not memory.per_call and not memory.regions
+            assert place.end == (end if plan.facts.of(node) <= afterwards else expected.get(node, (0, 0))[1] + 1)
+    assert not memory.per_call and len(memory.regions) == bool(buffers)
     assert placed == {
         node.name: Buffer(
             node.name, 4 * torch.Size(node.args[0]).numel(), first, end if node in returned else last + 1
@@ -361,9 +360,9 @@ def test_plans_of_random_graphs(recipe: Recipe, places: bool) -> None:
         for node, (first, last) in expected.items()
         if kind_of(node) is Kind.ALLOCATION
     } | results_by_hand(plan)
-    if arena is not None:
-        check_placement(list(arena.buffers.values()), arena.placement, arena.alignment)
-        assert arena.plain == sum(aligned(buffer.size, 64) for buffer in arena.buffers.values())
+    if buffers:
+        check_placement(list(buffers.values()), placement_of(memory, plan), memory.regions[0].alignment)
+        assert memory.plain == sum(aligned(buffer.size, 64) for buffer in buffers.values())
 
 
 def test_an_arena_is_there_all_the_time() -> None:
@@ -378,7 +377,7 @@ def test_an_arena_is_there_all_the_time() -> None:
     """
     memory, predicted, _ = _beside_an_operator(frozen=True)
     assert (memory.size, memory.peak, memory.lower_bound, memory.plain) == (320, 320, 320, 384)
-    assert not memory.regions and not memory.per_call
+    assert all(region.arena for region in memory.regions) and not memory.per_call
     assert (predicted.arena, predicted.operators, predicted.outside, predicted.total) == (320, 256, 256, 576)
 
 
@@ -393,8 +392,9 @@ def test_memory_comes_and_goes_with_each_call() -> None:
         operator . . b b
     """
     memory, predicted, index = _beside_an_operator(frozen=False)
-    assert not memory.arenas and not memory.location and memory.size == 0
-    assert memory.regions == (Region(0, 2, 256, {index["a"]: 0}), Region(1, 4, 64, {index["s"]: 0}))
+    assert not memory.arenas and memory.size == 0
+    assert memory.regions == (Region(CPU, 0, 2, 256, 64), Region(CPU, 1, 4, 64, 64))
+    assert [memory.inside(region) for region in memory.regions] == [{index["a"]: 0}, {index["s"]: 0}]
     assert memory.per_call == memory.outputs == {index["out"]}
     assert memory.sizes == {index["a"]: 256, index["s"]: 64, index["out"]: 64}
     assert (memory.peak, memory.lower_bound, memory.plain) == (320, 320, 384)
@@ -434,7 +434,7 @@ def test_what_somebody_may_keep_is_allocated_at_every_call() -> None:
     memory = plan_program(Planned(plan, {}, {}, frozen=False))
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     index = {storage.name: storage.index for storage in plan.facts.storages}
-    assert memory.regions == (Region(0, 2, 64, {index["a"]: 0}),)
+    assert memory.regions == (Region(CPU, 0, 2, 64, 64),) and memory.inside(memory.regions[0]) == {index["a"]: 0}
     assert memory.per_call == {index[name] for name in ("b", "pinned", "idle", "out")}
     assert memory.outputs == {index["out"]}
 
@@ -487,9 +487,9 @@ def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
     b = maker.extern(aten.cumsum.default, y, 0, name="b")
     gm = maker.finish([b, maker.extern(aten.flip.default, b, [0], name="c")])
     plan = program_plan(gm, ("aten::cumsum", "aten::flip"))
-    assert not plan_program(Planned(plan, {}, {})).location
+    assert not located(plan_program(Planned(plan, {}, {})))
     placed = plan_program(Planned(plan, {}, {}, places_results=True))
-    assert len(placed.location) == len(placed.outputs) == 2
+    assert len(located(placed)) == len(placed.outputs) == 2
 
 
 def test_captured_operators_may_have_what_is_free() -> None:
@@ -513,17 +513,18 @@ def test_captured_operators_may_have_what_is_free() -> None:
     planned = Planned(plan, {}, {}, places_results=True)
     memory = plan_program(planned)
     (arena,) = memory.arenas.values()
-    assert arena.workspace.keys() == {b}
-    at = {name: (low, low + arena.buffers[name].size) for name, low in arena.placement.offsets.items()}
-    free = set(range(arena.placement.size)) - set(range(*at["a"])) - set(range(*at["b"]))
-    assert {byte for low, high in arena.workspace[b] for byte in range(low, high)} == free
+    buffers = buffers_of(planned)
+    assert arena.workspace.keys() == {"b"}
+    at = {name: (low, low + buffers[name].size) for name, low in offsets_by_name(plan, memory).items()}
+    free = set(range(arena.size)) - set(range(*at["a"])) - set(range(*at["b"]))
+    assert {byte for low, high in arena.workspace["b"] for byte in range(low, high)} == free
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     # Planted faults: what is alive, and what is not the program's.
-    outside = arena.placement.size, arena.placement.size + 64
+    outside = arena.size, arena.size + 64
     for spans, complaint in ((at["a"], "overlaps a"), (at["b"], "overlaps b"), (outside, "not the program's")):
-        faulty = replace(arena, workspace={b: (spans,)})
+        faulty = changed(memory, workspace={"b": (spans,)})
         with pytest.raises(PlanError, match=complaint):
-            verify_memory(plan.graph, plan.schedule, plan.facts, replace(memory, arenas={CPU: faulty}), {})
+            verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
 
 
 def test_what_operators_return_is_placed_where_the_allocator_can_be_told() -> None:
@@ -548,13 +549,13 @@ def test_what_operators_return_is_placed_where_the_allocator_can_be_told() -> No
     plan = program_plan(maker.finish([out, c]))
     index = {storage.name: storage.index for storage in plan.facts.storages}
     memory = plan_program(Planned(plan, {}, {}, places_results=True))
-    assert memory.location.keys() == {index[name] for name in ("a", "b", "c", "out")}
+    assert located(memory).keys() == {index[name] for name in ("a", "b", "c", "out")}
     assert memory.outputs == {index["c"], index["out"]}
-    assert index["b"] not in plan_program(Planned(plan, {}, {})).location
+    assert index["b"] not in located(plan_program(Planned(plan, {}, {})))
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     # One fault: b on its operand, which is read when b is written; c where its result is computed from.
-    for moved, there in (("b", "a"), ("c", "b"), ("out", "c")):
-        faulty = replace(memory, location={**memory.location, index[moved]: memory.location[index[there]]})
+    for name, there in (("b", "a"), ("c", "b"), ("out", "c")):
+        faulty = moved(memory, {index[name]: located(memory)[index[there]]})
         with pytest.raises(PlanError, match="overlap"):
             verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
 
@@ -579,9 +580,9 @@ def test_sizes_in_symbols_are_planned_for_the_numbers_at_hand() -> None:
     maker.launch("mix", x, x, b)
     maker.launch("mix", b, b, out)
     plan = program_plan(maker.finish([out]))
-    small, large = (plan_program(Planned(plan, {s: size, length: 16 * size}, {})) for size in (2, 100))
-    assert [memory.arenas[CPU].buffers["b"].size for memory in (small, large)] == [128, 6400]
-    assert replace(small.arenas[CPU].buffers["b"], size=6400) == large.arenas[CPU].buffers["b"]
+    small, large = (buffers_of(Planned(plan, {s: size, length: 16 * size}, {})) for size in (2, 100))
+    assert [buffers["b"].size for buffers in (small, large)] == [128, 6400]
+    assert replace(small["b"], size=6400) == large["b"]
 
 
 def _times_sixteen(value: int) -> int:

@@ -18,13 +18,13 @@ from conftest import Compiled, inductor
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_oracle import Case, memory_of, random_case
+from placements import changed, moved, put
 from random_graphs import (
     CPU,
     PROPERTY,
     GraphMaker,
     Recipe,
     build,
-    by_name,
     check_calls,
     compile_request,
     halve,
@@ -37,16 +37,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxwrap
 from fxwrap.codegen import torch_versions
 from fxwrap.codegen.torch_versions import allocations
-from fxwrap.compiler import compile_host_graph
 from fxwrap.errors import PlanError
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.recording import Recording
 from fxwrap.packing import Buffer, plan_memory
 from fxwrap.passes.memory.planner import plan_program
-from fxwrap.passes.memory.regions import share_regions
+from fxwrap.passes.memory.regions import SharedRegion, share_regions
 from fxwrap.passes.memory.requirements import Requirements
 from fxwrap.passes.verify import verify_memory
-from fxwrap.plan import MemoryPlan, Origin, Planned, Region
+from fxwrap.pipeline import compile_host_graph
+from fxwrap.plan import Home, MemoryPlan, Origin, Place, Planned, Region
 
 aten = torch.ops.aten
 
@@ -57,13 +57,13 @@ def recordings(program: Program) -> list[Recording]:
 
 def bytes_of(recording: Recording) -> dict[str, int]:
     storages = recording.plan.facts.storages
-    return {storages[i].name: storage.nbytes() for i, (storage, _) in recording._regions.places.items()}
+    return {storages[i].name: storage.nbytes() for i, (storage, _) in recording._held.regions.places.items()}
 
 
 # -- which storages share one --------------------------------------------------------------------------------
 
 
-def share(buffers: Mapping[int, Buffer], others: Sequence[int], *rest: Any) -> tuple[Region, ...]:
+def share(buffers: Mapping[int, Buffer], others: Sequence[int], *rest: Any) -> tuple[SharedRegion, ...]:
     """``others``: bytes that other things take, at each step."""
     return share_regions(buffers, [Buffer("", n, step, step + 1) for step, n in enumerate(others)], *rest)
 
@@ -97,7 +97,7 @@ def test_one_region_that_takes_too_much_in_any_step_is_not_made() -> None:
         x . . . x x        x . . . x x
     """
     buffers = {1: Buffer("a", 64, 0, 2), 2: Buffer("b", 64, 4, 6), 3: Buffer("c", 64, 1, 3)}
-    expected = Region(0, 6, 64, {1: 0, 2: 0}), Region(1, 3, 64, {3: 0})
+    expected = SharedRegion(0, 6, 64, {1: 0, 2: 0}), SharedRegion(1, 3, 64, {3: 0})
     assert share(buffers, [64, 0, 0, 0, 64, 64], 128, 64) == expected
     # One step with a byte more is enough, wherever it is. (In step 1 there would be no room for a and c.)
     for step in (0, 2, 3, 4, 5):
@@ -132,9 +132,9 @@ def test_a_region_is_as_small_as_it_can_be_packed() -> None:
 def test_what_is_counted_from_the_start_of_a_storage_has_a_region_of_its_own() -> None:
     buffers = {0: Buffer("b0", 64, 0, 2), 1: Buffer("b1", 10, 0, 2), 2: Buffer("b2", 128, 0, 1)}
     own, together = share(buffers, [0, 0], 1000, 64, {1})
-    assert own == Region(0, 2, 10, {1: 0})
+    assert own == SharedRegion(0, 2, 10, {1: 0})
     assert (together.begin, together.end, together.size, together.offsets.keys()) == (0, 2, 192, {0, 2})
-    assert share({1: buffers[1]}, [0, 0], 1000, 64, {1}) == (Region(0, 2, 10, {1: 0}),)
+    assert share({1: buffers[1]}, [0, 0], 1000, 64, {1}) == (SharedRegion(0, 2, 10, {1: 0}),)
     # What lies apart takes its part of the room.
     assert share(buffers, [0, 64], 202 + 64, 64, {1}) == (own, together)
     assert len(share(buffers, [0, 64], 202 + 63, 64, {1})) == 3
@@ -244,7 +244,7 @@ def test_memory_is_there_in_the_steps_that_name_a_storage() -> None:
     assert seen[-2:] == [{"a": 128, "b": 128}] * 2  # replays
     (recording,) = recordings(program)
     assert bytes_of(recording) == {"a": 0, "b": 0}
-    (text,) = [step.source for step in recording._graphs[0]._calls]
+    (text,) = [step.source for step in recording.graphs[0]._calls]
     # A storage is the constant between the calls that give it memory and take it back.
     assert text.splitlines() == [
         "def flat(r):",
@@ -335,10 +335,10 @@ def test_an_operator_that_counts_from_the_start_of_a_storage() -> None:
     check_calls(gm, maker.inputs, program, [False, True, False])
     (recording,) = recordings(program)
     memory = recording.request.memory
-    assert [list(region.offsets.values()) for region in memory.regions] == [[0], [0]]
+    assert [list(memory.inside(region).values()) for region in memory.regions] == [[0], [0]]
     # Another plan is refused.
-    one, two = (index for region in memory.regions for index in region.offsets)
-    faulty = replace(memory, regions=(Region(0, 4, 128, {one: 64, two: 0}),))
+    one, two = (index for region in memory.regions for index in memory.inside(region))
+    faulty = moved(replace(memory, regions=(Region(CPU, 0, 4, 128, 64),)), {one: 64, two: 0})
     with pytest.raises(PlanError, match=r"b is in a region with others"):
         verify_memory(recording.plan.graph, recording.plan.schedule, recording.plan.facts, faulty, {})
 
@@ -370,7 +370,7 @@ def test_an_operator_that_asks_whether_its_results_share_a_storage() -> None:
 Donated = Sequence[tuple[int, tuple[Node, ...]]]
 
 
-def taken_at_steps(case: Case, donated: Donated, regions: Sequence[Region] = ()) -> list[int]:
+def taken_at_steps(case: Case, donated: Donated, plan: MemoryPlan | None = None) -> list[int]:
     """Bytes at each step, as a run of the graph shows them: donated inputs, and all that the program makes, but what
     lies in regions is replaced by them.
 
@@ -382,13 +382,14 @@ def taken_at_steps(case: Case, donated: Donated, regions: Sequence[Region] = ())
         operators   . x x . .
     """
     index = {memory_of(storage): storage.index for storage in case.plan.facts.storages}
-    inside = {i for region in regions for i in region.offsets}
+    regions = plan.regions if plan is not None else ()
+    inside = {i for region in regions for i in plan.inside(region)}
     made = [memory for memory in case.seen.nbytes if index[memory] not in inside]
     spans = [(case.life(memory), case.seen.nbytes[memory]) for memory in made]
     spans += [(range(region.begin, region.end), region.size) for region in regions]
     for nbytes, nodes in donated:
         # One that nobody uses is there as long as the call.
-        ends = [case.uses.get((node, None), [case.end])[-1] + 1 for node in nodes]
+        ends = [case.uses.get((name, None), [case.end])[-1] + 1 for name in nodes]
         spans.append((range(0, max(ends)), nbytes))
     return [sum(nbytes for life, nbytes in spans if step in life) for step in range(case.end)]
 
@@ -397,11 +398,11 @@ def random_donated(case: Case, draw: random.Random) -> Donated:
     inputs = [node for node in case.plan.graph.graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if not case.handed_out & case.seen.of[node] and draw.random() < 0.7]
     if len(given) > 1 and draw.random() < 0.3:
-        return [(64 * draw.randint(1, 8), tuple(given))]
-    return [(64 * draw.randint(1, 8), (node,)) for node in given]
+        return [(64 * draw.randint(1, 8), tuple(node.name for node in given))]
+    return [(64 * draw.randint(1, 8), (node.name,)) for node in given]
 
 
-# pytest -m sweep tests/test_regions.py
+# pytest -m sweep tests/passes/memory/test_regions.py
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.sweep)])
 def test_no_more_is_taken_at_any_step_than_is_alive_at_most(count: int) -> None:
     """With regions, new storages, what operators allocate, and inputs that are freed after their last use."""
@@ -414,15 +415,16 @@ def test_no_more_is_taken_at_any_step_than_is_alive_at_most(count: int) -> None:
         donated = random_donated(case, draw)
         memory = plan_program(case.calls_again(donated=donated))
         alive = taken_at_steps(case, donated)
-        taken = taken_at_steps(case, donated, memory.regions)
+        inside = [memory.inside(region) for region in memory.regions]
+        taken = taken_at_steps(case, donated, memory)
         assert max(taken, default=0) <= max(alive, default=0), f"seed {seed}"
         own = [memory_of(s) for s in case.plan.facts.storages if s.index in memory.per_call]
-        assert {i for region in memory.regions for i in region.offsets}.isdisjoint(memory.per_call)
+        assert {i for offsets in inside for i in offsets}.isdisjoint(memory.per_call)
         spans = [(case.life(one), case.seen.nbytes[one]) for one in own]
         spans += [(range(region.begin, region.end), region.size) for region in memory.regions]
         assert memory.peak == max(sum(n for life, n in spans if step in life) for step in range(case.end))
         assert memory.lower_bound <= memory.plain == sum(memory.sizes[i] for i in needed(case, memory))
-        shared = [region for region in memory.regions if len(region.offsets) > 1]
+        shared = [offsets for offsets in inside if len(offsets) > 1]
         seen["shared"] += bool(shared)
         seen["one region"] += bool(shared) and len(memory.regions) == 1
         seen["several regions"] += len(memory.regions) > 1
@@ -430,7 +432,7 @@ def test_no_more_is_taken_at_any_step_than_is_alive_at_most(count: int) -> None:
         seen["new"] += bool(memory.per_call - memory.outputs)
         seen["room"] += max(taken, default=0) > 0 and taken != alive
         # Were inputs not counted, more would be taken in some programs.
-        unaware = plan_program(case.calls_again()).regions
+        unaware = plan_program(case.calls_again())
         seen["more if donated inputs are forgotten"] += max(taken_at_steps(case, donated, unaware)) > max(alive)
     print(f"\n{dict(seen)}")
     assert len(seen) == 7 and min(seen.values()) >= count // 100, seen
@@ -469,7 +471,7 @@ def test_donated_inputs_are_let_go_of_after_their_last_use() -> None:
     assert gone[-2:] == [[True, False]] * 2  # replays
     (recording,) = recordings(program)
     planned = recording.request.planned
-    assert sorted(planned.donated, key=str) == [(64, (by_name(program.plan.graph)[name],)) for name in ("s", "u")]
+    assert sorted(planned.donated, key=str) == [(64, (name,)) for name in ("s", "u")]
     assert [(b.size, b.begin, b.end) for b in Requirements.of(planned).donated] == [(64, 0, 1), (64, 0, 4)]
 
 
@@ -555,30 +557,23 @@ def test_more_is_taken_if_donated_inputs_are_forgotten(monkeypatch: pytest.Monke
 def faults(memory: MemoryPlan, draw: random.Random) -> Iterator[tuple[MemoryPlan, str]]:
     """A plan with one thing wrong, and what is said of it."""
 
-    def instead(region: Region, **changes: Any) -> MemoryPlan:
-        rest = tuple(one for one in memory.regions if one is not region)
-        return replace(memory, regions=(*rest, replace(region, **changes)))
-
-    for region in memory.regions:
-        yield instead(region, begin=region.begin + 1), "has no memory at step"
-        yield instead(region, end=region.end - 1), "has no memory at step"
-        index, offset = draw.choice(sorted(region.offsets.items()))
-        yield instead(region, offsets={**region.offsets, index: offset + 1}), "is misaligned"
-        yield replace(memory, location={**memory.location, index: (CPU, 0)}), "has memory in steps"
-        yield replace(memory, regions=(*memory.regions, Region(0, 100, 100, {index: 0}))), "has memory in steps"
-        yield replace(memory, per_call=memory.per_call | {index}), "has memory twice"
-        rest = {i: offset for i, offset in region.offsets.items() if i != index}
-        yield instead(region, offsets=rest), "has no memory"
+    for number, region in enumerate(memory.regions):
+        inside = memory.inside(region)
+        yield changed(memory, number, begin=region.begin + 1), "has no memory at step"
+        yield changed(memory, number, end=region.end - 1), "has no memory at step"
+        index, offset = draw.choice(sorted(inside.items()))
+        yield moved(memory, {index: offset + 1}, number), "is misaligned"
+        yield put(memory, index, Place(Home.OPERATOR)), "has no memory"
         if memory.sizes[index]:
-            yield instead(region, size=offset + memory.sizes[index] - 1), "lies outside of its region"
-            yield instead(region, offsets={**region.offsets, index: -64}), "lies outside of its region"
+            yield changed(memory, number, size=offset + memory.sizes[index] - 1), "lies outside of its region"
+            yield moved(memory, {index: -64}, number), "lies outside of its region"
     for index in sorted(memory.per_call):
-        yield replace(memory, per_call=memory.per_call - {index}), "has no memory"
+        yield put(memory, index, Place(Home.INPUT)), "has no memory"
     for index in sorted(memory.outputs):
         # Somebody has it when the next call fills the region.
-        region = Region(0, 100, memory.sizes[index], {index: 0})
-        there = replace(memory, regions=(*memory.regions, region), per_call=memory.per_call - {index})
-        yield there, "has memory in steps"
+        region = Region(CPU, 0, 100, memory.sizes[index], 64)
+        there = replace(memory, regions=(*memory.regions, region))
+        yield put(there, index, Place(Home.REGION, len(memory.regions))), "has memory in steps"
 
 
 def test_faults_are_found() -> None:
@@ -592,10 +587,8 @@ def test_faults_are_found() -> None:
             planted += 1
             with pytest.raises(PlanError, match=message):
                 case.verify(faulty)
-        for region in memory.regions:
-            rest = [one for one in memory.regions if one is not region]
-            moved = replace(region, offsets=dict.fromkeys(region.offsets, 0))
-            faulty = replace(memory, regions=(*rest, moved))
+        for number, region in enumerate(memory.regions):
+            faulty = moved(memory, dict.fromkeys(memory.inside(region), 0), number)
             if case.collision(case.plan.facts, faulty):
                 overlapping += 1
                 with pytest.raises(PlanError, match="overlap at step"):
@@ -616,6 +609,6 @@ def test_what_somebody_may_keep_is_in_no_region() -> None:
     memory = plan_program(Planned(plan, {}, {}, frozen=False))
     assert not memory.regions
     (index,) = memory.per_call - memory.outputs
-    faulty = replace(memory, regions=(Region(0, 3, 64, {index: 0}),), per_call=memory.outputs)
+    faulty = moved(replace(memory, regions=(Region(CPU, 0, 3, 64, 64),)), {index: 0})
     with pytest.raises(PlanError, match="b has memory in steps"):
         verify_memory(gm, plan.schedule, plan.facts, faulty, {})

@@ -12,11 +12,11 @@ from random_graphs import ALWAYS_EAGER, GraphMaker, aten, compile_request, pictu
 from torch.fx import GraphModule, Node
 
 import fxwrap
-from fxwrap.compiler import compile_host_graph
 from fxwrap.devices import CaptureCost
 from fxwrap.options import Options
 from fxwrap.passes.memory.requirements import hinted_sizes
 from fxwrap.passes.partition.cost_model import apply_cost_model
+from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import ProgramPlan, Verdict
 
 COST = CaptureCost(launch=5, extern=10, replay=12, copy=4, bytes=1000)
@@ -34,7 +34,7 @@ def plan_of(gm: GraphModule, static: tuple[int, ...] = ()) -> ProgramPlan:
 
 
 def weighed(plan: ProgramPlan, capture: str = "auto", min_launches: int = 1) -> ProgramPlan:
-    return apply_cost_model(plan, COST, hinted_sizes(plan.facts), capture, min_launches)
+    return apply_cost_model(plan, COST, hinted_sizes(plan.graph, plan.facts), capture, min_launches)
 
 
 def chain(*names: str) -> GraphModule:
@@ -68,10 +68,10 @@ def test_what_eager_work_makes_where_it_is_read_is_not_paid_for() -> None:
     before = maker.extern(aten.cumsum.default, maker.input("x"), 0)
     gm = maker.finish([mix(maker, "c", mix(maker, "b", mix(maker, "a", before)))])
     plan = compile_host_graph(gm, compile_request(Options(eager_ops=("aten::cumsum",), capture="always"), (0,))).plan
-    (made,) = [storage.index for storage in plan.facts.storages if storage.node is before]
+    (made,) = [storage.index for storage in plan.facts.storages if storage.node == before.name]
     copies = []
     for placed in ((), (made,)):
-        found = apply_cost_model(plan, COST, hinted_sizes(plan.facts), "always", 1, placed)
+        found = apply_cost_model(plan, COST, hinted_sizes(plan.graph, plan.facts), "always", 1, placed)
         (benefit,) = [partition.benefit for partition in found.partitions if partition.verdict is Verdict.CAPTURED]
         assert benefit is not None
         copies.append(benefit.copies)
@@ -90,12 +90,12 @@ def test_a_partition_that_does_not_pay_joins_its_neighbours() -> None:
     assert picture(found.partitions) == "captured[a b c d] eager[e f g] captured[h i j k]"
     assert [partition.index for partition in found.partitions] == [0, 1, 2]
     (f,) = [node for node in found.schedule if node.name == "f"]
-    assert found.verdicts[f].verdict is Verdict.EAGER
+    assert found.verdicts[f.name].verdict is Verdict.EAGER
     assert (
-        found.verdicts[f].reason
+        found.verdicts[f.name].reason
         == "not worth a capture, which saves 5 us of calls for 12 us of replay and 0 us of copies"
     )
-    assert found.verdicts[f].reason in found.partitions[1].reason and "always" in found.verdicts[f].remedy
+    assert found.verdicts[f.name].reason in found.partitions[1].reason and "always" in found.verdicts[f.name].remedy
     assert found.schedule == plan.schedule
 
 

@@ -12,7 +12,18 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_graphs import ALWAYS_EAGER, CPU, PROPERTY, GraphMaker, Recipe, aten, build, by_name, picture, recipes
+from random_graphs import (
+    ALWAYS_EAGER,
+    CPU,
+    PROPERTY,
+    GraphMaker,
+    Recipe,
+    aten,
+    build,
+    nodes_of,
+    picture,
+    recipes,
+)
 from torch.fx import GraphModule, Node
 
 import fxwrap
@@ -40,10 +51,10 @@ def cut_of(gm: GraphModule, mib: dict[str, int] | int, budget: float = 1.1) -> C
     facts = analyse_storages(gm)
     sizes = {}
     for index in inner_storages(gm, facts):
-        name = facts.storages[index].node.name.removesuffix("_out")
+        name = facts.storages[index].node.removesuffix("_out")
         sizes[index] = (mib if isinstance(mib, int) else mib.get(name, 0)) * MIB
     found = cut(build_dependency_graph(gm, facts), judge(gm, ALWAYS_EAGER), CPU, facts, sizes, budget)
-    verify_schedule(gm, [node for partition in found.partitions for node in partition.nodes])
+    verify_schedule(gm, nodes_of(gm, found.partitions))
     return found
 
 
@@ -122,7 +133,7 @@ def test_the_budget_holds_and_without_it_the_cut_is_minimal(recipe: Recipe, seed
     dependencies, verdicts = build_dependency_graph(gm, facts), judge(gm, ALWAYS_EAGER)
     found = cut(dependencies, verdicts, CPU, facts, sizes, budget)
     free = cut(dependencies, verdicts, CPU)
-    verify_schedule(gm, [node for partition in found.partitions for node in partition.nodes])
+    verify_schedule(gm, nodes_of(gm, found.partitions))
     assert found.fewest == free.captured <= found.captured <= found.in_program_order
     assert found.peak <= max(budget * found.program_order_peak, found.program_order_peak + MIB)
     if budget == 100.0:
@@ -168,8 +179,8 @@ def _waw() -> tuple[GraphModule, StorageFacts | None]:
     maker.launch("mix", y, y, b, name="other")
     gm = maker.finish([f, b])
     facts = analyse_storages(gm)
-    reads = {node: reads - facts.writes.get(node, frozenset()) for node, reads in facts.reads.items()}
-    return gm, StorageFacts(facts.storages, facts.of, reads, facts.writes)
+    read = {name: read - facts.written.get(name, frozenset()) for name, read in facts.read.items()}
+    return gm, StorageFacts(facts.storages, facts.values, read, facts.written)
 
 
 def _order() -> tuple[GraphModule, StorageFacts | None]:
@@ -192,7 +203,7 @@ def test_a_schedule_made_without_one_kind_of_edge_is_refused(kind: str, make: An
     verdicts = judge(gm, (*ALWAYS_EAGER, "aten::sin", "aten::randn"))
 
     def schedule(dependencies: nx.DiGraph) -> list[Node]:
-        return [node for p in cut(dependencies, verdicts, CPU).partitions for node in p.nodes]
+        return nodes_of(gm, cut(dependencies, verdicts, CPU).partitions)
 
     verify_schedule(gm, schedule(dependencies))
     faulty = nx.DiGraph()
@@ -222,7 +233,7 @@ def test_a_rule_matches_by_operator_tag_or_predicate_and_says_why() -> None:
         fxwrap.EagerRule("large", predicate=lambda node: "mm" in str(node.target) and "multiplies"),
         fxwrap.EagerRule("elsewhere", operators=("aten::cos",), devices=("cuda",)),
     )
-    found = {name: judge(gm, rules)[node] for name, node in by_name(gm).items() if name in ("s", "m", "draw", "c")}
+    found = {name: judge(gm, rules)[name] for name in ("s", "m", "draw", "c")}
     assert {name: verdict.reason for name, verdict in found.items()} == {
         "s": "too precise", "m": "multiplies", "draw": "draws", "c": "",
     }  # fmt: skip

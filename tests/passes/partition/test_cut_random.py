@@ -27,6 +27,7 @@ from random_graphs import (
     check_calls,
     compile_request,
     expected_of,
+    nodes_of,
     picture,
     random_recipe,
     recipes,
@@ -36,7 +37,6 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.compiler import compile_host_graph
 from fxwrap.graphs.devices.runtime import using_runtime
 from fxwrap.graphs.program import Program
 from fxwrap.options import Options
@@ -46,6 +46,7 @@ from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.partition.capturability import is_work, judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_schedule
+from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import NodeVerdict, Partition, Planned, Verdict
 from fxwrap.testing.simulated import SIMULATED
 
@@ -214,7 +215,7 @@ def test_what_depends_on_data_runs_with_its_arithmetic() -> None:
     maker.launch("scale", x, twice, out, name="s")
     a = mix(maker, "a", x)
     program = check(maker, [out, a], "captured[a] eager[n twice s]")
-    reasons = {node.name: verdict.reason for node, verdict in program.plan.verdicts.items()}
+    reasons = {name: verdict.reason for name, verdict in program.plan.verdicts.items()}
     assert reasons["n"] == "reads a number out of a tensor on the host"
     assert reasons["s"].startswith("works on twice, ")
 
@@ -258,7 +259,7 @@ def test_an_operator_can_be_listed_in_any_usual_spelling(spelling: str) -> None:
     x, out = maker.input("x"), maker.allocate()
     maker.extern(aten.mm.out, x, x, out=out, name="product")
     gm = maker.finish([out])
-    verdict = judge(gm, (spelling,))[by_name(gm)["product"]]
+    verdict = judge(gm, (spelling,))["product"]
     assert (verdict.verdict, verdict.reason) == (Verdict.EAGER, "listed in eager_ops")
 
 
@@ -268,7 +269,7 @@ def test_listing_another_operator_changes_nothing(spelling: str) -> None:
     x, out = maker.input("x"), maker.allocate()
     maker.extern(aten.mm.out, x, x, out=out, name="product")
     gm = maker.finish([out])
-    assert judge(gm, (spelling,))[by_name(gm)["product"]].verdict is Verdict.CAPTURED
+    assert judge(gm, (spelling,))["product"].verdict is Verdict.CAPTURED
 
 
 @PROPERTY
@@ -276,21 +277,21 @@ def test_listing_another_operator_changes_nothing(spelling: str) -> None:
 def test_every_node_has_a_verdict_and_every_eager_one_a_reason(recipe: Recipe) -> None:
     graph = build(recipe)
     verdicts = judge(graph.gm, graph.options.eager_ops)
-    assert set(verdicts) == set(graph.gm.graph.nodes)
+    assert verdicts.keys() == by_name(graph.gm).keys()
     assert all(verdict.reason for verdict in verdicts.values() if verdict.verdict is Verdict.EAGER)
 
 
 # -- the number of captured partitions ----------------------------------------------------------------------
 
 
-def colour(node: Node, verdicts: dict[Node, NodeVerdict]) -> Verdict | None:
+def colour(node: Node, verdicts: dict[str, NodeVerdict]) -> Verdict | None:
     """None for what belongs to no partition."""
-    if verdicts[node].verdict is Verdict.EAGER or is_work(node):
-        return verdicts[node].verdict
+    if verdicts[node.name].verdict is Verdict.EAGER or is_work(node):
+        return verdicts[node.name].verdict
     return None
 
 
-def lower_bound(dependencies: nx.DiGraph, verdicts: dict[Node, NodeVerdict]) -> int:
+def lower_bound(dependencies: nx.DiGraph, verdicts: dict[str, NodeVerdict]) -> int:
     """The fewest captured partitions that any order allows.
 
     Walk along any path of the graph: each time captured work follows eager work, or is the first, another captured
@@ -313,7 +314,7 @@ def lower_bound(dependencies: nx.DiGraph, verdicts: dict[Node, NodeVerdict]) -> 
     return max((count for counts in most.values() for count in counts.values()), default=0)
 
 
-def best_by_search(dependencies: nx.DiGraph, verdicts: dict[Node, NodeVerdict]) -> tuple[int, int]:
+def best_by_search(dependencies: nx.DiGraph, verdicts: dict[str, NodeVerdict]) -> tuple[int, int]:
     """The fewest captured partitions, and the fewest partitions with that, found by trying every order."""
     nodes = [node for node in dependencies if colour(node, verdicts) is not None]
     before = [sum(1 << nodes.index(a) for a in nx.ancestors(dependencies, node) if a in nodes) for node in nodes]
@@ -352,12 +353,12 @@ def test_the_cut_reaches_the_lower_bound(recipe: Recipe, shuffle: int) -> None:
     for order in (list(dependencies.nodes), shuffled):
         partitions = cut(reordered(dependencies, order), verdicts, CPU).partitions
         assert captured_in(partitions) == lower_bound(dependencies, verdicts)
-        assert sorted(node.name for p in partitions for node in p.nodes) == sorted(
+        assert sorted(name for p in partitions for name in p.nodes) == sorted(
             node.name for node in dependencies if colour(node, verdicts) is not None
         )
-        assert all(verdicts[node].verdict is p.verdict for p in partitions for node in p.nodes)
+        assert all(verdicts[name].verdict is p.verdict for p in partitions for name in p.nodes)
         assert all(one.verdict is not two.verdict for one, two in itertools.pairwise(partitions))
-        verify_schedule(graph.gm, [node for p in partitions for node in p.nodes])
+        verify_schedule(graph.gm, nodes_of(graph.gm, partitions))
 
 
 @PROPERTY
@@ -373,7 +374,7 @@ def test_no_order_at_all_is_better(recipe: Recipe) -> None:
     assert lower_bound(dependencies, verdicts) == captured_in(partitions)
 
 
-# pytest -m sweep tests/test_partition.py
+# pytest -m sweep tests/passes/partition/test_cut_random.py
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.sweep)])
 def test_random_graphs_of_all_sizes(count: int) -> None:
     """Minimal, in an order that the checker accepts, and with the graph's own numbers; 2 to 200 nodes."""
@@ -385,7 +386,7 @@ def test_random_graphs_of_all_sizes(count: int) -> None:
         verdicts = judge(graph.gm, graph.options.eager_ops)
         found = cut(dependencies, verdicts, CPU)
         assert found.captured == found.fewest == lower_bound(dependencies, verdicts)
-        schedule = [node for partition in found.partitions for node in partition.nodes]
+        schedule = nodes_of(graph.gm, found.partitions)
         verify_schedule(graph.gm, schedule)
         inputs = graph.inputs(seed)
         expected = expected_of(graph.gm, inputs, seed)
@@ -503,7 +504,7 @@ def test_random_graphs_are_worth_the_trouble() -> None:
         graph = build(random_recipe(draw))
         plan = compile_host_graph(graph.gm, compile_request(graph.options)).plan
         memory = plan_program(Planned(plan, {}, {}))
-        written = [plan.facts.storages[index].node for indices in plan.facts.writes.values() for index in indices]
+        written = [plan.maker(index) for indices in plan.facts.written.values() for index in indices]
         cuts += len(plan.partitions) >= 3
         reuses += memory.size < memory.plain
         updates += any(node.op == "placeholder" for node in written)

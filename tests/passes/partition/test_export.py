@@ -61,9 +61,9 @@ def test_signature(compiled: Any) -> None:
     assert [g.partition.verdict for g in graphs] == [Verdict.CAPTURED, Verdict.EAGER, Verdict.CAPTURED]
     shown = [
         (
-            [node.name for node in g.signature.inputs],
-            [g.signature.inputs[i].name for i in g.signature.mutated],
-            [node.name for node in g.signature.outputs],
+            list(g.signature.inputs),
+            [g.signature.inputs[i] for i in g.signature.mutated],
+            list(g.signature.outputs),
         )
         for g in graphs
     ]
@@ -85,11 +85,11 @@ def test_what_leaves_and_what_dies_inside(compiled: Any, device: torch.device) -
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         f(torch.randn(4, 4, device=device), torch.randn(4, 4, device=device))
     first = graphs[0].signature
-    facts = f.program.plan.facts
-    assert [node.target for node in first.outputs] == [torch.ops.aten.mode.default]
+    plan = f.program.plan
+    assert [plan.nodes[name].target for name in first.outputs] == [torch.ops.aten.mode.default]
     assert len(first.temporaries) == 2
-    assert all(facts.storages[index].node.target is torch.empty_strided for index in first.temporaries)
-    assert first.symbols and all(first.inputs[i].meta["val"] > 0 for i in first.symbols)
+    assert all(plan.maker(index).target is torch.empty_strided for index in first.temporaries)
+    assert first.symbols and all(plan.nodes[first.inputs[i]].meta["val"] > 0 for i in first.symbols)
 
 
 @pytest.mark.parametrize("case", CASES)

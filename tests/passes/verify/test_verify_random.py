@@ -18,7 +18,7 @@ from memory_oracle import (
     memory_of,
     random_case,
 )
-from placements import aligned
+from placements import aligned, changed, located, moved
 from random_graphs import (
     CPU,
     RandomGraph,
@@ -30,15 +30,16 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import PlanError
 from fxwrap.host_graph.nodes import Kind
+from fxwrap.packing import Reserved
 from fxwrap.passes.analysis.aliasing import _Analysis
 from fxwrap.passes.memory.planner import plan_pair, plan_program
 from fxwrap.passes.verify import verify_schedule
-from fxwrap.plan import MemoryPlan, Origin, PlacementHint, StorageFacts, Taken
+from fxwrap.plan import MemoryPlan, Origin, PlacementHint, StorageFacts
 
 # -- what is sound is accepted ------------------------------------------------------------------------------
 
 
-# pytest -m sweep tests/test_verify_random.py
+# pytest -m sweep tests/passes/verify/test_verify_random.py
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])
 def test_every_plan_is_accepted(count: int) -> None:
     """With and without places and bytes that others have; also where memory comes and goes with each call."""
@@ -54,7 +55,7 @@ def test_every_plan_is_accepted(count: int) -> None:
         case.verify(told)
         around["workspace"] += any(arena.workspace for arena in told.arenas.values())
         calls = plan_program(case.calls_again())
-        assert not calls.arenas and not calls.location
+        assert not calls.arenas
         assert not case.collision(case.plan.facts, calls), f"seed {seed}"
         case.verify(calls)
         around["regions"] += bool(calls.regions)
@@ -69,9 +70,9 @@ def test_every_plan_is_accepted(count: int) -> None:
     assert all(around[kind] >= count // 12 for kind in kinds)
 
 
-def again(case: Case, memory: MemoryPlan, taken: Taken) -> bool:
+def again(case: Case, memory: MemoryPlan, taken: Reserved) -> bool:
     """Whether something lies in bytes that were given away."""
-    spans = [(offset, offset + memory.sizes[index]) for index, (_, offset) in memory.location.items()]
+    spans = [(offset, offset + memory.sizes[index]) for index, offset in located(memory).items()]
     return any(low < taken.high and taken.low < high for low, high in spans)
 
 
@@ -90,17 +91,18 @@ def test_plans_for_two_programs_are_accepted_and_followed(count: int) -> None:
         draw = random.Random(seed)
         first, second = random_case(draw), random_case(draw)
         first, second = replace(first, taken=()), replace(second, taken=())
-        free = [n for n in second.graph.gm.graph.nodes if n.op == "placeholder" and n not in second.places]
+        free = [n for n in second.graph.gm.graph.nodes if n.op == "placeholder" and n.name not in second.places]
         lasting = sorted(first.plan_with().outputs)
-        saved_as = {index: [free.pop()] for index in lasting if free and draw.random() < 0.8}
+        saved_as = {index: [free.pop().name] for index in lasting if free and draw.random() < 0.8}
         own, others = plan_pair(first.planned(), second.planned(), saved_as)
         memory = plan_program(first.planned(), hint=own)
         assert placed(first, memory) == by_storage(own), f"seed {seed}"
         assert not first.collision(first.plan.facts, memory), f"seed {seed}"
         first.verify(memory)
-        spans = {index: memory.location[index][1] for index in lasting}
+        spans = {index: located(memory)[index] for index in lasting}
         taken = tuple(
-            Taken(low, low + memory.sizes[index], tuple(saved_as.get(index, ()))) for index, low in spans.items()
+            Reserved(low, low + memory.sizes[index], nodes=tuple(saved_as.get(index, ())))
+            for index, low in spans.items()
         )
         second = replace(second, taken=taken)
         later = plan_program(second.planned(), lambda device, taken=taken: taken, others)
@@ -113,7 +115,7 @@ def test_plans_for_two_programs_are_accepted_and_followed(count: int) -> None:
 
 
 def placed(case: Case, memory: MemoryPlan) -> dict[str, int]:
-    return {case.plan.facts.storages[index].name: offset for index, (_, offset) in memory.location.items()}
+    return {case.plan.facts.storages[index].name: offset for index, offset in located(memory).items()}
 
 
 def by_storage(hint: PlacementHint) -> dict[str, int]:
@@ -128,12 +130,10 @@ def by_storage(hint: PlacementHint) -> dict[str, int]:
 Faulty = Iterator[tuple[MemoryPlan, StorageFacts, str]]
 
 
-def moved(memory: MemoryPlan, index: int, offset: int, roomy: bool = True) -> MemoryPlan:
-    arena = memory.arenas[CPU]
+def shifted(memory: MemoryPlan, index: int, offset: int, roomy: bool = True) -> MemoryPlan:
     if roomy:  # so that nothing else is wrong
-        size = max(arena.placement.size, offset + memory.sizes[index])
-        arena = replace(arena, placement=replace(arena.placement, size=size))
-    return replace(memory, arenas={CPU: arena}, location={**memory.location, index: (CPU, offset)})
+        memory = changed(memory, size=max(memory.size, offset + memory.sizes[index]))
+    return moved(memory, {index: offset})
 
 
 def shifted_onto_another(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
@@ -141,27 +141,27 @@ def shifted_onto_another(case: Case, memory: MemoryPlan, draw: random.Random) ->
     storages = case.plan.facts.storages
     pairs = [
         (one, two)
-        for one in memory.location
-        for two in memory.location
+        for one in located(memory)
+        for two in located(memory)
         if one != two and set(case.life(memory_of(storages[one]))) & set(case.life(memory_of(storages[two])))
     ]
     for one, two in draw.sample(pairs, min(3, len(pairs))):
-        low, high = memory.location[two][1], memory.location[two][1] + memory.sizes[two]
+        low, high = located(memory)[two], located(memory)[two] + memory.sizes[two]
         least = max(0, low - memory.sizes[one] + 1)
         offsets = range(aligned(least, ALIGNMENT), high, ALIGNMENT)
         if offsets:
-            yield moved(memory, one, draw.choice(offsets)), case.plan.facts, "overlap"
+            yield shifted(memory, one, draw.choice(offsets)), case.plan.facts, "overlap"
 
 
 def last_use_missing(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """Planned as if the last node that works on a storage did not."""
     facts = case.plan.facts
-    for index in memory.location:
-        last = next((node for node in reversed(case.plan.schedule) if index in facts.touched(node)), None)
+    for index in located(memory):
+        last = next((node.name for node in reversed(case.plan.schedule) if index in facts.touched(node)), None)
         if last is not None:
-            reads = {**facts.reads, last: facts.reads.get(last, frozenset()) - {index}}
-            writes = {**facts.writes, last: facts.writes.get(last, frozenset()) - {index}}
-            wrong = replace(facts, reads=reads, writes=writes)
+            read = {**facts.read, last: facts.read.get(last, frozenset()) - {index}}
+            written = {**facts.written, last: facts.written.get(last, frozenset()) - {index}}
+            wrong = replace(facts, read=read, written=written)
             yield case.plan_with(wrong), wrong, "overlap"
 
 
@@ -181,9 +181,9 @@ class _Forgetful(_Analysis):
 
 def missed_alias(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """Planned as if a view, or what an operator returns of its operand, had memory of its own."""
-    planned = {memory_of(case.plan.facts.storages[index]) for index in memory.location}
+    planned = {memory_of(case.plan.facts.storages[index]) for index in located(memory)}
     made = {node for node, _ in planned}
-    aliases = [n for n, found in case.seen.of.items() if n not in made and found & planned]
+    aliases = [n for n, found in case.seen.of.items() if n.name not in made and found & planned]
     for node in draw.sample(aliases, min(6, len(aliases))):
         wrong = _Forgetful(case.plan.graph, node).run()
         yield case.plan_with(wrong), wrong, "overlap"
@@ -191,23 +191,24 @@ def missed_alias(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
 
 def onto_taken_bytes(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """A storage in bytes that another program's output has, before that is free."""
-    for index in memory.location:
+    for index in located(memory):
         life = set(case.life(memory_of(case.plan.facts.storages[index])))
         others = [one for one in case.taken if life & set(case.life_of(one))]
         if others:
             one = draw.choice(others)
             offset = draw.randrange(one.low, aligned(one.high, ALIGNMENT), ALIGNMENT)
-            yield moved(memory, index, offset), case.plan.facts, "overlap"
+            yield shifted(memory, index, offset), case.plan.facts, "overlap"
 
 
 def output_cut_at_its_last_use(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """Planned as if the caller did not get one of the outputs."""
     facts = case.plan.facts
     output = next(node for node in case.plan.graph.graph.nodes if node.op == "output")
-    for index in sorted(frozenset().union(*(facts.of.get(n, frozenset()) for n in output.all_input_nodes))):
-        if index in memory.location:
-            of = {n: facts.of[n] - {index} if n in output.all_input_nodes else found for n, found in facts.of.items()}
-            wrong = replace(facts, of=of)
+    for index in sorted(frozenset().union(*(facts.of(n) for n in output.all_input_nodes))):
+        if index in located(memory):
+            names = {n.name for n in output.all_input_nodes}
+            of = {n: found - {index} if n in names else found for n, found in facts.values.items()}
+            wrong = replace(facts, values=of)
             yield case.plan_with(wrong), wrong, "overlap"
 
 
@@ -215,33 +216,33 @@ def workspace_where_somebody_lives(case: Case, memory: MemoryPlan, draw: random.
     """Bytes that are offered to an operator while they are somebody else's."""
     told = plan_program(replace(case.planned(), places_results=True), lambda device: case.taken)
     arena = told.arenas.get(CPU)
-    for node in arena.workspace if arena is not None else ():
-        step = case.plan.schedule.index(node)
-        alive = [i for i in told.location if step in case.life(memory_of(case.plan.facts.storages[i]))]
+    for name in arena.workspace if arena is not None else ():
+        step = case.plan.schedule.index(case.plan.nodes[name])
+        alive = [i for i in located(told) if step in case.life(memory_of(case.plan.facts.storages[i]))]
         if alive and arena is not None:
             index = draw.choice(alive)
-            low = told.location[index][1]
-            workspace = {**arena.workspace, node: ((low, low + told.sizes[index]),)}
-            yield replace(told, arenas={CPU: replace(arena, workspace=workspace)}), case.plan.facts, "overlaps"
+            low = located(told)[index]
+            workspace = {**arena.workspace, name: ((low, low + told.sizes[index]),)}
+            yield changed(told, workspace=workspace), case.plan.facts, "overlaps"
 
 
 def misaligned(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
-    for index in draw.sample(sorted(memory.location), min(2, len(memory.location))):
-        above = aligned(memory.arenas[CPU].placement.size, ALIGNMENT) + 1024
-        yield moved(memory, index, above + draw.randint(1, ALIGNMENT - 1)), case.plan.facts, "is misaligned"
+    for index in draw.sample(sorted(located(memory)), min(2, len(located(memory)))):
+        above = aligned(memory.size, ALIGNMENT) + 1024
+        yield shifted(memory, index, above + draw.randint(1, ALIGNMENT - 1)), case.plan.facts, "is misaligned"
 
 
 def outside_of_the_arena(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
-    top = memory.arenas[CPU].placement.size // ALIGNMENT * ALIGNMENT
-    for index in draw.sample(sorted(memory.location), min(2, len(memory.location))):
+    top = memory.size // ALIGNMENT * ALIGNMENT
+    for index in draw.sample(sorted(located(memory)), min(2, len(located(memory)))):
         offset = draw.choice([-ALIGNMENT, top, top + ALIGNMENT])
-        yield moved(memory, index, offset, roomy=False), case.plan.facts, "lies outside of its arena"
+        yield shifted(memory, index, offset, roomy=False), case.plan.facts, "lies outside of its arena"
 
 
 def too_small(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """For the layout that a storage was allocated with, and views reach as far."""
     for index, nbytes in memory.sizes.items():
-        if index in memory.location and case.plan.facts.storages[index].origin is Origin.ALLOCATION:
+        if index in located(memory) and case.plan.facts.storages[index].origin is Origin.ALLOCATION:
             sizes = {**memory.sizes, index: nbytes - draw.randint(1, nbytes)}
             yield replace(memory, sizes=sizes), case.plan.facts, "is too small"
 
@@ -267,7 +268,7 @@ def test_every_plan_with_a_fault_is_rejected(count: int) -> None:
         draw = random.Random(seed)
         case = random_case(draw)
         memory = case.plan_with()
-        if not memory.location:
+        if not located(memory):
             continue
         for fault in FAULTS:
             for faulty, facts, expected in fault(case, memory, draw):
@@ -297,20 +298,21 @@ def wrong_facts(case: Case, draw: random.Random) -> Iterator[tuple[str, StorageF
     facts = case.plan.facts
     made = [s.index for s in facts.storages if s.origin is Origin.ALLOCATION]
     for index in made:
-        last = next((node for node in reversed(case.plan.schedule) if index in facts.touched(node)), None)
+        last = next((node.name for node in reversed(case.plan.schedule) if index in facts.touched(node)), None)
         if last is not None:
-            of = {**facts.of, last: facts.of.get(last, frozenset()) - {index}}
-            reads = {**facts.reads, last: facts.reads.get(last, frozenset()) - {index}}
-            writes = {**facts.writes, last: facts.writes.get(last, frozenset()) - {index}}
-            yield "last use", replace(facts, of=of, reads=reads, writes=writes)
+            of = {**facts.values, last: facts.values.get(last, frozenset()) - {index}}
+            read = {**facts.read, last: facts.read.get(last, frozenset()) - {index}}
+            written = {**facts.written, last: facts.written.get(last, frozenset()) - {index}}
+            yield "last use", replace(facts, values=of, read=read, written=written)
     planned = {memory_of(facts.storages[index]) for index in made}
-    aliases = [n for n, found in case.seen.of.items() if (n, None) not in planned and found & planned]
+    aliases = [n for n, found in case.seen.of.items() if (n.name, None) not in planned and found & planned]
     for node in draw.sample(aliases, min(6, len(aliases))):
         yield "alias", _Forgetful(case.plan.graph, node).run()
-    output = next(node for node in case.plan.graph.graph.nodes if node.op == "output").all_input_nodes
-    for index in sorted(facts.behind(output).intersection(made)):
-        of = {node: found - {index} if node in output else found for node, found in facts.of.items()}
-        yield "output", replace(facts, of=of)
+    outputs = next(node for node in case.plan.graph.graph.nodes if node.op == "output").all_input_nodes
+    output = {node.name for node in outputs}
+    for index in sorted(facts.behind(outputs).intersection(made)):
+        of = {name: found - {index} if name in output else found for name, found in facts.values.items()}
+        yield "output", replace(facts, values=of)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])

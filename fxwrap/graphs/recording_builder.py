@@ -1,0 +1,541 @@
+"""Makes recordings. The one place where decisions are applied: memory is laid out, partitions are captured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..errors import MemoryLimitError
+from ..host_graph.nodes import Kind, checks_layout, checks_on, constants, kind_of, operator_name, output_node
+from ..plan import Home, Origin, Partition, Place, Verdict
+from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_over, tensors_in
+from .devices.device_graph import DeviceGraph
+from .devices.host_graph import issue
+from .devices.runtime import GraphPool
+from .flat import FlatBuilder, FlatFunction
+from .live_outputs import OutputStorage
+from .output_views import copy_out, each, relay, views_of
+from .placement import PlacedResults
+from .recording import Held, Recording, RecordingRequest, Replay, fill
+from .regions import Regions
+from .registers import Registers
+from .static_buffers import StaticBuffers, copy_tensors, unexpanded
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What came of recording one call.
+
+    Attributes:
+        outputs: of this call.
+        refused: operators that a capture has failed at, and how: the program can be cut anew around them.
+    """
+
+    recording: Recording
+    outputs: Any
+    refused: Mapping[str, str]
+
+
+class RecordingBuilder:
+    """Records one call of a program. It is gone afterwards: whatever a replay needs is in the recording."""
+
+    def __init__(self, request: RecordingRequest) -> None:
+        self.request = request
+        self.plan = request.planned.program
+        self._frozen = request.runtime.frozen_addresses
+        self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
+        self._constants = constants(self.plan.graph)
+        self._registers = Registers.of(self.plan, request.memory, self._frozen)
+        self._r: list[Any] = [None] * len(self._registers.numbers)
+        self._inputs_end = len(self._placeholders)
+        captured = [p for p in self.plan.partitions if p.verdict is Verdict.CAPTURED]
+        # Storages that have to lie where they always do: graphs read them, or they have a place in the plan.
+        self._fixed = self.plan.facts.named_in(node for p in captured for node in self.plan.work_in(p))
+        places = enumerate(request.memory.places)
+        self._fixed |= {index for index, place in places if self._in_arena(place)}
+        self._memory: dict[Node, torch.Tensor] = {}
+        self._in_arenas: dict[int, tuple[torch.device, int]] = {}
+        self._regions = Regions(self.plan, request.memory)
+        self._placed = PlacedResults(request.runtime.place_allocations, request.functions)
+        self._input_buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
+        self._mutated: list[tuple[int, torch.Tensor]] = []
+        self._static_addresses: list[Any] = [None] * len(self._placeholders)
+        # The tensors that stand for static and copied inputs.
+        self._as_seen: dict[int, torch.Tensor] = {}
+        self._steps: list[Callable[[], Any]] = []
+        self._graphs: list[DeviceGraph] = []
+        self._pools: list[GraphPool | None] = []
+        self._kept: list[Any] = []
+        # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
+        self._pooled: set[Node] = set()
+        self._watched: list[OutputStorage] = []
+        self._eager_reasons: dict[int, str] = {}
+        self._refused: dict[str, str] = {}
+        self._gave_up = ""
+        self._inference = torch.is_inference_mode_enabled()
+
+    def record(self, inputs: Sequence[Any]) -> Recorded:
+        """Capture the program on ``inputs``, and run it once.
+
+        On any error nothing is kept. A recording for which memory became short after the first step has ended.
+
+        Raises:
+            MemoryLimitError: the device is out of memory, and nothing has run yet.
+        """
+        try:
+            # Tensors made in inference mode could not be written outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                with self._regions.filled():
+                    self._take_memory()
+                self._place_results()
+                replay = self._capture_all(inputs)
+                self._placed.captured()
+            recording = self._finished(replay)
+            outputs = replay.hand_out(inputs)
+            self._forget_inputs()
+            if self._gave_up:
+                recording.end(self._gave_up)
+            elif self.request.arenas:
+                watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._watched]
+                recording.watch(watched, inputs, outputs)
+            if self._placed.keeper:
+                self._leave_arenas(f"{self._placed.keeper} keeps memory that it was offered for a while")
+        finally:
+            self._forget_inputs()
+            self._regions.empty()
+            self._placed.stop()
+        return Recorded(recording, outputs, self._refused)
+
+    def _forget_inputs(self) -> None:
+        self._as_seen.clear()
+        self._r[:] = [None] * len(self._r)
+
+    def _finished(self, replay: Replay) -> Recording:
+        memory = list(self._memory.values())
+        kept = self._graphs, self._pools, memory, self._kept, self._in_arenas, self._regions, self._placed
+        return Recording(self.request, replay, Held(*kept, self._eager_reasons), self._static_addresses)
+
+    def _leave_arenas(self, why: str) -> None:
+        """Whatever is recorded there ends; others get other memory."""
+        for arena in self.request.arenas.values():
+            arena.clear(why)
+
+    def _in_arena(self, place: Place) -> bool:
+        return place.home is Home.REGION and self.request.memory.regions[place.region].arena
+
+    def _take_memory(self) -> None:
+        """Lay out what is allocated for the recording; a static input buffer is laid out when the input is seen."""
+        for storage, place in zip(self.plan.facts.storages, self.request.memory.places, strict=True):
+            if storage.origin is not Origin.ALLOCATION:
+                continue
+            node = self.plan.nodes[storage.node]
+            options: Any = node.kwargs
+            match place.home:
+                case Home.REGION:
+                    space, offset = self._regions.places.get(storage.index) or (self._planned(storage.index), 0)
+                    size, stride = self._layout(node)
+                    self._memory[node] = tensor_over(space, size, stride, options["dtype"], offset)
+                case Home.RECORDING:
+                    self._memory[node] = torch.empty_strided(*self._layout(node), **options)
+
+    def _place_results(self) -> None:
+        for storage, place in zip(self.plan.facts.storages, self.request.memory.places, strict=True):
+            if storage.origin is Origin.EXTERN and place.home is Home.REGION:
+                self._placed.add(self.plan.nodes[storage.node], storage.element, self._planned(storage.index))
+        for device, plan in self.request.memory.arenas.items():
+            arena = self.request.arenas[device]
+            for name, spans in plan.workspace.items():
+                storages = [arena.storage(low, high - low) for low, high in spans]
+                self._placed.add_workspace(self.plan.nodes[name], storages)
+
+    def _planned(self, index: int) -> torch.UntypedStorage:
+        """A storage of its own where the plan wants it in an arena."""
+        place, memory = self.request.memory.places[index], self.request.memory
+        device = memory.regions[place.region].device
+        storage = self.request.arenas[device].storage(place.offset, memory.sizes[index])
+        self._in_arenas[storage._cdata] = device, place.offset
+        return storage
+
+    def _layout(self, node: Node) -> Any:
+        return torch.fx.map_arg(node.args[:2], self.request.planned.numbers.__getitem__)
+
+    def _capture_all(self, inputs: Sequence[Any]) -> Replay:
+        self._r[: self._inputs_end] = inputs
+        check_inputs = self._input_checks()
+        common = {**self._constants, **self.request.planned.numbers, **self._memory}
+        common.update(self._take_inputs(inputs))
+        known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
+        for partition in self.plan.partitions:
+            if partition.verdict is Verdict.CAPTURED and not self._gave_up:
+                self._capture(partition, known)
+            else:
+                self._add_eager(partition, known)
+        collect = self._outputs_function(common)
+        known_inputs = self._inputs_end, check_inputs, self._input_buffers
+        return Replay(self._r, *known_inputs, self._steps, collect, self._mutated, frees_inputs=not self._frozen)
+
+    def _input_checks(self) -> Callable[[list[Any]], Any] | None:
+        """Make the asserts on bound inputs now, and return those that every call has to make."""
+        bound = {self._placeholders[position] for position in self.request.static_inputs}
+        # An assert on a later value may name an input, too (a size): no work has run, so only inputs are there.
+        known, registers = self._from_registers()
+        registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
+        once, layouts, others = (FlatBuilder(dict(known), registers) for _ in range(3))
+        looked_at, count = set[int](), 0
+        for node in filter(once.available, checks_on(self._placeholders)):
+            inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
+            varying = [registers[arg] for arg in inputs if arg in registers]  # not sizes: they are known
+            if bound.issuperset(inputs):
+                once.check(node)
+            elif checks_layout(node) and all(isinstance(self._r[position], torch.Tensor) for position in varying):
+                layouts.check(node)
+                looked_at.update(varying)
+            else:
+                others.check(node)
+                count += 1
+        _, assert_layouts, assert_others = functions = [b.build().function for b in (once, layouts, others)]
+        for function in functions:
+            function(self._r)
+        if not looked_at:
+            return assert_others if count else None
+        same = self.request.functions.layout_check(self._r, sorted(looked_at))
+
+        def check(r: list[Any]) -> None:
+            if not same(r):
+                assert_layouts(r)  # says what is wrong, if anything
+            if count:
+                assert_others(r)
+
+        return check
+
+    def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
+        """Nothing is bound but numbers and constants: inputs are the caller's own."""
+        bound = {**self._constants, **self.request.planned.numbers}
+        return bound, {n: i for n, i in self._registers.numbers.items() if n not in bound}
+
+    def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Lay out static input buffers, and fill them."""
+        found: dict[Node, Any] = {}
+        written = frozenset().union(*self.plan.facts.written.values())
+        for position, node in enumerate(self._placeholders):
+            if node.name not in self.request.planned.input_buffers:
+                continue
+            (index,) = self.plan.facts.of(node)
+            value = inputs[position]
+            place = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
+            found[node] = self._as_seen[position] = place
+            buffers, positions = self._input_buffers.setdefault(place.device, ([], []))
+            buffers.append(unexpanded(place))
+            positions.append(position)
+            if index in written and position not in self.plan.donated:
+                self._mutated.append((position, place))
+        fill(self._input_buffers, inputs)
+        return found
+
+    def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Bind inputs whose address stays, without holding them: their owner may free them, and asks who holds them.
+
+        Hardware keeps the address alone; a host graph keeps what its calls are bound to.
+        """
+        found: dict[Node, Any] = {}
+        for position in self.request.static_inputs:
+            value = inputs[position]
+            self._static_addresses[position] = value.data_ptr()
+            if value.device.type == "cpu":
+                value = self._without_holding(value)
+            found[self._placeholders[position]] = self._as_seen[position] = value
+        return found
+
+    def _without_holding(self, value: torch.Tensor) -> torch.Tensor:
+        nbytes = reach(value)
+        if not nbytes:
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+        storage = self.request.functions.storage_at(value.data_ptr(), value.device, nbytes)
+        return tensor_over(storage, tuple(value.size()), value.stride(), value.dtype)
+
+    def _capture(self, partition: Partition, known: _Known) -> None:
+        runtime = self.request.runtime
+        stores = self._registers.stores.get(partition.index, [])
+        flat = self._flat(partition, known, True, stores)
+        call = _Bound(flat, self._r, self.request.functions.below_autograd)
+        call.inputs = self._inputs_end
+        call.stores = [self._registers.numbers[node] for node in stores]
+        capture = functools.partial(self._graph_of, call)
+        try:
+            if runtime.runs_while_capturing:
+                graph = capture()  # what has run cannot be tried again
+            else:
+                graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
+        except Exception as error:
+            graph = None
+            self._placed.stop()
+            if runtime.runs_while_capturing:
+                raise  # the work itself failed, as it would have in Inductor's wrapper
+            if isinstance(error, MemoryLimitError):
+                if not self._steps:
+                    raise  # nothing has run yet
+                self._give_up(partition)
+            else:
+                failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                self._eager_reasons[partition.index] = f"capture failed: {failure}"
+                if (node := flat.node_at(error)) is not None:
+                    self._refused[operator_name(node)] = failure
+        if graph is None:
+            # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
+            self._add_eager(partition, known)
+            return
+        if not runtime.runs_while_capturing:
+            graph.replay()
+        self._graphs.append(graph)
+        self._steps.append(graph.replay)
+        if self._frozen:
+            # What operators allocated during capture keeps its address: from here on it is known. Held for as
+            # long as the recording lives, or a later capture in the same pool could be given its memory.
+            stable = self._stable_memory(known.inputs)
+            for node in stores:
+                value = self._r[self._registers.numbers[node]]
+                if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
+                    self._pooled.add(node)
+                self._keep(node, value, known)
+
+    def _graph_of(self, call: _Bound) -> DeviceGraph:
+        runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
+        graph = runtime.new_graph(pool.id if pool is not None else None)
+        with runtime.capture_stream(pool.stream if pool is not None else None):
+            graph.capture_begin()
+            try:
+                with self._as_replayed():
+                    issue(call)
+            except BaseException:
+                # Wherever it came from: a stream, or this thread, must not be left capturing.
+                with contextlib.suppress(Exception):
+                    runtime.end_capture(graph, pool, put_right)
+                raise
+            runtime.end_capture(graph, pool, put_right)
+        graph.instantiate()
+        self._pools.append(pool)
+        return graph
+
+    def _forget(self, call: _Bound) -> None:
+        """Let go of what a capture has left."""
+        self._placed.stop()
+        for register in call.stores:
+            self._r[register] = None
+
+    def _give_up(self, partition: Partition) -> None:
+        """Memory is short: what graphs and their pools have is for the rest of this call, which runs eagerly."""
+        self._gave_up = self._eager_reasons[partition.index] = OUT_OF_MEMORY
+        self._graphs, self._steps, self._pools = [], [], []
+        self._leave_arenas(OUT_OF_MEMORY)
+
+    def _pool(self) -> GraphPool | None:
+        """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
+        runtime = self.request.runtime
+        arena = self.request.arenas.get(runtime.device)
+        return arena.pool(runtime) if arena is not None else None
+
+    def _add_eager(self, partition: Partition, known: _Known) -> None:
+        stores = self._registers.stores.get(partition.index, [])
+        call = _Bound(self._flat(partition, known, False, stores), self._r)
+        with self._as_replayed():
+            call()
+        self._steps.append(call)
+        if not self._frozen or self._gave_up:
+            return
+        # Graphs read fixed addresses: what eager work allocates outside of the plan is copied to static buffers.
+        buffers, r = StaticBuffers(self._stable_memory(known.inputs)), self._r
+        nodes = [node for node in self._registers.complete.get(partition.index, ()) if self._needs_place(node)]
+        registers = [self._registers.numbers[node] for node in nodes]
+        try:
+            device = self.request.runtime.device
+            placed = take_memory(device, lambda: [buffers.put(r[register]) for register in registers], _nothing)
+        except MemoryLimitError:
+            self._give_up(partition)
+            return
+        refresh = list(zip(registers, placed, strict=True))
+        for node, (register, place) in zip(nodes, refresh, strict=True):
+            r[register] = place
+            self._keep(node, place, known)
+        if refresh:
+
+            def copy_over() -> None:
+                for register, place in refresh:
+                    copy_tensors(r[register], place)
+                    r[register] = place
+
+            self._steps.append(copy_over)
+
+    def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
+        """Where a graph calls again, it allocates now what it allocates at replays: inference tensors, too."""
+        if self._inference and not self._frozen:
+            return torch.inference_mode()
+        return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
+
+    def _needs_place(self, node: Node) -> bool:
+        """Whether a value of eager work has to lie where it always does."""
+        value = node.meta.get("val")
+        if self.plan.verdicts[node.name].data_dependent or (
+            isinstance(value, torch.Tensor) and not has_address(value)
+        ):
+            return False
+        indices = self.plan.facts.values.get(node.name)
+        return indices is None or not indices.isdisjoint(self._fixed)
+
+    def _keep(self, node: Node, value: Any, known: _Known) -> None:
+        known.captured[node] = known.common[node] = value
+        self._kept.append(value)
+
+    def _stable_memory(self, inputs: Sequence[Any]) -> set[int]:
+        """Addresses of storages that are the same at every call."""
+        known = [*self._memory.values(), *self._kept, *(buffers for buffers, _ in self._input_buffers.values())]
+        known += [inputs[position] for position in self.request.static_inputs]
+        known += list(self._constants.values())
+        return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._placed.addresses
+
+    def _flat(self, partition: Partition, known: _Known, captured: bool, stores: Sequence[Node]) -> FlatFunction:
+        bound = known.captured if captured else known.common
+        last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
+        registers = {n: i for n, i in self._registers.numbers.items() if n not in bound}
+        if self._frozen:
+            others = self._stable_memory(known.inputs)
+            before, landings = self._placed.around(self.plan.work_in(partition), captured, others)
+            builder = FlatBuilder(bound, registers, last, before, landings=landings)
+        else:
+            builder = FlatBuilder(bound, registers, last, self._regions.before, self._regions.after)
+        with self._regions.filled():  # views of them are made
+            builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
+            return builder.build()
+
+    def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
+        """Build the function that hands out the outputs, and start watching their storages."""
+        output = output_node(self.plan.graph)
+        lay_out = self.request.functions.lay_out
+        builder = FlatBuilder(*self._from_registers())
+        lasting = {
+            self.plan.nodes[s.node] for s in self.plan.facts.storages if s.index in self.request.memory.outputs
+        }
+        for node, users in _made_of(output).items():
+            indices = self.plan.facts.of(node)
+            behind = [self.plan.maker(i) for i in indices]
+            memory = [self._memory[n] for n in behind if n in lasting and n in self._memory]
+            planned = node in lasting and node in self._memory
+            if planned:
+                value, owned = builder.constant(self._memory[node]), memory
+            elif node.op == "placeholder" or node not in self._registers.numbers:
+                continue
+            elif (position := self._input_behind(node)) is not None:
+                # An operator returned an input's memory: what the caller gets is the caller's own.
+                value, owned = builder.register(self._placeholders[position]), []
+                template = common[node] if self._frozen and node in common else self._r[self._registers.numbers[node]]
+                base = self._as_seen[position]
+                builder.assign(node, functools.partial(relay, views_of(template, base.data_ptr())), value)
+                continue
+            elif self._frozen and node in common:
+                # In a place, where it stays like planned outputs; or in the pool.
+                value, owned = builder.constant(common[node]), tensors_in(common[node])
+            elif memory:
+                value, owned = builder.register(node), memory  # an operator returned planned memory
+            else:
+                continue  # new at every call
+            whole = node.meta.get("val")
+            sparse = isinstance(whole, torch.Tensor) and not has_address(whole)  # its parts are nobody's outputs
+            copy = bool(indices & self.request.copied) or node in self._pooled or sparse
+            if copy:
+                builder.assign(node, functools.partial(each, copy_out), value)
+            elif planned and all(user.meta.get("call") is lay_out for user in users):
+                builder.stand_for(node, value)  # what is handed out is laid over it anyway
+            elif planned:
+                tensor = self._memory[node]
+                builder.assign(node, lay_out, value, tuple(tensor.size()), tensor.stride(), 0)
+            else:
+                builder.assign(node, functools.partial(each, functools.partial(_alias, lay_out)), value)
+            if not copy:
+                self._watch(owned, indices)
+        return builder.build(output.args[0]).function
+
+    def _input_behind(self, node: Node) -> int | None:
+        """The input whose bound memory, or place, an operator's result lies in."""
+        makers = map(self.plan.maker, self.plan.facts.of(node))
+        tensors = tensors_in(self._r[self._registers.numbers[node]])
+        for maker in makers:
+            if maker.op != "placeholder" or not tensors:
+                continue
+            position = self._registers.numbers[maker]  # the first registers are the inputs
+            base = self._as_seen.get(position)
+            if base is not None and 0 <= tensors[0].data_ptr() - base.data_ptr() <= reach(base):
+                return position
+        return None
+
+    def _watch(self, tensors: Sequence[torch.Tensor], indices: frozenset[int]) -> None:
+        known = {output.storage.data_ptr() for output in self._watched}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known or not storage.nbytes():
+                self.request.functions.share_copies(storage)
+                device, low = self._in_arenas.get(storage._cdata, (None, 0))
+                self._watched.append(OutputStorage(storage, indices, device, low))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known while a recording is made.
+
+    Attributes:
+        inputs: of the call that is recorded.
+        common: values that are the same at every call.
+        captured: what captured partitions may count on: these, and bound inputs.
+    """
+
+    inputs: Sequence[Any]
+    common: dict[Node, Any]
+    captured: dict[Node, Any]
+
+
+def _nothing() -> None:
+    """There is nothing to let go of."""
+
+
+def _made_of(output: Node) -> dict[Node, list[Node]]:
+    """What outputs, and the views among them, are made of: by value that is no view, the views of it, and
+    ``output`` itself where the value is an output."""
+    found: dict[Node, list[Node]] = {}
+    users = [output]
+    for user in users:
+        for node in user.all_input_nodes:
+            if node not in found and kind_of(node) is Kind.VIEW:
+                users.append(node)
+            found.setdefault(node, []).append(user)
+    return {node: users for node, users in found.items() if kind_of(node) is not Kind.VIEW}
+
+
+class _Bound:
+    """A flat function with its registers: a call without arguments."""
+
+    def __init__(
+        self,
+        flat: FlatFunction,
+        registers: list[Any],
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.function, self.registers, self.source = flat.function, registers, flat.source
+        self._context = context
+        self.inputs = 0  # so many registers, the first ones, hold inputs
+        self.stores: list[int] = []  # the registers it fills
+
+    def __call__(self) -> None:
+        with self._context():
+            self.function(self.registers)
+
+
+def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    if not has_address(tensor):
+        return tensor
+    return lay_out(tensor, tuple(tensor.size()), tensor.stride(), 0)

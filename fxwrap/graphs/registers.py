@@ -1,0 +1,118 @@
+"""Registers: where values lie that change between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ..host_graph.nodes import Kind, effective_users, kind_of, output_node, reinterpret
+from ..plan import MemoryPlan, Origin, ProgramPlan
+
+
+@dataclass(frozen=True)
+class Registers:
+    """First the inputs, then the values that leave the partition which makes them.
+
+    Attributes:
+        numbers: register by value.
+        stores: values that a partition stores, by its index.
+        complete: the same values, by the partition after which they are there: a communication may fill one beyond
+            the end of its own.
+        per_call: allocations that are made at every call, by the first partition that names them.
+        last_reader: for values that nobody reads after the calls, the last partition that does. There the register is
+            emptied, so that memory is freed as soon as can be; none where addresses are frozen.
+    """
+
+    numbers: Mapping[Node, int]
+    stores: Mapping[int, list[Node]]
+    complete: Mapping[int, list[Node]]
+    per_call: Mapping[int, list[Node]]
+    last_reader: Mapping[Node, int]
+
+    @classmethod
+    def of(cls, plan: ProgramPlan, memory: MemoryPlan, frozen: bool) -> Registers:
+        placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+        numbers = {node: position for position, node in enumerate(placeholders)}
+        stores: dict[int, list[Node]] = {}
+        complete: dict[int, list[Node]] = {}
+        per_call = _allocated_per_call(plan, memory)
+        producer = {node: p.index for p in plan.partitions for node in plan.work_in(p)}
+        producer.update({node: index for index, nodes in per_call.items() for node in nodes})
+        bound = {plan.nodes[s.node] for s in plan.facts.storages if is_bound(s.index, plan, memory)}
+        views = _returned_views(plan, per_call, producer)
+        for partition in plan.partitions:
+            made_here = {view for view, index in views.items() if index == partition.index}
+            for node in (*plan.work_in(partition), *per_call.get(partition.index, ())):
+                users = effective_users(node, made_here)
+                leaves = any(producer.get(user) != partition.index for user in users)
+                if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
+                    numbers[node] = len(numbers)
+                    stores.setdefault(partition.index, []).append(node)
+                    complete.setdefault(_complete_after(plan, node, producer), []).append(node)
+        for view, index in views.items():
+            numbers[view] = len(numbers)
+            stores.setdefault(index, []).append(view)
+        last_reader = {} if frozen else _last_readers(plan, numbers, producer)
+        return cls(numbers, stores, complete, per_call, last_reader)
+
+
+def is_bound(index: int, plan: ProgramPlan, memory: MemoryPlan) -> bool:
+    """Whether a storage is allocated for the recording, so that tensors over it are the same at every call."""
+    allocated = plan.facts.storages[index].origin is Origin.ALLOCATION
+    return allocated and index in memory.sizes and index not in memory.per_call
+
+
+def _allocated_per_call(plan: ProgramPlan, memory: MemoryPlan) -> dict[int, list[Node]]:
+    found: dict[int, list[Node]] = {}
+    seen: set[int] = set()
+    for partition in plan.partitions:
+        named = plan.facts.named_in(plan.work_in(partition))
+        for index in sorted((named & memory.per_call) - seen):
+            found.setdefault(partition.index, []).append(plan.maker(index))
+        seen |= named
+    return found
+
+
+def _returned_views(
+    plan: ProgramPlan, per_call: Mapping[int, list[Node]], producer: Mapping[Node, int]
+) -> dict[Node, int]:
+    """Views of what is allocated per call that the caller gets and that work needs, too: by partition."""
+    found = {}
+    allocated = {node for nodes in per_call.values() for node in nodes}
+    for view in output_node(plan.graph).all_input_nodes:
+        if view.target is reinterpret and view.args[0] in allocated:
+            users = [producer[user] for user in effective_users(view) if user in producer]
+            if users and not plan.compiled.keys() & users:
+                found[view] = min(users)
+    return found
+
+
+def _last_readers(plan: ProgramPlan, numbers: Mapping[Node, int], producer: Mapping[Node, int]) -> dict[Node, int]:
+    found = {}
+    facts, nodes = plan.facts, plan.nodes
+    returned = facts.behind(output_node(plan.graph).all_input_nodes)
+    waits = {nodes[one]: producer[nodes[wait]] for wait, over in facts.awaited.items() for one in over}
+    for node in numbers:
+        if node.op == "placeholder" and facts.of(node) & returned:
+            continue  # an output may alias this input
+        users = effective_users(node)
+        # What a communication was given lives until somebody has waited for it.
+        readers = [producer.get(user) for user in users] + [waits[user] for user in users if user in waits]
+        if readers and None not in readers:  # None: the caller gets it
+            found[node] = max(reader for reader in readers if reader is not None)
+    return found
+
+
+def _complete_after(plan: ProgramPlan, node: Node, producer: Mapping[Node, int]) -> int:
+    facts, last, nodes = plan.facts, producer[node], plan.nodes
+    storages = facts.of(node)
+    waits = {nodes[wait]: over for wait, over in facts.awaited.items() if facts.written[wait] & storages}
+    while later := [
+        producer[wait]
+        for wait, over in waits.items()
+        if producer[wait] > last and any(producer[nodes[one]] <= last for one in over)
+    ]:
+        last = max(later)
+    return last

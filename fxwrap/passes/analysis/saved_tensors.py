@@ -1,0 +1,32 @@
+"""ANALYSE: which inputs of a backward graph are what its forward graph saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from ...host_graph.nodes import output_values
+from ...plan import Origin, ProgramPlan
+
+
+def saved_tensors(forward: ProgramPlan, backward: ProgramPlan) -> Mapping[int, Sequence[str]]:
+    """Inputs of a backward by the storage of the forward that they live in, if the forward allocates that.
+
+    AOTAutograd cuts both out of one graph, in which a saved value has one name.
+
+    ::
+
+        forward   primals_1, x -> [y, primals_1, addmm]         addmm is allocated there, primals_1 is not
+        backward  primals_1, addmm, tangents_1 -> [...]         {storage of addmm: [addmm]}
+    """
+    placeholders = [node.name for node in backward.graph.graph.nodes if node.op == "placeholder"]
+    received = dict(zip(backward.inputs, placeholders, strict=False))
+    values, found = output_values(forward.graph), dict[int, list[str]]()
+    for position, name in forward.saved.items():
+        value = values[position]
+        if name in received and isinstance(value, Node):
+            for index in forward.facts.of(value):
+                if forward.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
+                    found.setdefault(index, []).append(received[name])
+    return found

@@ -1,0 +1,360 @@
+"""The pipeline: one list of stages, from a traced graph to the plans of the program that runs it.
+
+A stage reads fields of a ``State`` and fills in others; which, it declares. Between any two stages there is one hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch.fx import GraphModule, Node
+
+from .compilation import Compilation
+from .devices import capture_cost, device_support
+from .errors import PipelineError
+from .graphs.devices.runtime import freezes_addresses, places_results
+from .graphs.program import Program
+from .graphs.torch_functions import TorchFunctions
+from .options import Options
+from .packing import Reserved
+from .passes.analysis.aliasing import analyse_storages
+from .passes.analysis.dependencies import build_dependency_graph
+from .passes.analysis.saved_tensors import saved_tensors
+from .passes.analysis.sizes import evaluate_sizes
+from .passes.memory.operator_results import placeable_results
+from .passes.memory.planner import plan_pair, plan_program, predict_memory
+from .passes.memory.requirements import hinted_sizes, inner_storages
+from .passes.memory.workspace import measure_workspace
+from .passes.partition.capturability import FIXED_ADDRESSES, captured, judge, main_device
+from .passes.partition.cost_model import apply_cost_model
+from .passes.partition.cut import cut
+from .passes.partition.export import partition_graph
+from .passes.rewrites.host_scalars import copy_host_scalars
+from .passes.rewrites.shared_views import share_views
+from .passes.rewrites.view_copies import view_needless_copies
+from .passes.verify import verify_memory, verify_schedule
+from .plan import (
+    Cut,
+    MemoryPlan,
+    NodeVerdict,
+    PartitionGraph,
+    PlacementHint,
+    Planned,
+    Prediction,
+    ProgramPlan,
+    Signature,
+    StorageFacts,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What is known about a host graph beside the graph itself.
+
+    Attributes:
+        static_inputs: positions of inputs whose address AOTAutograd expects to stay.
+        donated: positions of inputs that AOTAutograd lets a backward graph overwrite.
+        saved: outputs that are for backward alone: AOTAutograd's names, by position.
+        inputs: AOTAutograd's names of the inputs.
+        phase: "inference", "forward" or "backward".
+        compilation: collects the programs (see ``fxwrap.explain``).
+        compile_partition: may return what runs in a partition's place.
+    """
+
+    torch: TorchFunctions
+    options: Options = field(default_factory=Options)
+    static_inputs: tuple[int, ...] = ()
+    donated: frozenset[int] = frozenset()
+    saved: Mapping[int, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    phase: str = "inference"
+    compilation: Compilation | None = None
+    compile_partition: Callable[[PartitionGraph], Callable[..., Any] | None] | None = None
+
+
+class Scope(enum.Enum):
+    """How often a stage runs."""
+
+    TRACED = "once, on the graph that Inductor gets"
+    GRAPH = "once, on the host graph that Inductor emits"
+    PARTITION = "once, and again around operators that a capture has failed at"
+    SIZES = "for each set of concrete sizes"
+
+
+@dataclass
+class State:
+    """What is known so far; stages fill it in.
+
+    Attributes:
+        sizes: bytes of storages at the sizes the program was compiled for.
+        refused: names of operators that a capture has failed at, and how.
+        reserved_in: what live outputs of other recordings have in a device's arena.
+        hint: from a plan for this program and another.
+        like: a memory plan for other sizes.
+    """
+
+    graph: GraphModule
+    request: CompileRequest | None = None
+    # Scope.GRAPH
+    device: torch.device | None = None
+    facts: StorageFacts | None = None
+    dependencies: nx.DiGraph | None = None
+    sizes: Mapping[int, int] | None = None
+    # Scope.PARTITION
+    refused: Mapping[str, str] = field(default_factory=dict)
+    verdicts: Mapping[str, NodeVerdict] | None = None
+    cut: Cut | None = None
+    plan: ProgramPlan | None = None
+    # Scope.SIZES
+    planned: Planned | None = None
+    reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: ()
+    hint: PlacementHint | None = None
+    like: MemoryPlan | None = None
+    memory: MemoryPlan | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step.
+
+    Attributes:
+        run: reads what it requires of a state, and fills in what it provides.
+        requires, provides: fields of the state.
+        check: raises unless what the stage provides is right; shares no code with it.
+    """
+
+    name: str
+    scope: Scope
+    run: Callable[[Any], object]
+    requires: tuple[str, ...] = ("graph",)
+    provides: tuple[str, ...] = ("graph",)
+    check: Callable[[Any], object] | None = None
+
+
+# ``hook(stage, state, seconds)`` is called after each stage: for logs, timing and dumps.
+Hook = Callable[[Stage, State, float], object]
+_hooks: ContextVar[tuple[Hook, ...]] = ContextVar("fxwrap_hooks", default=())
+
+
+@contextlib.contextmanager
+def observed_by(hook: Hook) -> Iterator[None]:
+    """Call ``hook`` after each stage that runs on this thread inside of the context."""
+    token = _hooks.set((*_hooks.get(), hook))
+    try:
+        yield
+    finally:
+        _hooks.reset(token)
+
+
+def run_stages(stages: Sequence[Stage], state: State, scope: Scope) -> State:
+    """Run the stages of one scope, in order.
+
+    Raises:
+        PipelineError: a stage does not get what it requires, or does not provide what it declares.
+        PlanError: a check failed.
+    """
+    for stage in stages:
+        if stage.scope is not scope:
+            continue
+        _expect(stage, state, stage.requires, "requires")
+        begin = time.perf_counter()
+        stage.run(state)
+        _expect(stage, state, stage.provides, "provides")
+        if stage.check is not None:
+            stage.check(state)
+        seconds = time.perf_counter() - begin
+        log.debug("%s: %.1f ms", stage.name, seconds * 1e3)
+        for hook in _hooks.get():
+            hook(stage, state, seconds)
+    return state
+
+
+def _expect(stage: Stage, state: State, fields: Sequence[str], what: str) -> None:
+    missing = [name for name in fields if getattr(state, name) is None]
+    if missing:
+        raise PipelineError(
+            f"stage {stage.name!r} {what} {', '.join(fields)}",
+            got=f"a state without {', '.join(missing)}",
+            remedy="look at the order of the stages, and at what each declares",
+        )
+
+
+def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], lint: bool = True) -> Stage:
+    """A stage that edits the host graph in place, or returns another one.
+
+    Args:
+        lint: whether to look if the graph is still a valid one.
+    """
+
+    def run(state: State) -> None:
+        state.graph = function(state.graph) or state.graph
+
+    def check(state: State) -> None:
+        try:
+            state.graph.graph.lint()
+        except Exception as error:
+            raise PipelineError(
+                f"pass {name!r} leaves an invalid graph",
+                expected="a torch.fx graph that passes its lint()",
+                got=str(error),
+            ) from error
+
+    return Stage(name, Scope.GRAPH, run, check=check if lint else None)
+
+
+# -- the stages -----------------------------------------------------------------------------------------------
+
+
+def _analyse(state: Any) -> None:
+    state.device = main_device(state.graph)
+    state.facts = analyse_storages(state.graph)
+    state.sizes = hinted_sizes(state.graph, state.facts)
+
+
+def _find_dependencies(state: Any) -> None:
+    state.dependencies = build_dependency_graph(state.graph, state.facts)
+
+
+def _judge(state: Any) -> None:
+    fixed = FIXED_ADDRESSES if freezes_addresses(state.device) else ()
+    eager_ops = (*state.request.options.eager_ops, *device_support(state.device.type).eager_ops, *fixed)
+    state.verdicts = judge(state.graph, eager_ops, state.refused)
+
+
+def _cut(state: Any) -> None:
+    inside = {i: state.sizes[i] for i in inner_storages(state.graph, state.facts) if i in state.sizes}
+    budget = state.request.options.peak_budget
+    state.cut = cut(state.dependencies, state.verdicts, state.device, state.facts, inside, budget)
+
+
+def _apply_cost_model(state: Any) -> None:
+    request, options, device = state.request, state.request.options, state.device
+    known = frozenset(request.static_inputs), request.phase, request.donated, request.saved, request.inputs
+    plan = ProgramPlan(state.graph, state.facts, state.verdicts, state.cut, device, *known)
+    told = places_results(device)  # the device's allocator is told where results shall lie
+    placed = placeable_results(state.facts, state.graph, device, captured(state.verdicts)) if told else {}
+    sizes, least = state.sizes, options.min_launches
+    state.plan = apply_cost_model(plan, capture_cost(device.type), sizes, options.capture, least, placed)
+
+
+def _compile_elsewhere(state: Any) -> None:
+    """Partitions for which the request's hook has something else."""
+    signatures, calls = dict[int, Signature](), dict[int, Callable[..., Any]]()
+    for partition in state.plan.partitions if state.request.compile_partition is not None else ():
+        graph = partition_graph(state.plan, partition)
+        call = state.request.compile_partition(graph)
+        if call is not None:
+            signatures[partition.index], calls[partition.index] = graph.signature, call
+    state.plan = dataclasses.replace(state.plan, compiled=signatures, calls=calls)
+
+
+def _plan_memory(state: Any) -> None:
+    state.memory = plan_program(state.planned, state.reserved_in, state.hint, state.like)
+
+
+def _check_schedule(state: Any) -> None:
+    verify_schedule(state.graph, state.plan.schedule)
+
+
+def _check_memory(state: Any) -> None:
+    planned, program = state.planned, state.planned.program
+    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers)
+
+
+REWRITES = (
+    Stage("host scalars", Scope.TRACED, lambda state: copy_host_scalars(state.graph)),
+    rewrite("needless copies", view_needless_copies, lint=False),
+    rewrite("shared views", share_views, lint=False),
+)
+DECISIONS = (
+    Stage("aliasing", Scope.GRAPH, _analyse, ("graph",), ("device", "facts", "sizes")),
+    Stage("dependencies", Scope.GRAPH, _find_dependencies, ("facts",), ("dependencies",)),
+    Stage("capturability", Scope.PARTITION, _judge, ("device", "refused", "request"), ("verdicts",)),
+    Stage("cut", Scope.PARTITION, _cut, ("dependencies", "verdicts", "facts", "sizes"), ("cut",)),
+    Stage("cost model", Scope.PARTITION, _apply_cost_model, ("cut",), ("plan",), _check_schedule),
+    Stage("partitions compiled elsewhere", Scope.PARTITION, _compile_elsewhere, ("plan",), ("plan",)),
+    Stage("memory", Scope.SIZES, _plan_memory, ("planned",), ("memory",), _check_memory),
+)
+STAGES = (*REWRITES, *DECISIONS)
+
+
+# -- what runs them -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostGraphPlanner:
+    """Decides about one host graph whenever the program that runs it asks: ``graphs.memory_provider.Planner``."""
+
+    stages: Sequence[Stage]
+    state: State
+
+    def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
+        state = dataclasses.replace(self.state, refused=refused)
+        return _result(run_stages(self.stages, state, Scope.PARTITION), "plan")
+
+    def plan(
+        self,
+        planned: Planned,
+        reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: (),
+        hint: PlacementHint | None = None,
+        like: MemoryPlan | None = None,
+    ) -> MemoryPlan:
+        state = dataclasses.replace(self.state, planned=planned, reserved_in=reserved_in, hint=hint, like=like)
+        return _result(run_stages(self.stages, state, Scope.SIZES), "memory")
+
+    def plan_pair(
+        self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+    ) -> tuple[PlacementHint, PlacementHint]:
+        return plan_pair(first, second, saved_as)
+
+    def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
+        return predict_memory(programs, saved_as)
+
+    def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
+        return evaluate_sizes(self.state.graph, inputs)
+
+    @functools.cached_property
+    def workspace(self) -> Mapping[str, int]:
+        request = self.state.request
+        assert request is not None
+        work = [node for node in self.state.graph.graph.nodes if node.op == "call_function"]
+        return measure_workspace(work, request.torch.allocations)
+
+
+def _result(state: State, name: str) -> Any:
+    if getattr(state, name) is None:
+        raise PipelineError(f"no stage provides {name}", remedy="the list of stages has to have one that does")
+    return getattr(state, name)
+
+
+def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
+    """Put a host graph through the stages; memory is planned when a shape is recorded.
+
+    Args:
+        stages: by default the graph is taken as it is.
+
+    Raises:
+        PipelineError: a stage does not get what it requires, or does not provide what it declares.
+        PlanError: the verifier refused the schedule.
+    """
+    state = run_stages(stages, State(gm, request), Scope.GRAPH)
+    program = Program(HostGraphPlanner(stages, state), request.options, request.torch)
+    if (compilation := request.compilation) is not None:
+        forwards = [one for one in compilation.programs if one.plan.phase == "forward"]
+        if request.phase == "backward" and forwards:
+            program.follow(forwards[-1], saved_tensors(forwards[-1].plan, program.plan))
+        compilation.programs.append(program)
+    return program

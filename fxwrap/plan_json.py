@@ -1,0 +1,91 @@
+"""Plans as JSON, and back: what is cached, saved and compared is the very data that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+Plan = TypeVar("Plan")
+
+
+def to_json(plan: Any, indent: int | None = None) -> str:
+    """A frozen dataclass of ``fxwrap/plan.py`` as stable text: equal plans have equal text.
+
+    Raises:
+        TypeError: there is something in it that is no data.
+    """
+    return json.dumps(_plain(plan), indent=indent)
+
+
+def from_json(kind: type[Plan], text: str, **missing: Any) -> Plan:
+    """The plan that ``to_json`` has written.
+
+    Args:
+        kind: its dataclass.
+        missing: the fields that are not stored (``graph`` of a ProgramPlan).
+
+    Raises:
+        TypeError, ValueError, KeyError: the text is not such a plan.
+    """
+    return typing.cast(Plan, _typed(kind, json.loads(text), missing))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(getattr(value, name)) for name in _stored(type(value))}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, Mapping):
+        # JSON's keys are text. The order is that of the mapping: a schedule is one.
+        return [[_plain(key), _plain(item)] for key, item in value.items()]
+    if isinstance(value, frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, (tuple, list)):
+        return list(map(_plain, value))
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise TypeError(f"{value!r} is no data: a plan holds names and numbers")
+
+
+def _typed(kind: Any, value: Any, missing: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        (only,) = [one for one in inner if one is not type(None)]
+        return None if value is None else _typed(only, value)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        known = _stored(kind)
+        if value.keys() != known.keys():
+            raise ValueError(f"a {kind.__name__} has the fields {', '.join(known)}, got {', '.join(value)}")
+        return kind(**{name: _typed(how, value[name]) for name, how in known.items()}, **missing)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind(value)
+    if kind is torch.device:
+        return torch.device(value)
+    if origin is not None and issubclass(origin, Mapping):
+        return {_typed(inner[0], key): _typed(inner[1], item) for key, item in value}
+    if origin is frozenset:
+        return frozenset(_typed(inner[0], item) for item in value)
+    if origin is tuple:
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(_typed(how, item) for how, item in zip(kinds, value, strict=True))
+    if kind not in (str, int, float, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise TypeError(f"expected {kind}, got {value!r}")
+    return value
+
+
+@functools.cache
+def _stored(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that are stored, and their types."""
+    types_of = typing.get_type_hints(kind)
+    fields = (f for f in dataclasses.fields(kind) if f.metadata.get("stored", True))
+    return {field.name: types_of[field.name] for field in fields}
