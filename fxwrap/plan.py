@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .host_graph.nodes import by_name
-from .packing import Placement, Reserved
+from .packing import Placement, Reserved, joined
 
 # Runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in order, before its
 # result was freed; None if that cannot be told at the moment.
@@ -337,13 +337,7 @@ class MemoryPlan:
 
     def footprint(self, region: Region) -> list[tuple[int, int]]:
         """The bytes of a region that the program works on, as spans ``[low, high)`` that do not touch, in order."""
-        spans: list[tuple[int, int]] = []
-        for low, size in sorted((low, self.sizes[index]) for index, low in self.inside(region).items()):
-            if spans and low <= spans[-1][1]:
-                spans[-1] = spans[-1][0], max(spans[-1][1], low + size)
-            elif size:
-                spans.append((low, low + size))
-        return spans
+        return joined((low, low + self.sizes[index]) for index, low in self.inside(region).items())
 
 
 @dataclass(frozen=True)
@@ -413,6 +407,11 @@ class ProgramPlan:
     def schedule(self) -> tuple[Node, ...]:
         """Every work node, in the order in which it runs."""
         return tuple(node for partition in self.partitions for node in self.work_in(partition))
+
+    @functools.cached_property
+    def awaited(self) -> Mapping[Node, tuple[Node, ...]]:
+        """For nodes that wait, the communications that are over then."""
+        return {self.nodes[n]: tuple(map(self.nodes.__getitem__, over)) for n, over in self.facts.awaited.items()}
 
     def maker(self, index: int) -> Node:
         """The node that makes a storage."""

@@ -159,10 +159,7 @@ class FlatBuilder:
         """Append a partition: its nodes, or the call of what somebody else made of them."""
         signature = plan.compiled.get(partition.index)
         if signature is None:
-            awaited = {
-                plan.nodes[wait]: map(plan.nodes.__getitem__, over) for wait, over in plan.facts.awaited.items()
-            }
-            self.run(plan.work_in(partition), stores, awaited)
+            self.run(plan.work_in(partition), stores, plan.awaited)
             return
         self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
         self._call_all(self._before, plan.work_in(partition))

@@ -356,7 +356,7 @@ class RecordingBuilder:
         registers = [self._registers.numbers[node] for node in nodes]
         try:
             device = self.request.runtime.device
-            placed = take_memory(device, lambda: [buffers.put(r[register]) for register in registers], _nothing)
+            placed = take_memory(device, lambda: [buffers.put(r[register]) for register in registers], lambda: None)
         except MemoryLimitError:
             self._give_up(partition)
             return
@@ -497,10 +497,6 @@ class _Known:
     inputs: Sequence[Any]
     common: dict[Node, Any]
     captured: dict[Node, Any]
-
-
-def _nothing() -> None:
-    """There is nothing to let go of."""
 
 
 def _made_of(output: Node) -> dict[Node, list[Node]]:

@@ -91,9 +91,9 @@ def _returned_views(
 
 def _last_readers(plan: ProgramPlan, numbers: Mapping[Node, int], producer: Mapping[Node, int]) -> dict[Node, int]:
     found = {}
-    facts, nodes = plan.facts, plan.nodes
+    facts = plan.facts
     returned = facts.behind(output_node(plan.graph).all_input_nodes)
-    waits = {nodes[one]: producer[nodes[wait]] for wait, over in facts.awaited.items() for one in over}
+    waits = {one: producer[wait] for wait, over in plan.awaited.items() for one in over}
     for node in numbers:
         if node.op == "placeholder" and facts.of(node) & returned:
             continue  # an output may alias this input
@@ -106,13 +106,13 @@ def _last_readers(plan: ProgramPlan, numbers: Mapping[Node, int], producer: Mapp
 
 
 def _complete_after(plan: ProgramPlan, node: Node, producer: Mapping[Node, int]) -> int:
-    facts, last, nodes = plan.facts, producer[node], plan.nodes
+    facts, last = plan.facts, producer[node]
     storages = facts.of(node)
-    waits = {nodes[wait]: over for wait, over in facts.awaited.items() if facts.written[wait] & storages}
+    waits = {wait: over for wait, over in plan.awaited.items() if facts.writes(wait) & storages}
     while later := [
         producer[wait]
         for wait, over in waits.items()
-        if producer[wait] > last and any(producer[nodes[one]] <= last for one in over)
+        if producer[wait] > last and any(producer[one] <= last for one in over)
     ]:
         last = max(later)
     return last

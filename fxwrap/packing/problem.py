@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -39,6 +39,17 @@ class Reserved:
     begin: int = 0
     end: int = FOREVER
     nodes: tuple[str, ...] = ()
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The bytes of some spans ``[low, high)``, as spans that do not touch, in order."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        elif low < high:
+            found.append((low, high))
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ would lie in the pool of the graphs otherwise: beside the arena, and for as long
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...host_graph.nodes import Kind, kind_of, only_computes
-from ...packing import Buffer, Reserved
+from ...packing import Buffer, Reserved, joined
 from ...plan import Origin, ProgramPlan, Region, Verdict
 
 # A span ``[low, high)`` of bytes in an arena.
@@ -50,7 +50,7 @@ def free_at_steps(
     """
     begins = sorted([*own, *others], key=lambda span: span.begin, reverse=True)
     ends = sorted([*own, *others], key=lambda span: span.end, reverse=True)
-    footprint = _joined(own)
+    footprint = joined((span.low, span.high) for span in own)
     live: list[Span] = []  # in order, and apart
     found = {}
     for step in sorted(steps):
@@ -63,17 +63,6 @@ def free_at_steps(
             if begun.end > step:
                 bisect.insort(live, (begun.low, begun.high))
         found[step] = tuple(_between(footprint, live, alignment))
-    return found
-
-
-def _joined(spans: Iterable[Reserved]) -> list[Span]:
-    """The bytes of some spans, as spans that do not touch."""
-    found: list[Span] = []
-    for low, high in sorted((span.low, span.high) for span in spans):
-        if found and low <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], high)
-        else:
-            found.append((low, high))
     return found
 
 
