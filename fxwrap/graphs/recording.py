@@ -17,7 +17,7 @@ from .devices.device_graph import DeviceGraph
 from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import LivenessGuard, LiveOutputs, OutputStorage, SharedMemory
 from .locks import LockOwner, TryLock
-from .placement import MemoryKeptError, PlacedResults
+from .placement import PlacementHints
 from .regions import Regions
 from .static_buffers import unexpanded
 from .torch_functions import TorchFunctions
@@ -108,7 +108,7 @@ class Held:
     kept: Sequence[Any]
     in_arenas: Mapping[int, tuple[torch.device, int]]
     regions: Regions
-    placed: PlacedResults
+    hints: PlacementHints | None
     eager_reasons: Mapping[int, str]
 
 
@@ -236,8 +236,6 @@ class Recording:
         """Never run again, and let go of all memory. Called by who has the lock of one of its arenas, or its own."""
         self.ended = why
         self._retire()
-        if self._held is not None:
-            self._held.placed.end()
         self._replay = self._held = self._liveness = None
         self._live_outputs = LiveOutputs()
 
@@ -265,10 +263,8 @@ class Recording:
             return replay.hand_out(inputs)
         except BaseException as error:
             held.regions.empty()
-            held.placed.stop()
-            if isinstance(error, MemoryKeptError):
-                for arena in self._arenas:
-                    arena.clear(error.subject)
+            if held.hints is not None:
+                held.hints.end(error, self._arenas)
             raise
         finally:
             r[:] = self._blank

@@ -20,10 +20,11 @@ from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_over,
 from .devices.device_graph import DeviceGraph
 from .devices.host_graph import issue
 from .devices.runtime import GraphPool
-from .flat import FlatBuilder, FlatFunction
+from .flat import FlatBuilder, FlatFunction, Landings
 from .live_outputs import OutputStorage
 from .output_views import copy_out, each, relay, views_of
-from .placement import PlacedResults
+from .placed_results import PlacedResults
+from .placement import PlacementHints
 from .recording import Held, Recording, RecordingRequest, Replay, fill
 from .regions import Regions
 from .registers import Registers
@@ -64,7 +65,9 @@ class RecordingBuilder:
         self._memory: dict[Node, torch.Tensor] = {}
         self._in_arenas: dict[int, tuple[torch.device, int]] = {}
         self._regions = Regions(self.plan, request.memory)
-        self._placed = PlacedResults(request.runtime.place_allocations, request.functions)
+        self._placed = PlacedResults()
+        tell = request.runtime.place_allocations
+        self._hints = PlacementHints(tell, request.functions.alive) if tell is not None else None
         self._input_buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         self._mutated: list[tuple[int, torch.Tensor]] = []
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
@@ -97,7 +100,6 @@ class RecordingBuilder:
                     self._take_memory()
                 self._place_results()
                 replay = self._capture_all(inputs)
-                self._placed.captured()
             recording = self._finished(replay)
             outputs = replay.hand_out(inputs)
             self._forget_inputs()
@@ -106,12 +108,12 @@ class RecordingBuilder:
             elif self.request.arenas:
                 watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._watched]
                 recording.watch(watched, inputs, outputs)
-            if self._placed.keeper:
-                self._leave_arenas(f"{self._placed.keeper} keeps memory that it was offered for a while")
+            if self._hints is not None and self._hints.keeper:
+                self._leave_arenas(f"{self._hints.keeper} keeps memory that it was offered for a while")
         finally:
             self._forget_inputs()
             self._regions.empty()
-            self._placed.stop()
+            self._stop_placing()
         return Recorded(recording, outputs, self._refused)
 
     def _forget_inputs(self) -> None:
@@ -120,7 +122,7 @@ class RecordingBuilder:
 
     def _finished(self, replay: Replay) -> Recording:
         memory = list(self._memory.values())
-        kept = self._graphs, self._pools, memory, self._kept, self._in_arenas, self._regions, self._placed
+        kept = self._graphs, self._pools, memory, self._kept, self._in_arenas, self._regions, self._hints
         return Recording(self.request, replay, Held(*kept, self._eager_reasons), self._static_addresses)
 
     def _leave_arenas(self, why: str) -> None:
@@ -150,11 +152,11 @@ class RecordingBuilder:
         for storage, place in zip(self.plan.facts.storages, self.request.memory.places, strict=True):
             if storage.origin is Origin.EXTERN and place.home is Home.REGION:
                 self._placed.add(self.plan.nodes[storage.node], storage.element, self._planned(storage.index))
-        for device, plan in self.request.memory.arenas.items():
-            arena = self.request.arenas[device]
-            for name, spans in plan.workspace.items():
-                storages = [arena.storage(low, high - low) for low, high in spans]
-                self._placed.add_workspace(self.plan.nodes[name], storages)
+        if self._hints is not None:
+            for device, plan in self.request.memory.arenas.items():
+                for name, spans in plan.workspace.items():
+                    storages = [self.request.arenas[device].storage(low, high - low) for low, high in spans]
+                    self._hints.workspace[self.plan.nodes[name]] = storages
 
     def _planned(self, index: int) -> torch.UntypedStorage:
         """A storage of its own where the plan wants it in an arena."""
@@ -276,7 +278,7 @@ class RecordingBuilder:
                 graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
         except Exception as error:
             graph = None
-            self._placed.stop()
+            self._stop_placing()
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             if isinstance(error, MemoryLimitError):
@@ -326,7 +328,7 @@ class RecordingBuilder:
 
     def _forget(self, call: _Bound) -> None:
         """Let go of what a capture has left."""
-        self._placed.stop()
+        self._stop_placing()
         for register in call.stores:
             self._r[register] = None
 
@@ -335,6 +337,10 @@ class RecordingBuilder:
         self._gave_up = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._steps, self._pools = [], [], []
         self._leave_arenas(OUT_OF_MEMORY)
+
+    def _stop_placing(self) -> None:
+        if self._hints is not None:
+            self._hints.in_use()
 
     def _pool(self) -> GraphPool | None:
         """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
@@ -404,12 +410,11 @@ class RecordingBuilder:
         bound = known.captured if captured else known.common
         last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.numbers.items() if n not in bound}
-        if self._frozen:
-            others = self._stable_memory(known.inputs)
-            before, landings = self._placed.around(self.plan.work_in(partition), captured, others)
-            builder = FlatBuilder(bound, registers, last, before, landings=landings)
-        else:
-            builder = FlatBuilder(bound, registers, last, self._regions.before, self._regions.after)
+        work, before = self.plan.work_in(partition), self._regions.before
+        landings: Landings = self._placed.landings(work, self._stable_memory(known.inputs)) if self._frozen else {}
+        if self._hints is not None:
+            before, landings = self._hints.around(work, captured, self._placed, landings)
+        builder = FlatBuilder(bound, registers, last, before, self._regions.after, landings)
         with self._regions.filled():  # views of them are made
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
