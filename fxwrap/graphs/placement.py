@@ -136,9 +136,9 @@ class _Slot:
 class _EagerOffer(_Offer):
     """To an operator that runs at every call.
 
-    It may allocate something else of a result's size before it, and results in any order: which of its allocations are
-    results is found on memory of its own, one more at every call. If it begins to keep things later, that is noticed
-    before anybody else uses the place.
+    It may allocate something else of a result's size before it, and results in any order: which of its allocations
+    are results is found on memory of its own, one more at every call. If it begins to keep things later, that is
+    noticed before anybody else uses the place.
     """
 
     def __init__(self, *args: Any, places: Mapping[int | None, torch.UntypedStorage], alive: Alive) -> None:

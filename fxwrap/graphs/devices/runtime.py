@@ -72,14 +72,14 @@ class DeviceRuntime:
         return pool
 
     def _capture_little(self, pool: Any, stream: Any) -> Any:
-        """A graph that allocates nothing, and what it works on. (Torch warns of one without any work.)"""
+        """A graph that is never replayed, and keeps no memory. (Torch warns of one without any work.)"""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         graph = self.new_graph(pool)
         with self.capture_stream(stream):
             graph.capture_begin()
             byte.zero_()
             graph.capture_end()
-        return graph, byte
+        return graph
 
     def end_capture(self, graph: DeviceGraph, pool: GraphPool | None, put_right: PutRight) -> None:
         """End a capture. One that fails leaves nothing behind.
