@@ -86,7 +86,7 @@ class CaptureCost:
         launch: a kernel's launch out of a host graph.
         extern: a library call out of a host graph.
         replay: the replay of a device graph, whatever is in it.
-        copy: one copy of an input to its place, or of what eager work hands over.
+        copy: one copy of an input to its static buffer, or of what eager work hands over.
         bytes: how many bytes such a copy moves in a microsecond.
     """
 

@@ -184,7 +184,7 @@ class CaptureBenefit:
 
 @dataclass(frozen=True)
 class Cut:
-    """The partitions of a program, and what was weighed.
+    """The partitions of a program, and the alternatives that were considered.
 
     Attributes:
         fewest: captured partitions that the dependencies demand; no order has fewer.
@@ -424,7 +424,7 @@ class Planned:
 
     Attributes:
         numbers: concrete sizes (``evaluate_sizes``).
-        input_buffers: inputs that are copied to a place in an arena: device and bytes.
+        input_buffers: inputs that are copied to a static buffer in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else memory comes and goes with each call.
         workspace: bytes that calls allocate beyond what they return, as far as is known.
         places_results: whether the device's allocator is told where what operators return shall lie.

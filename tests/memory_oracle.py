@@ -50,13 +50,13 @@ class Observed:
     Attributes:
         of: the memory that each node's value lies in.
         touched: the memory that each node reads or writes; for one that waits, what the communication did, too.
-        updated: inputs that were written.
+        mutated: inputs that were written.
         nbytes: of memory that is no input's.
     """
 
     of: Mapping[Node, frozenset[Memory]]
     touched: Mapping[Node, frozenset[Memory]]
-    updated: frozenset[Memory]
+    mutated: frozenset[Memory]
     nbytes: Mapping[Memory, int]
 
     @classmethod
@@ -66,7 +66,7 @@ class Observed:
         first: dict[int, Memory] = {}
         of: dict[Node, frozenset[Memory]] = {}
         touched: dict[Node, frozenset[Memory]] = {}
-        lent: dict[Memory, frozenset[Memory]] = defaultdict(frozenset)
+        in_flight: dict[Memory, frozenset[Memory]] = defaultdict(frozenset)
         versions: dict[Node, int] = {}
         reduced: set[Memory] = set()
         nbytes: dict[Memory, int] = {}
@@ -93,10 +93,10 @@ class Observed:
                 continue
             worked_on = frozenset[Memory]().union(*(of[arg] for arg in node.all_input_nodes))
             if node.target is collectives.wait_tensor.default:
-                worked_on = worked_on.union(*(lent.pop(memory, frozenset()) for memory in worked_on))
+                worked_on = worked_on.union(*(in_flight.pop(memory, frozenset()) for memory in worked_on))
             elif getattr(node.target, "namespace", "") == "_c10d_functional":
                 for memory in of[node]:
-                    lent[memory] |= worked_on
+                    in_flight[memory] |= worked_on
                 if node.target is collectives.all_reduce_.default:
                     reduced |= worked_on
             touched[node] = worked_on
@@ -119,7 +119,7 @@ class Case:
     plan: ProgramPlan
     seen: Observed
     places: Mapping[str, tuple[torch.device, int]]
-    taken: tuple[Reserved, ...]
+    reserved: tuple[Reserved, ...]
 
     @cached_property
     def end(self) -> int:
@@ -145,14 +145,14 @@ class Case:
         steps = self.uses.get(memory, [])
         stays = memory in self.handed_out
         if self.plan.nodes[memory[0]].op == "placeholder":
-            stays = stays or memory in self.seen.updated
+            stays = stays or memory in self.seen.mutated
             return range(0, self.end if stays else max([*steps, 0]) + 1)
         if not steps:
             return range(0, self.end if stays else 0)
         return range(steps[0], self.end if stays else steps[-1] + 1)
 
-    def life_of(self, taken: Reserved) -> range:
-        given = [(name, None) for name in taken.nodes]
+    def life_of(self, reserved: Reserved) -> range:
+        given = [(name, None) for name in reserved.nodes]
         if not given or self.handed_out.intersection(given):
             return range(0, self.end)
         return range(0, max([-1, *(step for memory in given for step in self.uses.get(memory, []))]) + 1)
@@ -169,7 +169,7 @@ class Case:
             return storage.name, self.life(one), range(offset, offset + self.nbytes(one))
 
         spans = [span(index, offset) for index, offset in located(memory).items()]
-        spans += [(f"taken from {one.low}", self.life_of(one), range(one.low, one.high)) for one in self.taken]
+        spans += [(f"reserved from {one.low}", self.life_of(one), range(one.low, one.high)) for one in self.reserved]
         for name, free in memory.arenas[CPU].workspace.items() if CPU in memory.arenas else ():
             step = self.plan.schedule.index(self.plan.nodes[name])
             spans += [(f"workspace of {name}", range(step, step + 1), range(low, high)) for low, high in free]
@@ -215,7 +215,7 @@ class Case:
         return Planned(plan, {}, {}, frozen=False, donated=tuple(donated))
 
     def plan_with(self, facts: StorageFacts | None = None) -> MemoryPlan:
-        return plan_program(self.planned(facts), lambda device: self.taken)
+        return plan_program(self.planned(facts), lambda device: self.reserved)
 
     def verify(self, memory: MemoryPlan, facts: StorageFacts | None = None) -> None:
         verify_memory(self.plan.graph, self.plan.schedule, facts or self.plan.facts, memory, {})
@@ -235,11 +235,11 @@ def random_case(draw: random.Random, most_steps: int = 20, values: bool | None =
     placed = [node for node in inputs if draw.random() < 0.4]
     seen = Observed.of_run(graph.gm, graph.inputs(0))
     given = [node for node in inputs if node not in placed]
-    return Case(graph, plan, seen, {node.name: (CPU, PLACE) for node in placed}, tuple(random_taken(draw, given)))
+    return Case(graph, plan, seen, {node.name: (CPU, PLACE) for node in placed}, tuple(random_reserved(draw, given)))
 
 
-def random_taken(draw: random.Random, given: list[Node]) -> Iterator[Reserved]:
-    """Bytes that others have; some of them are given away as inputs."""
+def random_reserved(draw: random.Random, given: list[Node]) -> Iterator[Reserved]:
+    """Bytes that others have; some of them are donated inputs."""
     low = 0
     for _ in range(draw.randrange(4)):
         low += ALIGNMENT * draw.randrange(3)

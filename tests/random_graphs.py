@@ -404,10 +404,10 @@ class _Steps:
 
     def pick(self, pick: int, suits: Callable[[_Value], bool] = lambda value: True, write: bool = False) -> _Value:
         filled = {one.into.storage for one in self.under_way if one.into is not None}
-        lent = {one.reads for one in self.under_way}
+        being_read = {one.reads for one in self.under_way}
 
         def may_be_used(value: _Value) -> bool:
-            if value.storage in filled or (write and value.storage in lent):
+            if value.storage in filled or (write and value.storage in being_read):
                 return False
             return suits(value) and (value.writable or not write)
 

@@ -195,7 +195,7 @@ class FlatBuilder:
 
     def check(self, node: Node) -> None:
         """Append an assert; one on bound values is made now."""
-        if all(self._settle(arg) for arg in node.all_input_nodes):
+        if all(self._is_known(arg) for arg in node.all_input_nodes):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
             node.target(*args, **kwargs)  # type: ignore[operator]
         elif self.available(node):
@@ -295,7 +295,7 @@ class FlatBuilder:
             return self._reference(value, pin=literal_lists)
         if type(value) in _LITERALS:
             return repr(value)
-        if not literal_lists and all(self._settle(node) for node in nodes_in(value)):
+        if not literal_lists and all(self._is_known(node) for node in nodes_in(value)):
             return self._constant(torch.fx.map_arg(value, self.bound.__getitem__))
         if isinstance(value, (tuple, list)):
             items = [self._argument(item, literal_lists) for item in value]
@@ -310,7 +310,7 @@ class FlatBuilder:
         return self._constant(value)
 
     def _reference(self, node: Node, pin: bool = False) -> str:
-        if node not in self._locals and self._settle(node):
+        if node not in self._locals and self._is_known(node):
             return self._constant(self.bound[node])
         if node not in self._locals:
             if node in self._kept_when_made:
@@ -329,13 +329,13 @@ class FlatBuilder:
             self._pinned.add(name)
         return name
 
-    def _settle(self, node: Node) -> bool:
+    def _is_known(self, node: Node) -> bool:
         """Whether a node's value is known now; views and arithmetic of known values are evaluated."""
         if node in self.bound:
             return True
         if node in self.registers or kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC):
             return False
-        if not all(self._settle(arg) for arg in node.all_input_nodes):
+        if not all(self._is_known(arg) for arg in node.all_input_nodes):
             return False
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
         self.bound[node] = node.target(*args, **kwargs)  # type: ignore[operator]

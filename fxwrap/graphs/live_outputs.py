@@ -1,4 +1,4 @@
-"""Outputs that were handed out uncopied, and whether anybody has them."""
+"""Outputs that were handed out uncopied, and whether they are live: the caller still has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OutputStorage:
     """A storage that is handed out, and where it lies.
 
     Attributes:
-        indices: storages in its program's facts, of which it is one.
+        indices: the storages of its program's facts that it may be.
         device: of the arena; None for memory of its own.
         low: first byte in the arena.
         owner: the recording that hands it out.
@@ -41,9 +41,9 @@ class OutputStorage:
 
 
 class LiveOutputs:
-    """What one recording hands out.
+    """The outputs of one recording.
 
-    A storage's use count tells who has it: it is compared with what it was when nobody did.
+    An output is live if its storage's use count is above the baseline: the count at a time when nobody had it.
     """
 
     def __init__(
@@ -54,31 +54,31 @@ class LiveOutputs:
     ) -> None:
         """
         Args:
-            handed_out: how many tensors somebody has already of each storage, by its handle.
+            handed_out: how many tensors the caller has already of each storage, by its handle.
         """
         self.outputs = list(outputs)
         self._counts = counter([output.storage for output in self.outputs])
-        counts = zip(self._counts(), self.outputs, strict=True)
-        self.baseline = [n - handed_out.get(output.storage._cdata, 0) for n, output in counts]
+        counted = zip(self._counts(), self.outputs, strict=True)
+        self.baseline = [count - handed_out.get(output.storage._cdata, 0) for count, output in counted]
         self._retired = False
 
     def held(self) -> dict[OutputStorage, int]:
-        """The outputs that somebody has, and how many tensors they have of each."""
+        """The live outputs, and how many tensors the caller has of each."""
         counts = self._counts()
         if counts == self.baseline:
             return {}
-        # Garbage that was not collected when watching began must not pass for nobody later.
+        # Garbage that held an output when watching began made its baseline too high.
         self.baseline = list(map(min, counts, self.baseline))
-        found = zip(self.outputs, counts, self.baseline, strict=True)
-        return {output: count - baseline for output, count, baseline in found if count > baseline}
+        counted = zip(self.outputs, counts, self.baseline, strict=True)
+        return {output: count - baseline for output, count, baseline in counted if count > baseline}
 
     def retire(self) -> None:
-        """The recording ends: whoever has its outputs now is all who share them, but for the entry here."""
+        """The recording ends, and with it every reference to its outputs but the caller's and the one kept here."""
         self._retired = True
         self.baseline = [1] * len(self.outputs)
 
     def is_dead(self) -> bool:
-        """Whether the recording has ended, and nobody has an output any more."""
+        """Whether the recording has ended, and none of its outputs is live."""
         return self._retired and not self.held()
 
 
@@ -86,7 +86,7 @@ class SharedMemory(Protocol):
     """An arena.
 
     Attributes:
-        live_outputs: what recordings have handed out in it.
+        live_outputs: the outputs in it that were handed out, by recording.
         version: changes whenever ``live_outputs`` does.
     """
 
@@ -96,7 +96,7 @@ class SharedMemory(Protocol):
 
 
 class LivenessGuard:
-    """What a replay overwrites: its own outputs, and what other recordings hand out in the bytes it works on."""
+    """The outputs that a replay overwrites: its own, and those of other recordings in the bytes it works on."""
 
     def __init__(
         self,
@@ -113,17 +113,17 @@ class LivenessGuard:
         self._counts: Callable[[], list[int]]
         self._free: list[int]
         self._versions: list[int]
-        self._look_again([])
+        self._collect([])
 
     def all_dead(self) -> bool:
-        """Whether nobody has any of it, but the call that is to run. It is asked at every call: one look at all."""
+        """Whether none of them is live, but for what this call donates. Asked at every call: one list of counts."""
         while True:
             counts = self._counts()
-            # A recording that ends says so before it lets go of its outputs.
+            # A recording that ends changes the version before it frees its outputs.
             versions = list(map(_version, self._footprints))
             if versions == self._versions:
                 break
-            self._look_again(versions)
+            self._collect(versions)
         if counts == self._own.baseline + self._free:
             return True
         if self._own.held():
@@ -133,24 +133,24 @@ class LivenessGuard:
         return others == self._free
 
     def in_the_way(self) -> list[OutputStorage]:
-        """Outputs of other recordings that somebody has. To be asked after ``all_dead``."""
+        """Live outputs of other recordings. To be called after ``all_dead``."""
         counts = self._counts()[len(self._own.outputs) :]
         return [output for output, count, free in zip(self._near, counts, self._free, strict=True) if count > free]
 
-    def _look_again(self, versions: list[int]) -> None:
+    def _collect(self, versions: list[int]) -> None:
         near, free = list[OutputStorage](), list[int]()
         for arena, footprint in self._footprints.items():
-            for live in arena.live_outputs:
-                if live is self._own:
+            for outputs in arena.live_outputs:
+                if outputs is self._own:
                     continue
-                for position, output in enumerate(live.outputs):
+                for position, output in enumerate(outputs.outputs):
                     if output.device == arena.device and output.within(footprint):
                         near.append(output)
-                        free.append(live.baseline[position] + self._donated.get(output.storage._cdata, 0))
+                        free.append(outputs.baseline[position] + self._donated.get(output.storage._cdata, 0))
         self._near, self._free, self._versions = near, free, versions
-        # Kept: the counter knows them by their handles.
-        self._asked = [output.storage for output in (*self._own.outputs, *near)]
-        self._counts = self._counter(self._asked)
+        # Kept alive: the counter knows them by their handles.
+        self._counted = [output.storage for output in (*self._own.outputs, *near)]
+        self._counts = self._counter(self._counted)
 
 
 _version = operator.attrgetter("version")

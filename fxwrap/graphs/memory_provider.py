@@ -170,7 +170,7 @@ class MemoryProvider:
             but: tells which arenas will not do.
 
         Raises:
-            CaptureError: an input cannot have a place.
+            CaptureError: an input cannot have a static buffer.
             MemoryLimitError: more than ``max_memory`` would be kept, or the device is out of memory.
             PlanError: the verifier refused the plan.
         """
@@ -244,10 +244,10 @@ class MemoryProvider:
         own, after.hint = self.planner.plan_pair(planned, after.planned, estimate.successor[1])
         return own
 
-    def _planned(self, plan: ProgramPlan, inputs: Sequence[Any], bound: Collection[int]) -> Planned:
+    def _planned(self, plan: ProgramPlan, inputs: Sequence[Any], static: Collection[int]) -> Planned:
         runtime = runtime_for(plan.device)
         if runtime.frozen_addresses:
-            buffers, places_results = self._input_buffers(inputs, bound), runtime.place_allocations is not None
+            buffers, places_results = self._input_buffers(inputs, static), runtime.place_allocations is not None
             return Planned(plan, self._numbers(inputs), buffers, places_results=places_results)
         donated = tuple(self._donated(plan, inputs))
         return Planned(plan, self._numbers(inputs), {}, False, self.planner.workspace, donated=donated)
@@ -266,11 +266,11 @@ class MemoryProvider:
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         return self.planner.sizes(dict(zip(self.placeholders, inputs, strict=True)))
 
-    def _input_buffers(self, inputs: Sequence[Any], bound: Collection[int]) -> dict[str, tuple[torch.device, int]]:
-        """Inputs that are copied to places in the arena: device and bytes."""
+    def _input_buffers(self, inputs: Sequence[Any], static: Collection[int]) -> dict[str, tuple[torch.device, int]]:
+        """Inputs that are copied to static buffers in the arena: device and bytes."""
         found = {}
         for position, (node, value) in enumerate(zip(self.placeholders, inputs, strict=True)):
-            if position in bound or not isinstance(value, torch.Tensor) or not has_address(value):
+            if position in static or not isinstance(value, torch.Tensor) or not has_address(value):
                 continue
             if node in self.whole_storage:
                 raise CaptureError(

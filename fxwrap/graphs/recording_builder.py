@@ -185,8 +185,8 @@ class RecordingBuilder:
         return Replay(self._r, *known_inputs, self._steps, collect, self._mutated, frees_inputs=not self._frozen)
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
-        """Make the asserts on bound inputs now, and return those that every call has to make."""
-        bound = {self._placeholders[position] for position in self.request.static_inputs}
+        """Make the asserts on static inputs now, and return those that every call has to make."""
+        static = {self._placeholders[position] for position in self.request.static_inputs}
         # An assert on a later value may name an input, too (a size): no work has run, so only inputs are there.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
@@ -195,7 +195,7 @@ class RecordingBuilder:
         for node in filter(once.available, checks_on(self._placeholders)):
             inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
             varying = [registers[arg] for arg in inputs if arg in registers]  # not sizes: they are known
-            if bound.issuperset(inputs):
+            if static.issuperset(inputs):
                 once.check(node)
             elif checks_layout(node) and all(isinstance(self._r[position], torch.Tensor) for position in varying):
                 layouts.check(node)
@@ -467,7 +467,7 @@ class RecordingBuilder:
         return builder.build(output.args[0]).function
 
     def _input_behind(self, node: Node) -> int | None:
-        """The input whose bound memory, or place, an operator's result lies in."""
+        """The input in whose memory, or static buffer, an operator's result lies."""
         makers = map(self.plan.maker, self.plan.facts.of(node))
         tensors = tensors_in(self._r[self._registers.numbers[node]])
         for maker in makers:
@@ -496,7 +496,7 @@ class _Known:
     Attributes:
         inputs: of the call that is recorded.
         common: values that are the same at every call.
-        captured: what captured partitions may count on: these, and bound inputs.
+        captured: what captured partitions may count on: these, and static inputs.
     """
 
     inputs: Sequence[Any]

@@ -35,17 +35,17 @@ from .memory_provider import Estimate
 from .recording import Recording
 from .shared_state import SHARED
 
-# An input that has moved so often is static no more; one that AOTAutograd does not call static may not move at all.
+# Moves after which an input is static no more; one that AOTAutograd does not call static may not move at all.
 _MOVES = 3
-# Bytes: copying such an output takes less than finding out whether it is live.
+# Bytes: up to this size, copying an output takes less time than finding out whether it is live.
 _SMALL = 1 << 20
-# Recordings at other addresses than the present ones that are kept.
+# Recordings for other addresses than those of the call that are kept.
 _ELSEWHERE = 3
-# Recordings made because other programs' outputs were live: from the second on in an arena of its own, then no more.
+# Recordings made because other programs' outputs were live: from the second on in another arena, and no more of them.
 BLOCKED = 3
-# Calls of a shape since another was used last, for it to take the place of that one: at first, and at most.
+# A shape evicts another after so many calls since the other's last use: at first, and at most.
 _PATIENCE, _MOST_PATIENCE = 2, 64
-# How many shapes are known, for each recording that there may be.
+# Shapes that are remembered, as a multiple of ``max_recordings``.
 _KNOWN = 8
 
 
@@ -53,8 +53,8 @@ _KNOWN = 8
 class Seen:
     """Where an input was, without holding it.
 
-    An address alone says little: what a call allocates often lands where the call before had freed. A storage
-    that is still alive is the same one.
+    An address alone does not identify a tensor: a new one often gets the address of one that was freed. It is the
+    same one if its storage is still alive, too.
     """
 
     address: int
@@ -83,12 +83,12 @@ class Decision:
     """What to do with a call that cannot be replayed as it is.
 
     Attributes:
-        replay: a recording that can be replayed after all; the call has its locks.
-        record: why to record; empty to run eagerly.
+        replay: a recording that can be replayed after all; the call holds its locks.
+        record: why to record; empty if the call is not recorded.
         eager: why to run eagerly.
         event: what happened, for the counters.
-        apart: record in an arena in which nobody else's outputs are live.
-        in_use: arenas of recordings that would do, but for other calls that have them.
+        apart: record in an arena without live outputs.
+        in_use: arenas of recordings that fit the call, but are in use by others.
     """
 
     replay: Recording | None = None
@@ -99,30 +99,30 @@ class Decision:
     in_use: frozenset[Arena] = frozenset()
 
     def will_not_do(self, arena: Arena) -> bool:
-        """Whether to record in another arena."""
+        """Whether an arena must not be used for the recording."""
         return arena in self.in_use or (self.apart and bool(arena.held()))
 
 
 @dataclass(eq=False)
 class Specialization:
-    """The recordings of one set of sizes, and what was learnt about its inputs and outputs.
+    """The recordings for one set of sizes, and what was learnt about its inputs and outputs.
 
-    Several threads may be in here at one time: what they replace they replace in one step.
+    Several threads may use it at one time: an attribute is replaced as a whole.
 
     Attributes:
         seen: where the inputs of the last eager run were.
-        moves: how often a static input was found elsewhere, by position.
+        moves: how often a static input was found at another address, by position.
         live: how often an output was found live when its memory was needed, by storage.
         copied: storages of outputs that are copied when handed out.
-        copies_all: whether all are.
+        copies_all: whether all outputs are.
         warm_outputs: outputs of the last eager run, by storage.
         blocked: how often another program's outputs were live in the memory that every recording needs.
-        apart: whether a plan around live outputs was refused.
-        why: why the recordings before ended, for the next one.
+        apart: whether a plan around live outputs was refused: then it is recorded in an arena without any.
+        why: why the last recording ended, which is why the next one is made.
         plan: the memory plan, where it depends on nothing but sizes.
-        calls: when it was called lately without a recording, as numbers that grow.
-        evicted: whether it had a recording that others took the place of.
-        short: what there was too little of, and how much it was then (``ArenaPool.pressure``).
+        calls: when it was called lately and could not be replayed, as numbers that grow.
+        evicted: whether its last recording was ended in favour of another shape.
+        short: why there was too little memory, and how much was in the way then (``ArenaPool.pressure``).
     """
 
     recordings: tuple[Recording, ...] = ()
@@ -150,11 +150,11 @@ class Specialization:
         Args:
             full: there are as many recordings as there may be.
         """
-        self._leave_out_the_ended()
+        self._drop_ended()
         here = [recording for recording in self.recordings if recording.same_addresses(inputs)]
         if not here:
             return self._moved(inputs) if self.recordings and not self.why else self._first()
-        live, blocked, waits = list[Recording](), list[Recording](), list[Recording]()
+        live, blocked, other_stream = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
             if not recording.acquire(owner):
                 recording.release(owner)
@@ -162,11 +162,11 @@ class Specialization:
             if recording.is_free():
                 if recording.is_idle_for(owner):
                     return Decision(replay=recording)
-                waits.append(recording)
+                other_stream.append(recording)
             else:
                 (live if recording.held() else blocked).append(recording)
             recording.release(owner)
-        for recording in waits if full or len(waits) >= AT_ONE_TIME else ():
+        for recording in other_stream if full or len(other_stream) >= AT_ONE_TIME else ():
             if recording.acquire(owner):
                 for arena in recording.request.arenas.values():
                     arena.follow(owner.stream)
@@ -177,13 +177,13 @@ class Specialization:
         if blocked:
             return self._blocked(blocked)
         arenas = frozenset(arena for recording in here for arena in recording.request.arenas.values())
-        why = "another stream works in its memory" if waits else "every recording is in use"
+        why = "another stream works in its memory" if other_stream else "every recording is in use"
         return Decision(record=why, in_use=arenas)
 
-    def _leave_out_the_ended(self) -> None:
-        over = [r for r in self.recordings if r.ended or r.superseded]
-        if over:
-            self.why = over[-1].ended or over[-1].superseded
+    def _drop_ended(self) -> None:
+        gone = [r for r in self.recordings if r.ended or r.superseded]
+        if gone:
+            self.why = gone[-1].ended or gone[-1].superseded
             self.recordings = tuple(r for r in self.recordings if not (r.ended or r.superseded))
 
     def _first(self) -> Decision:
@@ -191,24 +191,24 @@ class Specialization:
         return Decision(record=why or "first")
 
     def _moved(self, inputs: Sequence[Any]) -> Decision:
-        """No recording is for these addresses. What another recording hands out is at one of a few."""
+        """No recording is for these addresses. An input that lies in an arena has few addresses: it may move."""
 
         def moved_from(recording: Recording) -> list[int]:
             return [p for p in recording.request.static_inputs if not recording.is_at(p, inputs[p])]
 
         moved = min(map(moved_from, self.recordings), key=len)
-        known = [p for p in moved if SHARED.arenas.owns(inputs[p].data_ptr())]
-        if len(known) == len(moved):
+        in_arena = [p for p in moved if SHARED.arenas.owns(inputs[p].data_ptr())]
+        if len(in_arena) == len(moved):
             return Decision(record="inputs from another recording of the program before")
-        self.moves.update(set(moved).difference(known))
+        self.moves.update(set(moved).difference(in_arena))
         return Decision(record="inputs moved", event="a static input has moved")
 
     def _live(self, recordings: Sequence[Recording]) -> Decision:
-        found = frozenset[int]().union(*(output.indices for r in recordings for output in r.held()))
+        outputs = frozenset[int]().union(*(output.indices for r in recordings for output in r.held()))
         event = "an output was still live at the next call"
-        if not self.found_live(found):
+        if not self.found_live(outputs):
             return Decision(eager="an output of an earlier call is live", event=event)
-        self._leave_out_the_ended()
+        self._drop_ended()
         return Decision(record="live outputs are copied from now on", event=event)
 
     def _blocked(self, recordings: Sequence[Recording]) -> Decision:
@@ -221,9 +221,9 @@ class Specialization:
         return Decision(record="around live outputs of other programs", event=event, apart=self.blocked > 2)
 
     def found_live(self, outputs: Collection[int]) -> bool:
-        """Note that outputs (storages) are live although their memory is needed; whether they are copied from now on.
+        """Note that outputs (storages) are live although their memory is needed. Returns whether more are copied now.
 
-        So are all small ones, and when it happens again all others: the number of recordings made for it is bounded.
+        Those live twice are, and all small ones; when it happens again, all others. Few recordings are made for it.
         """
         self.live.update(outputs)
         twice = frozenset(index for index in outputs if self.live[index] > 1) - self.copied
@@ -246,7 +246,7 @@ class Specialization:
         self.recordings, self.why, self.plan = (), "cut anew around what could not be captured", None
 
     def look_at_the_warm_up(self) -> None:
-        """Copy the outputs that the caller still has of the eager run before: a loop that keeps them goes on so."""
+        """Copy outputs that are still live after the eager run: the caller's loop will keep later ones, too."""
         self.copied |= {index for index, storage in self.warm_outputs if not storage.expired()}
         self.warm_outputs = []
 
@@ -255,13 +255,13 @@ class Specialization:
     def static(
         self, inputs: Sequence[Any], expected: Collection[int], copies: bool, backward: bool, saved: Collection[int]
     ) -> list[int]:
-        """Positions of the inputs whose addresses are taken to stay.
+        """Positions of the inputs that are static: whose addresses are expected to stay.
 
         Args:
-            expected: what AOTAutograd says. In a backward these are all saved tensors: parameters, which stay, and
-                activations, which stay only if they lie in an arena.
-            saved: what the forward program allocates: a new tensor at every call, unless it lies in an arena.
-            copies: whether other inputs are copied: then one had better stay that was there in the call before.
+            expected: positions that AOTAutograd calls static. In a backward program these are all saved tensors:
+                parameters, which stay, and activations, which stay only if they lie in an arena.
+            copies: whether inputs that are not static are copied: then each one that has not moved is static.
+            saved: positions that the forward program allocates: new tensors at every call, unless in an arena.
         """
         asked = range(len(inputs)) if copies else sorted(expected)
         return [p for p in asked if self._stays(p, inputs[p], p in expected and (copies or not backward), p in saved)]
@@ -274,7 +274,7 @@ class Specialization:
         if expected and saved:
             return in_arena
         if expected and (moves or not self.seen or in_arena):
-            return True  # without a call to compare with (warmup=0) there is AOTAutograd's word alone
+            return True  # with no call to compare with (warmup=0), AOTAutograd is believed
         before = self.seen.get(position)
         return before is not None and before.is_still(here)
 
@@ -285,23 +285,23 @@ class Specialization:
     # -- recordings -------------------------------------------------------------------------------------
 
     def add(self, recording: Recording, inputs: list[Any]) -> None:
-        """Keep a recording; of those for other addresses the least recently used goes."""
+        """Add a recording; of those for other addresses only the most recently used are kept."""
         elsewhere = [r for r in self.recordings if not r.same_addresses(inputs)]
-        gone = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
-        # What is static comes first: a recording with fewer static inputs is for other addresses, too.
-        kept = [r for r in self.recordings if r not in gone]
+        dropped = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
+        # Most static inputs first: a recording with fewer of them fits other addresses, too, and copies more.
+        kept = [r for r in self.recordings if r not in dropped]
         self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.static_inputs)))
         self.why = ""
 
     def waits_for_memory(self, device: torch.device) -> str:
-        """What there was too little of, if there is no more of it now."""
+        """Why there is too little memory to record; empty if there may be enough by now."""
         if self.short is not None and SHARED.arenas.pressure(self.short[0], device) < self.short[1]:
             self.short = None
         return self.short[0] if self.short is not None else ""
 
 
 class Specializations:
-    """The specializations of a program by key, and which may have recordings."""
+    """The specializations of a program by key. It decides which of them may have recordings."""
 
     def __init__(self, most: int) -> None:
         self._most, self._patience = most, _PATIENCE
@@ -318,33 +318,33 @@ class Specializations:
         self._by_key.clear()
 
     def add(self, key: Any, new: Specialization) -> Specialization:
-        """Know one more; of those without a recording the oldest are forgotten."""
+        """Remember ``new``; if there are too many, forget the oldest that have no recordings."""
         if len(self._by_key) >= _KNOWN * self._most:
-            idle = [known for known, one in list(self._by_key.items()) if not one.recordings]
-            for known in idle[: len(idle) // 2 + 1]:
-                self._by_key.pop(known, None)
+            idle = [known_key for known_key, known in list(self._by_key.items()) if not known.recordings]
+            for idle_key in idle[: len(idle) // 2 + 1]:
+                self._by_key.pop(idle_key, None)
         return self._by_key.setdefault(key, new)
 
     def recordings(self) -> list[Recording]:
-        """Those that can be replayed: one that has ended stays with its sizes until they come again."""
-        return [recording for one in self.values() for recording in one.recordings if not recording.ended]
+        """Those that can be replayed; one that has ended stays in its specialization until the next call of that."""
+        return [r for specialization in self.values() for r in specialization.recordings if not r.ended]
 
     def is_full(self) -> bool:
         return len(self.recordings()) >= self._most
 
     def make_room(self, wanted: Specialization, owner: LockOwner) -> bool:
-        """End the least recently used recording if there are too many; False if it has to stay.
+        """If there are too many recordings, end the least recently used one. Returns whether there is room.
 
-        It stays unless ``wanted`` was called more than once since that was used. Shapes called in turn, more of them
-        than there may be recordings, would otherwise be recorded at every call. A recording that is missed
-        afterwards shows that shapes come back after a longer while: the number doubles.
+        That of another shape ends only if ``wanted`` was called ``_patience`` times since its last use: or too many
+        shapes, called in turn, would be recorded at every call. A call of a shape that was evicted shows that the
+        patience was too short: it doubles.
         """
         if wanted.evicted:
             wanted.evicted = False
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         while self.is_full():
-            holders = ((r, one) for one in self.values() for r in one.recordings if not r.ended)
-            for oldest, holder in sorted(holders, key=lambda known: known[0].used):
+            holders = ((r, holder) for holder in self.values() for r in holder.recordings if not r.ended)
+            for oldest, holder in sorted(holders, key=lambda pair: pair[0].used):
                 recent = itertools.islice(reversed(wanted.calls), self._patience)
                 if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:
                     return False

@@ -66,7 +66,7 @@ class Registration(Suite):
         del again
         assert at not in (place(()) or ())
 
-    def test_the_allocator_keeps_scratch_apart(self, registered: Device) -> None:
+    def test_the_allocator_keeps_workspace_apart(self, registered: Device) -> None:
         """It may use spans of workspace, or not: what it puts there lies within one, and alone."""
         place = registered_devices()[registered.type].place_allocations
         if place is None:

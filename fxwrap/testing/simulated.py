@@ -2,7 +2,7 @@
 
 The host graph takes new tensors at every replay. Hardware does not: a captured call reads and writes the
 addresses it was captured with. This device behaves like hardware, so that everything that follows from frozen
-addresses (places for inputs, copies between eager and captured work, outputs in the graph's own memory) and from
+addresses (static input buffers, copies between eager and captured work, outputs in the graph's own memory) and from
 hardware's rules (pools that die, captures that fail and leave traces) runs, and can be tested, on any machine.
 """
 

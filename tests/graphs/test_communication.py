@@ -1,4 +1,4 @@
-"""A collective works on until somebody waits for it: what is under way is neither used, nor written, nor given away.
+"""A collective works on until somebody waits for it: what is under way is neither used, nor written, nor freed.
 
 Collectives here belong to a group that reads and writes at the last moment there is (see ``lazy_group``), so whatever
 comes too early shows in the numbers. ``test_distributed`` runs real ones.
@@ -275,8 +275,8 @@ def test_what_a_collective_was_given_is_not_freed_before_a_wait_in_another_parti
     program = compile_host_graph(overlap.gm, compile_request(Options(eager_ops=ALWAYS_EAGER)))
     for call in range(2):
         program(*overlap.maker.inputs(call))
-    (family,) = program.specializations.values()
-    (recording,) = family.recordings
+    (specialization,) = program.specializations.values()
+    (recording,) = specialization.recordings
     index = {name: p.index for p in program.plan.partitions for name in p.nodes}
     registers = Registers.of(program.plan, recording.request.memory, frozen=False)
     # Where a register is emptied; one that is not listed is emptied when the call is over.

@@ -164,7 +164,7 @@ def test_interrupt_during_recording(compiled: Any, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         f(torch.randn(4, 4))
     monkeypatch.undo()
-    assert not any(family.recordings for family in f.program.specializations.values())
+    assert not any(specialization.recordings for specialization in f.program.specializations.values())
     for _ in range(3):
         x = torch.randn(4, 4)
         torch.testing.assert_close(f(x), (x.sin() @ x).cos())

@@ -254,7 +254,7 @@ def test_an_input_that_stays_is_not_copied(compiled: Any, device: torch.device, 
     ::
 
         call      1          2                     3 ... 24     25                   26 ...
-        input     warm-up    there still: bound    read         recorded anew for    copied to its place
+        input     warm-up    there still: static   read         recorded anew for    copied to its buffer
                                                    where it is  another: it moves
     """
     f: Compiled = compiled(lambda x, y: (x.sin() @ x + y).cos())
@@ -265,8 +265,8 @@ def test_an_input_that_stays_is_not_copied(compiled: Any, device: torch.device, 
         if where != "one tensor":
             y = y.clone()  # this one moves
     (recording,) = f.program.specializations.recordings()
-    bound = recording.request.static_inputs
-    assert len(bound) == (0 if not freezes(device) else 2 if where == "one tensor" else 1)
+    static = recording.request.static_inputs
+    assert len(static) == (0 if not freezes(device) else 2 if where == "one tensor" else 1)
     assert f.program.counters.recordings == {"first": 1}
     # It moves after all: copied for good.
     for _ in range(24):
@@ -374,7 +374,7 @@ def test_an_input_that_lands_where_another_was_freed_is_not_taken_to_stay(compil
 
 
 def test_conjugated_parameters(compiled: Any) -> None:
-    """Their memory alone does not say what they are: they are not bound by address."""
+    """Their memory alone does not say what they are: they are not static."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

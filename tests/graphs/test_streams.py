@@ -138,7 +138,7 @@ def test_memory_is_kept_until_the_last_stream_is_done(
 
     ::
 
-        first stream    |-allocated-|         (freed)  |-somebody else's, if it is given away-|
+        first stream    |-allocated-|         (freed)  |-somebody else's, if it is used again-|
         second stream                 |-works in it-------|
     """
     first, second = asynchronous.current_stream(device), asynchronous.Stream(device)

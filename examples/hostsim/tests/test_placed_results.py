@@ -61,7 +61,7 @@ def test_what_is_freed_late_takes_no_place_away(device: Any) -> None:
         device.place_allocations([])
 
 
-def test_other_allocations_lie_in_scratch_where_there_is_room(device: Any) -> None:
+def test_other_allocations_lie_in_workspace_where_there_is_room(device: Any) -> None:
     whole = zeros(64)  # 256 bytes: a place of 64, and workspace of 192
     at = whole.data_ptr()
     device.place_allocations([(at, 64)], [(at + 64, 192)])

@@ -48,7 +48,7 @@ def share_regions(
     """
     own = {i: SharedRegion(b.begin, b.end, b.size, {i: 0}) for i, b in buffers.items()}
     alone = [own.pop(i) for i in buffers if i in apart]
-    taken = _Taken(alive_at_steps([*others, *own.values(), *alone]), room)
+    taken = _Budget(alive_at_steps([*others, *own.values(), *alone]), room)
     whole = _one_region([buffers[i] for i in own], list(own), alignment) if own else None
     if whole is not None and taken.fits([*own.values()], whole):
         joined = [whole]
@@ -66,7 +66,7 @@ def _one_region(buffers: Sequence[Buffer], indices: Sequence[int], alignment: in
 
 
 def _joined(
-    regions: Sequence[SharedRegion], buffers: Mapping[int, Buffer], taken: _Taken, alignment: int
+    regions: Sequence[SharedRegion], buffers: Mapping[int, Buffer], taken: _Budget, alignment: int
 ) -> list[SharedRegion]:
     """Regions in the place of many: first each is put to those before it, then they join one another."""
     found: list[SharedRegion] = []
@@ -119,8 +119,8 @@ def _extent(region: SharedRegion) -> int:
     return region.size * (region.end - region.begin)
 
 
-class _Taken:
-    """Bytes taken at each step, of which there may be so many."""
+class _Budget:
+    """Bytes taken at each step, and how many may be."""
 
     def __init__(self, at_steps: list[int], room: int) -> None:
         self._at_steps, self._room = at_steps, room

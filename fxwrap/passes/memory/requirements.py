@@ -1,4 +1,4 @@
-"""What a program needs of memory: which storages are alive in which steps, and who allocates them."""
+"""The memory that a program needs: which storages are alive in which steps, and who allocates them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from .operator_results import placeable_results
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a program needs of arenas.
+    """The memory that a program needs at concrete sizes.
 
     Attributes:
-        planned: storages to place, by device.
-        unplanned: what operators allocate themselves, as far as sizes were known when the program was compiled, by
-            storage; None for workspace.
+        planned: storages that the plan places, by device, each with its index.
+        unplanned: what operators allocate themselves, if its size was known when the program was compiled: by device,
+            with the storage's index, or None for workspace.
         allocations: storages with an allocation node whose size is known.
-        temporaries: of these, what nobody can have after a call, in the steps that name them; none where addresses
-            are frozen.
-        apart: temporaries that an operator works on which counts from the start of a storage.
+        temporaries: those of them that nobody can have after a call, in the steps that name them; none where
+            addresses are frozen.
+        apart: temporaries that need a region of their own: an operator counts from the start of their storage.
         donated: inputs that are freed after their last use.
-        copies: bytes that are kept for what eager work returns and captured work reads.
-        end: the step after the last.
+        copies: bytes of the copies of what eager work returns and captured work reads.
+        end: a step after the last; what is alive then is alive after the call.
     """
 
     facts: StorageFacts
@@ -58,9 +58,9 @@ class Requirements:
     copies: int
     end: int
 
-    def end_of(self, taken: Reserved) -> int:
-        """The step from which on others may have the bytes of another program's output."""
-        indices = self.facts.behind_named(taken.nodes)
+    def end_of(self, reserved: Reserved) -> int:
+        """The first step in which the program may overwrite another program's output."""
+        indices = self.facts.behind_named(reserved.nodes)
         if not indices or indices & self.handed_out:
             return self.end
         return max(self.ranges.get(index, (0, 0))[1] for index in indices)
@@ -69,7 +69,7 @@ class Requirements:
     def of(cls, planned: Planned) -> Requirements:
         program = planned.program
         if program.facts.in_flight:
-            # An arena is used by others between calls, and an input or output that is copied too early is wrong.
+            # Others use an arena between calls; and an input or output would be copied before it is complete.
             names = sorted(program.facts.storages[index].name for index in program.facts.in_flight)
             raise PlanError(
                 f"a communication on {', '.join(names)} is under way at a call's begin or end",
@@ -77,18 +77,18 @@ class Requirements:
                 remedy="wait for it inside of the compiled region, with wait_tensor",
             )
         ranges = live_ranges(program)
-        results, made_at = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
+        results, step_of = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
         written = frozenset[int]().union(*program.facts.written.values())
         handed_out = _handed_out(program)
         outputs = output_storages(program) | (handed_out & results.keys())
         end = len(program.schedule) + 1
         sizes: dict[int, int] = {}
-        items: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
-        elsewhere = frozenset().union(*(signature.temporaries for signature in program.compiled.values()))
+        buffers: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+        in_compiled = frozenset().union(*(signature.temporaries for signature in program.compiled.values()))
         for storage in program.facts.storages:
             node = program.nodes[storage.node]
-            if storage.index in elsewhere:
-                continue  # whoever compiled the partition allocates it
+            if storage.index in in_compiled:
+                continue  # the compiled partition allocates it itself
             first, last = ranges.get(storage.index, (0, 1))
             if storage.origin is Origin.ALLOCATION:
                 layout = concrete(node.args[:2], planned.numbers)
@@ -106,17 +106,17 @@ class Requirements:
                 begin, stop = first, end if storage.index in outputs else last
             elif storage.node in planned.input_buffers:
                 device, sizes[storage.index] = planned.input_buffers[storage.node]
-                # Filled before the first step; an updated one is copied back after the last.
+                # Filled before the first step; a mutated one is copied back after the last.
                 begin, stop = 0, end if storage.index in written | handed_out else last
             elif storage.index in results:
                 device, sizes[storage.index] = program.device, results[storage.index]
-                begin = made_at[node]
+                begin = step_of[node]
                 stop = end if storage.index in outputs else max(last, begin + 1)
             else:
                 continue
             buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
-            items[device].append((storage.index, buffer))
-        placed = {index for buffers in items.values() for index, _ in buffers}
+            buffers[device].append((storage.index, buffer))
+        placed = {index for on_device in buffers.values() for index, _ in on_device}
         unplanned = _unplanned(planned, ranges, handed_out, end, placed)
         temporaries = {
             index: Buffer(program.facts.storages[index].name, sizes[index], *steps)
@@ -125,7 +125,7 @@ class Requirements:
         }
         return cls(
             facts=program.facts,
-            planned=items,
+            planned=buffers,
             unplanned=unplanned,
             sizes=sizes,
             outputs=outputs,
@@ -164,7 +164,7 @@ def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
 
 
 def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
-    """Storages that live and die inside a program; the others live anyway, whatever the order."""
+    """Storages whose lives depend on the order of nodes: allocated in the program, and not handed out."""
     handed_out = facts.behind(output_node(gm).all_input_nodes)
     return frozenset(
         storage.index
@@ -180,10 +180,10 @@ def output_storages(program: ProgramPlan) -> frozenset[int]:
 
 
 def _placed_results(planned: Planned) -> dict[int, int]:
-    """Bytes of what operators return that lies in the plan, by storage.
+    """Bytes of the results of operators that the plan places, by storage.
 
-    Where the allocator can be told, that is all whose size is known. Elsewhere it is what is copied there: what
-    graphs read of eager work, and what the caller gets of captured work.
+    Where the allocator can be told, these are all whose size is known. Elsewhere they are those that are copied:
+    results of eager work that graphs read, and results of captured work that the caller gets.
     """
     program = planned.program
     if not planned.frozen:
@@ -193,14 +193,14 @@ def _placed_results(planned: Planned) -> dict[int, int]:
     read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
     may_keep = {n.name for n in captured} if planned.places_results else ()
     results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.numbers)
-    found = {}
+    placed = {}
     for index, nbytes in results.items():
         node = program.maker(index)
         if node not in work or program.verdicts[node.name].data_dependent:
             continue
         if planned.places_results or index in (handed_out if node in captured else read_by_graphs):
-            found[index] = nbytes
-    return found
+            placed[index] = nbytes
+    return placed
 
 
 def _unplanned(
@@ -212,16 +212,16 @@ def _unplanned(
 ) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
     """What operators allocate themselves: results, from the call that makes them to the last use, and workspace.
 
-    What is copied to a place in the plan lives as long as its partition runs.
+    A result that is copied to its place in the plan lives until the end of its partition.
     """
     program = planned.program
     steps = {node.name: step for step, node in enumerate(program.schedule)}
     sizes = hinted_sizes(program.graph, program.facts)
-    found: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
+    unplanned: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
     for name, nbytes in planned.workspace.items():
         buffer = Buffer(f"{name} workspace", nbytes, steps[name], steps[name] + 1)
-        found[program.device].append((None, buffer))
-    over = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
+        unplanned[program.device].append((None, buffer))
+    ends = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
     for storage in program.facts.storages:
         if storage.index in placed and planned.places_results:
             continue
@@ -230,55 +230,55 @@ def _unplanned(
             _, last = ranges.get(storage.index, (begin, begin + 1))
             stop = end if storage.index in handed_out else max(last, begin + 1)
             if storage.index in placed:
-                stop = over[storage.node]
+                stop = ends[storage.node]
             device = storage.value(program.nodes[storage.node]).device
-            found[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
-    return found
+            unplanned[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
+    return unplanned
 
 
 def _copies(planned: Planned, placed: Collection[int]) -> int:
-    """Bytes of what eager work returns and graphs read, if it is not planned: it is copied to memory that stays."""
+    """Bytes of the results of eager work that graphs read and that are not planned: copied to static buffers."""
     facts, partitions = planned.program.facts, planned.program.partitions
     captured = [node for p in partitions if p.verdict is Verdict.CAPTURED for node in planned.program.work_in(p)]
     eager = {name for p in partitions if p.verdict is not Verdict.CAPTURED for name in p.nodes}
-    sizes, found = hinted_sizes(planned.program.graph, facts), 0
+    sizes, copied = hinted_sizes(planned.program.graph, facts), 0
     for index in facts.named_in(captured).difference(placed):
         node = facts.storages[index].node
         if node in eager and not planned.program.verdicts[node].data_dependent:
-            found += sizes.get(index, 0)
-    return found
+            copied += sizes.get(index, 0)
+    return copied
 
 
 def _donated(
     planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
 ) -> list[Buffer]:
-    """Inputs whose memory is free after their last use: who gave them has let go of them. Several may share one
-    storage; one that is never used is let go of with the call."""
-    found = []
+    """Inputs whose memory is freed after their last use, since the caller keeps no reference. Several may share one
+    storage; one that is never used is freed with the call."""
+    buffers = []
     for nbytes, nodes in planned.donated:
         indices = planned.program.facts.behind_named(nodes)
         if indices.isdisjoint(handed_out):
             stop = max((ranges.get(index, (0, end))[1] for index in indices), default=end)
-            found.append(Buffer(nodes[0], nbytes, 0, stop))
-    return found
+            buffers.append(Buffer(nodes[0], nbytes, 0, stop))
+    return buffers
 
 
 def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     """Allocated storages that nobody can have after a call, and the steps in which they are named."""
-    found: dict[int, tuple[int, int]] = {}
-    elsewhere = (p for p in program.partitions if p.index in program.compiled)
-    kept = set(program.facts.named_in(n for p in elsewhere for n in program.work_in(p)))
+    steps: dict[int, tuple[int, int]] = {}
+    compiled = (p for p in program.partitions if p.index in program.compiled)
+    kept = set(program.facts.named_in(n for p in compiled for n in program.work_in(p)))
     kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
     for step, node in enumerate(program.schedule):
         named = program.facts.named_in([node])
-        found.update({index: (found.get(index, (step, step))[0], step + 1) for index in named})
+        steps.update({index: (steps.get(index, (step, step))[0], step + 1) for index in named})
         if not only_computes(node):
             kept |= named
-    return {index: steps for index, steps in found.items() if index not in kept}
+    return {index: span for index, span in steps.items() if index not in kept}
 
 
 def _counted_from(program: ProgramPlan) -> frozenset[int]:
-    """Storages from the start of which an operator may count, or that it may take for one if they share memory."""
+    """Storages whose start an operator may count from, and those that it may take for one if they share memory."""
     facts = program.facts
     nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
     # Decompositions ask whether their results, or a result and an operand, are views of one tensor.

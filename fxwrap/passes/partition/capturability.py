@@ -24,7 +24,7 @@ from ...plan import NodeVerdict, Verdict
 
 _WORK = (Kind.LAUNCH, Kind.EXTERN)
 _CAPTURED = NodeVerdict(Verdict.CAPTURED, "")
-_FOLDED = NodeVerdict(Verdict.CAPTURED, "settled when recorded")
+_FOLDED = NodeVerdict(Verdict.CAPTURED, "evaluated when recorded")
 
 
 def is_work(node: Node) -> bool:

@@ -15,7 +15,7 @@ from ...host_graph.nodes import Kind, kind_of, operator_name, user_line
 from ...plan import Cut, NodeVerdict, Partition, StorageFacts, Verdict
 from .capturability import is_work
 
-# Bytes that are not worth a partition, whatever the budget says.
+# Bytes by which the peak may rise in any case, whatever the budget says.
 _NEGLIGIBLE = 1 << 20
 
 
@@ -34,11 +34,11 @@ def cut(
         a(captured)  b(eager)  c(captured)      a, c, b  or  a, b, c      independent work is pulled
             |           |          |       ->   ------------------   ->   together: [a c] [b]
 
-    A partition's number, from the front, is at least the longest chain of colour changes in front of it. Giving every
-    node exactly that number reaches the fewest partitions, and so does the longest chain behind it, counted from
-    the back; anything in between that respects the dependencies does, too. Of these cuts the one whose memory peaks
-    lowest is taken. If that peak is above ``peak_budget`` times the peak of program order, the program is cut in
-    pieces of program order, as large as the budget allows. Inside a partition program order is kept.
+    Partitions run in the order of their numbers, and their colours (captured, eager) alternate. So a node's number is
+    at least the number of colour changes on any path to the node. If it is exactly the largest of these, there are
+    the fewest partitions; so there are if paths are counted from the end, and for anything in between that respects
+    the dependencies. Of these cuts the one with the lowest peak of memory is chosen. If that is above the budget,
+    pieces of program order are cut by themselves, as large as the budget allows; nodes of a partition keep its order.
 
     Linear in nodes and dependencies, but for sorting.
 
@@ -79,9 +79,9 @@ def _captured(groups: Groups) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """What has a colour, in program order, and how it depends on each other, seen through everything else.
+    """The nodes in program order, the colour of each, and the positions of the nodes that it depends on (``before``).
 
-    Nodes are positions. What is settled when recorded (views, sizes) stands among them with the colour None.
+    A node that is evaluated when recorded (a view, a size) has the colour None.
     """
 
     nodes: list[Node]
@@ -100,12 +100,12 @@ class _Work:
             for node in nodes
         ]
         before: list[list[int]] = [[] for _ in nodes]
-        for one, other in dependencies.edges:
-            before[position[other]].append(position[one])
+        for source, user in dependencies.edges:
+            before[position[user]].append(position[source])
         return cls(nodes, colours, before)
 
     def program_order(self) -> list[int]:
-        """Partitions as they come."""
+        """The partition of each node if nothing is reordered."""
         levels, level, last = [], 0, None
         for colour in self.colours:
             if colour is not None:
@@ -115,7 +115,7 @@ class _Work:
         return levels
 
     def grouped(self, levels: Sequence[int]) -> Groups:
-        """The partitions, given each node's; neighbours of one colour are one."""
+        """The partitions, given the number of each node's; neighbours of one colour are joined."""
         groups: Groups = []
         by_level = sorted((level, i) for i, level in enumerate(levels) if self.colours[i] is not None)
         for _, i in by_level:
@@ -128,24 +128,24 @@ class _Work:
 
 
 def _in_order(dependencies: nx.DiGraph) -> list[Node]:
-    """The nodes as they stand in the graph, as far as that respects the dependencies."""
+    """The nodes in the order of the graph, as far as the dependencies allow that."""
     nodes = list(dependencies.nodes)
     position = {node: index for index, node in enumerate(nodes)}
-    behind: list[list[int]] = [[] for _ in nodes]
+    users: list[list[int]] = [[] for _ in nodes]
     waiting = [0] * len(nodes)
-    for one, other in dependencies.edges:
-        behind[position[one]].append(position[other])
-        waiting[position[other]] += 1
+    for source, user in dependencies.edges:
+        users[position[source]].append(position[user])
+        waiting[position[user]] += 1
     ready = [index for index, count in enumerate(waiting) if not count]
-    found = []
+    ordered = []
     while ready:
         index = heapq.heappop(ready)
-        found.append(nodes[index])
-        for successor in behind[index]:
-            waiting[successor] -= 1
-            if not waiting[successor]:
-                heapq.heappush(ready, successor)
-    return found
+        ordered.append(nodes[index])
+        for user in users[index]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, user)
+    return ordered
 
 
 def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, int]:
@@ -156,9 +156,9 @@ def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, in
     levels: dict[int, int] = {}
     for i in piece:
         level = 0
-        for other in work.before[i]:
-            if levels.get(other, 0) > level:
-                level = levels[other]
+        for source in work.before[i]:
+            if levels.get(source, 0) > level:
+                level = levels[source]
         colour = work.colours[i]
         if colour is not None:
             level += (level % 2 == 0) is not (colour is first)
@@ -167,7 +167,7 @@ def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, in
 
 
 def _fewest(work: _Work, piece: range) -> list[int]:
-    """The partition of each node of a piece, beginning with the colour that needs fewer."""
+    """The partition of each node of a piece; the first has the colour with which there are fewer."""
     best: tuple[tuple[int, int], list[int]] | None = None
     for first in Verdict:
         levels = _earliest(work, piece, first)
@@ -181,7 +181,7 @@ def _fewest(work: _Work, piece: range) -> list[int]:
 
 
 def _in_pieces(work: _Work, pieces: int) -> list[int]:
-    """Every piece of program order cut by itself."""
+    """The partition of each node if program order is split into so many pieces, each cut by itself."""
     levels: list[int] = []
     size = -(-len(work) // pieces)
     for begin in range(0, len(work), size):
@@ -191,7 +191,7 @@ def _in_pieces(work: _Work, pieces: int) -> list[int]:
 
 
 def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
-    """Cuts with the fewest partitions: everything early, everything late, and what makes memory late."""
+    """Cuts with the fewest partitions: all nodes early, all late, and late only those that make memory grow."""
     early = _fewest(work, range(len(work)))
     yield early
     yield _later(work, early, [True] * len(work))
@@ -199,22 +199,22 @@ def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
 
 
 def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]:
-    """Move nodes to the last partition of their colour in front of everything that depends on them."""
+    """Move the nodes marked ``late`` to the last partition of their colour before everything that depends on them."""
     last = max((level for level, colour in zip(early, work.colours, strict=True) if colour is not None), default=0)
     levels, limits = list(early), [last] * len(work)
     for i in range(len(work) - 1, -1, -1):
         if work.colours[i] is None:
-            levels[i] = limits[i]  # in no partition: it holds nobody back
+            levels[i] = limits[i]  # in no partition: it does not limit what it depends on
         elif late[i]:
             levels[i] = limits[i] - (limits[i] - early[i]) % 2  # partitions of one colour have every other number
-        for other in work.before[i]:
-            limits[other] = min(limits[other], levels[i])
+        for source in work.before[i]:
+            limits[source] = min(limits[source], levels[i])
     return levels
 
 
 @dataclass(frozen=True)
 class _Lifetimes:
-    """When storages are touched, to tell how much memory an order needs."""
+    """The storages that each node touches, and the first and last node that touches each, by position."""
 
     touched: list[tuple[int, ...]]
     sizes: Mapping[int, int]
@@ -233,7 +233,7 @@ class _Lifetimes:
         return cls(touched, sizes, first, last)
 
     def change(self, i: int) -> int:
-        """Bytes that begin to live with a node, less those that it is the last to use, in program order."""
+        """Bytes that are first used by a node, less those that it is the last to use, in program order."""
         begun = sum(self.sizes[index] for index in self.touched[i] if self.first[index] == i)
         return begun - sum(self.sizes[index] for index in self.touched[i] if self.last[index] == i)
 

@@ -49,7 +49,7 @@ def verify_memory(
     end = len(schedule) + 1
     handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
     written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
-    inside: dict[int, list[_Placed]] = defaultdict(list)
+    inside: dict[int, list[_Interval]] = defaultdict(list)
     comes_and_goes: dict[Root, Place] = {}
     for storage, place in zip(facts.storages, plan.places, strict=True):
         maker = nodes[storage.node]
@@ -71,7 +71,7 @@ def verify_memory(
         if root in handed_out:
             stop = end  # the caller reads it afterwards
         if size and begin < stop:
-            inside[place.region].append(_Placed(storage.name, place.offset, place.offset + size, begin, stop))
+            inside[place.region].append(_Interval(storage.name, place.offset, place.offset + size, begin, stop))
     for number, region in enumerate(plan.regions):
         others = list(_others(memory, nodes, region.reserved, spans, handed_out, end))
         items = [*inside[number], *others]
@@ -111,7 +111,7 @@ def _check_home(storage: Storage, maker: Node, place: Place, plan: MemoryPlan, h
 def _check_workspace(
     region: Region,
     footprint: Sequence[tuple[int, int]],
-    items: Sequence[_Placed],
+    items: Sequence[_Interval],
     position: Mapping[str, int],
     nodes: Mapping[str, Node],
 ) -> None:
@@ -196,7 +196,7 @@ def _others(
     spans: Mapping[Root, tuple[int, int]],
     handed_out: Collection[Root],
     end: int,
-) -> Iterator[_Placed]:
+) -> Iterator[_Interval]:
     """What other recordings have in an arena: for the whole call, or until the last use of what is donated."""
     for one in reserved:
         roots = {root for name in one.nodes for root in memory.roots(nodes[name])}
@@ -206,11 +206,11 @@ def _others(
         if roots:
             name += f", here {name_of(min(roots, key=str))}"
         if stop:
-            yield _Placed(name, one.low, one.high, 0, stop, planned=False)
+            yield _Interval(name, one.low, one.high, 0, stop, planned=False)
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Interval:
     """Bytes ``[low, high)`` of an arena, live in steps ``[begin, end)``.
 
     Attributes:
@@ -225,8 +225,8 @@ class _Placed:
     planned: bool = True
 
 
-def _check_overlap(items: list[_Placed], schedule: Sequence[Node] = ()) -> None:
-    live: list[_Placed] = []
+def _check_overlap(items: list[_Interval], schedule: Sequence[Node] = ()) -> None:
+    live: list[_Interval] = []
     for item in sorted(items, key=lambda item: item.begin):
         live = [other for other in live if other.end > item.begin]
         for other in live:

@@ -189,7 +189,7 @@ def test_memory_nobody_touches_and_pinned_memory_is_not_placed() -> None:
     assert names == {"idle", "pinned", "out"}, "sizes are known all the same"
 
 
-def test_memory_whose_size_only_data_decides_is_allocated_when_it_is_known() -> None:
+def test_memory_of_data_dependent_size_is_allocated_when_it_is_known() -> None:
     maker = GraphMaker()
     x, n = maker.input("x"), maker.input("n", (), torch.int64)
     size = maker.integer(n, name="size")
@@ -253,11 +253,11 @@ def test_a_place_that_is_needed_afterwards_stays_for_the_whole_call(why: str) ->
     check_placement(list(buffers.values()), placement_of(memory, plan), memory.regions[0].alignment)
 
 
-def test_bytes_that_others_have_are_left_alone_unless_given_away() -> None:
+def test_bytes_that_others_have_are_left_alone_unless_donated() -> None:
     """
     ::
 
-        t1: an output of another program, given away as x        t0: one that somebody holds
+        t1: an output of another program, donated as x          t0: one that somebody holds
 
         192 | b0 b0 b2 b2
         128 | t1 b1 b1                  x is read for the last time in k0
@@ -267,8 +267,8 @@ def test_bytes_that_others_have_are_left_alone_unless_given_away() -> None:
     """
     _, gm = chain(3)
     plan = program_plan(gm)
-    taken = [Reserved(0, 64), Reserved(64, 128, nodes=("x",))]
-    memory = plan_program(Planned(plan, {}, {}), lambda device: taken)
+    reserved = [Reserved(0, 64), Reserved(64, 128, nodes=("x",))]
+    memory = plan_program(Planned(plan, {}, {}), lambda device: reserved)
     assert offsets_by_name(plan, memory) == {"b0": 128, "b1": 64, "b2": 128}
     assert memory.size == memory.lower_bound == 192
     assert [(one.low, one.high, one.nodes) for one in memory.regions[0].reserved] == [(0, 64, ()), (64, 128, ("x",))]
@@ -291,7 +291,7 @@ def results_by_hand(plan: ProgramPlan) -> dict[str, Buffer]:
     """What captured operators return and the caller gets: it is copied to the plan."""
     made: dict[Node, frozenset[str]] = {}
     found: dict[str, Buffer] = {}
-    lent: frozenset[str] = frozenset()
+    in_communication: frozenset[str] = frozenset()
     for node in plan.graph.graph.nodes:
         first = node.args[0] if node.args else None
         of_several = getattr(first, "target", None) in (aten.split_copy.Tensor, aten.var_mean.correction)
@@ -304,9 +304,9 @@ def results_by_hand(plan: ProgramPlan) -> dict[str, Buffer]:
         elif kind_of(node) is Kind.VIEW or node.target in RETURNS_ITS_OPERAND:
             made[node] = made.get(first, frozenset())
         if getattr(node.target, "namespace", "") == "_c10d_functional":
-            lent = lent.union(*(made.get(operand, ()) for operand in node.all_input_nodes))
+            in_communication = in_communication.union(*(made.get(operand, ()) for operand in node.all_input_nodes))
     returned = frozenset[str]().union(*(made.get(node, ()) for node in output_node(plan.graph).all_input_nodes))
-    return {name: buffer for name, buffer in found.items() if name in returned - lent}
+    return {name: buffer for name, buffer in found.items() if name in returned - in_communication}
 
 
 def accesses_by_hand(plan: ProgramPlan) -> dict[Node, tuple[int, int]]:

@@ -33,7 +33,7 @@ def plan_of(gm: GraphModule, static: tuple[int, ...] = ()) -> ProgramPlan:
     return compile_host_graph(gm, request).plan
 
 
-def weighed(plan: ProgramPlan, capture: str = "auto", min_launches: int = 1) -> ProgramPlan:
+def with_cost_model(plan: ProgramPlan, capture: str = "auto", min_launches: int = 1) -> ProgramPlan:
     return apply_cost_model(plan, COST, hinted_sizes(plan.graph, plan.facts), capture, min_launches)
 
 
@@ -51,14 +51,14 @@ def test_the_estimate() -> None:
     maker = GraphMaker()
     x = maker.input("x")
     value = mix(maker, "c", mix(maker, "b", mix(maker, "a", x)))
-    (partition,) = weighed(plan_of(maker.finish([maker.extern(aten.sin.default, value)]))).partitions
+    (partition,) = with_cost_model(plan_of(maker.finish([maker.extern(aten.sin.default, value)]))).partitions
     benefit = partition.benefit
     assert benefit is not None and (benefit.saved, benefit.replay, benefit.copies) == (25, 12, 4 + 64 / 1000)
     assert benefit.pays and str(benefit) == "saves 25 us of calls for 12 us of replay and 4 us of copies"
 
 
 def test_an_input_that_stays_is_not_paid_for() -> None:
-    (partition,) = weighed(plan_of(chain("a", "b", "c"), static=(0,))).partitions
+    (partition,) = with_cost_model(plan_of(chain("a", "b", "c"), static=(0,))).partitions
     assert partition.benefit is not None and partition.benefit.copies == 0 and partition.benefit.pays
 
 
@@ -86,7 +86,7 @@ def test_a_partition_that_does_not_pay_joins_its_neighbours() -> None:
     """
     plan = plan_of(chain("a", "b", "c", "d", "(e)", "f", "(g)", "h", "i", "j", "k"))
     assert picture(plan.partitions) == "captured[a b c d] eager[e] captured[f] eager[g] captured[h i j k]"
-    found = weighed(plan)
+    found = with_cost_model(plan)
     assert picture(found.partitions) == "captured[a b c d] eager[e f g] captured[h i j k]"
     assert [partition.index for partition in found.partitions] == [0, 1, 2]
     (f,) = [node for node in found.schedule if node.name == "f"]
@@ -110,7 +110,7 @@ def test_a_partition_that_does_not_pay_joins_its_neighbours() -> None:
     ],
 )
 def test_the_options(capture: str, min_launches: int, expected: str) -> None:
-    plan = weighed(plan_of(chain("a", "(b)", "c", "d", "e", "f")), capture, min_launches)
+    plan = with_cost_model(plan_of(chain("a", "(b)", "c", "d", "e", "f")), capture, min_launches)
     assert picture(plan.partitions) == expected
 
 

@@ -428,9 +428,9 @@ def test_inputs_that_stay_in_place_are_bound(recipe: Recipe, static: set[int], h
     request = compile_request(graph.options, tuple(static))
     program = compile_host_graph(graph.gm, request)
     check_calls(graph.gm, graph.inputs, program, hold, sorted(static))
-    (family,) = program.specializations.values()
-    assert family.recordings
-    assert all(set(recording.request.static_inputs) == static for recording in family.recordings)
+    (specialization,) = program.specializations.values()
+    assert specialization.recordings
+    assert all(set(recording.request.static_inputs) == static for recording in specialization.recordings)
     check_calls(graph.gm, graph.inputs, program, hold)
 
 

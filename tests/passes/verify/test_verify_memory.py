@@ -166,7 +166,7 @@ def _onto_what_another_holds(sound: Sound) -> MemoryPlan:
     return changed(sound.memory, reserved=(Reserved(188, 192),))
 
 
-def _onto_what_is_not_given_away_yet(sound: Sound) -> MemoryPlan:
+def _onto_what_is_donated_later(sound: Sound) -> MemoryPlan:
     """x is last read in k1, by when b0 has been written. What the plan says of that is not believed."""
     return changed(sound.memory, reserved=(Reserved(128, 192, end=0, nodes=("x",)),))
 
@@ -187,7 +187,7 @@ def _too_small(sound: Sound) -> MemoryPlan:
         (_misaligned, "b0 is misaligned"),
         (_output_onto_what_it_is_made_of, "b3 and out overlap at step 4"),
         (_onto_what_another_holds, "b0 and another program's output overlap at step 0"),
-        (_onto_what_is_not_given_away_yet, "b0 and another program's output, here x overlap at step 0"),
+        (_onto_what_is_donated_later, "b0 and another program's output, here x overlap at step 0"),
         (_too_small, "b1 is too small"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_fault_is_caught_where_memory_comes_and_goes(
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_memory_that_nobody_works_on_is_no_fault(frozen: bool) -> None:
-    """Nor that there is nothing else: only the input is updated and handed out."""
+    """Nor that there is nothing else: only the input is mutated and handed out."""
     maker = GraphMaker()
     x = maker.input("x")
     maker.allocate(name="idle")
@@ -280,16 +280,16 @@ def test_memory_that_nobody_works_on_is_no_fault(frozen: bool) -> None:
     verify_plan(plan, plan_program(Planned(plan, {}, {}, frozen)))
 
 
-def _view(maker: GraphMaker, updated: Node, x: Node) -> Node:
-    return maker.view(updated, (8,), (1,), 8)
+def _view(maker: GraphMaker, mutated: Node, x: Node) -> Node:
+    return maker.view(mutated, (8,), (1,), 8)
 
 
-def _in_place_result(maker: GraphMaker, updated: Node, x: Node) -> Node:
-    return maker.extern(aten.add_.Tensor, updated, x)
+def _in_place_result(maker: GraphMaker, mutated: Node, x: Node) -> Node:
+    return maker.extern(aten.add_.Tensor, mutated, x)
 
 
-def _out_result(maker: GraphMaker, updated: Node, x: Node) -> Node:
-    return maker.extern(aten.mm.out, x, x, out=updated)
+def _out_result(maker: GraphMaker, mutated: Node, x: Node) -> Node:
+    return maker.extern(aten.mm.out, x, x, out=mutated)
 
 
 @pytest.mark.parametrize("values", [True, False], ids=["fake values", "no fake values"])

@@ -50,7 +50,7 @@ def test_every_plan_is_accepted(count: int) -> None:
         memory = case.plan_with()
         assert not case.collision(case.plan.facts, memory), f"seed {seed}"
         case.verify(memory)
-        told = plan_program(replace(case.planned(), places_results=True), lambda device, case=case: case.taken)
+        told = plan_program(replace(case.planned(), places_results=True), lambda device, case=case: case.reserved)
         assert not case.collision(case.plan.facts, told), f"seed {seed}"
         case.verify(told)
         around["workspace"] += any(arena.workspace for arena in told.arenas.values())
@@ -59,21 +59,21 @@ def test_every_plan_is_accepted(count: int) -> None:
         assert not case.collision(case.plan.facts, calls), f"seed {seed}"
         case.verify(calls)
         around["regions"] += bool(calls.regions)
-        given = [one for one in case.taken if one.nodes]
+        given = [one for one in case.reserved if one.nodes]
         around["places"] += bool(case.places)
-        around["taken"] += len(case.taken) > len(given)
-        around["given away"] += bool(given)
+        around["reserved"] += len(case.reserved) > len(given)
+        around["donated"] += bool(given)
         around["used again after"] += any(again(case, memory, one) for one in given)
         around["outputs"] += bool(memory.outputs)
     print(f"\naccepted: {3 * count} plans, {dict(around)}")
-    kinds = "places", "taken", "given away", "used again after", "outputs", "workspace", "regions"
+    kinds = "places", "reserved", "donated", "used again after", "outputs", "workspace", "regions"
     assert all(around[kind] >= count // 12 for kind in kinds)
 
 
-def again(case: Case, memory: MemoryPlan, taken: Reserved) -> bool:
-    """Whether something lies in bytes that were given away."""
+def again(case: Case, memory: MemoryPlan, reserved: Reserved) -> bool:
+    """Whether something lies in bytes that were donated."""
     spans = [(offset, offset + memory.sizes[index]) for index, offset in located(memory).items()]
-    return any(low < taken.high and taken.low < high for low, high in spans)
+    return any(low < reserved.high and reserved.low < high for low, high in spans)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])
@@ -83,14 +83,14 @@ def test_plans_for_two_programs_are_accepted_and_followed(count: int) -> None:
     ::
 
         first       second
-        s s s s s s|s s .         s is handed on: free after its last use in the second
+        s s s s s s|s s .         s is saved: free after its last use in the second
         . . h h h h|h h h         h is held
     """
     reused = 0
     for seed in range(count):
         draw = random.Random(seed)
         first, second = random_case(draw), random_case(draw)
-        first, second = replace(first, taken=()), replace(second, taken=())
+        first, second = replace(first, reserved=()), replace(second, reserved=())
         free = [n for n in second.graph.gm.graph.nodes if n.op == "placeholder" and n.name not in second.places]
         lasting = sorted(first.plan_with().outputs)
         saved_as = {index: [free.pop().name] for index in lasting if free and draw.random() < 0.8}
@@ -100,17 +100,17 @@ def test_plans_for_two_programs_are_accepted_and_followed(count: int) -> None:
         assert not first.collision(first.plan.facts, memory), f"seed {seed}"
         first.verify(memory)
         spans = {index: located(memory)[index] for index in lasting}
-        taken = tuple(
+        reserved = tuple(
             Reserved(low, low + memory.sizes[index], nodes=tuple(saved_as.get(index, ())))
             for index, low in spans.items()
         )
-        second = replace(second, taken=taken)
-        later = plan_program(second.planned(), lambda device, taken=taken: taken, others)
+        second = replace(second, reserved=reserved)
+        later = plan_program(second.planned(), lambda device, reserved=reserved: reserved, others)
         assert placed(second, later) == by_storage(others), f"seed {seed}"
         assert not second.collision(second.plan.facts, later), f"seed {seed}"
         second.verify(later)
-        reused += any(again(second, later, one) for one in taken if one.nodes)
-    print(f"\npairs: {count}, of which {reused} use the bytes of what was handed on again")
+        reused += any(again(second, later, one) for one in reserved if one.nodes)
+    print(f"\npairs: {count}, of which {reused} use the bytes of saved tensors again")
     assert reused >= count // 10
 
 
@@ -189,11 +189,11 @@ def missed_alias(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
         yield case.plan_with(wrong), wrong, "overlap"
 
 
-def onto_taken_bytes(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+def onto_reserved_bytes(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """A storage in bytes that another program's output has, before that is free."""
     for index in located(memory):
         life = set(case.life(memory_of(case.plan.facts.storages[index])))
-        others = [one for one in case.taken if life & set(case.life_of(one))]
+        others = [one for one in case.reserved if life & set(case.life_of(one))]
         if others:
             one = draw.choice(others)
             offset = draw.randrange(one.low, aligned(one.high, ALIGNMENT), ALIGNMENT)
@@ -214,7 +214,7 @@ def output_cut_at_its_last_use(case: Case, memory: MemoryPlan, draw: random.Rand
 
 def workspace_where_somebody_lives(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     """Bytes that are offered to an operator while they are somebody else's."""
-    told = plan_program(replace(case.planned(), places_results=True), lambda device: case.taken)
+    told = plan_program(replace(case.planned(), places_results=True), lambda device: case.reserved)
     arena = told.arenas.get(CPU)
     for name in arena.workspace if arena is not None else ():
         step = case.plan.schedule.index(case.plan.nodes[name])
@@ -251,7 +251,7 @@ FAULTS: tuple[Callable[[Case, MemoryPlan, random.Random], Faulty], ...] = (
     shifted_onto_another,
     last_use_missing,
     missed_alias,
-    onto_taken_bytes,
+    onto_reserved_bytes,
     output_cut_at_its_last_use,
     workspace_where_somebody_lives,
     misaligned,

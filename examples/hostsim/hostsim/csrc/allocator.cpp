@@ -129,8 +129,8 @@ struct Place {
 };
 
 thread_local std::vector<Place> places;
-thread_local std::vector<std::pair<uintptr_t, size_t>> scratch;
-thread_local std::map<uintptr_t, size_t> scratch_taken;
+thread_local std::vector<std::pair<uintptr_t, size_t>> workspace;
+thread_local std::map<uintptr_t, size_t> workspace_taken;
 thread_local uint64_t placing = 0; // Tells apart what was given one time after another.
 
 struct Placed {
@@ -159,7 +159,7 @@ void leave_place(void* context) {
   if (placed->placing != placing) {
     return;
   }
-  scratch_taken.erase(reinterpret_cast<uintptr_t>(placed->data));
+  workspace_taken.erase(reinterpret_cast<uintptr_t>(placed->data));
   for (Place& place : places) {
     if (place.data == placed->data) {
       place.taken = false;
@@ -182,16 +182,16 @@ uintptr_t aligned(uintptr_t address) {
 }
 
 // The first gap between what has been given out of a span.
-void* take_scratch(size_t bytes) {
-  for (const auto& [begin, size] : scratch) {
+void* take_workspace(size_t bytes) {
+  for (const auto& [begin, size] : workspace) {
     uintptr_t low = aligned(begin);
-    for (const auto& [taken, taken_bytes] : scratch_taken) {
+    for (const auto& [taken, taken_bytes] : workspace_taken) {
       if (low + bytes > taken && taken + taken_bytes > low && !planted(Fault::kPlaceGivenTwice)) {
         low = aligned(taken + taken_bytes);
       }
     }
     if (low + bytes <= begin + size) {
-      scratch_taken[low] = bytes;
+      workspace_taken[low] = bytes;
       return reinterpret_cast<void*>(low);
     }
   }
@@ -201,7 +201,7 @@ void* take_scratch(size_t bytes) {
 void* take_offered(size_t bytes) {
   void* data = take_place(bytes);
   if (data == nullptr) {
-    data = take_scratch(bytes);
+    data = take_workspace(bytes);
   }
   if (data != nullptr) {
     std::lock_guard<std::mutex> lock(in_use().mutex);
@@ -706,8 +706,8 @@ std::vector<uintptr_t> place_allocations(
     const std::vector<std::pair<uintptr_t, size_t>>& spans) {
   ++placing;
   places.clear();
-  scratch = spans;
-  scratch_taken.clear();
+  workspace = spans;
+  workspace_taken.clear();
   for (const auto& [address, bytes] : given) {
     places.push_back({reinterpret_cast<void*>(address), bytes, false});
   }
