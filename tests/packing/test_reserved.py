@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from fxwrap.errors import PlanError
 from fxwrap.packing import Buffer, Placement, Reserved, plan_memory
-from fxwrap.packing.reserved import fits, lay_out_arena
+from fxwrap.packing.reserved import lay_out_arena
 from fxwrap.passes.memory.planner import plan_pair, plan_program
 from fxwrap.passes.verify import memory as verify_module
 from fxwrap.passes.verify import verify_memory
@@ -25,6 +25,12 @@ from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import Planned, ProgramPlan
 
 ROW = 64
+
+
+def fits(offsets: Mapping[str, int], buffers: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> bool:
+    """Whether a hint is followed to the letter."""
+    found = lay_out_arena(buffers, (), reserved, alignment, Placement(offsets, 1 << 40, 0))
+    return all(found.offsets[b.name] == offsets.get(b.name) for b in buffers)
 
 
 def rows(placement: Placement) -> dict[str, int]:
@@ -116,6 +122,41 @@ def test_what_fits() -> None:
     assert not fits({"a": 0}, buffers, fixed, ROW), "b has no place"
     assert fits({"a": 0, "b": ROW}, [buffers[0], Buffer("b", ROW, 2, 3)], fixed, ROW)
     assert fits({"a": 0, "b": 0}, [buffers[0], Buffer("b", ROW, 2, 3)], fixed, ROW)
+
+
+def test_a_hint_is_followed_but_for_what_is_in_the_way() -> None:
+    """
+    ::
+
+        hint                    with # in the way
+
+        192 | c c c             192 | c c c
+        128 | a b b             128 | a # #       # has what b wants
+         64 | a . .              64 | a b b
+          0 +------               0 +------
+    """
+    buffers = [Buffer("a", 2 * ROW, 0, 1), Buffer("b", ROW, 1, 3), Buffer("c", ROW, 0, 3)]
+    hint = Placement({"a": 0, "b": ROW, "c": 2 * ROW}, 3 * ROW, 3 * ROW)
+    assert lay_out_arena(buffers, (), (), ROW, hint) == hint
+    found = lay_out_arena(buffers, (), [Reserved(ROW, 2 * ROW, 1, 3)], ROW, hint)
+    assert rows(found) == {"a": 0, "b": 0, "c": 2} and found.size == found.lower_bound == 3 * ROW
+    # A buffer that the hint does not name finds a place, too.
+    found = lay_out_arena([*buffers, Buffer("d", ROW, 2, 3)], (), (), ROW, hint)
+    assert rows(found) == {"a": 0, "b": 1, "c": 2, "d": 0}
+
+
+def test_a_hint_is_left_where_it_would_make_the_arena_larger() -> None:
+    buffers = [Buffer("a", ROW, 0, 1), Buffer("b", ROW, 0, 1)]
+    poor = Placement({"a": ROW}, ROW, ROW)
+    assert lay_out_arena(buffers, (), (), ROW, Placement({"a": 3 * ROW}, ROW, ROW)).size == 2 * ROW
+    found = lay_out_arena(buffers, (), [Reserved(0, ROW, 0, 1)], ROW, poor)
+    assert sorted(rows(found).values()) == [1, 2] and found.size == found.lower_bound == 3 * ROW
+
+
+def test_a_hint_is_not_trusted_beside_what_lies_upon_one_another() -> None:
+    twice = [Reserved(0, 2 * ROW, 0, 1), Reserved(ROW, 2 * ROW, 0, 3)]
+    found = lay_out_arena([Buffer("a", ROW, 2, 3)], (), twice, ROW, Placement({"a": ROW}, 2 * ROW, ROW))
+    assert rows(found) == {"a": 0}
 
 
 def test_nothing_takes_what_is_fixed() -> None:
