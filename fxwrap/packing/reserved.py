@@ -15,6 +15,8 @@ from .problem import FOREVER, Buffer, Placement, Reserved
 
 # Orders tried, times buffers: larger programs are tried in fewer ways.
 _EFFORT = 1_000
+# A followed hint may need so many times its size: a search, with many times the work, hardly finds less.
+_NEAR = 1.0005
 # Seconds for a better layout, where the first one is above the lower bound: rare, and milliseconds are mostly enough.
 SEARCH_S = 0.05
 
@@ -40,20 +42,20 @@ def lay_out_arena(
     Args:
         outputs: names of buffers that live on after the program.
         reserved: what others have in the arena.
-        hint: places that are kept where nobody else has the bytes, if the arena need not be larger for that.
+        hint: places that are kept where nobody else has the bytes, if the arena need hardly be larger for that.
         like: offsets in a plan for other sizes, by name.
 
     Returns:
-        The arena's size counts what is reserved, too, and so does the lower bound; where the hint is followed they
-        are those of the hint.
+        The arena's size counts what is reserved, too, and so does the lower bound. Where the hint is followed, the
+        lower bound is the hint's, and the size at least the hint's.
     """
     problem = _Problem.of(buffers, reserved, alignment)
     found = list[Placement]()
     if hint is not None:
         offsets = problem.follow(hint.offsets)
         found.append(problem.placement(offsets))
-        if problem.top(offsets) <= hint.size:
-            return replace(found[0], size=hint.size, lower_bound=hint.lower_bound)
+        if (top := problem.top(offsets)) <= hint.size * _NEAR:
+            return replace(found[0], size=max(top, hint.size), lower_bound=hint.lower_bound)
     if reserved:
         found.append(problem.placement(problem.between_ends(outputs)))
     else:

@@ -153,6 +153,15 @@ def test_a_hint_is_left_where_it_would_make_the_arena_larger() -> None:
     assert sorted(rows(found).values()) == [1, 2] and found.size == found.lower_bound == 3 * ROW
 
 
+def test_a_hint_is_followed_into_an_arena_that_is_hardly_larger() -> None:
+    for rows_of_a, followed in ((4000, True), (100, False)):
+        buffers = [Buffer("a", rows_of_a * ROW, 0, 1), Buffer("b", ROW, 0, 1)]
+        hint = Placement({"a": ROW, "b": 0}, rows_of_a * ROW, 0)
+        found = lay_out_arena(buffers, (), (), ROW, hint)
+        assert found.size == (rows_of_a + 1) * ROW
+        assert (found.lower_bound == hint.lower_bound) == followed
+
+
 def test_a_hint_is_not_trusted_beside_what_lies_upon_one_another() -> None:
     twice = [Reserved(0, 2 * ROW, 0, 1), Reserved(ROW, 2 * ROW, 0, 3)]
     found = lay_out_arena([Buffer("a", ROW, 2, 3)], (), twice, ROW, Placement({"a": ROW}, 2 * ROW, ROW))
