@@ -418,7 +418,7 @@ class ProgramPlan:
         return self.nodes[self.facts.storages[index].node]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planned:
     """A program at concrete sizes.
 

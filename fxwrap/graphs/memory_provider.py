@@ -207,8 +207,9 @@ class MemoryProvider:
             sizes = {arena_of(device): one.size for device, one in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 SHARED.arenas.correct(arena.device, estimate, nbytes)
-            # Moved memory has nobody's outputs in it: another plan.
-            if not any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()]):
+            # Moved memory has nobody's outputs in it: another plan, if somebody had any.
+            moved = any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()])
+            if not moved or not any(region.reserved for region in memory.regions):
                 # The arena's pool is where operators allocate during capture.
                 arenas = {device: arena_of(device) for device in {*memory.arenas, plan.device}}
                 return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))

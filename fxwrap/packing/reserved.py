@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,10 +13,10 @@ from typing import Any, Protocol
 from .planner import plan_memory
 from .problem import FOREVER, Buffer, Placement, Reserved
 
-# How much larger than the lower bound an arena may get before the ends of it are no longer kept for outputs.
-_ROOM = (1.0, 1.003, 1.01, 1.02, 1.04, 1.08, 1.16, 1.3)
-# Placements tried, times buffers: larger programs are tried in fewer ways.
-_EFFORT = 4_000
+# Orders tried, times buffers: larger programs are tried in fewer ways.
+_EFFORT = 1_000
+# A followed hint may need so many times its size: a search, with many times the work, hardly finds less.
+_NEAR = 1.0005
 # Seconds for a better layout, where the first one is above the lower bound: rare, and milliseconds are mostly enough.
 SEARCH_S = 0.05
 
@@ -25,6 +26,7 @@ def lay_out_arena(
     outputs: Collection[str],
     reserved: Sequence[Reserved],
     alignment: int,
+    hint: Placement | None = None,
     like: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
     """Place buffers so that those live at the same time do not overlap; outputs at one end, beside what others have.
@@ -40,93 +42,82 @@ def lay_out_arena(
     Args:
         outputs: names of buffers that live on after the program.
         reserved: what others have in the arena.
+        hint: places that are kept where nobody else has the bytes, if the arena need hardly be larger for that.
         like: offsets in a plan for other sizes, by name.
 
     Returns:
-        The arena's size counts what is reserved, too, and so does the lower bound.
+        The arena's size counts what is reserved, too, and so does the lower bound. Where the hint is followed, the
+        lower bound is the hint's, and the size at least the hint's.
     """
     problem = _Problem.of(buffers, reserved, alignment)
+    found = list[Placement]()
+    if hint is not None:
+        offsets = problem.follow(hint.offsets)
+        found.append(problem.placement(offsets))
+        if (top := problem.top(offsets)) <= hint.size * _NEAR:
+            return replace(found[0], size=max(top, hint.size), lower_bound=hint.lower_bound)
     if reserved:
-        return problem.placement(problem.between_ends(outputs))
-    return plan_memory(buffers, alignment, SEARCH_S, like=like)
+        found.append(problem.placement(problem.between_ends(outputs)))
+    else:
+        found.append(plan_memory(buffers, alignment, SEARCH_S, like=like))
+    return min(found, key=lambda placement: placement.size)
 
 
-def fits(offsets: Mapping[str, int], buffers: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> bool:
-    """Whether every buffer has an offset, apart from all that it meets."""
-    return _Problem.of(buffers, reserved, alignment).allows(offsets)
+# Bytes ``[low, high)`` that are taken in steps ``[begin, end)``.
+_Taken = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Buffers are positions; ``near[i]`` are those live at some time with ``i``, ``around[i]`` what is reserved."""
+    """Buffers are positions; ``taken`` is what is reserved, with gaps that no buffer can lie in."""
 
     items: Sequence[Buffer]
     sizes: list[int]
-    near: list[list[int]]
-    around: list[list[tuple[int, int]]]
     reserved: Sequence[Reserved]
+    taken: list[_Taken]
     alignment: int
     bound: int
 
     @classmethod
     def of(cls, items: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> _Problem:
         sizes = [-(-item.size // alignment) * alignment for item in items]
-        near: list[list[int]] = [[] for _ in items]
-        live: list[int] = []
-        for i in sorted(range(len(items)), key=lambda i: items[i].begin):
-            live = [j for j in live if items[j].end > items[i].begin]
-            for j in live:
-                near[i].append(j)
-                near[j].append(i)
-            live.append(i)
-        around = [
-            [
-                (f.low, -(-f.high // alignment) * alignment)
-                for f in reserved
-                if f.begin < item.end and item.begin < f.end
-            ]
-            for item in items
-        ]
         last = max((item.end for item in items), default=1)
         ends = (r.end if r.end < FOREVER else last for r in reserved)
-        taken = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
-        taken += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
-        return cls(items, sizes, near, around, reserved, alignment, most_alive(taken))
+        held = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
+        held += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
+        taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in reserved]
+        return cls(items, sizes, reserved, taken, alignment, most_alive(held))
 
-    def allows(self, offsets: Mapping[str, int]) -> bool:
-        """Whether every buffer has an offset, apart from all that it meets."""
-        if any(item.name not in offsets for item in self.items):
-            return False
-        spans = [
-            (offsets[item.name], offsets[item.name] + size) for item, size in zip(self.items, self.sizes, strict=True)
-        ]
-        for i, (low, high) in enumerate(spans):
-            others = itertools.chain((spans[j] for j in self.near[i]), self.around[i])
-            if any(low < end and begin < high for begin, end in others):
-                return False
-        return True
+    def follow(self, hint: Mapping[str, int]) -> list[int]:
+        """Offsets of a hint, but for those that are in the way of others: they lie at the lowest that is free."""
+        live, kept = list[tuple[int, int, int]](), dict[int, int]()
+        # Nothing is kept beside others that lie upon one another: nobody has seen such.
+        apart = all([_take(live, low, high - low, 0, end) for low, high, _, end in self.taken])
+        for i in sorted(range(len(self.items)), key=lambda i: self.items[i].begin) if apart else ():
+            item, size = self.items[i], self.sizes[i]
+            if item.name in hint and (not size or _take(live, hint[item.name], size, item.begin, item.end)):
+                kept[i] = hint[item.name]
+        rest = (i for i in range(len(self.items)) if i not in kept)
+        return self._fit(sorted(rest, key=lambda i: (-self.sizes[i], self.items[i].begin)), kept=kept)
 
     def placement(self, offsets: Sequence[int]) -> Placement:
         """Offsets by name; the size is that of the arena they need."""
-        ends = [offset + size for offset, size in zip(offsets, self.sizes, strict=True)]
-        size = max([*ends, *(f.high for f in self.reserved)], default=0)
+        size = max([self.top(offsets), *(f.high for f in self.reserved)])
         names = (item.name for item in self.items)
         return Placement(dict(zip(names, offsets, strict=True)), size, self.bound)
 
     def between_ends(self, outputs: Collection[str]) -> list[int]:
-        """Outputs from the top of as small an arena as will do, the rest from the bottom, around what is reserved."""
+        """Outputs from the top of the smallest arena that is possible, the rest from the bottom, around what is
+        reserved; all of them from the bottom where that does not go."""
         high = {i for i, item in enumerate(self.items) if item.name in outputs}
         orders = self._orders()
-        tries = max(2 * len(orders), _EFFORT // max(len(self.items), 1))
-        lowest = min(map(self._fit, orders), key=self._top)
-        tops = (-(-int(self.bound * room) // self.alignment) * self.alignment for room in _ROOM)
-        variants = [one for order in orders for one in (order, sorted(order, key=lambda i: i not in high))]
-        for top, order in itertools.islice(itertools.product(tops, variants), tries):
-            if top >= self._top(lowest):
-                break
-            found = self._fit(order, high, top)
-            if self._top(found) <= top and min(found, default=0) >= 0:
-                return found
+        lowest = min(map(self._fit, orders), key=self.top)
+        top = -(-self.bound // self.alignment) * self.alignment
+        for order in orders if top < self.top(lowest) else ():
+            for variant in (order, sorted(order, key=lambda i: i not in high)):
+                found = self._fit(variant, high, top)
+                if self.top(found) <= top and min(found, default=0) >= 0:
+                    return found
         return lowest
 
     def _orders(self) -> list[list[int]]:
@@ -134,21 +125,56 @@ class _Problem:
         keys = _KEYS[: max(1, _EFFORT // max(len(every), 1))]
         return [sorted(every, key=lambda i, key=key: key(self.items[i], self.sizes[i])) for key in keys]  # type: ignore[misc]
 
-    def _top(self, offsets: Sequence[int]) -> int:
+    def top(self, offsets: Sequence[int]) -> int:
         return max((offset + size for offset, size in zip(offsets, self.sizes, strict=True)), default=0)
 
-    def _fit(self, order: Sequence[int], high: Collection[int] = (), top: int = 0) -> list[int]:
-        """First fit: ``high`` ones at the highest free offset below ``top`` (negative: there is none)."""
+    def _fit(
+        self,
+        order: Iterable[int],
+        high: Collection[int] = (),
+        top: int = 0,
+        kept: Mapping[int, int] = MappingProxyType({}),
+    ) -> list[int]:
+        """First fit: ``high`` ones at the highest free offset below ``top`` (negative: there is none).
+
+        Args:
+            kept: offsets of the buffers that are not in ``order``.
+        """
         offsets = [0] * len(self.items)
-        spans: list[tuple[int, int] | None] = [None] * len(self.items)
+        taken = [*self.taken]
+
+        def put(i: int, low: int) -> None:
+            offsets[i] = low
+            if self.sizes[i]:
+                taken.append((low, low + self.sizes[i], self.items[i].begin, self.items[i].end))
+
+        for i, low in kept.items():
+            put(i, low)
         for i in order:
-            taken = [span for j in self.near[i] if (span := spans[j]) is not None]
-            taken += self.around[i]
-            size = self.sizes[i]
-            offsets[i] = _highest_gap(taken, size, top) if i in high else lowest_gap(taken, size)
-            if size:
-                spans[i] = offsets[i], offsets[i] + size
+            first, last, size = self.items[i].begin, self.items[i].end, self.sizes[i]
+            spans = [(low, high) for low, high, begin, end in taken if begin < last and first < end]
+            put(i, _highest_gap(spans, size, top) if i in high else lowest_gap(spans, size))
         return offsets
+
+
+def _take(live: list[tuple[int, int, int]], low: int, size: int, begin: int, end: int) -> bool:
+    """Enter a span among others, which are apart and in order; False if one that is there at ``begin`` is in the way.
+
+    Called in the order of ``begin``: those that are over by then make room.
+
+    Args:
+        live: bytes ``[low, high)`` up to a step.
+    """
+    high = low + size
+    first = bisect.bisect_left(live, (low,))
+    first -= first > 0 and live[first - 1][1] > low
+    last = first
+    while last < len(live) and live[last][0] < high:
+        if live[last][2] > begin:
+            return False
+        last += 1
+    live[first:last] = [(low, high, end)]
+    return True
 
 
 class Live(Protocol):
@@ -162,10 +188,6 @@ class Live(Protocol):
 
     @property
     def size(self) -> int: ...
-
-
-def _meet(one: Reserved, other: Buffer) -> bool:
-    return one.begin < other.end and other.begin < one.end
 
 
 def alive_at_steps(held: Iterable[Live]) -> list[int]:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from fxwrap.errors import PlanError
 from fxwrap.packing import Buffer, Placement, Reserved, plan_memory
-from fxwrap.packing.reserved import fits, lay_out_arena
+from fxwrap.packing.reserved import lay_out_arena
 from fxwrap.passes.memory.planner import plan_pair, plan_program
 from fxwrap.passes.verify import memory as verify_module
 from fxwrap.passes.verify import verify_memory
@@ -25,6 +25,12 @@ from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import Planned, ProgramPlan
 
 ROW = 64
+
+
+def fits(offsets: Mapping[str, int], buffers: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> bool:
+    """Whether a hint is followed to the letter."""
+    found = lay_out_arena(buffers, (), reserved, alignment, Placement(offsets, 1 << 40, 0))
+    return all(found.offsets[b.name] == offsets.get(b.name) for b in buffers)
 
 
 def rows(placement: Placement) -> dict[str, int]:
@@ -45,7 +51,7 @@ def test_outputs_come_down_from_the_top_where_others_have_bytes() -> None:
         320 |   t                          256 | u u
         256 | u u                          192 | u u
         192 | u u                          128 |   t        t fits below them
-        128 | g g g                         64 | # t        # is donated: free after its last use, in step 0
+        128 | g g g                         64 | # t        # is given away: free after its last use, in step 0
          64 | #                              0 +------
           0 +------                              0 1 2
               0 1 2
@@ -58,7 +64,7 @@ def test_outputs_come_down_from_the_top_where_others_have_bytes() -> None:
     check(buffers, reused_inputs, placement, ROW)
 
 
-def test_reserved_bytes_are_left_alone_between_the_two_ends() -> None:
+def test_fixed_bytes_are_left_alone_between_the_two_ends() -> None:
     """
     ::
 
@@ -76,7 +82,7 @@ def test_reserved_bytes_are_left_alone_between_the_two_ends() -> None:
     assert placement.size == placement.lower_bound == 4 * ROW
 
 
-def test_donated_bytes_are_used_after_their_last_use() -> None:
+def test_bytes_that_are_given_away_are_used_after_their_last_use() -> None:
     """As in a backward program: what was saved last is needed first.
 
     ::
@@ -108,14 +114,58 @@ def test_what_fits() -> None:
               0 1 2
     """
     buffers = [Buffer("a", ROW, 0, 2), Buffer("b", ROW, 1, 3)]
-    reserved = [Reserved(ROW, 2 * ROW - 1, 0, 2)]
-    assert fits({"a": 0, "b": 2 * ROW}, buffers, reserved, ROW)
-    assert fits({"a": 0, "b": 2 * ROW, "another": 0}, buffers, reserved, ROW)
-    assert not fits({"a": 0, "b": ROW}, buffers, reserved, ROW), "b begins before # is free"
-    assert not fits({"a": 2 * ROW, "b": 2 * ROW}, buffers, reserved, ROW), "a and b meet in step 1"
-    assert not fits({"a": 0}, buffers, reserved, ROW), "b has no place"
-    assert fits({"a": 0, "b": ROW}, [buffers[0], Buffer("b", ROW, 2, 3)], reserved, ROW)
-    assert fits({"a": 0, "b": 0}, [buffers[0], Buffer("b", ROW, 2, 3)], reserved, ROW)
+    fixed = [Reserved(ROW, 2 * ROW - 1, 0, 2)]
+    assert fits({"a": 0, "b": 2 * ROW}, buffers, fixed, ROW)
+    assert fits({"a": 0, "b": 2 * ROW, "another": 0}, buffers, fixed, ROW)
+    assert not fits({"a": 0, "b": ROW}, buffers, fixed, ROW), "b begins before # is free"
+    assert not fits({"a": 2 * ROW, "b": 2 * ROW}, buffers, fixed, ROW), "a and b meet in step 1"
+    assert not fits({"a": 0}, buffers, fixed, ROW), "b has no place"
+    assert fits({"a": 0, "b": ROW}, [buffers[0], Buffer("b", ROW, 2, 3)], fixed, ROW)
+    assert fits({"a": 0, "b": 0}, [buffers[0], Buffer("b", ROW, 2, 3)], fixed, ROW)
+
+
+def test_a_hint_is_followed_but_for_what_is_in_the_way() -> None:
+    """
+    ::
+
+        hint                    with # in the way
+
+        192 | c c c             192 | c c c
+        128 | a b b             128 | a # #       # has what b wants
+         64 | a . .              64 | a b b
+          0 +------               0 +------
+    """
+    buffers = [Buffer("a", 2 * ROW, 0, 1), Buffer("b", ROW, 1, 3), Buffer("c", ROW, 0, 3)]
+    hint = Placement({"a": 0, "b": ROW, "c": 2 * ROW}, 3 * ROW, 3 * ROW)
+    assert lay_out_arena(buffers, (), (), ROW, hint) == hint
+    found = lay_out_arena(buffers, (), [Reserved(ROW, 2 * ROW, 1, 3)], ROW, hint)
+    assert rows(found) == {"a": 0, "b": 0, "c": 2} and found.size == found.lower_bound == 3 * ROW
+    # A buffer that the hint does not name finds a place, too.
+    found = lay_out_arena([*buffers, Buffer("d", ROW, 2, 3)], (), (), ROW, hint)
+    assert rows(found) == {"a": 0, "b": 1, "c": 2, "d": 0}
+
+
+def test_a_hint_is_left_where_it_would_make_the_arena_larger() -> None:
+    buffers = [Buffer("a", ROW, 0, 1), Buffer("b", ROW, 0, 1)]
+    poor = Placement({"a": ROW}, ROW, ROW)
+    assert lay_out_arena(buffers, (), (), ROW, Placement({"a": 3 * ROW}, ROW, ROW)).size == 2 * ROW
+    found = lay_out_arena(buffers, (), [Reserved(0, ROW, 0, 1)], ROW, poor)
+    assert sorted(rows(found).values()) == [1, 2] and found.size == found.lower_bound == 3 * ROW
+
+
+def test_a_hint_is_followed_into_an_arena_that_is_hardly_larger() -> None:
+    for rows_of_a, followed in ((4000, True), (100, False)):
+        buffers = [Buffer("a", rows_of_a * ROW, 0, 1), Buffer("b", ROW, 0, 1)]
+        hint = Placement({"a": ROW, "b": 0}, rows_of_a * ROW, 0)
+        found = lay_out_arena(buffers, (), (), ROW, hint)
+        assert found.size == (rows_of_a + 1) * ROW
+        assert (found.lower_bound == hint.lower_bound) == followed
+
+
+def test_a_hint_is_not_trusted_beside_what_lies_upon_one_another() -> None:
+    twice = [Reserved(0, 2 * ROW, 0, 1), Reserved(ROW, 2 * ROW, 0, 3)]
+    found = lay_out_arena([Buffer("a", ROW, 2, 3)], (), twice, ROW, Placement({"a": ROW}, 2 * ROW, ROW))
+    assert rows(found) == {"a": 0}
 
 
 def test_nothing_takes_what_is_reserved() -> None:
@@ -126,7 +176,7 @@ def test_nothing_takes_what_is_reserved() -> None:
 # -- promises -----------------------------------------------------------------------------------------------
 
 
-def random_reserved(draw: random.Random, steps: int) -> list[Reserved]:
+def random_fixed(draw: random.Random, steps: int) -> list[Reserved]:
     found, low = [], 0
     for _ in range(draw.randrange(5)):
         low += ROW * draw.randrange(4)
@@ -135,20 +185,20 @@ def random_reserved(draw: random.Random, steps: int) -> list[Reserved]:
     return found
 
 
-def check(buffers: Sequence[Buffer], reserved: Sequence[Reserved], placement: Placement, alignment: int) -> None:
+def check(buffers: Sequence[Buffer], fixed: Sequence[Reserved], placement: Placement, alignment: int) -> None:
     """Every promise of ``lay_out_arena``, worked out step by step."""
     assert placement.offsets.keys() == {buffer.name for buffer in buffers}
-    assert collision(buffers, reserved, placement.offsets) == ""
+    assert collision(buffers, fixed, placement.offsets) == ""
     ends = [placement.offsets[buffer.name] + buffer.size for buffer in buffers]
     assert all(offset >= 0 and offset % alignment == 0 for offset in placement.offsets.values())
-    assert max([*ends, *(one.high for one in reserved)], default=0) <= placement.size
+    assert max([*ends, *(one.high for one in fixed)], default=0) <= placement.size
     assert heaviest_step(buffers, alignment) <= placement.lower_bound <= placement.size
 
 
-def collision(buffers: Sequence[Buffer], reserved: Sequence[Reserved], offsets: Mapping[str, int]) -> str:
+def collision(buffers: Sequence[Buffer], fixed: Sequence[Reserved], offsets: Mapping[str, int]) -> str:
     """Two that have the same byte in the same step; empty if there are none."""
     items = [(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers]
-    items += [(f"reserved {one.low}", one.low, one.high, one.begin, one.end) for one in reserved]
+    items += [(f"fixed {one.low}", one.low, one.high, one.begin, one.end) for one in fixed]
     for i, (name, low, high, begin, end) in enumerate(items):
         for other, low2, high2, begin2, end2 in items[:i]:
             if max(low, low2) < min(high, high2) and max(begin, begin2) < min(end, end2):
@@ -167,12 +217,12 @@ def test_layouts_keep_their_promises(count: int) -> None:
         end = max((buffer.end for buffer in buffers), default=1)
         outputs = {buffer.name for buffer in buffers if draw.random() < 0.3}
         buffers = [Buffer(b.name, b.size, b.begin, end if b.name in outputs else b.end) for b in buffers]
-        reserved = random_reserved(draw, end) if seed % 2 else []
-        placement = lay_out_arena(buffers, outputs, reserved, ROW)
-        check(buffers, reserved, placement, ROW)
-        assert fits(placement.offsets, buffers, reserved, ROW), f"seed {seed}"
-        assert placement == lay_out_arena(buffers, outputs, reserved, ROW)
-        if not reserved:
+        fixed = random_fixed(draw, end) if seed % 2 else []
+        placement = lay_out_arena(buffers, outputs, fixed, ROW)
+        check(buffers, fixed, placement, ROW)
+        assert fits(placement.offsets, buffers, fixed, ROW), f"seed {seed}"
+        assert placement == lay_out_arena(buffers, outputs, fixed, ROW)
+        if not fixed:
             assert placement.size <= plan_memory(buffers, ROW).size
             proven += placement.proven
     assert proven >= count // 3
@@ -210,7 +260,7 @@ def is_accepted(buffers: Sequence[Buffer], placement: Placement) -> list[bool]:
 
     offsets = placement.offsets
     items = [
-        verify_module._Interval(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers
+        verify_module._Placed(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers
     ]
     return [
         fits(offsets, buffers, (), ROW),
@@ -294,7 +344,7 @@ def test_what_somebody_else_may_have_lives_on_through_both() -> None:
     assert own[CPU].size == own[CPU].lower_bound == 4 * ROW
 
 
-def test_a_hint_is_not_followed_where_somebody_has_the_bytes() -> None:
+def test_a_suggestion_is_not_followed_where_somebody_has_the_bytes() -> None:
     first, second = plan_of(forward()), plan_of(backward())
     index = {storage.name: storage.index for storage in first.facts.storages}
     inputs = by_name(second.graph)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...packing import Buffer, Placement, Reserved, plan_memory
-from ...packing.reserved import SEARCH_S, fits, lay_out_arena, most_alive
+from ...packing.reserved import SEARCH_S, lay_out_arena, most_alive
 from ...plan import Home, MemoryPlan, Origin, Place, PlacementHint, Planned, Prediction, Region
 from .free_spans import free_spans_of
 from .regions import share_regions
@@ -52,9 +52,7 @@ def _plan_arenas(
 ) -> MemoryPlan:
     """One region on each device, which is there all the time."""
     reserved = {d: [replace(r, end=requirements.end_of(r)) for r in reserved_in(d)] for d in requirements.planned}
-    found = hint
-    if found is None or not _allowed(found, requirements, reserved):
-        found = {d: _lay_out(requirements, d, reserved[d], like) for d in requirements.planned}
+    found = {d: _lay_out(requirements, d, reserved[d], (hint or {}).get(d), like) for d in requirements.planned}
     regions, offsets = list[Region](), list[Mapping[int, int]]()
     for device, items in requirements.planned.items():
         alignment, placement = _alignment(device), found[device]
@@ -198,25 +196,18 @@ class _Chain:
         return cls(planned, unplanned, begin)
 
 
-def _allowed(
-    hint: PlacementHint, requirements: Requirements, reserved: Mapping[torch.device, Sequence[Reserved]]
-) -> bool:
-    for device, items in requirements.planned.items():
-        buffers = [b for _, b in items]
-        placement = hint.get(device)
-        if placement is None or not fits(placement.offsets, buffers, reserved[device], _alignment(device)):
-            return False
-    return True
-
-
 def _lay_out(
-    requirements: Requirements, device: torch.device, reserved: Sequence[Reserved], like: MemoryPlan | None
+    requirements: Requirements,
+    device: torch.device,
+    reserved: Sequence[Reserved],
+    hint: Placement | None,
+    like: MemoryPlan | None,
 ) -> Placement:
     items = requirements.planned[device]
     lasting = [b.name for index, b in items if index in requirements.outputs]
     known = like.inside(like.arenas[device]) if like is not None and device in like.arenas else {}
     before = {b.name: known[index] for index, b in items if index in known}
-    return lay_out_arena([b for _, b in items], lasting, reserved, _alignment(device), before)
+    return lay_out_arena([b for _, b in items], lasting, reserved, _alignment(device), hint, before)
 
 
 def _alignment(device: torch.device) -> int:

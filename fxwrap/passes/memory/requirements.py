@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,13 @@ class Requirements:
 
     @classmethod
     def of(cls, planned: Planned) -> Requirements:
+        """Found once, as long as ``planned`` lives."""
+        if planned not in _KNOWN:
+            _KNOWN[planned] = cls._of(planned)
+        return _KNOWN[planned]
+
+    @classmethod
+    def _of(cls, planned: Planned) -> Requirements:
         program = planned.program
         if program.facts.in_flight:
             # Others use an arena between calls; and an input or output would be copied before it is complete.
@@ -138,6 +146,9 @@ class Requirements:
             copies=_copies(planned, placed) if planned.frozen else 0,
             end=end,
         )
+
+
+_KNOWN = weakref.WeakKeyDictionary[Planned, Requirements]()
 
 
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
