@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -69,6 +70,11 @@ def _python(arguments: tuple[str, ...], stdout: str, stderr: str, variables: Map
     os.chdir(cwd)
     for descriptor, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    with mock.patch.object(subprocess, "Popen", _Forked):
+        _execute(arguments)
+
+
+def _execute(arguments: tuple[str, ...]) -> None:
     first, *rest = arguments
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]
@@ -76,9 +82,52 @@ def _python(arguments: tuple[str, ...], stdout: str, stderr: str, variables: Map
         exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
     elif first == "-m":
         sys.argv = rest
-        sys.path.insert(0, cwd)
+        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(arguments)
         sys.path.insert(0, str(Path(first).resolve().parent))
         runpy.run_path(first, run_name="__main__")
+
+
+class _Forked(subprocess.Popen[Any]):
+    """Where these processes begin a script in another Python, that is forked as well, with all that is imported."""
+
+    def _execute_child(self, command: Any, *how: Any) -> None:
+        variables, shell, pipes = how[5], how[8], how[9:15]
+        if shell or not isinstance(command, list) or command[0] != sys.executable or not command[1].endswith(".py"):
+            super()._execute_child(command, *how)  # type: ignore[misc]
+            return
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(command[1:], pipes, variables)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _become(command: list[str], pipes: tuple[int, ...], variables: Mapping[str, str] | None) -> None:
+    """In a process that was just forked: run what ``python *command`` does, and end."""
+    stdin, to_stdin, from_stdout, stdout, from_stderr, stderr = pipes
+    code: Any = 1
+    try:
+        for end in (to_stdin, from_stdout, from_stderr):
+            if end >= 0:
+                os.close(end)
+        for number, end in enumerate((stdin, stdout, stderr)):
+            if end >= 0:
+                os.dup2(end, number)
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+        if variables is not None:
+            os.environ.clear()
+            os.environ.update(variables)
+        _execute(tuple(command))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
