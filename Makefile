@@ -17,22 +17,26 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CACHES)/torch-$(TORCH)
 export HOSTSIM_CACHE ?= $(CACHES)/hostsim
 # How many processes test at a time. Each compiles in itself, and with one thread.
 WORKERS ?= 2
-test test-hostsim test-models test-vendor: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
-test test-hostsim test-models test-vendor: export OMP_NUM_THREADS ?= 1
+TESTS := test test-main test-hostsim test-device test-own test-models test-vendor
+$(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+$(TESTS): export OMP_NUM_THREADS ?= 1
 # Reading libtorch's symbols takes the usual linker longer than a kernel takes to compile: another one, if there is one.
 LINKER := $(firstword $(foreach name,mold ld.lld ld.gold,$(shell command -v $(name))))
-test test-hostsim test-models test-vendor: export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
+$(TESTS): export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
 
-.PHONY: demo test hostsim test-hostsim test-models test-vendor gpu lint benchmark clean
+.PHONY: demo hostsim gpu lint benchmark clean $(TESTS)
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
+# All at once: no core is idle until the last worker has nothing left to do.
 test: $(VENV)/.installed-test hostsim
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS); main=$$?; \
-	$(MAKE) --no-print-directory test-hostsim; exit $$((main + $$?))
+	$(MAKE) --no-print-directory --jobs 3 test-main test-device test-own
+
+test-main:
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 # Built once, by as many compilers as there are cores, before tests that would wait for it. Older torch has no graphs to
 # offer for it, and its tests are skipped.
@@ -40,11 +44,14 @@ hostsim: $(VENV)/.installed-test
 	cd examples/hostsim && ../../$(BIN)/python -W ignore -c \
 		"import torch; hasattr(torch.accelerator, 'Graph') and __import__('hostsim')"
 
-# A process has one device out of PyTorch's tree: these run side by side, and apart from the others.
 test-hostsim: $(VENV)/.installed-test hostsim
-	$(BIN)/python -m pytest --device hostsim > $(VENV)/device.log 2>&1 & device=$$!; \
-	$(BIN)/python -m pytest examples/hostsim/tests; own=$$?; \
-	wait $$device; other=$$?; cat $(VENV)/device.log; exit $$((own + other))
+	$(MAKE) --no-print-directory --jobs 2 test-device test-own
+
+# A process has one device out of PyTorch's tree: these run apart from each other and from all others, and tell in the end.
+test-device: chosen := --device hostsim
+test-own: chosen := examples/hostsim/tests
+test-device test-own:
+	@$(BIN)/python -m pytest $(chosen) > $(VENV)/$@.log 2>&1; code=$$?; cat $(VENV)/$@.log; exit $$code
 
 # All ten models on the simulated accelerator, of which test-hostsim runs a sample.
 test-models: $(VENV)/.installed-test
