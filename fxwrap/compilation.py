@@ -15,12 +15,14 @@ class Compilation:
     Attributes:
         programs: programs in the order in which they were made; a backward program may come much later.
         fallbacks: reasons of graphs that run through Inductor's own wrapper.
+        not_stored: what no cache could hold, so that every process compiles it.
         module: the module that was compiled, if it was one.
         callers: the code that was running when it was compiled.
     """
 
     programs: list[Any] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+    not_stored: list[str] = field(default_factory=list)
     module: weakref.ref[Any] | None = None
     callers: weakref.WeakSet[types.CodeType] = field(default_factory=weakref.WeakSet)
 

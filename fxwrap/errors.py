@@ -61,3 +61,7 @@ class MemoryLimitError(FxwrapError):
 
     In the latter case its cause is ``torch.OutOfMemoryError``.
     """
+
+
+class StorageError(FxwrapError):
+    """A program, or a part of one, has no form that can be stored; or what was stored is not what fxwrap wrote."""

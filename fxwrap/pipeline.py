@@ -302,7 +302,11 @@ class HostGraphPlanner:
     state: State
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
+        if self.state.plan is not None and not refused:
+            return self.state.plan
         state = dataclasses.replace(self.state, refused=refused)
+        if state.dependencies is None:  # a restored program: its graph is what rewrites have left
+            run_stages([stage for stage in self.stages if "graph" not in stage.provides], state, Scope.GRAPH)
         return _result(run_stages(self.stages, state, Scope.PARTITION), "plan")
 
     def plan(
@@ -351,10 +355,25 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequenc
         PlanError: the verifier refused the schedule.
     """
     state = run_stages(stages, State(gm, request), Scope.GRAPH)
-    program = Program(HostGraphPlanner(stages, state), request.options, request.torch)
+    return _entered(Program(HostGraphPlanner(stages, state), request.options, request.torch), request)
+
+
+def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
+    """The program of decisions that were made before; the graph they are about was rewritten then.
+
+    Raises:
+        PlanError: the verifier refused the schedule.
+    """
+    state = State(plan.graph, request, plan.device, plan.facts, plan=plan)
+    _check_schedule(state)
+    return _entered(Program(HostGraphPlanner(stages, state), request.options, request.torch), request)
+
+
+def _entered(program: Program, request: CompileRequest) -> Program:
+    """A new program takes its place in the compilation that it is part of."""
     if (compilation := request.compilation) is not None:
         forwards = [one for one in compilation.programs if one.plan.phase == "forward"]
-        if request.phase == "backward" and forwards:
+        if program.plan.phase == "backward" and forwards:
             program.follow(forwards[-1], saved_tensors(forwards[-1].plan, program.plan))
         compilation.programs.append(program)
     return program

@@ -22,7 +22,7 @@ def to_json(plan: Any, indent: int | None = None) -> str:
     Raises:
         TypeError: there is something in it that is no data.
     """
-    return json.dumps(_plain(plan), indent=indent)
+    return json.dumps(to_data(plan), indent=indent)
 
 
 def from_json(kind: type[Plan], text: str, **missing: Any) -> Plan:
@@ -35,23 +35,29 @@ def from_json(kind: type[Plan], text: str, **missing: Any) -> Plan:
     Raises:
         TypeError, ValueError, KeyError: the text is not such a plan.
     """
-    return typing.cast(Plan, _typed(kind, json.loads(text), missing))
+    return from_data(kind, json.loads(text), **missing)
 
 
-def _plain(value: Any) -> Any:
+def from_data(kind: type[Plan], data: Any, **missing: Any) -> Plan:
+    """The plan that ``to_data`` has made data of. Raises as ``from_json`` does."""
+    return typing.cast(Plan, _typed(kind, data, missing))
+
+
+def to_data(value: Any) -> Any:
+    """What JSON can hold. Raises as ``to_json`` does."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in _stored(type(value))}
+        return {name: to_data(getattr(value, name)) for name in _stored(type(value))}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, Mapping):
         # JSON's keys are text. The order is that of the mapping: a schedule is one.
-        return [[_plain(key), _plain(item)] for key, item in value.items()]
+        return [[to_data(key), to_data(item)] for key, item in value.items()]
     if isinstance(value, frozenset):
-        return sorted(map(_plain, value))
+        return sorted(map(to_data, value))
     if isinstance(value, (tuple, list)):
-        return list(map(_plain, value))
+        return list(map(to_data, value))
     if value is None or type(value) in (str, int, float, bool):
         return value
     raise TypeError(f"{value!r} is no data: a plan holds names and numbers")

@@ -28,6 +28,7 @@ import torch._inductor.compile_fx  # compiled code is what most tests need
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler as _DTYPES
 
 from fxwrap.backend import fxwrap as backend
+from fxwrap.codegen.inductor import _EMISSION
 from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
 from fxwrap.graphs.arenas import ArenaPool
@@ -38,6 +39,8 @@ from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.shared_state import SHARED
 from fxwrap.testing.simulated import SIMULATED
 
+# What is tested is compiled: tests/codegen/test_caches.py has the caches.
+_EMISSION["fx_graph_cache"] = False
 remove_halves(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 # Torch writes a line of JSON about every step of a compilation if anybody listens, and pytest listens to all loggers.
 logging.Logger.manager.loggerDict.pop("torch.__trace", None)

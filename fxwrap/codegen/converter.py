@@ -13,7 +13,6 @@ import torch
 from torch._higher_order_ops.effects import has_effects
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import config, ir
-from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import (
     KernelCallLine,
@@ -30,6 +29,7 @@ from ..devices import KernelCall, kernel_kind
 from ..errors import EmissionError
 from ..host_graph.nodes import Kernel, Kind, last_frame, launch, output_node, reinterpret, require, switch, while_loop
 from . import torch_versions as versions
+from .kernels import load_kernels, loaded_kernel
 from .out_forms import OutForm, out_form
 from .statements import StatementReader, UndefinedName, assigned_names
 from .triton_kernels import (
@@ -415,22 +415,17 @@ class HostGraphConverter(FxConverter):
             # As printing a call would have done: descriptors name the module.
             self.wrapper.write_triton_header_once()
         prologue = [self.wrapper.imports.getvalue(), self.wrapper.header.getvalue()]
-        self.module: types.ModuleType = PyCodeCache.load("\n".join([*prologue, *code]))
+        self._definitions = "\n".join([*prologue, *code])
+        self.module: types.ModuleType = load_kernels(self._definitions)
         self._sources = {line.kernel_name: line.kernel_body for line in definitions}
-
-    def _loaded(self, name: str) -> Any:
-        kernel = getattr(self.module, name)
-        if hasattr(kernel, "result"):  # compiled in the background
-            kernel = kernel.result()
-            setattr(self.module, name, kernel)
-        return kernel
 
     def _line_KernelCallLine(self, line: Any) -> None:
         if line.triton:
             self._triton_launch(line)
             return
         name = line.kernel_name
-        call = KernelCall(name, self._sources.get(name, ""), line.device, self._loaded(name), line.arg_types)
+        definition = loaded_kernel(self.module, name)
+        call = KernelCall(name, self._sources.get(name, ""), line.device, definition, line.arg_types)
         kind = kernel_kind(call)
         if kind is None:
             raise EmissionError(
@@ -455,7 +450,9 @@ class HostGraphConverter(FxConverter):
         name = line.kernel_name
         kernel = getattr(self.gm, name, None)
         if not isinstance(kernel, Kernel):
-            kernel = Kernel(name, language, self._sources.get(name, ""), line.device, load(), writes)
+            types = tuple(line.arg_types) if line.arg_types is not None and not line.triton else None
+            known = self._sources.get(name, ""), line.device, load(), writes, self._definitions, types
+            kernel = Kernel(name, language, *known)
             setattr(self.gm, name, kernel)
         return kernel
 
@@ -469,7 +466,7 @@ class HostGraphConverter(FxConverter):
         What has no portable form (a float argument, a kernel autotuned over grids of its own, a template that
         is not Triton) is launched directly: fewer passes understand it, and it runs just the same.
         """
-        tuner = self._loaded(line.kernel_name)
+        tuner = loaded_kernel(self.module, line.kernel_name)
         # Inductor's own text for the arguments; whether a CPU scalar is passed by value depends on the device.
         with V.graph.set_current_device(line.device):
             texts = self.wrapper.prepare_triton_kernel_call(line.call_args)

@@ -10,13 +10,16 @@ from typing import Any
 from torch._inductor.codegen.common import FileBackedGraphModule
 from torch._inductor.codegen.wrapper import KernelCallLine, KernelDefinitionLine
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
+from torch._inductor.utils import ValueWithLineMap
 from torch.fx import GraphModule
 
 from ..pipeline import DECISIONS, REWRITES, Stage, compile_host_graph, rewrite
 from ..plan import PartitionGraph
 from . import torch_versions as versions
+from .caches import caching, without_uuid
 from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
 from .request import current_request
+from .stored_program import as_module, boxed
 from .triton_kernels import lower_launches
 
 
@@ -26,7 +29,18 @@ class FxwrapCodegen(WrapperFxCodegen):
     Subclass it to see or transform what Inductor emits: ``compile_graph`` gets the whole host graph and
     returns what runs; ``passes`` adds graph passes and ``compile_partition`` compiles partitions some other way;
     both keep the rest of the line.
+
+    Attributes:
+        uuid: of a subclass, says which version of it this is: what it has compiled is cached under that name. One
+            that changes what is compiled, and has none, is not cached.
     """
+
+    uuid: str | None = None
+    supports_caching = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.supports_caching = not without_uuid(cls, FxwrapCodegen)
 
     def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
         """Turn a host graph into the callable that runs it, ``callable(*inputs) -> outputs``."""
@@ -96,7 +110,7 @@ class FxwrapCodegen(WrapperFxCodegen):
         self.writeline(line)
         self.codegen_subgraph_common(subgraph)
 
-    def _generate(self, is_inference: bool) -> tuple[FileBackedGraphModule, None]:
+    def _generate(self, is_inference: bool) -> tuple[Any, None]:
         self.run_wrapper_ir_passes(is_inference)
         converter = HostGraphConverter(
             lines=self.lines,
@@ -108,15 +122,15 @@ class FxwrapCodegen(WrapperFxCodegen):
         )
         converter.wrapper = self
         gm = converter.generate()
-        return HostGraphModule(gm, self.compile_graph(gm)), None
+        compiled = self.compile_graph(gm)
+        if caching() and not self.is_subgraph:  # type: ignore[truthy-function]
+            return ValueWithLineMap(as_module(compiled, gm), []), None
+        return HostGraphModule(gm, compiled), None
 
 
 class HostGraphModule(FileBackedGraphModule):
-    """What Inductor gets back. Takes its arguments as a list and empties it, as Inductor's own wrapper does,
-    so that the caller does not keep inputs alive while the program runs."""
+    """What Inductor gets back where nothing is cached."""
 
-    def call(self, args: list[Any]) -> Any:
-        inputs = list(args)
-        args.clear()
-        run = getattr(self.compiled_fn, "run", None)
-        return run(inputs) if run is not None else self.compiled_fn(*inputs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.call: Any = boxed(self.compiled_fn)  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelEr
 from ..options import Options
 from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
 from . import torch_versions as versions
+from .caches import cache_key, cached_as, forget
 from .emission import FxwrapCodegen
 from .request import requesting, torch_functions
 
@@ -32,7 +33,6 @@ _EMISSION = {
     "allow_buffer_reuse": False,
     "memory_planning": False,
     "graph_partition": False,
-    "fx_graph_cache": False,
     "triton.cudagraphs": False,
 }
 # Torch's tables of devices are process-wide: one compilation at a time may have its codegen in them.
@@ -73,7 +73,9 @@ def compile_with_inductor(
     _refuse_others(patches, own, "together with fxwrap", "which fxwrap sets itself")
     # Modes ask for CUDA graphs by Inductor; fxwrap's own graphs stand in for them.
     patches = {key: value for key, value in patches.items() if key not in _EMISSION}
-    patches = _with_settings_of(_devices_in(gm, example_inputs), patches)
+    devices = _devices_in(gm, example_inputs)
+    patches = _with_settings_of(devices, patches)
+    key = cache_key(options, devices)
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         request = CompileRequest(
@@ -86,10 +88,13 @@ def compile_with_inductor(
             compilation=compilation,
             torch=torch_functions(),
         )
-        return _compile_program(gm, example_inputs, args, kwargs, request)
+        own = cache_key(options, devices, request.phase, sorted(request.donated), request.saved, request.inputs)
+        with cached_as(own):
+            return _compile_program(gm, example_inputs, args, kwargs, request)
 
-    # AOTAutograd's cache would pickle programs.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    # A hit in AOTAutograd's cache compiles nothing, and loads programs.
+    base = CompileRequest(options=options, compilation=compilation, torch=torch_functions())
+    with requesting(base), cached_as(key):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled
 
@@ -103,10 +108,14 @@ def _compile_program(
     cudagraphs = kwargs.pop("cudagraphs", None)
     run_stages(REWRITES, State(gm), Scope.TRACED)
     try:
-        with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request):
-            return compile_fx_inner(
+        with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request) as handed_over:
+            compiled = compile_fx_inner(
                 gm, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs), fx_wrapper=True
             )
+        if handed_over.not_stored:
+            forget(compiled)
+            _note_not_stored(handed_over.not_stored, request)
+        return compiled
     except Exception as error:
         reason = _fallback_reason(error)
         if reason is None or request.options.strict:
@@ -114,6 +123,11 @@ def _compile_program(
         _report_fallback(reason, request)
     with config.patch({"fx_graph_cache": False, "triton.cudagraphs": False}):
         return compile_fx_inner(pristine, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs))
+
+
+def _note_not_stored(reasons: Sequence[str], request: CompileRequest) -> None:
+    if request.compilation is not None:
+        request.compilation.not_stored.extend(reasons)
 
 
 def _boxed(cudagraphs: Any) -> Any:

@@ -165,6 +165,20 @@ def extern_kernels() -> frozenset[Any]:
     return _extern_functions(len(vars(_extern_kernels)))
 
 
+def wrapper_functions() -> dict[str, Callable[..., Any]]:
+    """The private functions that Inductor's Python wrapper calls, by a name that stays."""
+    guards = vars(torch._C._dynamo.guards)
+    found = {f"guards.{n}": f for n, f in guards.items() if callable(f) and not isinstance(f, type)}
+    return {**found, **{f"extern_kernels.{n}": f for n, f in vars(_extern_kernels).items() if callable(f)}}
+
+
+def size_functions() -> dict[str, type]:
+    """Torch's own classes of size expressions (``FloorDiv``, ``ModularIndexing``), by name."""
+    from torch.utils._sympy import functions
+
+    return {n: f for n, f in vars(functions).items() if isinstance(f, type) and issubclass(f, sympy.Basic)}
+
+
 def symbolic_value(symbol: sympy.Expr) -> Any:
     """A torch.SymInt (or SymFloat, SymBool) that stands for ``symbol``."""
     from torch._inductor.virtualized import V

@@ -50,6 +50,8 @@ class Kernel:
         device: where it runs.
         call: runs it on real arguments, on the current stream of its device.
         writes: positions among the launch's arguments that the kernel writes.
+        definitions: the text of the module that defines it, with all kernels of one program.
+        arg_types: what Inductor's scheduling says of the arguments; None where it says nothing.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Kernel:
     device: torch.device
     call: Callable[..., Any]
     writes: tuple[int, ...]
+    definitions: str = ""
+    arg_types: tuple[Any, ...] | None = None
 
     def __repr__(self) -> str:
         return f"<{self.language} kernel {self.name}>"

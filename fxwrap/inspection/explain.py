@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import io
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,10 +139,18 @@ class Explanation:
     Attributes:
         graphs: one report per host graph, in the order in which they were compiled.
         fallbacks: graphs that run through Inductor's own wrapper, with the reason.
+        not_stored: why no cache could hold what was compiled; empty where nobody asked for it.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+    not_stored: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, compilations: Sequence[Compilation]) -> Explanation:
+        graphs = [GraphReport(program) for one in compilations for program in one.programs]
+        fallbacks = [reason for one in compilations for reason in one.fallbacks]
+        return cls(graphs, fallbacks, [reason for one in compilations for reason in one.not_stored])
 
     def __str__(self) -> str:
         file = io.StringIO()
@@ -153,7 +161,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
-        return {"graphs": [report.to_dict() for report in self.graphs], "fallbacks": list(self.fallbacks)}
+        graphs = [report.to_dict() for report in self.graphs]
+        return {"graphs": graphs, "fallbacks": list(self.fallbacks), "not_stored": list(self.not_stored)}
 
     def to_html(self, path: str) -> None:
         """Write the printed form as a page."""
@@ -168,6 +177,8 @@ class Explanation:
             console.print(_render(number, report))
         for reason in self.fallbacks:
             console.print(Text(f"runs through Inductor's own wrapper: {reason}"))
+        for reason in self.not_stored:
+            console.print(Text(f"compiled again in every process: no cache can hold {reason}"))
 
 
 def explain(
@@ -188,7 +199,7 @@ def explain(
         options=dict(fxwrap_options) if fxwrap_options else None,
     )
     compiled(*args, **kwargs)
-    return Explanation([GraphReport(program) for program in compilation.programs], list(compilation.fallbacks))
+    return Explanation.of([compilation])
 
 
 def report(fn: Callable[..., Any] | None = None) -> Explanation:
@@ -208,8 +219,7 @@ def report(fn: Callable[..., Any] | None = None) -> Explanation:
             expected='a function compiled with backend="fxwrap" that was called at least once',
             remedy="leave the argument out for all programs: what it calls may have been compiled for another caller",
         )
-    graphs = [GraphReport(program) for compilation in compilations for program in compilation.programs]
-    return Explanation(graphs, [reason for compilation in compilations for reason in compilation.fallbacks])
+    return Explanation.of(compilations)
 
 
 def output_bytes(memory: MemoryPlan) -> int:
@@ -348,4 +358,4 @@ def total(programs: list[Program]) -> dict[str, Any]:
         result["replays"] += counters["replays"]
         for name, counter in sums.items():
             counter.update(counters[name])
-    return {**result, **{name: dict(counter) for name, counter in sums.items()}, "fallbacks": {}}
+    return {**result, **{name: dict(counter) for name, counter in sums.items()}, "fallbacks": {}, "not_stored": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,14 @@ def stats(fn: Callable[..., Any] | None = None) -> dict[str, Any]:
         fn: what ``torch.compile`` returned; None for all programs that are alive.
 
     Returns:
-        ``programs``, ``replays``, and ``recordings``, ``eager``, ``fallbacks`` and ``events`` by reason.
+        ``programs``, ``replays``, and ``recordings``, ``eager``, ``fallbacks``, ``events`` and ``not_stored`` (what
+        every process compiles, because no cache can hold it) by reason.
 
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
     known = report(fn)
     result = total([graph.program for graph in known.graphs])
-    for reason in known.fallbacks:
-        subject = reason.splitlines()[0]
-        result["fallbacks"][subject] = result["fallbacks"].get(subject, 0) + 1
+    for name, reasons in (("fallbacks", known.fallbacks), ("not_stored", known.not_stored)):
+        result[name] = dict(Counter(reason.splitlines()[0] for reason in reasons))
     return result

@@ -26,7 +26,7 @@ from fxwrap.graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for,
 from fxwrap.graphs.live_outputs import LiveOutputs
 from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.memory_provider import MemoryProvider
-from fxwrap.graphs.placement import _Captured
+from fxwrap.graphs.placement import _CapturedOffer
 from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.static_buffers import StaticBuffers
 from fxwrap.testing.simulated import Rules, SimulatedGraph, SimulatedRuntime, simulated
@@ -205,10 +205,10 @@ def test_the_second_try_finds_nothing_of_the_first(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither values, nor places that an operator was offered when it failed."""
-    offer, make_pool, failed = _Captured.begin, RecordingBuilder._pool, list[bool]()
+    offer, make_pool, failed = _CapturedOffer.begin, RecordingBuilder._pool, list[bool]()
     left, offered = list[int](), list[bool]()
 
-    def offer_and_fail(self: _Captured) -> None:
+    def offer_and_fail(self: _CapturedOffer) -> None:
         offer(self)
         if len(left) == 1 and not failed:
             failed.append(True)
@@ -224,7 +224,7 @@ def test_the_second_try_finds_nothing_of_the_first(
         y = notes(x.sin())
         return by_the_host(torch.conv1d(y[None], y[:, :, None])) + y
 
-    monkeypatch.setattr(_Captured, "begin", offer_and_fail)
+    monkeypatch.setattr(_CapturedOffer, "begin", offer_and_fail)
     monkeypatch.setattr(RecordingBuilder, "_pool", begin)
     f, x = compiled(noted, options={"eager_ops": "fxwrap_test::by_the_host"}), torch.randn(64, 64, device=device)
     f(x)

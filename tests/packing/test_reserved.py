@@ -260,7 +260,7 @@ def is_accepted(buffers: Sequence[Buffer], placement: Placement) -> list[bool]:
 
     offsets = placement.offsets
     items = [
-        verify_module._Placed(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers
+        verify_module._Interval(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers
     ]
     return [
         fits(offsets, buffers, (), ROW),

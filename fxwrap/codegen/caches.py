@@ -1,0 +1,167 @@
+"""Inductor's caches of compiled graphs, as far as fxwrap's are in them: the key, and what makes an entry a miss."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import shutil
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import codecache, config
+
+from ..devices import DeviceSupport, device_support
+from ..eager_rules import EagerRule
+from ..options import Options
+
+_LINES = ("compile_graph", "compile_partition", "passes", "stages", "writeline", "_generate")
+
+
+def caching() -> bool:
+    """Whether Inductor stores what it compiles now."""
+    return bool(config.fx_graph_cache and not config.force_disable_caches)
+
+
+def without_uuid(codegen: type, base: type) -> list[str]:
+    """What a subclass of the codegen changes although nothing says which version of it this is."""
+    uuid = getattr(codegen, "uuid", None)
+    return [] if uuid else [name for name in _LINES if getattr(codegen, name, None) is not getattr(base, name)]
+
+
+@contextlib.contextmanager
+def cached_as(key: str) -> Iterator[None]:
+    """Have Inductor's caches and AOTAutograd's take ``key`` for a part of theirs, and look at what they read."""
+    settings: Any = torch.compiler.config
+    tag = settings.cache_key_tag
+    with settings.patch(cache_key_tag=f"{tag}|fxwrap {key}"), _entries_checked:
+        yield
+
+
+def cache_key(options: Options, devices: Iterable[torch.device], *others: Any) -> str:
+    """What tells entries of fxwrap apart, beside the graph and Inductor's own settings."""
+    parts = [_sources(), torch.get_num_threads(), *others]
+    parts += [[f.name, _described(getattr(options, f.name))] for f in dataclasses.fields(options)]
+    parts += [_device(device_support(kind)) for kind in sorted({device.type for device in devices})]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """Of fxwrap itself: an entry is good for the very code that has written it."""
+    root, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _device(support: DeviceSupport) -> Any:
+    return [[f.name, _described(getattr(support, f.name))] for f in dataclasses.fields(support)]
+
+
+def _described(value: Any) -> Any:
+    """Text that is the same in every process, and another one where the value does something else."""
+    if isinstance(value, functools.partial):
+        return ["partial", _described(value.func), _described(value.args), _described(dict(value.keywords))]
+    if isinstance(value, types.FunctionType):
+        return ["function", value.__module__, value.__qualname__, _code(value.__code__), _closure(value)]
+    if isinstance(value, EagerRule) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        fields = dataclasses.fields(value)
+        return [type(value).__name__, *([f.name, _described(getattr(value, f.name))] for f in fields)]
+    if isinstance(value, type):
+        return ["type", value.__module__, value.__qualname__, getattr(value, "uuid", None)]
+    if isinstance(value, dict):
+        return sorted([repr(key), _described(item)] for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return list(map(_described, value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(_described(item)) for item in value)
+    if callable(value):
+        return [
+            "callable",
+            getattr(value, "__module__", ""),
+            getattr(value, "__qualname__", type(value).__qualname__),
+        ]
+    return repr(value)
+
+
+def _code(code: types.CodeType) -> Any:
+    constants = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()
+
+
+def _closure(function: types.FunctionType) -> Any:
+    cells = function.__closure__ or ()
+    return [_described(cell.cell_contents) for cell in cells if cell.cell_contents is not function]
+
+
+# -- entries --------------------------------------------------------------------------------------------------------
+
+
+_guarded: Any = codecache.GuardedCache
+
+
+class _Check:
+    """Looks at entries while anybody is in the context: the threads that are share one patch."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._original: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._original = _guarded.__dict__["iterate_over_candidates"]
+                _guarded.iterate_over_candidates = classmethod(_candidates(self._original.__func__))
+            self._inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                _guarded.iterate_over_candidates = self._original
+
+
+_entries_checked = _Check()
+
+
+def _candidates(function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Entries whose bytes are not what was written are removed before they are read.
+
+    Both caches name a file after the digest of its bytes, and do not look at it again.
+    """
+
+    def iterate(cls: Any, local: bool, remote_cache: Any, key: str) -> Iterator[Any]:
+        folder = Path(cls._get_tmp_dir_for_key(key))
+        for path in folder.iterdir() if local and folder.is_dir() else ():
+            if not path.name.startswith(".") and codecache.sha256_hash(path.read_bytes()) != path.name:
+                warnings.warn(f"fxwrap: a cache entry is damaged, and is made again: {path}", stacklevel=2)
+                path.unlink(missing_ok=True)
+        for candidate in function(cls, local, remote_cache, key):
+            _restore_source(candidate[0])
+            yield candidate
+
+    return iterate
+
+
+def _restore_source(entry: Any) -> None:
+    """Remove the module of an entry if its text is another one: it is written again from the entry."""
+    if (source := getattr(entry, "source_code", None)) is None:
+        return
+    path = Path(codecache.get_path(entry.cache_key, "py")[2])
+    if path.exists() and path.read_bytes() != source.encode():
+        path.unlink(missing_ok=True)
+
+
+def forget(compiled: Any) -> None:
+    """Take an entry that cannot be read back out of the cache."""
+    key = getattr(compiled, "_fx_graph_cache_key", None)
+    if key is not None:
+        compiled._fx_graph_cache_key = None  # AOTAutograd stores nothing without it
+        shutil.rmtree(codecache.FxGraphCache._get_tmp_dir_for_key(key), ignore_errors=True)

@@ -1,0 +1,145 @@
+"""Programs in Inductor's caches: a host graph, its decisions and its kernels as the text of a module.
+
+Inductor caches the text of a wrapper, and loads it as a module with a function ``call``. The text that fxwrap hands
+over holds data, and this file makes a program of it. The process that compiled the program gets that very program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ..devices import KernelCall, kernel_kind
+from ..errors import StorageError
+from ..graphs.program import Program
+from ..host_graph.graph_json import Functions, graph_from_data, graph_to_data
+from ..host_graph.listing import list_graph
+from ..host_graph.nodes import Kernel
+from ..pipeline import restore_program
+from ..plan import ProgramPlan
+from ..plan_json import from_data, to_data
+from . import torch_versions as versions
+from .fake_values import FakeValues
+from .kernels import load_kernels, loaded_kernel
+from .request import current_request, handed_over
+from .triton_kernels import TritonLauncher
+
+log = logging.getLogger(__name__)
+
+_HEAD = '''\
+"""A program of fxwrap: its host graph is
+
+{listing}
+
+Below are that graph, the decisions about it and its kernels, as data.
+"""
+from fxwrap.codegen.stored_program import loader
+
+__getattr__ = loader(globals(), {digest!r}, {text!r})
+'''
+
+
+def as_module(compiled: Callable[..., Any], gm: GraphModule) -> str:
+    """The text of a module whose ``call`` runs what a host graph was compiled to.
+
+    What cannot be stored is noted in the request: another process that loads the text finds that there is nothing.
+    """
+    known = handed_over()
+    try:
+        text = json.dumps(_data_of(compiled), separators=(",", ":"))
+    except StorageError as error:
+        known.not_stored.append(error.subject)
+        text = json.dumps({"not stored": error.subject, "number": next(_numbers)})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    known.compiled[digest] = compiled
+    listing = textwrap.indent(list_graph(gm), "    ").replace("\\", "/").replace('"', "'")
+    return _HEAD.format(listing=listing, digest=digest, text=text)
+
+
+_numbers = itertools.count()
+
+
+def _data_of(compiled: Callable[..., Any]) -> Any:
+    if not isinstance(compiled, Program):
+        raise StorageError("what compile_graph returned", expected="a program of fxwrap's")
+    plan = compiled.plan
+    if plan.calls:
+        raise StorageError("a partition that compile_partition compiled", expected="a program of fxwrap's alone")
+    return {"graph": graph_to_data(plan.graph, functions()), "plan": to_data(plan)}
+
+
+def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], Any]:
+    """What such a module has for an attribute ``call``: made anew whenever it is asked for, and kept by who asked.
+
+    Inductor keeps modules for ever, and sets constants as attributes once the module has run.
+
+    Raises:
+        OSError: the text is not what was written. Inductor takes that for an entry that is not there.
+    """
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise OSError("fxwrap: a stored program is damaged, and is compiled again")
+
+    def attribute(name: str) -> Any:
+        if name != "call":
+            raise AttributeError(name)
+        compiled = handed_over().compiled.pop(digest, None)
+        if compiled is None:
+            try:
+                compiled = _restored(json.loads(text), scope)
+            except Exception as error:
+                log.warning("a stored program cannot be used, and is compiled again: %s", error, exc_info=True)
+                raise OSError("fxwrap: a stored program cannot be used") from error
+        return boxed(compiled)
+
+    return attribute
+
+
+def boxed(compiled: Any) -> Callable[[list[Any]], Any]:
+    """What Inductor calls: it takes its arguments as a list and empties it, as Inductor's own wrapper does, so that
+    the caller does not keep inputs alive while the program runs."""
+
+    def call(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        return compiled.run(inputs) if is_program else compiled(*inputs)
+
+    is_program = isinstance(compiled, Program)
+    return call
+
+
+def _restored(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Program:
+    if (reason := data.get("not stored")) is not None:
+        raise StorageError(reason)
+    texts: list[str] = data["graph"]["modules"]
+    modules = list(map(load_kernels, texts))
+
+    def kernel(known: Mapping[str, Any]) -> Kernel:
+        name, language, device = known["kernel"], known["language"], torch.device(known["device"])
+        text, (begin, end) = texts[known["module"]], known["source"]
+        call = KernelCall(
+            name, text[begin:end], device, loaded_kernel(modules[known["module"]], name), known["arg_types"]
+        )
+        if language == "triton":
+            run: Callable[..., Any] = TritonLauncher(call.definition, device)
+        else:
+            kind = kernel_kind(call)
+            if kind is None or kind.name != language:
+                raise StorageError(f"kernel {name}", expected=f"{device} runs {language} kernels")
+            run = kind.load(call)
+        return Kernel(name, language, call.source, device, run, tuple(known["writes"]), text, known["arg_types"])
+
+    graph = graph_from_data(data["graph"], functions(), FakeValues(), scope, kernel)
+    return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), current_request())
+
+
+def functions() -> Functions:
+    """Functions that host graphs of Inductor's wrappers call."""
+    return Functions(versions.wrapper_functions(), versions.size_functions())

@@ -1,0 +1,380 @@
+"""Host graphs as data, and back: nodes, what is known of their values, kernels by name.
+
+What is stored holds no code. A function is stored under its name in a table (``Functions``); what the table does not
+have cannot be stored, nor read.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import StorageError
+from . import nodes as host
+from .nodes import Kernel, Kind, is_symbolic_value, last_frame
+
+Data = Any  # what JSON can hold
+
+
+class Functions:
+    """Functions by name, for what a graph may call beside operators.
+
+    Args:
+        others: by name, those that the caller adds.
+        of_sizes: classes of sympy expressions, by name, beside sympy's own.
+    """
+
+    def __init__(self, others: Mapping[str, Callable[..., Any]], of_sizes: Mapping[str, type]) -> None:
+        self.of_sizes: Mapping[str, type] = {**{name: getattr(sympy, name) for name in _SYMPY}, **of_sizes}
+        self._by_name: dict[str, Any] = {**_FUNCTIONS, **others}
+        self._names = {id(function): name for name, function in reversed(self._by_name.items())}
+
+    def name(self, function: Any) -> str:
+        if isinstance(function, torch._ops.OpOverload):
+            return f"operator {function.name()}" + ("" if function._overloadname != "default" else ".default")
+        if isinstance(function, torch._ops.OpOverloadPacket):
+            return f"operators {function._qualified_op_name}"
+        if (known := self._names.get(id(function))) is not None:
+            return known
+        raise StorageError(
+            f"a call of {getattr(function, '__name__', function)!r}", expected="a function with a name"
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        what, _, operator_name = name.partition(" ")
+        if what in ("operator", "operators") and operator_name:
+            return _operator(operator_name, what == "operators")
+        if name in self._by_name:
+            return self._by_name[name]
+        raise StorageError(f"the function {name!r}", expected="an operator, or one of the functions of host graphs")
+
+
+def _operator(name: str, packet: bool) -> Any:
+    namespace, _, rest = name.partition("::")
+    found = getattr(torch.ops, namespace)
+    try:
+        base, _, overload = rest.partition(".")
+        return getattr(found, base) if packet else getattr(getattr(found, base), overload or "default")
+    except AttributeError:
+        raise StorageError(
+            f"the operator {name}", got="nobody has registered it", remedy="import the library that defines it"
+        ) from None
+
+
+_BUILTINS: tuple[Any, ...] = (int, float, bool, min, max, abs, round, pow, sum)
+_FUNCTIONS: dict[str, Any] = {
+    # Functions, not the classes that fetch and call what they are told.
+    **{f"operator.{f.__name__}": f for f in vars(operator).values() if isinstance(f, type(operator.add))},
+    **{f"math.{name}": function for name, function in vars(math).items() if callable(function)},
+    **{f"builtins.{f.__name__}": f for f in _BUILTINS},
+    **{f"torch.{n}": f for n, f in vars(torch).items() if n.startswith("sym_") and callable(f)},
+    "torch.empty_strided": torch.empty_strided,
+    **{
+        f"fxwrap.{function.__name__}": function
+        for function in (
+            host.launch,
+            host.reinterpret,
+            host.check,
+            host.require,
+            host.switch,
+            host.while_loop,
+            host.select,
+            host.format_text,
+        )
+    },
+}
+_RELATIONS = ("Equality", "Unequality", "StrictLessThan", "LessThan", "StrictGreaterThan", "GreaterThan")
+_SYMPY = ("Add", "Mul", "Pow", "And", "Or", "Not", "Piecewise", "Abs", "Max", "Min", *_RELATIONS)
+_CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of a tensor: a fake value as data.
+
+    Attributes:
+        size, stride, offset: numbers of elements, of which some may be symbolic.
+        storage: a number; values with the same one share memory.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    storage: int
+    storage_bytes: Any
+
+
+class Values(Protocol):
+    """Makes values that stand for tensors and numbers: fake tensors, or something like them."""
+
+    def tensor(self, layout: Layout) -> Any: ...
+
+    def number(self, expression: sympy.Expr, kind: str, hint: Any) -> Any: ...
+
+
+@dataclass
+class _Writer:
+    functions: Functions
+    storages: dict[int, int] = field(default_factory=dict)
+    modules: dict[str, int] = field(default_factory=dict)
+
+    def graph(self, gm: GraphModule) -> Data:
+        attributes = {}
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                attributes[str(node.target)] = self.attribute(operator.attrgetter(str(node.target))(gm))
+        return {"nodes": [self.node(node) for node in gm.graph.nodes], "attributes": attributes}
+
+    def attribute(self, value: Any) -> Data:
+        if isinstance(value, Kernel):
+            module = self.modules.setdefault(value.definitions, len(self.modules))
+            call = {"language": value.language, "device": str(value.device), "writes": list(value.writes)}
+            types = None if value.arg_types is None else list(map(str, value.arg_types))
+            begin = value.definitions.find(value.source)
+            source = [begin, begin + len(value.source)] if begin >= 0 else [0, 0]
+            return {"kernel": value.name, "module": module, "source": source, **call, "arg_types": types}
+        if isinstance(value, GraphModule):
+            return {"graph": self.graph(value)}
+        if isinstance(value, torch.Tensor):
+            return {"constant": None}
+        raise StorageError(f"a constant of type {type(value).__name__}", expected="a tensor, a kernel or a graph")
+
+    def node(self, node: Node) -> Data:
+        target = self.functions.name(node.target) if node.op == "call_function" else str(node.target)
+        args, kwargs = self.value(node.args), self.value(dict(node.kwargs))
+        return [node.name, node.op, target, args, kwargs, self.meta(node.meta)]
+
+    def meta(self, meta: Mapping[str, Any]) -> Data:
+        found: dict[str, Any] = {}
+        if "val" in meta:
+            found["val"] = self.value(meta["val"])
+        for key in ("call", "op_overload"):
+            if key in meta:
+                found[key] = self.functions.name(meta[key])
+        if "kind" in meta:
+            found["kind"] = meta["kind"].value
+        for key in ("outside_plan", "effect"):
+            if key in meta:
+                found[key] = meta[key]
+        if where := last_frame(meta.get("stack_trace") or ""):
+            line, _, code = where.partition(": ")
+            found["line"] = [line, code]
+        if "origins" in meta:
+            found["origins"] = list(map(str, meta["origins"]))
+        return found
+
+    def value(self, value: Any) -> Data:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, Node):
+            return {"node": value.name}
+        if isinstance(value, tuple):
+            return {"tuple": list(map(self.value, value))}
+        if isinstance(value, list):
+            return list(map(self.value, value))
+        if isinstance(value, dict):
+            return {"dict": [[self.value(key), self.value(item)] for key, item in value.items()]}
+        if isinstance(value, slice):
+            return {"slice": [self.value(one) for one in (value.start, value.stop, value.step)]}
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if type(value) in _CONSTANTS:
+            return {_CONSTANTS[type(value)]: str(value).removeprefix("torch.")}
+        if is_symbolic_value(value):
+            kind = type(value).__name__
+            return {"number": [kind, _expression(value.node.expr, self.functions), _hint(value)]}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self.tensor(value)}
+        raise StorageError(f"a value of type {type(value).__name__}", expected="tensors, numbers and names")
+
+    def tensor(self, value: torch.Tensor) -> Data:
+        if value.layout is not torch.strided or value.is_conj() or value.is_neg() or value.is_quantized:
+            raise StorageError(f"a tensor with layout {value.layout}", expected="plain memory")
+        storage = value.untyped_storage()
+        number = self.storages.setdefault(storage._cdata, len(self.storages))
+        sizes = [list(map(self.size, sizes)) for sizes in (value.size(), value.stride())]
+        where = [number, self.size(storage.nbytes()), self.size(value.storage_offset())]
+        return [str(value.dtype).removeprefix("torch."), str(value.device), *sizes, *where]
+
+    def size(self, size: Any) -> Data:
+        return (
+            size
+            if isinstance(size, int)
+            else {"number": ["SymInt", _expression(size.node.expr, self.functions), _hint(size)]}
+        )
+
+
+@dataclass
+class _Reader:
+    functions: Functions
+    values: Values
+    constants: Mapping[str, Any]
+    kernel: Callable[[Mapping[str, Any]], Kernel]
+
+    def graph(self, data: Data) -> GraphModule:
+        gm = GraphModule({}, torch.fx.Graph())
+        for name, attribute in data["attributes"].items():
+            setattr(gm, name, self.attribute(name, attribute))
+        known: dict[str, Node] = {}
+        for name, op, target, args, kwargs, meta in data["nodes"]:
+            function = self.functions[target] if op == "call_function" else target
+            node = gm.graph.create_node(op, function, self.value(args, known), self.value(kwargs, known))
+            # Plans name nodes: a graph that numbers them anew would be another one.
+            node.name = name
+            node.meta = self.meta(meta)
+            known[name] = node
+        return gm
+
+    def attribute(self, name: str, data: Mapping[str, Any]) -> Any:
+        if "kernel" in data:
+            return self.kernel(data)
+        if "graph" in data:
+            return self.graph(data["graph"])
+        return self.constants[name]
+
+    def meta(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: data[key] for key in ("outside_plan", "effect") if key in data}
+        if "val" in data:
+            found["val"] = self.value(data["val"], {})
+        for key in ("call", "op_overload"):
+            if key in data:
+                found[key] = self.functions[data[key]]
+        if "kind" in data:
+            found["kind"] = Kind(data["kind"])
+        if "line" in data:
+            line, code = data["line"]
+            found["stack_trace"] = f"File {line}, in \n{code}"
+        if "origins" in data:
+            found["origins"] = tuple(data["origins"])
+        return found
+
+    def value(self, data: Data, known: Mapping[str, Node]) -> Any:
+        if isinstance(data, list):
+            return [self.value(item, known) for item in data]
+        if not isinstance(data, dict):
+            return data
+        ((kind, inner),) = data.items()
+        match kind:
+            case "node":
+                return known[inner]
+            case "tuple":
+                return tuple(self.value(item, known) for item in inner)
+            case "dict":
+                return {self.value(key, known): self.value(item, known) for key, item in inner}
+            case "slice":
+                return slice(*(self.value(item, known) for item in inner))
+            case "float":
+                return float(inner)
+            case "complex":
+                return complex(*inner)
+            case "device":
+                return torch.device(inner)
+            case "dtype" | "layout" | "memory_format":
+                return _torch_constant(kind, inner)
+            case "number":
+                number, expression, hint = inner
+                return self.values.number(_parse(expression, self.functions), number, hint)
+            case "tensor":
+                dtype, device, size, stride, storage, nbytes, offset = inner
+                size, stride = ([self.value(one, {}) for one in sizes] for sizes in (size, stride))
+                what = _torch_constant("dtype", dtype), torch.device(device), tuple(size), tuple(stride)
+                return self.values.tensor(Layout(*what, self.value(offset, {}), storage, self.value(nbytes, {})))
+        raise StorageError(f"a value of kind {kind!r}", expected="one that fxwrap has written")
+
+
+def graph_to_data(gm: GraphModule, functions: Functions) -> Data:
+    """A host graph as what JSON can hold.
+
+    Raises:
+        StorageError: something in it has no name.
+    """
+    writer = _Writer(functions)
+    return {**writer.graph(gm), "modules": list(writer.modules)}
+
+
+def graph_from_data(
+    data: Data,
+    functions: Functions,
+    values: Values,
+    constants: Mapping[str, Any],
+    kernel: Callable[[Mapping[str, Any]], Kernel],
+) -> GraphModule:
+    """The host graph that ``graph_to_data`` has written.
+
+    Args:
+        values: makes what stands for tensors and numbers in ``meta["val"]``.
+        constants: tensors by the name of their attribute.
+        kernel: loads a kernel, from its ``kernel`` (name), ``module`` (number in ``data["modules"]``), ``source``
+            (begin and end in that text), ``language``, ``device``, ``writes`` and ``arg_types``.
+
+    Raises:
+        StorageError, KeyError, TypeError, ValueError: the data is no host graph.
+    """
+    return _Reader(functions, values, constants, kernel).graph(data)
+
+
+def _torch_constant(kind: str, name: str) -> Any:
+    found = getattr(torch, name, None)
+    if _CONSTANTS.get(type(found)) != kind:
+        raise StorageError(f"the {kind} {name!r}", expected=f"a {kind} of torch's")
+    return found
+
+
+def _hint(value: Any) -> Any:
+    try:
+        found = value.node.hint
+        return found if type(found) in (int, float, bool) else None
+    except Exception:
+        return None
+
+
+# -- expressions of sizes -----------------------------------------------------------------------------------------
+
+
+def _expression(expression: Any, functions: Functions) -> Data:
+    """``["Add", 1, {"symbol": "s0"}]``: nothing has to be evaluated as code to read it again."""
+    if isinstance(expression, sympy.Symbol):
+        known = {key: True for key in ("integer", "positive", "nonnegative") if getattr(expression, f"is_{key}")}
+        return {"symbol": expression.name, **known}
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Rational:
+        return {"rational": [int(expression.p), int(expression.q)]}
+    if expression.is_Float:
+        return {"float": float(expression)}
+    if expression in (sympy.true, sympy.false):
+        return bool(expression)
+    kind: Any = type(expression)
+    name = kind.__name__
+    if functions.of_sizes.get(name) is not kind:
+        raise StorageError(f"the size {expression}", expected="an expression of torch's own functions")
+    return [name, *(_expression(arg, functions) for arg in expression.args)]
+
+
+def _parse(data: Data, functions: Functions) -> Any:
+    if isinstance(data, bool):
+        return sympy.true if data else sympy.false
+    if isinstance(data, int):
+        return sympy.Integer(data)
+    if isinstance(data, dict):
+        if "symbol" in data:
+            assumptions = {key: True for key in ("integer", "positive", "nonnegative") if data.get(key)}
+            return sympy.Symbol(data["symbol"], **assumptions)
+        return sympy.Rational(*data["rational"]) if "rational" in data else sympy.Float(data["float"])
+    name, *args = data
+    if (function := functions.of_sizes.get(name)) is None:
+        raise StorageError(f"the function {name!r} of sizes", expected="one of torch's own")
+    return function(*(_parse(arg, functions) for arg in args))
