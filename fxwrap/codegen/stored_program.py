@@ -23,11 +23,11 @@ from ..graphs.program import Program
 from ..host_graph.graph_json import Functions, graph_from_data, graph_to_data
 from ..host_graph.listing import list_graph
 from ..host_graph.nodes import Kernel
+from ..host_graph.stand_ins import StandIns
 from ..pipeline import restore_program
 from ..plan import ProgramPlan
 from ..plan_json import from_data, to_data
 from . import torch_versions as versions
-from .fake_values import FakeValues
 from .kernels import load_kernels, loaded_kernel
 from .request import current_request, handed_over
 from .triton_kernels import TritonLauncher
@@ -136,7 +136,7 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Program:
             run = kind.load(call)
         return Kernel(name, language, call.source, device, run, tuple(known["writes"]), text, known["arg_types"])
 
-    graph = graph_from_data(data["graph"], functions(), FakeValues(), scope, kernel)
+    graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
     return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), current_request())
 
 

@@ -1,0 +1,103 @@
+"""What stands for the tensors and sizes of a host graph that was read: it says what they look like, and holds nothing.
+
+Fake tensors would do so, too, and more; to make one takes Dynamo and Inductor, which a program does not need to run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from .graph_json import Layout
+
+
+class StandIn(torch.Tensor):
+    """A tensor by its looks. Nothing can be computed with it."""
+
+    _layout: Layout
+    _storage: StorageStandIn
+
+    @classmethod
+    def of(cls, layout: Layout, storage: StorageStandIn) -> StandIn:
+        found: StandIn = torch.empty(0).as_subclass(cls)
+        found._layout, found._storage = layout, storage
+        return found
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("is_conj", "is_neg", "__get__"):
+            return super().__torch_function__(function, types, args, kwargs or {})
+        raise TypeError(f"{function} of a value that stands for a tensor: there is no data")
+
+    dtype = property(lambda self: self._layout.dtype)  # type: ignore[assignment]
+    device = property(lambda self: self._layout.device)  # type: ignore[assignment]
+    shape = property(lambda self: self._layout.size)  # type: ignore[assignment]
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self._layout.size if dim is None else self._layout.size[dim]
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self._layout.stride if dim is None else self._layout.stride[dim]
+
+    def dim(self) -> int:
+        return len(self._layout.size)
+
+    def storage_offset(self) -> Any:
+        return self._layout.offset
+
+    def untyped_storage(self) -> Any:
+        return self._storage
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StandIn({self.dtype}, {tuple(self.shape)}, {self.device})"
+
+
+@dataclass(frozen=True)
+class StorageStandIn:
+    """A storage by its number: values with the same one share memory."""
+
+    _cdata: int
+    _nbytes: Any
+
+    def nbytes(self) -> Any:
+        return self._nbytes
+
+
+@dataclass(frozen=True)
+class SizeNode:
+    """What ``torch.SymInt`` and its like ask for an expression of sizes."""
+
+    expr: sympy.Expr
+    hint: Any
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return str(self.expr)
+
+    _graph_repr = __str__
+
+
+_KINDS: dict[str, Any] = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
+_numbers = itertools.count(1)
+
+
+class StandIns:
+    """Makes them for one graph: ``graph_json.Values``."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageStandIn] = {}
+
+    def number(self, expression: sympy.Expr, kind: str, hint: Any) -> Any:
+        return _KINDS[kind](SizeNode(expression, hint))
+
+    def tensor(self, layout: Layout) -> Any:
+        storage = self._storages.get(layout.storage)
+        if storage is None:
+            storage = self._storages[layout.storage] = StorageStandIn(next(_numbers), layout.storage_bytes)
+        return StandIn.of(layout, storage)
