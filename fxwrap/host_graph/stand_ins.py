@@ -1,4 +1,4 @@
-"""What stands for the tensors and sizes of a host graph that was read: it says what they look like, and holds nothing.
+"""What stands for tensors and sizes of a host graph that was read: it says what they look like, and holds nothing.
 
 Fake tensors would do so, too, and more; to make one takes Dynamo and Inductor, which a program does not need to run.
 """
