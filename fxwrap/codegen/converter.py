@@ -32,6 +32,7 @@ from . import torch_versions as versions
 from .kernels import load_kernels, loaded_kernel
 from .out_forms import OutForm, out_form
 from .statements import StatementReader, UndefinedName, assigned_names
+from .torch_runtime import empty_strided_cpu
 from .triton_kernels import (
     TritonLauncher,
     TunedLaunch,
@@ -551,8 +552,8 @@ class HostGraphConverter(FxConverter):
 
     def _new_buffer(self, size: Any, stride: Any, kwargs: dict[str, Any]) -> Node:
         node = self._note(self.gm.graph.call_function(torch.empty_strided, (size, stride), kwargs))
-        if kwargs["device"].type == "cpu" and "pin_memory" not in kwargs and versions.empty_strided_cpu is not None:
-            node.meta["call"] = versions.empty_strided_cpu
+        if kwargs["device"].type == "cpu" and "pin_memory" not in kwargs and empty_strided_cpu is not None:
+            node.meta["call"] = empty_strided_cpu
         return node
 
     def _allocate_pinned(self, size: Any, stride: Any, dtype: torch.dtype) -> Node:

@@ -23,7 +23,8 @@ from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
 from . import torch_versions as versions
 from .caches import cache_key, cached_as, forget
 from .emission import FxwrapCodegen
-from .request import requesting, torch_functions
+from .request import requesting
+from .torch_runtime import torch_functions
 
 # What a host graph needs from Inductor. Reuse is off so that the planner sees every buffer; graph_partition,
 # memory_planning and cudagraphs are stages that fxwrap has itself.

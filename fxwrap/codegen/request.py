@@ -8,28 +8,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..graphs.torch_functions import TorchFunctions
 from ..pipeline import CompileRequest
-from . import torch_versions as versions
+from .torch_runtime import torch_functions
 
 _current: ContextVar[CompileRequest | None] = ContextVar("fxwrap_request", default=None)
-
-
-def torch_functions() -> TorchFunctions:
-    """What running a program needs of torch's private interfaces."""
-    return TorchFunctions(
-        use_counter=versions.use_counter,
-        pointer_check=versions.pointer_check,
-        layout_check=versions.layout_check,
-        storage_at=versions.storage_at,
-        alive=versions.alive,
-        lay_out=versions.lay_out,
-        allocations=versions.allocations,
-        after_failed_capture=versions.after_failed_capture,
-        share_copies=versions.share_copies,
-        below_autograd=versions.below_autograd,
-        saved_tensors_hooks=versions.saved_tensors_hooks,
-    )
 
 
 def current_request() -> CompileRequest:

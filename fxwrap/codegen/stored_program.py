@@ -30,6 +30,7 @@ from ..plan_json import from_data, to_data
 from . import torch_versions as versions
 from .kernels import load_kernels, loaded_kernel
 from .request import current_request, handed_over
+from .torch_runtime import size_functions, wrapper_functions
 from .triton_kernels import TritonLauncher
 
 log = logging.getLogger(__name__)
@@ -142,4 +143,4 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Program:
 
 def functions() -> Functions:
     """Functions that host graphs of Inductor's wrappers call."""
-    return Functions(versions.wrapper_functions(), versions.size_functions())
+    return Functions({**wrapper_functions(), **versions.library_functions()}, size_functions())

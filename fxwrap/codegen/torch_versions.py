@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -15,7 +14,6 @@ from torch._inductor.codegen import cpp_utils
 from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
-from torch.multiprocessing.reductions import StorageWeakRef
 
 # What devices are called in C++; where torch has no such table, a device's op overrides say it.
 CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
@@ -46,10 +44,6 @@ def python_expression(expression: Any) -> str:
     if isinstance(expression, sympy.Basic):
         return pexpr(expression)
     return repr(expression)
-
-
-# ``(size, stride, dtype)``: what Inductor's wrapper allocates with; torch.empty_strided takes three times as long.
-empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 
 def scheduled_nodes(device: torch.device) -> list[Any]:
@@ -165,18 +159,9 @@ def extern_kernels() -> frozenset[Any]:
     return _extern_functions(len(vars(_extern_kernels)))
 
 
-def wrapper_functions() -> dict[str, Callable[..., Any]]:
-    """The private functions that Inductor's Python wrapper calls, by a name that stays."""
-    guards = vars(torch._C._dynamo.guards)
-    found = {f"guards.{n}": f for n, f in guards.items() if callable(f) and not isinstance(f, type)}
-    return {**found, **{f"extern_kernels.{n}": f for n, f in vars(_extern_kernels).items() if callable(f)}}
-
-
-def size_functions() -> dict[str, type]:
-    """Torch's own classes of size expressions (``FloorDiv``, ``ModularIndexing``), by name."""
-    from torch.utils._sympy import functions
-
-    return {n: f for n, f in vars(functions).items() if isinstance(f, type) and issubclass(f, sympy.Basic)}
+def library_functions() -> dict[str, Callable[..., Any]]:
+    """The Python functions that Inductor's wrapper calls for library kernels, by name."""
+    return {f"extern_kernels.{name}": f for name, f in vars(_extern_kernels).items() if callable(f)}
 
 
 def symbolic_value(symbol: sympy.Expr) -> Any:
@@ -187,86 +172,6 @@ def symbolic_value(symbol: sympy.Expr) -> Any:
     if getattr(symbol, "is_integer", False):
         return env.create_symintnode(symbol, hint=None)
     return env.create_symfloatnode(symbol, hint=None)
-
-
-def use_counter(storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[int]]:
-    """A function that tells how many tensors and storage objects share each of ``storages``."""
-    handles = [storage._cdata for storage in storages]
-    count = torch._C._storage_Use_Count
-    return lambda: list(map(count, handles))
-
-
-def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
-    """Makes a function that tells whether ``inputs[p]`` is at ``pointers[p]`` for every ``p`` in ``positions``.
-
-    In C++ where the build has it: CPU builds do not.
-    """
-    native: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if native is not None:
-        expected, chosen = list(pointers), list(positions)
-        return lambda inputs: native(inputs, expected, chosen)
-    # Asked of a hundred parameters: what can be is looked up beforehand.
-    expected, pointer_of, choose = [pointers[p] for p in positions], torch.Tensor.data_ptr, _chooser(positions)
-    return lambda inputs: [*map(pointer_of, choose(inputs))] == expected
-
-
-def _chooser(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    if len(positions) < 2:  # a getter of one item returns no tuple
-        return lambda inputs: [inputs[p] for p in positions]
-    return operator.itemgetter(*positions)
-
-
-def layout_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
-    """A function that tells whether the tensors at ``positions`` look as they do now: size, stride, dtype, device.
-
-    Dynamo's guard looks at all of them in one call, where an assert for each takes six times as long. It also says
-    no where it does not matter (another autograd mode, one tensor twice): who asks looks closer then.
-    """
-    choose = _chooser(positions)
-    tensors: Sequence[Any] = choose(inputs)
-    sizes: Any = [list(tensor.size()) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
-    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    return lambda now: guards.check(*choose(now))
-
-
-# (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are
-# plain tuples: some versions take nothing else.
-lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
-
-
-# (address, device, bytes) -> a storage over memory that somebody else owns and keeps.
-storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer")  # noqa: B009
-
-
-def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """What a weak reference refers to; None if that is gone."""
-    storage: Any = torch.UntypedStorage
-    return storage._new_with_weak_ptr(reference.cdata)  # type: ignore[no-any-return]
-
-
-def allocations(run: Callable[[], Any]) -> list[int] | None:
-    """Bytes that ``run`` allocates (above 0) and frees (below) on the CPU, in order, before its result is freed.
-
-    The profiler that torch had before Kineto tells that; the newer one writes to stderr when it starts. None while
-    another profiler is running in this thread, or if torch has no such profiler.
-    """
-    state, enable = torch._C._profiler, getattr(torch._C._autograd, "_enable_profiler_legacy", None)
-    if enable is None or torch._C._autograd._profiler_enabled():
-        return None
-    what = (state.ProfilerState.CPU, False, True, False, False, False, state._ExperimentalConfig())
-    enable(state.ProfilerConfig(*what))  # of these only memory
-    try:
-        result = run()
-    finally:
-        threads = torch._C._autograd._disable_profiler_legacy()
-    del result
-    return [e.cpu_memory_usage() for thread in threads for e in thread if e.kind() == "memory_alloc"]
-
-
-def saved_tensors_hooks() -> bool:
-    """Whether hooks pack what autograd saves, in this thread: their owner may keep it."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def donated_inputs() -> frozenset[int]:
@@ -283,42 +188,3 @@ def saved_outputs(gm: torch.fx.GraphModule) -> dict[int, str]:
     visible = output.meta.get("user_visible_output_idxs")
     values = enumerate(output.args[0]) if visible else ()
     return {position: str(value) for position, value in values if position not in visible}
-
-
-def share_copies(storage: torch.UntypedStorage) -> None:
-    """Have a storage that is a slice of another send a copy of itself to other processes.
-
-    The driver shares whole blocks. A slice is "invalid device pointer" to the allocator, but for the one at the start
-    of the block, which would be overwritten while the receiver has it. Source: c10/cuda/CUDACachingAllocator.cpp,
-    shareIpcHandle.
-    """
-    where = storage.data_ptr(), storage.device, storage.nbytes()  # not the storage: it would hold itself
-
-    def share() -> Any:
-        copy = storage_at(*where).clone()
-        # A queue sends from a thread with a stream of its own, for which the next replay would not wait.
-        torch.get_device_module(copy.device).current_stream(copy.device).synchronize()
-        return copy._share_cuda_()
-
-    setattr(storage, "_share_cuda_", share)  # noqa: B010
-
-
-def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """End recording to a memory pool that a capture failed in, and let go of it once.
-
-    Torch has done neither. From 2.15 on it has ended the recording, and the graph lets go of the pool: then the first
-    step raises, and the second, which would be one too many, is not made.
-    """
-    index = device.index if device.index is not None else torch.accelerator.current_device_index()
-    for step in ("endAllocateToPool", "releasePool"):
-        function = getattr(torch._C, f"_{device.type}_{step}", None)
-        if function is not None:
-            function(index, pool)
-
-
-def below_autograd() -> Any:
-    """A context in which operators skip autograd's layer of the dispatcher.
-
-    Compiled programs record no gradients, and the layer costs a third of a small operator's call.
-    """
-    return torch._C._AutoDispatchBelowAutograd()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..codegen.torch_versions import use_counter
+from ..codegen.torch_runtime import use_counter
 from .contract import Device, Suite
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxwrap.codegen.torch_versions import layout_check
+from fxwrap.codegen.torch_runtime import layout_check
 
 
 def test_the_layouts_of_all_inputs_in_one_look() -> None:

@@ -19,7 +19,7 @@ import torch
 from conftest import Compiled, freezes, launches, launches_compared, on_simulated
 
 import fxwrap
-from fxwrap.codegen import torch_versions
+from fxwrap.codegen import torch_runtime
 from fxwrap.errors import CaptureError
 from fxwrap.graphs.arenas import Arena, ArenaPool
 from fxwrap.graphs.devices.host_graph import issue
@@ -278,7 +278,7 @@ def test_a_pool_is_let_go_of_once_where_torch_ends_failed_captures_well(monkeypa
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: released.append(args), raising=False)
     with pytest.raises(RuntimeError, match="not currently recording"):
-        torch_versions.after_failed_capture(torch.device("cuda", 0), (0, 1))
+        torch_runtime.after_failed_capture(torch.device("cuda", 0), (0, 1))
     assert not released
 
 

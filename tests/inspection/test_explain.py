@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import Compiled, on_simulated
 
 import fxwrap
-from fxwrap.codegen.torch_versions import allocations
+from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.host_graph.nodes import operator_name
 from fxwrap.passes.memory.workspace import measure_workspace

@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxwrap
 from fxwrap.codegen import torch_versions
-from fxwrap.codegen.torch_versions import allocations
+from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import PlanError
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.recording import Recording

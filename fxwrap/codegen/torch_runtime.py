@@ -1,0 +1,164 @@
+"""The private functions of torch that running a program needs. Nothing here imports Inductor or Dynamo."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..graphs.torch_functions import TorchFunctions
+
+# ``(size, stride, dtype)``: what Inductor's wrapper allocates with; torch.empty_strided takes three times as long.
+empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+
+
+def use_counter(storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[int]]:
+    """A function that tells how many tensors and storage objects share each of ``storages``."""
+    handles = [storage._cdata for storage in storages]
+    count = torch._C._storage_Use_Count
+    return lambda: list(map(count, handles))
+
+
+def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
+    """Makes a function that tells whether ``inputs[p]`` is at ``pointers[p]`` for every ``p`` in ``positions``.
+
+    In C++ where the build has it: CPU builds do not.
+    """
+    native: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if native is not None:
+        expected, chosen = list(pointers), list(positions)
+        return lambda inputs: native(inputs, expected, chosen)
+    # Asked of a hundred parameters: what can be is looked up beforehand.
+    expected, pointer_of, choose = [pointers[p] for p in positions], torch.Tensor.data_ptr, _chooser(positions)
+    return lambda inputs: [*map(pointer_of, choose(inputs))] == expected
+
+
+def _chooser(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(positions) < 2:  # a getter of one item returns no tuple
+        return lambda inputs: [inputs[p] for p in positions]
+    return operator.itemgetter(*positions)
+
+
+def layout_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
+    """A function that tells whether the tensors at ``positions`` look as they do now: size, stride, dtype, device.
+
+    Dynamo's guard looks at all of them in one call, where an assert for each takes six times as long. It also says
+    no where it does not matter (another autograd mode, one tensor twice): who asks looks closer then.
+    """
+    choose = _chooser(positions)
+    tensors: Sequence[Any] = choose(inputs)
+    sizes: Any = [list(tensor.size()) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return lambda now: guards.check(*choose(now))
+
+
+# (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are
+# plain tuples: some versions take nothing else.
+lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
+
+
+# (address, device, bytes) -> a storage over memory that somebody else owns and keeps.
+storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer")  # noqa: B009
+
+
+def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """What a weak reference refers to; None if that is gone."""
+    storage: Any = torch.UntypedStorage
+    return storage._new_with_weak_ptr(reference.cdata)  # type: ignore[no-any-return]
+
+
+def allocations(run: Callable[[], Any]) -> list[int] | None:
+    """Bytes that ``run`` allocates (above 0) and frees (below) on the CPU, in order, before its result is freed.
+
+    The profiler that torch had before Kineto tells that; the newer one writes to stderr when it starts. None while
+    another profiler is running in this thread, or if torch has no such profiler.
+    """
+    state, enable = torch._C._profiler, getattr(torch._C._autograd, "_enable_profiler_legacy", None)
+    if enable is None or torch._C._autograd._profiler_enabled():
+        return None
+    what = (state.ProfilerState.CPU, False, True, False, False, False, state._ExperimentalConfig())
+    enable(state.ProfilerConfig(*what))  # of these only memory
+    try:
+        result = run()
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    del result
+    return [e.cpu_memory_usage() for thread in threads for e in thread if e.kind() == "memory_alloc"]
+
+
+def saved_tensors_hooks() -> bool:
+    """Whether hooks pack what autograd saves, in this thread: their owner may keep it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def share_copies(storage: torch.UntypedStorage) -> None:
+    """Have a storage that is a slice of another send a copy of itself to other processes.
+
+    The driver shares whole blocks. A slice is "invalid device pointer" to the allocator, but for the one at the start
+    of the block, which would be overwritten while the receiver has it. Source: c10/cuda/CUDACachingAllocator.cpp,
+    shareIpcHandle.
+    """
+    where = storage.data_ptr(), storage.device, storage.nbytes()  # not the storage: it would hold itself
+
+    def share() -> Any:
+        copy = storage_at(*where).clone()
+        # A queue sends from a thread with a stream of its own, for which the next replay would not wait.
+        torch.get_device_module(copy.device).current_stream(copy.device).synchronize()
+        return copy._share_cuda_()
+
+    setattr(storage, "_share_cuda_", share)  # noqa: B010
+
+
+def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """End recording to a memory pool that a capture failed in, and let go of it once.
+
+    Torch has done neither. From 2.15 on it has ended the recording, and the graph lets go of the pool: then the first
+    step raises, and the second, which would be one too many, is not made.
+    """
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    for step in ("endAllocateToPool", "releasePool"):
+        function = getattr(torch._C, f"_{device.type}_{step}", None)
+        if function is not None:
+            function(index, pool)
+
+
+def below_autograd() -> Any:
+    """A context in which operators skip autograd's layer of the dispatcher.
+
+    Compiled programs record no gradients, and the layer costs a third of a small operator's call.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def torch_functions() -> TorchFunctions:
+    return TorchFunctions(
+        use_counter=use_counter,
+        pointer_check=pointer_check,
+        layout_check=layout_check,
+        storage_at=storage_at,
+        alive=alive,
+        lay_out=lay_out,
+        allocations=allocations,
+        after_failed_capture=after_failed_capture,
+        share_copies=share_copies,
+        below_autograd=below_autograd,
+        saved_tensors_hooks=saved_tensors_hooks,
+    )
+
+
+def wrapper_functions() -> dict[str, Callable[..., Any]]:
+    """The private functions that Inductor's wrapper calls, by a name that stays."""
+    guards = vars(torch._C._dynamo.guards)
+    return {f"guards.{name}": f for name, f in guards.items() if callable(f) and not isinstance(f, type)}
+
+
+def size_functions() -> dict[str, type]:
+    """Torch's own classes of size expressions (``FloorDiv``, ``ModularIndexing``), by name."""
+    from torch.utils._sympy import functions
+
+    return {n: f for n, f in vars(functions).items() if isinstance(f, type) and issubclass(f, sympy.Basic)}
