@@ -181,7 +181,7 @@ def changes() -> dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]:
         return {}
 
     def torch_setting(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-        patch.setattr(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32)
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         return {}
 
     return {
