@@ -18,12 +18,15 @@ from .errors import (
     MemoryLimitError,
     OptionError,
     PlanError,
+    StorageError,
     UnsupportedModelError,
 )
 from .options import Options
 from .packing import plan_memory
 
 if TYPE_CHECKING:
+    from .artifacts.load import LoadedProgram, load
+    from .artifacts.save import save
     from .codegen.emission import FxwrapCodegen
     from .codegen.registration import DeviceRegistration, register_device
     from .inspection.explain import Explanation, explain, report
@@ -45,23 +48,30 @@ __all__ = [
     "InputError",
     "KernelCall",
     "KernelKind",
+    "LoadedProgram",
     "MemoryLimitError",
     "OptionError",
     "Options",
     "PlanError",
+    "StorageError",
     "UnsupportedModelError",
     "cpp_kernels",
     "explain",
+    "load",
     "plan_memory",
     "record",
     "register_device",
     "release",
     "report",
+    "save",
     "stats",
 ]
 
 # Inductor takes seconds to import, so what needs it is looked up when it is used.
 _LAZY = {
+    "LoadedProgram": ".artifacts.load",
+    "load": ".artifacts.load",
+    "save": ".artifacts.save",
     "FxwrapCodegen": ".codegen.emission",
     "DeviceRegistration": ".codegen.registration",
     "register_device": ".codegen.registration",

@@ -11,7 +11,7 @@ from .codegen.dynamo import collected_by
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
 from .codegen.torch_versions import registered_operators
 from .compilation import Compilation
-from .options import parse_options
+from .options import Options, parse_options
 
 
 def fxwrap(
@@ -35,7 +35,12 @@ def fxwrap(
         OptionError: an option or the mode is unknown or has a wrong value.
         UnsupportedModelError: the graph uses more than one accelerator.
     """
-    own, patches = parse_options(options, inductor_options(), registered_operators())
+    own, patches = parsed(options)
     compilation = compilation if compilation is not None else Compilation()
     compiled = compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, compilation)
     return collected_by(compiled, compilation)
+
+
+def parsed(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """fxwrap's options, and the settings for Inductor among them. Raises OptionError for what is neither."""
+    return parse_options(options, inductor_options(), registered_operators())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 from torch._inductor.codecache import PyCodeCache
@@ -21,3 +22,9 @@ def loaded_kernel(module: types.ModuleType, name: str) -> Any:
         kernel = kernel.result()
         setattr(module, name, kernel)
     return kernel
+
+
+def object_file(text: str, name: str) -> Path:
+    """The shared library of a C++ kernel that ``text`` defines."""
+    definition = loaded_kernel(load_kernels(text), name)
+    return Path(definition.__self__.__file__)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,6 +158,27 @@ def wrapper_functions() -> dict[str, Callable[..., Any]]:
     """The private functions that Inductor's wrapper calls, by a name that stays."""
     guards = vars(torch._C._dynamo.guards)
     return {f"guards.{name}": f for name, f in guards.items() if callable(f) and not isinstance(f, type)}
+
+
+def library_functions() -> dict[str, Callable[..., Any]]:
+    """What Inductor's wrapper calls for library kernels, as far as they are torch's own."""
+    return {f"extern_kernels.{name}": f for name, f in vars(torch).items() if callable(f)}
+
+
+def load_object(path: str) -> Callable[..., Any]:
+    """The function of a C++ kernel in a shared library that Inductor has built."""
+    # The library asks for the address of a function that gets at a tensor's data.
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    # Python keeps modules by name, and finds the entry by the last part of it.
+    spec = importlib.util.spec_from_file_location(f"fxwrap_kernel_{next(_modules)}.kernel", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.kernel  # type: ignore[no-any-return]
+
+
+_modules = itertools.count()
 
 
 def size_functions() -> dict[str, type]:

@@ -195,7 +195,7 @@ class _Writer:
             return {_CONSTANTS[type(value)]: str(value).removeprefix("torch.")}
         if is_symbolic_value(value):
             kind = type(value).__name__
-            return {"number": [kind, _expression(value.node.expr, self.functions), _hint(value)]}
+            return {"number": [kind, expression_to_data(value.node.expr, self.functions), _hint(value)]}
         if isinstance(value, torch.Tensor):
             return {"tensor": self.tensor(value)}
         raise StorageError(f"a value of type {type(value).__name__}", expected="tensors, numbers and names")
@@ -213,7 +213,7 @@ class _Writer:
         return (
             size
             if isinstance(size, int)
-            else {"number": ["SymInt", _expression(size.node.expr, self.functions), _hint(size)]}
+            else {"number": ["SymInt", expression_to_data(size.node.expr, self.functions), _hint(size)]}
         )
 
 
@@ -286,7 +286,7 @@ class _Reader:
                 return _torch_constant(kind, inner)
             case "number":
                 number, expression, hint = inner
-                return self.values.number(_parse(expression, self.functions), number, hint)
+                return self.values.number(expression_from_data(expression, self.functions), number, hint)
             case "tensor":
                 dtype, device, size, stride, storage, nbytes, offset = inner
                 size, stride = ([self.value(one, {}) for one in sizes] for sizes in (size, stride))
@@ -344,7 +344,7 @@ def _hint(value: Any) -> Any:
 # -- expressions of sizes -----------------------------------------------------------------------------------------
 
 
-def _expression(expression: Any, functions: Functions) -> Data:
+def expression_to_data(expression: Any, functions: Functions) -> Data:
     """``["Add", 1, {"symbol": "s0"}]``: nothing has to be evaluated as code to read it again."""
     if isinstance(expression, sympy.Symbol):
         known = {key: True for key in ("integer", "positive", "nonnegative") if getattr(expression, f"is_{key}")}
@@ -361,10 +361,10 @@ def _expression(expression: Any, functions: Functions) -> Data:
     name = kind.__name__
     if functions.of_sizes.get(name) is not kind:
         raise StorageError(f"the size {expression}", expected="an expression of torch's own functions")
-    return [name, *(_expression(arg, functions) for arg in expression.args)]
+    return [name, *(expression_to_data(arg, functions) for arg in expression.args)]
 
 
-def _parse(data: Data, functions: Functions) -> Any:
+def expression_from_data(data: Data, functions: Functions) -> Any:
     if isinstance(data, bool):
         return sympy.true if data else sympy.false
     if isinstance(data, int):
@@ -377,4 +377,4 @@ def _parse(data: Data, functions: Functions) -> Any:
     name, *args = data
     if (function := functions.of_sizes.get(name)) is None:
         raise StorageError(f"the function {name!r} of sizes", expected="one of torch's own")
-    return function(*(_parse(arg, functions) for arg in args))
+    return function(*(expression_from_data(arg, functions) for arg in args))

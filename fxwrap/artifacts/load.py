@@ -1,0 +1,325 @@
+"""``fxwrap.load``: the methods of a saved program, run without Inductor, Dynamo and a compiler."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..codegen.torch_runtime import (
+    library_functions,
+    load_object,
+    size_functions,
+    torch_functions,
+    wrapper_functions,
+)
+from ..devices import KernelCall, kernel_kind
+from ..errors import InputError, StorageError
+from ..graphs.program import Program
+from ..host_graph.graph_json import Functions, expression_from_data, graph_from_data
+from ..host_graph.nodes import Kernel
+from ..host_graph.stand_ins import StandIns
+from ..options import Options
+from ..pipeline import CompileRequest, restore_program
+from ..plan import ProgramPlan
+from ..plan_json import from_data
+from .package import Package
+from .signature import Checker, NumberInput, Signature, TensorInput
+from .structure import LEAF, flatten, unflatten
+
+if TYPE_CHECKING:
+    from ..inspection.explain import Explanation
+
+
+def load(
+    path: str | Path, *, weights: Mapping[str, torch.Tensor] | None = None, trust: bool = False
+) -> LoadedProgram:
+    """Load what ``fxwrap.save`` has written.
+
+    The file holds no pickled objects, and every byte of it is compared with its digest before it is used. Compiled
+    kernels are native code all the same, which may do anything, and digests say nothing of who wrote the file.
+
+    Args:
+        weights: parameters and buffers by name, instead of those in the file; those that it lacks have to be there.
+            They are used as they are: what is written to them later counts.
+        trust: whether native code and source in the file may run.
+
+    Raises:
+        StorageError: the file is damaged, or for another torch, Python or processor; or ``trust`` is missing, or
+            weights are, or they do not fit.
+    """
+    package = Package(Path(path))
+    try:
+        _check_machine(package)
+        if not trust:
+            raise package.error(
+                "trust=False",
+                "leave to run the kernels in the file, which are native code or are compiled to it",
+                "pass trust=True if you made the file, or know who did",
+            )
+        package.check_all()
+        try:
+            return _loaded(package, dict(weights or {}))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error
+    finally:
+        package.close()
+
+
+def _check_machine(package: Package) -> None:
+    manifest = package.manifest
+    here = {"torch": torch.__version__, "python": sys.implementation.cache_tag}
+    here |= {"machine": platform.machine(), "system": platform.system()}
+    for what, own in here.items():
+        if manifest.get(what) != own:
+            raise package.error(f"{what} {own} here", f"{what} {manifest.get(what)}, for which it was saved")
+    saved, own = manifest.get("cpu_capability"), torch.backends.cpu.get_cpu_capability()
+    if manifest.get("compile") == "object" and saved != own:
+        raise package.error(
+            f"a processor with {own}",
+            f"one with {saved}",
+            'save it with compile="source"',
+        )
+
+
+def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
+    manifest = package.manifest
+    tensors = _Tensors(package, given)
+    functions = Functions({**wrapper_functions(), **library_functions()}, size_functions())
+    options = Options(**manifest["options"])
+    methods = {}
+    with tempfile.TemporaryDirectory(prefix="fxwrap-") as folder:
+        kernels = _Kernels(package, Path(folder))
+        for name, known in manifest["methods"].items():
+            data = package.json(known["program"])
+            constants = {attribute: tensors[tensor] for attribute, tensor in known["constants"].items()}
+            graph = graph_from_data(data["graph"], functions, StandIns(), constants, kernels.of(data))
+            plan = from_data(ProgramPlan, data["plan"], graph=graph)
+            program = restore_program(plan, CompileRequest(torch_functions(), options))
+            weights = {weight: tensors[tensor] for weight, tensor in known["weights"]}
+            methods[name] = LoadedMethod(_signature(name, known, functions), program, weights)
+    unknown = sorted(given.keys() - {weight for method in methods.values() for weight in method.weights})
+    if unknown:
+        raise package.error(f"weights {', '.join(unknown)}", "the names of weights that its methods have")
+    return LoadedProgram(methods)
+
+
+def _signature(name: str, known: Mapping[str, Any], functions: Functions) -> Signature:
+    def size(data: Any) -> Any:
+        return data if isinstance(data, int) else expression_from_data(data, functions)
+
+    inputs: list[TensorInput | NumberInput] = []
+    for one in known["inputs"]:
+        if "number" in one:
+            kinds = {"int": int, "float": float, "bool": bool, "str": str, "NoneType": type(None)}
+            value = one["value"] if isinstance(one["value"], (str, float, type(None))) else size(one["value"])
+            inputs.append(NumberInput(one["name"], kinds[one["number"]], value))
+        else:
+            sizes = tuple(map(size, one["size"])), tuple(map(size, one["stride"]))
+            inputs.append(TensorInput(one["name"], _dtype(one["dtype"]), torch.device(one["device"]), *sizes))
+    ranges = {symbol: (low, high) for symbol, (low, high) in known["ranges"].items()}
+    guards = tuple(expression_from_data(guard, functions) for guard in known["guards"])
+    return Signature(name, tuple(inputs), ranges, guards, known["arguments"], known["results"])
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+class _Tensors:
+    """The tensors of a file by name, each made once; what was given comes first."""
+
+    def __init__(self, package: Package, given: Mapping[str, torch.Tensor]) -> None:
+        self._package, self._given = package, given
+        self._known: dict[str, Any] = package.manifest["tensors"]
+        self._files: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            self._made[name] = self._tensor(name, self._known[name])
+        return self._made[name]
+
+    def _tensor(self, name: str, known: Mapping[str, Any]) -> torch.Tensor:
+        look = _dtype(known["dtype"]), torch.device(known["device"]), tuple(known["size"]), tuple(known["stride"])
+        dtype, device, size, stride = look
+        given = self._given.get(name) if known["kind"] == "weights" else None
+        if given is not None:
+            got = given.dtype, given.device, tuple(given.size()), tuple(given.stride())
+            if got != look:
+                raise self._package.error(
+                    f"weight {name!r}: {_describe(*got)}",
+                    _describe(*look),
+                    "give one like it",
+                )
+            return given.detach()
+        saved = self._file(known["kind"]).get(name)
+        if saved is None:
+            raise self._package.error(f"no weight {name!r}", "a weight in the file, or in load(..., weights=)")
+        if saved.dtype != dtype or tuple(saved.size()) != size:
+            raise self._package.error(f"tensor {name!r} of another look", _describe(*look))
+        found = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        return found.copy_(saved)
+
+    def _file(self, kind: str) -> Mapping[str, torch.Tensor]:
+        member = f"{kind}.safetensors"
+        if kind not in self._files:
+            if member not in self._package.manifest["members"]:
+                self._files[kind] = {}
+                return {}
+            try:
+                from safetensors.torch import load as deserialize
+            except ImportError as error:
+                raise self._package.error(
+                    "no package safetensors", "it, to read weights", "pip install safetensors"
+                ) from error
+            try:
+                self._files[kind] = deserialize(self._package.read(member))
+            except StorageError:
+                raise
+            except Exception as error:
+                raise self._package.error(f"{member}: {error}", "tensors in the form of safetensors") from error
+        return self._files[kind]
+
+
+def _describe(dtype: torch.dtype, device: torch.device, size: Any, stride: Any) -> str:
+    return f"{dtype} {tuple(size)} with strides {tuple(stride)} on {device}"
+
+
+class _Kernels:
+    """Loads kernels: compiled ones out of the file, source through Inductor."""
+
+    def __init__(self, package: Package, folder: Path) -> None:
+        self._package, self._folder = package, folder
+        self._objects: dict[str, Callable[..., Any]] = {}
+
+    def of(self, data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Kernel]:
+        texts, objects = data["graph"]["modules"], data["objects"]
+
+        def kernel(known: Mapping[str, Any]) -> Kernel:
+            name, language, device = known["kernel"], known["language"], torch.device(known["device"])
+            text, (begin, end) = texts[known["module"]], known["source"]
+            if (member := objects.get(name)) is not None:
+                definition: Any = self._object(member)
+            else:
+                from ..codegen.kernels import load_kernels, loaded_kernel
+
+                definition = loaded_kernel(load_kernels(text), name)
+            call = KernelCall(name, text[begin:end], device, definition, known["arg_types"])
+            if language == "triton":
+                from ..codegen.triton_kernels import TritonLauncher
+
+                run: Callable[..., Any] = TritonLauncher(definition, device)
+            else:
+                kind = kernel_kind(call)
+                if kind is None or kind.name != language:
+                    raise self._package.error(f"no {language} kernels on {device}", "a device that runs them")
+                run = kind.load(call)
+            return Kernel(name, language, call.source, device, run, tuple(known["writes"]), text, known["arg_types"])
+
+        return kernel
+
+    def _object(self, member: str) -> Callable[..., Any]:
+        if member not in self._objects:
+            # The file's own names are used for nothing on the disk.
+            path = self._folder / f"{len(self._objects)}.so"
+            path.write_bytes(self._package.read(member))
+            self._objects[member] = load_object(str(path))
+        return self._objects[member]
+
+
+class LoadedMethod:
+    """One method of a saved program: ``method(*args, **kwargs)``. No gradients are computed.
+
+    Attributes:
+        signature: what it takes; print it.
+        weights: parameters and buffers by name.
+    """
+
+    def __init__(self, signature: Signature, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
+        self.signature, self.program, self.weights = signature, program, dict(weights)
+        self._weights = list(self.weights.values())
+        self._check = Checker(signature, torch_functions().layout_check)
+        args, kwargs = signature.arguments["tuple"]
+        # Plain positional tensors are a list already.
+        self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
+        self._single = signature.results == LEAF
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == self._plain and not kwargs:
+            inputs = list(args)
+        else:
+            inputs = list(flatten(self.signature.arguments, (args, kwargs)))
+        self._check(inputs)
+        found = self.program.run(self._weights + inputs)
+        if self._single:
+            return found
+        return unflatten(self.signature.results, iter(found if isinstance(found, (list, tuple)) else [found]))
+
+
+class LoadedProgram:
+    """The methods of a saved program: ``program["decode"](x)``, or ``program.decode(x)``.
+
+    Attributes:
+        methods: their signatures by name.
+    """
+
+    def __init__(self, methods: Mapping[str, LoadedMethod]) -> None:
+        self._methods = dict(methods)
+
+    @property
+    def methods(self) -> Mapping[str, Signature]:
+        return {name: method.signature for name, method in self._methods.items()}
+
+    def __getitem__(self, name: str) -> LoadedMethod:
+        try:
+            return self._methods[name]
+        except KeyError:
+            raise InputError("no such method", expected=", ".join(self._methods), got=repr(name)) from None
+
+    def __getattr__(self, name: str) -> LoadedMethod:
+        methods = self.__dict__.get("_methods", {})
+        if name in methods:
+            return methods[name]  # type: ignore[no-any-return]
+        raise AttributeError(f"a saved program has no method {name!r}: it has {', '.join(methods)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._methods)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of all methods by name; methods share those with one name."""
+        return {name: tensor for method in self._methods.values() for name, tensor in method.weights.items()}
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy other values to weights. What was recorded goes on to be replayed.
+
+        Raises:
+            StorageError: a name is unknown, or a shape is another one; then nothing was copied.
+        """
+        own = self.weights
+        for name, value in weights.items():
+            if name not in own:
+                raise StorageError(f"weight {name!r}", expected=f"one of {', '.join(own)}", got="a name of none")
+            sizes = str(tuple(own[name].size())), str(tuple(value.size()))
+            if sizes[0] != sizes[1]:
+                raise StorageError(f"weight {name!r}", expected=sizes[0], got=sizes[1])
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+
+    def explain(self) -> Explanation:
+        """What is decided about all methods, as ``fxwrap.explain`` shows it."""
+        from ..inspection.explain import Explanation, GraphReport
+
+        return Explanation([GraphReport(method.program) for method in self._methods.values()])

@@ -1,0 +1,185 @@
+"""What a method takes: names, types and sizes with their ranges, checked at every call before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from ..errors import InputError
+
+# A size: a number, or an expression of symbols.
+Size = Any
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """
+    Attributes:
+        size, stride: numbers of elements, of which some may be expressions of symbols.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    size: tuple[Size, ...]
+    stride: tuple[Size, ...]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.size))
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}[{sizes}] on {self.device}"
+
+
+@dataclass(frozen=True)
+class NumberInput:
+    """A number: a symbol whose value may vary, or one that was compiled in.
+
+    Attributes:
+        value: an expression of symbols, or the number.
+    """
+
+    name: str
+    kind: type
+    value: Size
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind.__name__} {self.value}"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """
+    Attributes:
+        ranges: lowest and highest value of each symbol, by name; None for no highest.
+        guards: conditions on symbols that the compiled code relies on.
+        arguments: how they are nested, ``(args, kwargs)``; results likewise.
+    """
+
+    method: str
+    inputs: tuple[TensorInput | NumberInput, ...]
+    ranges: Mapping[str, tuple[int, int | None]]
+    guards: tuple[sympy.Basic, ...]
+    arguments: Any
+    results: Any
+
+    def __str__(self) -> str:
+        where = [
+            f"{low} <= {name}" + (f" <= {high}" if high is not None else "")
+            for name, (low, high) in self.ranges.items()
+        ]
+        conditions = [*where, *map(str, self.guards)]
+        suffix = f" with {', '.join(conditions)}" if conditions else ""
+        return f"{self.method}({', '.join(map(str, self.inputs))}){suffix}"
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raise unless the method may run on these inputs.
+
+        Raises:
+            InputError: one has another type, device, rank, size or layout; or a size is out of range.
+        """
+        if len(values) != len(self.inputs):
+            raise InputError(f"call of {self}", expected=f"{len(self.inputs)} inputs", got=str(len(values)))
+        bound: dict[sympy.Symbol, int] = {}
+        for known, value in zip(self.inputs, values, strict=True):
+            if isinstance(known, NumberInput):
+                self._check_number(known, value, bound)
+            else:
+                self._check_tensor(known, value, bound)
+        # Sizes that are expressions, once all symbols are known.
+        for known, value in zip(self.inputs, values, strict=True):
+            if isinstance(known, TensorInput):
+                self._check_sizes(known, "size", known.size, value.size(), bound)
+                self._check_sizes(known, "stride", known.stride, value.stride(), bound, value.size())
+            elif not isinstance(known.value, (int, float, bool)) and _at(known.value, bound) != value:
+                raise self._error(known, f"{known.value}, {_at(known.value, bound)} here", str(value))
+        for symbol, size in bound.items():
+            low, high = self.ranges.get(symbol.name, (0, None))
+            if size < low or (high is not None and size > high):
+                raise self._range_error(symbol.name, f"{low} to {high if high is not None else 'any'}", size)
+        for guard in self.guards:
+            if guard.xreplace(bound) == sympy.false:
+                raise InputError(f"call of {self}", expected=str(guard), got=_values(bound))
+
+    def _check_tensor(self, known: TensorInput, value: Any, bound: dict[sympy.Symbol, int]) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise self._error(known, "a tensor", f"{value!r} of type {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise self._error(known, "a dense tensor", str(value.layout))
+        for what, expected, got in (
+            ("dtype", known.dtype, value.dtype),
+            ("device", known.device, value.device),
+            ("dimensions", len(known.size), value.dim()),
+        ):
+            if expected != got:
+                raise self._error(known, f"{what} {expected}", f"{what} {got}")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise self._error(known, "no gradient to be asked for", "requires_grad=True, outside of torch.no_grad()")
+        for expected, got in zip(known.size, value.size(), strict=True):
+            if isinstance(expected, sympy.Symbol):
+                bound.setdefault(expected, got)
+
+    def _check_number(self, known: NumberInput, value: Any, bound: dict[sympy.Symbol, int]) -> None:
+        if type(value) is not known.kind:
+            raise self._error(known, known.kind.__name__, f"{value!r} of type {type(value).__name__}")
+        number: Any = value
+        if isinstance(known.value, sympy.Symbol):
+            bound.setdefault(known.value, int(number))
+        elif isinstance(known.value, (int, float, bool, str)) and known.value != value:
+            raise self._error(known, f"{known.value!r}, which was compiled in", repr(value))
+
+    def _check_sizes(
+        self,
+        known: TensorInput,
+        what: str,
+        expected: Sequence[Size],
+        got: Sequence[int],
+        bound: Mapping[sympy.Symbol, int],
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        wanted = [_at(one, bound) for one in expected]
+        # The stride of a dimension of one element, and of a tensor of none, means nothing.
+        skipped = [sizes is not None and (size <= 1 or 0 in sizes) for size in sizes or got]
+        if any(a != b for a, b, skip in zip(wanted, got, skipped, strict=True) if not skip):
+            raise self._error(known, f"{what} {tuple(wanted)}", f"{what} {tuple(got)}")
+
+    def _error(self, known: TensorInput | NumberInput, expected: str, got: str) -> InputError:
+        return InputError(f"input {known.name!r} of {self.method}", expected=f"{expected} ({known})", got=got)
+
+    def _range_error(self, name: str, expected: str, got: int) -> InputError:
+        where = ", ".join(i.name for i in self.inputs if isinstance(i, TensorInput) and name in map(str, i.size))
+        return InputError(f"size {name} of {where or self.method}", expected=expected, got=str(got))
+
+
+class Checker:
+    """Checks the inputs of one method: looks that have passed are known again in one call of torch's.
+
+    Args:
+        layout_check: ``TorchFunctions.layout_check``.
+    """
+
+    def __init__(self, signature: Signature, layout_check: Callable[..., Callable[[list[Any]], bool]]) -> None:
+        self._signature, self._layout_check = signature, layout_check
+        self._positions = [i for i, one in enumerate(signature.inputs) if isinstance(one, TensorInput)]
+        self._only_tensors = len(self._positions) == len(signature.inputs)
+        self._known: Callable[[list[Any]], bool] | None = None
+
+    def __call__(self, values: list[Any]) -> None:
+        if self._known is not None and len(values) == len(self._signature.inputs) and self._known(values):
+            return
+        self._signature.check(values)
+        if self._only_tensors and values:
+            self._known = self._layout_check(values, self._positions)
+
+
+def _at(size: Size, bound: Mapping[sympy.Symbol, int]) -> Any:
+    if isinstance(size, (int, float, str)):
+        return size
+    found = sympy.sympify(size.xreplace(bound))
+    return int(found) if found.is_Integer else found
+
+
+def _values(bound: Mapping[sympy.Symbol, int]) -> str:
+    return ", ".join(f"{symbol} = {value}" for symbol, value in bound.items())
