@@ -65,7 +65,7 @@ def load(
         package.check_all()
         try:
             return _loaded(package, dict(weights or {}))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ImportError) as error:
             if isinstance(error, InputError):
                 raise
             raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error

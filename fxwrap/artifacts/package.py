@@ -53,7 +53,7 @@ class Package:
             if info.file_size > _LARGEST_MANIFEST:
                 raise self.error(f"a manifest of {info.file_size:,} bytes", f"at most {_LARGEST_MANIFEST:,}")
             self.manifest: dict[str, Any] = json.loads(self._file.read(info))
-            self._members: dict[str, Any] = self.manifest["members"]
+            self._members: dict[str, Any] = dict(self.manifest["members"])
         except FileNotFoundError:
             raise
         except (*_UNREADABLE, KeyError, TypeError) as error:
