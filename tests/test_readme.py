@@ -42,6 +42,12 @@ def test_the_examples_of_subclassing_run() -> None:
     assert "aten::addmm" in text.splitlines()[-2] + text.splitlines()[-1]
 
 
+def test_the_example_of_saving_says_the_same_as_eager(tmp_path: Path) -> None:
+    text = _run("examples/save_and_load.py", str(tmp_path / "decoder.fxw"))
+    eager, saved = re.findall(r"(?:eager|saved): .* a second: (\[.*\])", text)
+    assert eager == saved and "prefill(tokens: int64[1, s" in text
+
+
 def test_the_guide_names_every_step_of_the_contract() -> None:
     from fxwrap.testing.contract import STEPS
 

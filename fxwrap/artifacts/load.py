@@ -104,14 +104,16 @@ def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
             plan = from_data(ProgramPlan, data["plan"], graph=graph)
             program = restore_program(plan, CompileRequest(torch_functions(), options))
             weights = {weight: tensors[tensor] for weight, tensor in known["weights"]}
-            methods[name] = LoadedMethod(_signature(name, known, functions), program, weights)
+            methods[name] = LoadedMethod(signature_of(name, known, functions), program, weights)
     unknown = sorted(given.keys() - {weight for method in methods.values() for weight in method.weights})
     if unknown:
         raise package.error(f"weights {', '.join(unknown)}", "the names of weights that its methods have")
     return LoadedProgram(methods)
 
 
-def _signature(name: str, known: Mapping[str, Any], functions: Functions) -> Signature:
+def signature_of(name: str, known: Mapping[str, Any], functions: Functions) -> Signature:
+    """The signature of a method, from its entry in the manifest."""
+
     def size(data: Any) -> Any:
         return data if isinstance(data, int) else expression_from_data(data, functions)
 
@@ -260,6 +262,10 @@ class LoadedMethod:
             inputs = list(args)
         else:
             inputs = list(flatten(self.signature.arguments, (args, kwargs)))
+        return self.call_flat(inputs)
+
+    def call_flat(self, inputs: list[Any]) -> Any:
+        """Call it with its inputs in the order of the signature."""
         self._check(inputs)
         found = self.program.run(self._weights + inputs)
         if self._single:
