@@ -236,6 +236,7 @@ class _Reader:
             node.name = name
             node.meta = self.meta(meta)
             known[name] = node
+        gm.recompile()
         return gm
 
     def attribute(self, name: str, data: Mapping[str, Any]) -> Any:
