@@ -12,11 +12,13 @@ import json
 import logging
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from ..compilation import Compilation
 from ..devices import KernelCall, kernel_kind
 from ..errors import StorageError
 from ..graphs.program import Program
@@ -24,7 +26,7 @@ from ..host_graph.graph_json import Functions, graph_from_data, graph_to_data
 from ..host_graph.listing import list_graph
 from ..host_graph.nodes import Kernel
 from ..host_graph.stand_ins import StandIns
-from ..pipeline import restore_program
+from ..pipeline import CompileRequest, restore_program
 from ..plan import ProgramPlan
 from ..plan_json import from_data, to_data
 from . import torch_versions as versions
@@ -92,31 +94,37 @@ def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], 
         if name != "call":
             raise AttributeError(name)
         compiled = handed_over().compiled.pop(digest, None)
+        request = current_request()
+        if request.compilation is None:  # nobody compiles: torch.compiler.load_compiled_function
+            request = replace(request, compilation=Compilation())
         if compiled is None:
             try:
-                compiled = _restored(json.loads(text), scope)
+                compiled = _restored(json.loads(text), scope, request)
             except Exception as error:
                 log.warning("a stored program cannot be used, and is compiled again: %s", error, exc_info=True)
                 raise OSError("fxwrap: a stored program cannot be used") from error
-        return boxed(compiled)
+        return boxed(compiled, request.compilation)
 
     return attribute
 
 
-def boxed(compiled: Any) -> Callable[[list[Any]], Any]:
+def boxed(compiled: Any, compilation: Compilation | None = None) -> Callable[[list[Any]], Any]:
     """What Inductor calls: it takes its arguments as a list and empties it, as Inductor's own wrapper does, so that
-    the caller does not keep inputs alive while the program runs."""
+    the caller does not keep inputs alive while the program runs.
 
-    def call(args: list[Any]) -> Any:
+    Args:
+        compilation: lives as long: reports find the program in it.
+    """
+
+    def call(args: list[Any], is_program: bool = isinstance(compiled, Program), of: Any = compilation) -> Any:
         inputs = list(args)
         args.clear()
         return compiled.run(inputs) if is_program else compiled(*inputs)
 
-    is_program = isinstance(compiled, Program)
     return call
 
 
-def _restored(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Program:
+def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: CompileRequest) -> Program:
     if (reason := data.get("not stored")) is not None:
         raise StorageError(reason)
     texts: list[str] = data["graph"]["modules"]
@@ -138,7 +146,7 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Program:
         return Kernel(name, language, call.source, device, run, tuple(known["writes"]), text, known["arg_types"])
 
     graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
-    return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), current_request())
+    return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), request)
 
 
 def functions() -> Functions:

@@ -311,3 +311,24 @@ def modules_of(paths: list[Path]) -> list[Path]:
 
     graphs = [pickle.loads(path.read_bytes()) for path in paths if "fxgraph" in path.parts]
     return [Path(get_path(graph.cache_key, "py")[2]) for graph in graphs]
+
+
+def ahead_of_time(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.relu(x @ weight).sum(1)
+
+
+@pytest.mark.usefixtures("caches")
+def test_functions_that_are_compiled_ahead_of_time_run_from_their_file(tmp_path: Path) -> None:
+    """``torch.compile(...).aot_compile``: torch's own way of saving one function, with a pickle (docs/saving.md)."""
+    compiled: Any = torch.compile(ahead_of_time, fullgraph=True, backend="fxwrap")
+    if not hasattr(compiled, "aot_compile"):
+        pytest.skip("this torch has no aot_compile")
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    compiled.aot_compile(((x, weight), {})).save_compiled_function(str(tmp_path / "function"))
+    torch._dynamo.reset()
+    with open(tmp_path / "function", "rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    before = fxwrap.stats()["replays"]
+    for _ in range(4):
+        torch.testing.assert_close(loaded(x, weight), ahead_of_time(x, weight))
+    assert fxwrap.stats()["replays"] >= before + 2
