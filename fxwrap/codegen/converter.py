@@ -676,7 +676,8 @@ class HostGraphConverter(FxConverter):
             return
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         try:
-            with V.fake_mode, torch.no_grad():
+            # What an operator asks of sizes on the way is nothing that the program relies on.
+            with V.fake_mode, torch.no_grad(), V.graph.sizevars.shape_env.suppress_guards():
                 node.meta["val"] = overload(*args, **kwargs)
         except Exception:
             self._value_from_layout(node)

@@ -79,6 +79,15 @@ def compile_method(
         for symbol, bounds in method.range_constraints.items()
     }
     guards = [guard.expr for env in environments for guard in env.guards if id(guard) not in known]
+    for guard in guards:
+        if isinstance(guard, sympy.Eq) and guard.lhs in ranges and guard.rhs.is_number:
+            low, high = ranges[guard.lhs]
+            raise StorageError(
+                f"method {name!r}: size {guard.lhs}",
+                expected=f"a size that may vary, from {low} to {high}",
+                got=f"code for {guard.rhs} alone: Inductor has asked for its value",
+                remedy="export the method with that size as a constant, or report it",
+            )
     program, calls = compilation.programs[0], method.call_spec
     arguments, results = (pytree.tree_unflatten(["*"] * s.num_leaves, s) for s in (calls.in_spec, calls.out_spec))
     if len(output_values(program.plan.graph)) != calls.out_spec.num_leaves:
