@@ -140,28 +140,34 @@ def _candidates(function: Callable[..., Iterator[Any]]) -> Callable[..., Iterato
     def iterate(cls: Any, local: bool, remote_cache: Any, key: str) -> Iterator[Any]:
         folder = Path(cls._get_tmp_dir_for_key(key))
         for path in folder.iterdir() if local and folder.is_dir() else ():
-            if not path.name.startswith(".") and codecache.sha256_hash(path.read_bytes()) != path.name:
+            if not path.name.startswith(".") and codecache.sha256_hash(_content(path)) != path.name:
                 warnings.warn(f"fxwrap: a cache entry is damaged, and is made again: {path}", stacklevel=2)
                 path.unlink(missing_ok=True)
         for candidate in function(cls, local, remote_cache, key):
-            _restore_source(candidate[0])
+            if (source := getattr(candidate[0], "source_code", None)) is not None:
+                write_module(source)
             yield candidate
 
     return iterate
 
 
-def _restore_source(entry: Any) -> None:
-    """Remove the module of an entry if its text is another one: it is written again from the entry."""
-    if (source := getattr(entry, "source_code", None)) is None:
-        return
-    path = Path(codecache.get_path(entry.cache_key, "py")[2])
-    if path.exists() and path.read_bytes() != source.encode():
-        path.unlink(missing_ok=True)
+def _content(path: Path) -> bytes:
+    """Of a file that another process may just have removed."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def write_module(text: str) -> None:
+    """Have the file of a module that Inductor is about to load: it takes one that is there for what it wants."""
+    path = codecache.PyCodeCache.write(text)[1]
+    if _content(Path(path)) != text.encode():
+        codecache.write_atomic(path, text.encode())
 
 
 def forget(compiled: Any) -> None:
-    """Take an entry that cannot be read back out of the cache."""
-    key = getattr(compiled, "_fx_graph_cache_key", None)
+    """Take what must not be stored out of the cache, if it is there."""
+    key = vars(compiled).pop("_fx_graph_cache_key", None)  # AOTAutograd stores nothing without it
     if key is not None:
-        compiled._fx_graph_cache_key = None  # AOTAutograd stores nothing without it
         shutil.rmtree(codecache.FxGraphCache._get_tmp_dir_for_key(key), ignore_errors=True)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from ..pipeline import DECISIONS, REWRITES, Stage, compile_host_graph, rewrite
 from ..plan import PartitionGraph
 from . import torch_versions as versions
-from .caches import caching, without_uuid
+from .caches import caching, without_uuid, write_module
 from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
 from .request import current_request
 from .stored_program import as_module, boxed
@@ -123,8 +123,10 @@ class FxwrapCodegen(WrapperFxCodegen):
         converter.wrapper = self
         gm = converter.generate()
         compiled = self.compile_graph(gm)
-        if caching() and not self.is_subgraph:  # type: ignore[truthy-function]
-            return ValueWithLineMap(as_module(compiled, gm), []), None
+        if caching() and not self.is_subgraph:  # type: ignore[misc,truthy-function]
+            text = as_module(compiled, gm)
+            write_module(text)
+            return ValueWithLineMap(text, []), None
         return HostGraphModule(gm, compiled), None
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 from torch._inductor.codecache import PyCodeCache
 
+from .caches import write_module
+
 
 def load_kernels(text: str) -> types.ModuleType:
     """The module with the definitions of ``text``; one text is one module in a process."""
+    write_module(text)
     module: types.ModuleType = PyCodeCache.load(text)
     return module
 

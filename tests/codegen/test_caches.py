@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import random
@@ -11,17 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-from torch._inductor import config
-from torch._inductor.codecache import FxGraphCache
+from torch._inductor import codecache, config
+from torch._inductor.codecache import FxGraphCache, PyCodeCache
 
 import fxwrap
 from fxwrap.codegen.inductor import _EMISSION
 from fxwrap.codegen.stored_program import functions
+from fxwrap.errors import EmissionError
 from fxwrap.graphs.program import Program
 from fxwrap.host_graph.graph_json import graph_to_data
 from fxwrap.host_graph.listing import list_graph
@@ -184,9 +185,6 @@ def changes() -> dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]:
         patch.setattr(torch, "get_num_threads", lambda: 17)
         return {}
 
-    def torch_setting(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-        return {"context": config.patch(realize_reads_threshold=3)}
-
     return {
         "strict": option(strict=True),
         "warmup": option(warmup=2),
@@ -203,7 +201,7 @@ def changes() -> dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]:
         "Inductor's option": option(max_fusion_size=3),
         "fxwrap's version": source,
         "threads": threads,
-        "a setting of torch's": torch_setting,
+        "a setting of torch's": lambda patch: {"setting": {"realize_reads_threshold": 3}},
         "dtype": lambda patch: {"dtype": torch.float64},
         "backend": lambda patch: {"backend": "inductor"},
     }
@@ -214,11 +212,11 @@ def test_every_change_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is served another's entry, and each finds its own."""
     model, x = nn.Linear(16, 16), torch.randn(4, 16)
 
-    def compile_and_run(dtype: torch.dtype = torch.float32, context: Any = None, **settings: Any) -> list[int]:
+    def compile_and_run(dtype: torch.dtype = torch.float32, setting: Any = None, **settings: Any) -> list[int]:
         before = hits()
         torch._dynamo.reset()
         f = torch.compile(copy.deepcopy(model).to(dtype), **{"backend": "fxwrap", **settings})
-        with torch.no_grad(), context or contextlib.nullcontext():
+        with torch.no_grad(), config.patch(setting or {}):
             torch.testing.assert_close(f(x.to(dtype)), model.to(dtype)(x.to(dtype)))
         model.to(torch.float32)
         return [after - b for after, b in zip(hits(), before, strict=True)]
@@ -258,6 +256,28 @@ def test_what_cannot_be_stored_is_told_and_compiled_again() -> None:
         torch.testing.assert_close(f(x), x.sin() + 3)
         assert hits() == before
         assert fxwrap.stats(f)["not_stored"] == {"a partition that compile_partition compiled": 1}
+
+
+class Failing(fxwrap.FxwrapCodegen):
+    uuid = "failing"
+
+    def compile_graph(self, gm: Any) -> Any:
+        raise EmissionError("it cannot be emitted")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_falls_back_is_not_stored(caches: Path, training: bool) -> None:
+    for _ in range(2):
+        before = hits()
+        model, x = nn.Linear(8, 8), torch.randn(4, 8)
+        f = compile_anew(model, options={"codegen": Failing})
+        with torch.set_grad_enabled(training), pytest.warns(UserWarning, match="it cannot be emitted"):
+            out = f(x)
+            torch.testing.assert_close(out, model(x))
+            if training:
+                out.backward(x)
+        assert hits() == before and not entries(caches)
+        assert sum(fxwrap.stats(f)["fallbacks"].values()) == 1 + training
 
 
 def entries(folder: Path) -> list[Path]:
@@ -335,3 +355,132 @@ def test_functions_that_are_compiled_ahead_of_time_run_from_their_file(tmp_path:
     for _ in range(4):
         torch.testing.assert_close(loaded(x, weight), ahead_of_time(x, weight))
     assert fxwrap.stats()["replays"] >= before + 2
+
+
+@pytest.mark.parametrize("damages", [8, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_whatever_is_damaged_is_made_again(
+    caches: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, damages: int
+) -> None:
+    """One or several files of the caches, and of the modules that Inductor writes beside them.
+
+    A module of a program that was made again may be one that nobody needs any more: it stays as it is.
+    """
+    usual = codecache.get_path
+
+    def get_path(name: str, extension: str, folder: str = "") -> Any:
+        return usual(name, extension, str(caches / "modules") if extension == "py" else folder)
+
+    monkeypatch.setattr(codecache, "get_path", get_path)  # compiled kernels are where they always are
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh()).to(device)
+
+    def compile_and_run() -> tuple[list[Any], Any]:
+        PyCodeCache.cache_clear()
+        f = compile_anew(model)
+        return run(f, model, (4,), device, training=True), f
+
+    expected, _ = compile_and_run()
+    for seed in range(damages):
+        draw = random.Random(seed)
+        files, damaged = [path for path in entries(caches) if path.stat().st_size], {}
+        for path in draw.sample(files, draw.choice((1, 1, 2, len(files)))):
+            content = bytearray(path.read_bytes())
+            place = draw.randrange(len(content))
+            content[place] ^= 1 << draw.randrange(8)
+            damaged[path] = bytes(content[:place] if draw.random() < 0.3 else content)
+            path.write_bytes(damaged[path])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found, f = compile_and_run()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text, seed=seed: f"{seed}: {text}")
+        assert fxwrap.stats(f)["fallbacks"] == {}, seed
+        left = {str(path) for path, content in damaged.items() if path.exists() and path.read_bytes() == content}
+        used = {module.__file__ for module in PyCodeCache.modules}
+        assert used and not left & used and all(path.endswith(".py") for path in left), seed
+
+
+SEVERAL = """
+import json, pathlib, sys, time
+import torch
+import fxwrap
+from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._inductor.codecache import FxGraphCache
+
+counters.clear()  # this process is a fork of one that has compiled
+FxGraphCache._get_tmp_dir = staticmethod(lambda: sys.argv[3] + "/fxgraph")
+AOTAutogradCache._get_tmp_dir = classmethod(lambda cls: sys.argv[3] + "/aotautograd")
+torch.set_num_threads(1)
+begin, wanted = pathlib.Path(sys.argv[1]), sys.argv[2]
+pathlib.Path(f"{begin}.{wanted}").touch()
+while wanted != "after" and len(list(begin.parent.glob(f"{begin.name}.*"))) < 2:
+    time.sleep(0.001)
+found = []
+for width in (8, 16, 24, 32):
+    torch.manual_seed(width)
+    torch._dynamo.reset()
+    model, x = torch.nn.Linear(width, width, bias=False), torch.randn(4, width)  # no kernel to compile
+    f = torch.compile(model, backend="fxwrap")
+    f(x).backward(x)
+    assert torch.equal(f(x), model(x)) and torch.equal(model.weight.grad, x.T @ x)
+    found += [model.weight.grad.tolist(), fxwrap.stats(f)["fallbacks"]]
+print(json.dumps([found, counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
+def test_two_processes_fill_one_cache_at_once(tmp_path: Path) -> None:
+    script, cache = tmp_path / "several.py", tmp_path / "cache"
+    script.write_text(SEVERAL)
+
+    def begin(name: str) -> Any:
+        out, err = tmp_path / f"{name}.out", tmp_path / f"{name}.err"
+        return name, processes.start((str(script), str(tmp_path / "begin"), name, str(cache)), out, err)
+
+    def result(name: str, process: Any) -> Any:
+        process.join(300)
+        assert process.exitcode == 0, (tmp_path / f"{name}.err").read_text()
+        return json.loads((tmp_path / f"{name}.out").read_text())
+
+    (one, *_), (two, *_) = (result(*started) for started in [begin("one"), begin("two")])
+    known = entries(cache / "fxgraph") + entries(cache / "aotautograd")
+    assert known and [codecache.sha256_hash(path.read_bytes()) for path in known] == [path.name for path in known]
+    after, *hit = result(*begin("after"))
+    assert one == two == after
+    assert hit == [8, 4] and entries(cache / "fxgraph") + entries(cache / "aotautograd") == known
+
+
+CARRIED = """
+import json, sys
+import torch
+import fxwrap
+from torch._dynamo.utils import counters
+
+counters.clear()  # this process is a fork of one that has compiled
+torch.set_num_threads(1)
+path = sys.argv[1]
+if sys.argv[2] == "load":
+    torch.compiler.load_cache_artifacts(open(path, "rb").read())
+torch.manual_seed(0)
+model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.randn(4, 8)
+f = torch.compile(model, backend="fxwrap")
+with torch.no_grad():
+    y = f(x)
+    torch.testing.assert_close(y, model(x))
+if sys.argv[2] == "save":
+    open(path, "wb").write(torch.compiler.save_cache_artifacts()[0])
+found = [y.tolist(), len(fxwrap.report(f).graphs), fxwrap.stats(f)["fallbacks"]]
+print(json.dumps([found, counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
+def test_a_cache_is_carried_to_another_machine(tmp_path: Path) -> None:
+    """What one process has saved is all that a second one has, whose own cache is empty."""
+    script = tmp_path / "carried.py"
+    script.write_text(CARRIED)
+    found = []
+    for what in ("save", "load"):
+        there = str(tmp_path / f"cache-of-{what}")  # a blank in it is too much for Inductor
+        done = processes.run(str(script), str(tmp_path / "artifacts"), what, TORCHINDUCTOR_CACHE_DIR=there)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    (saved, *missed), (loaded, *hit) = found
+    assert loaded == saved and (missed, hit) == ([0, 0], [1, 1])
