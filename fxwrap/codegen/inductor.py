@@ -21,7 +21,7 @@ from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelEr
 from ..options import Options
 from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
 from . import torch_versions as versions
-from .caches import cache_key, cached_as, forget
+from .caches import cache_key, cached_as, forget, without_uuid
 from .emission import FxwrapCodegen
 from .request import requesting
 from .torch_runtime import torch_functions
@@ -93,6 +93,10 @@ def compile_with_inductor(
         with cached_as(own):
             return _compile_program(gm, example_inputs, args, kwargs, request)
 
+    changed = without_uuid(options.codegen, FxwrapCodegen) if options.codegen is not None else []
+    if changed and compilation is not None:
+        name = getattr(options.codegen, "__name__", "")
+        compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
     # A hit in AOTAutograd's cache compiles nothing, and loads programs.
     base = CompileRequest(options=options, compilation=compilation, torch=torch_functions())
     with requesting(base), cached_as(key):

@@ -234,8 +234,12 @@ def test_a_codegen_that_changes_something_has_to_say_which_version_it_is() -> No
     for codegen, expected in ((Nameless, [0, 0]), (Named, [1, 1])):
         for _ in range(2):
             before = hits()
-            compile_anew(lambda x: x.sin() + 2, options={"codegen": codegen})(torch.randn(8))
+            f = compile_anew(lambda x: x.sin() + 2, options={"codegen": codegen})
+            f(torch.randn(8))
         assert [after - b for after, b in zip(hits(), before, strict=True)] == expected
+        said = fxwrap.stats(f)["not_stored"]
+        why = "what Nameless compiles: it changes passes, and has no uuid"
+        assert list(said) == ([] if codegen is Named else [why])
 
 
 class Elsewhere(fxwrap.FxwrapCodegen):
