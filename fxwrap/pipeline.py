@@ -365,8 +365,14 @@ def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence
         PlanError: the verifier refused the schedule.
     """
     static = tuple(sorted(plan.static_inputs))
-    request = dataclasses.replace(request, static_inputs=static, donated=plan.donated, saved=plan.saved)
-    request = dataclasses.replace(request, inputs=plan.inputs, phase=plan.phase)
+    request = dataclasses.replace(
+        request,
+        static_inputs=static,
+        donated=plan.donated,
+        saved=plan.saved,
+        inputs=plan.inputs,
+        phase=plan.phase,
+    )
     state = State(plan.graph, request, plan.device, plan.facts, plan=plan)
     _check_schedule(state)
     return _entered(Program(HostGraphPlanner(stages, state), request.options, request.torch), request)

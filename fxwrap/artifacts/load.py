@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..codegen.stored_kernels import stored_kernel
 from ..codegen.torch_runtime import (
     library_functions,
     load_object,
@@ -18,7 +19,6 @@ from ..codegen.torch_runtime import (
     torch_functions,
     wrapper_functions,
 )
-from ..devices import KernelCall, kernel_kind
 from ..errors import InputError, StorageError
 from ..graphs.program import Program
 from ..host_graph.graph_json import Functions, expression_from_data, graph_from_data
@@ -66,8 +66,6 @@ def load(
         try:
             return _loaded(package, dict(weights or {}))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ImportError) as error:
-            if isinstance(error, InputError):
-                raise
             raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error
     finally:
         package.close()
@@ -209,25 +207,16 @@ class _Kernels:
         texts, objects = data["graph"]["modules"], data["objects"]
 
         def kernel(known: Mapping[str, Any]) -> Kernel:
-            name, language, device = known["kernel"], known["language"], torch.device(known["device"])
-            text, (begin, end) = texts[known["module"]], known["source"]
-            if (member := objects.get(name)) is not None:
+            if (member := objects.get(known["kernel"])) is not None:
                 definition: Any = self._object(member)
             else:
                 from ..codegen.kernels import load_kernels, loaded_kernel
 
-                definition = loaded_kernel(load_kernels(text), name)
-            call = KernelCall(name, text[begin:end], device, definition, known["arg_types"])
-            if language == "triton":
-                from ..codegen.triton_kernels import TritonLauncher
-
-                run: Callable[..., Any] = TritonLauncher(definition, device)
-            else:
-                kind = kernel_kind(call)
-                if kind is None or kind.name != language:
-                    raise self._package.error(f"no {language} kernels on {device}", "a device that runs them")
-                run = kind.load(call)
-            return Kernel(name, language, call.source, device, run, tuple(known["writes"]), text, known["arg_types"])
+                definition = loaded_kernel(load_kernels(texts[known["module"]]), known["kernel"])
+            if (found := stored_kernel(known, texts, definition)) is None:
+                got = f"no {known['language']} kernels on {known['device']}"
+                raise self._package.error(got, "a device that runs them")
+            return found
 
         return kernel
 

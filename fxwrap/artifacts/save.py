@@ -21,7 +21,7 @@ from ..host_graph.graph_json import Functions, expression_to_data, graph_to_data
 from ..host_graph.nodes import Kernel
 from ..plan_json import to_data
 from . import package
-from .structure import LEAF, structure_of
+from .structure import structure_of
 
 COMPILED = ("object", "source")
 
@@ -121,7 +121,7 @@ def _exported(name: str, method: Any) -> torch.export.ExportedProgram:
 def _describe(
     name: str, method: CompiledMethod, tensors: _Tensors, objects: Mapping[str, str], members: dict[str, bytes]
 ) -> dict[str, Any]:
-    plan, table = method.program.plan, functions()
+    plan, table = method.plan, functions()
     constants = {
         str(node.target): tensors.add("constants", str(node.target), value, name)
         for node in plan.graph.graph.nodes
@@ -139,8 +139,8 @@ def _describe(
         "inputs": [_input(known, value, table) for known, value in method.inputs],
         "ranges": {symbol.name: list(bounds) for symbol, bounds in method.ranges.items()},
         "guards": [expression_to_data(guard, table) for guard in method.guards],
-        "arguments": structure_of(method.arguments, lambda value: value == LEAF),
-        "results": structure_of(method.results, lambda value: value == LEAF),
+        "arguments": structure_of(method.arguments),
+        "results": structure_of(method.results),
     }
 
 
@@ -162,7 +162,7 @@ def _input(name: str, value: Any, table: Functions) -> dict[str, Any]:
 def _objects(method: CompiledMethod, members: dict[str, bytes]) -> dict[str, str]:
     """The compiled files of C++ kernels, by kernel: members of the file."""
     found: dict[str, str] = {}
-    for kernel in _kernels(method.program.plan.graph):
+    for kernel in _kernels(method.plan.graph):
         if kernel.language != "cpp":
             continue  # Triton compiles for the device that it finds
         data = object_file(kernel.definitions, kernel.name).read_bytes()

@@ -65,13 +65,17 @@ class Signature:
     arguments: Any
     results: Any
 
-    def __str__(self) -> str:
+    @property
+    def conditions(self) -> str:
+        """Ranges and guards; empty where there are none."""
         where = [
             f"{low} <= {name}" + (f" <= {high}" if high is not None else "")
             for name, (low, high) in self.ranges.items()
         ]
-        conditions = [*where, *map(str, self.guards)]
-        suffix = f" with {', '.join(conditions)}" if conditions else ""
+        return ", ".join([*where, *map(str, self.guards)])
+
+    def __str__(self) -> str:
+        suffix = f" with {self.conditions}" if self.conditions else ""
         return f"{self.method}({', '.join(map(str, self.inputs))}){suffix}"
 
     def check(self, values: Sequence[Any]) -> None:

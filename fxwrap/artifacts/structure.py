@@ -10,18 +10,18 @@ from ..errors import InputError, StorageError
 LEAF = "*"
 
 
-def structure_of(value: Any, leaf: Any) -> Any:
-    """The structure of a nested value; ``leaf(value)`` tells where it ends."""
-    if leaf(value):
+def structure_of(value: Any) -> Any:
+    """The structure of a nested value, in which ``LEAF`` stands for whatever is no container."""
+    if value == LEAF:
         return LEAF
     if type(value) is tuple:
-        return {"tuple": [structure_of(item, leaf) for item in value]}
+        return {"tuple": [structure_of(item) for item in value]}
     if type(value) is list:
-        return {"list": [structure_of(item, leaf) for item in value]}
+        return {"list": [structure_of(item) for item in value]}
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise StorageError("keys of a dictionary", expected="strings", got=", ".join(map(repr, value)))
-        return {"dict": [[key, structure_of(item, leaf)] for key, item in value.items()]}
+        return {"dict": [[key, structure_of(item)] for key, item in value.items()]}
     raise StorageError(
         f"a value of type {type(value).__name__} among arguments or results",
         expected="tensors, numbers, tuples, lists and dictionaries",

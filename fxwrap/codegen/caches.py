@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch._inductor import codecache, config
 
-from ..devices import DeviceSupport, device_support
-from ..eager_rules import EagerRule
+from ..devices import device_support
 from ..options import Options
 
 _LINES = ("compile_graph", "compile_partition", "passes", "stages", "writeline", "_generate")
@@ -46,9 +45,8 @@ def cached_as(key: str) -> Iterator[None]:
 
 def cache_key(options: Options, devices: Iterable[torch.device], *others: Any) -> str:
     """What tells entries of fxwrap apart, beside the graph and Inductor's own settings."""
-    parts = [_sources(), torch.get_num_threads(), *others]
-    parts += [[f.name, _described(getattr(options, f.name))] for f in dataclasses.fields(options)]
-    parts += [_device(device_support(kind)) for kind in sorted({device.type for device in devices})]
+    supports = [device_support(kind) for kind in sorted({device.type for device in devices})]
+    parts = [_sources(), torch.get_num_threads(), *others, _described(options), _described(supports)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -61,17 +59,13 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _device(support: DeviceSupport) -> Any:
-    return [[f.name, _described(getattr(support, f.name))] for f in dataclasses.fields(support)]
-
-
 def _described(value: Any) -> Any:
     """Text that is the same in every process, and another one where the value does something else."""
     if isinstance(value, functools.partial):
         return ["partial", _described(value.func), _described(value.args), _described(dict(value.keywords))]
     if isinstance(value, types.FunctionType):
         return ["function", value.__module__, value.__qualname__, _code(value.__code__), _closure(value)]
-    if isinstance(value, EagerRule) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return [type(value).__name__, *([f.name, _described(getattr(value, f.name))] for f in fields)]
     if isinstance(value, type):

@@ -14,12 +14,10 @@ from torch.utils import _pytree as pytree
 
 from ..compilation import Compilation
 from ..errors import StorageError
-from ..graphs.program import Program
 from ..host_graph.nodes import output_values
 from ..options import Options
-from ..pipeline import CompileRequest, restore_program
+from ..plan import ProgramPlan
 from .inductor import compile_with_inductor
-from .torch_runtime import torch_functions
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class CompiledMethod:
         guards: what Inductor has taken for granted of symbolic sizes.
     """
 
-    program: Program
+    plan: ProgramPlan
     weights: Mapping[str, torch.Tensor]
     inputs: Sequence[tuple[str, Any]]
     arguments: Any
@@ -93,9 +91,8 @@ def compile_method(
     if len(output_values(program.plan.graph)) != calls.out_spec.num_leaves:
         raise StorageError(f"method {name!r}", expected="a program that returns what the method returns")
     # Weights stay where they are: nobody has to guess that.
-    static = frozenset(range(len(weights)))
-    program = restore_program(replace(program.plan, static_inputs=static), CompileRequest(torch_functions(), options))
-    return CompiledMethod(program, weights, inputs, arguments, results, ranges, guards)
+    plan = replace(program.plan, static_inputs=frozenset(range(len(weights))))
+    return CompiledMethod(plan, weights, inputs, arguments, results, ranges, guards)
 
 
 def _symbolic_sizes(value: Any) -> list[torch.SymInt]:

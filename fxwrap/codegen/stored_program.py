@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from ..compilation import Compilation
-from ..devices import KernelCall, kernel_kind
 from ..errors import StorageError
 from ..graphs.program import Program
 from ..host_graph.graph_json import Functions, graph_from_data, graph_to_data
@@ -32,8 +30,8 @@ from ..plan_json import from_data, to_data
 from . import torch_versions as versions
 from .kernels import load_kernels, loaded_kernel
 from .request import current_request, handed_over
+from .stored_kernels import stored_kernel
 from .torch_runtime import size_functions, wrapper_functions
-from .triton_kernels import TritonLauncher
 
 log = logging.getLogger(__name__)
 
@@ -131,19 +129,11 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: Compil
     modules = list(map(load_kernels, texts))
 
     def kernel(known: Mapping[str, Any]) -> Kernel:
-        name, language, device = known["kernel"], known["language"], torch.device(known["device"])
-        text, (begin, end) = texts[known["module"]], known["source"]
-        call = KernelCall(
-            name, text[begin:end], device, loaded_kernel(modules[known["module"]], name), known["arg_types"]
-        )
-        if language == "triton":
-            run: Callable[..., Any] = TritonLauncher(call.definition, device)
-        else:
-            kind = kernel_kind(call)
-            if kind is None or kind.name != language:
-                raise StorageError(f"kernel {name}", expected=f"{device} runs {language} kernels")
-            run = kind.load(call)
-        return Kernel(name, language, call.source, device, run, tuple(known["writes"]), text, known["arg_types"])
+        definition = loaded_kernel(modules[known["module"]], known["kernel"])
+        if (found := stored_kernel(known, texts, definition)) is None:
+            expected = f"{known['device']} runs {known['language']} kernels"
+            raise StorageError(f"kernel {known['kernel']}", expected=expected)
+        return found
 
     graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
     return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), request)

@@ -205,16 +205,9 @@ class _Writer:
             raise StorageError(f"a tensor with layout {value.layout}", expected="plain memory")
         storage = value.untyped_storage()
         number = self.storages.setdefault(storage._cdata, len(self.storages))
-        sizes = [list(map(self.size, sizes)) for sizes in (value.size(), value.stride())]
-        where = [number, self.size(storage.nbytes()), self.size(value.storage_offset())]
+        sizes = [list(map(self.value, sizes)) for sizes in (value.size(), value.stride())]
+        where = [number, self.value(storage.nbytes()), self.value(value.storage_offset())]
         return [str(value.dtype).removeprefix("torch."), str(value.device), *sizes, *where]
-
-    def size(self, size: Any) -> Data:
-        return (
-            size
-            if isinstance(size, int)
-            else {"number": ["SymInt", expression_to_data(size.node.expr, self.functions), _hint(size)]}
-        )
 
 
 @dataclass

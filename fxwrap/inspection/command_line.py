@@ -89,19 +89,16 @@ def inspect(file: _File) -> None:
     _console.print(f"weights: {contents.weights}", highlight=False)
     table = Table("method", "takes", "partitions", "kernels", "library calls", title=str(file))
     for method in contents.methods:
+        conditions = method.signature.conditions
+        takes = [*map(str, method.signature.inputs), *([f"with {conditions}"] if conditions else [])]
         table.add_row(
             method.name,
-            Text("\n".join(map(str, method.signature.inputs)) + _ranges(method.signature)),
+            Text("\n".join(takes)),
             f"{method.captured} captured, {method.eager} eager",
             str(method.kernels),
             str(method.library_calls),
         )
     _console.print(table, highlight=False)
-
-
-def _ranges(signature: Signature) -> str:
-    text = str(signature)
-    return f"\nwith {text.split(') with ')[1]}" if ") with " in text else ""
 
 
 @app.command()
