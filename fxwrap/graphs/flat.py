@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
@@ -23,7 +22,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..host_graph.nodes import (
-    Kernel,
     Kind,
     checks_on,
     constants,
@@ -35,10 +33,10 @@ from ..host_graph.nodes import (
     schema_of,
 )
 from ..plan import Partition, ProgramPlan
+from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Register, Store, as_python
 
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
-_LITERALS = (int, bool, str, type(None))
 Calls = Mapping[Node, Sequence[Callable[[], object]]]
 
 # What a node returned goes through: it comes in a list, to be taken out, so that nobody else has it.
@@ -46,14 +44,16 @@ Landings = Mapping[Node, Callable[[list[Any]], Any]]
 
 
 class FlatFunction:
-    """The built function; ``source`` is its text.
+    """The built function: its lines, and the Python made of them; ``source`` is the text of that.
 
-    Args:
-        nodes: the node behind a line of the source, by line number.
+    Attributes:
+        result: what is returned; locals stand for their values.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Any], source: str, nodes: Mapping[int, Node]) -> None:
-        self.function, self.source, self._nodes = function, source, nodes
+    def __init__(self, lines: Sequence[AnyLine], result: Any) -> None:
+        self.lines, self.result = lines, result
+        python = as_python(lines, result)
+        self.function, self.source, self._nodes = python.function, python.source, python.nodes
 
     def node_at(self, error: BaseException) -> Node | None:
         """The node whose call raised ``error``."""
@@ -93,14 +93,11 @@ class FlatBuilder:
         self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
         self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
         self._names = itertools.count()
-        self._constants: dict[Any, str] = {}
-        # Operators may import something; C code does that with the builtins of the Python code that called it.
-        self._namespace: dict[str, Any] = {"__builtins__": builtins}
-        self._locals: dict[Node, str] = {}
-        self._lines: list[str] = []
-        self._working: dict[int, Node] = {}  # by position among the lines
-        self._last_use: dict[str, int] = {}
-        self._pinned: set[str] = set()
+        self._subgraphs: dict[GraphModule, Callable[..., Any]] = {}
+        self._locals: dict[Node, Local | Bound | Register] = {}
+        self._lines: list[AnyLine] = []
+        self._last_use: dict[Local, int] = {}
+        self._pinned: set[Local] = set()
 
     # -- what goes in ---------------------------------------------------------------------------------
 
@@ -122,8 +119,8 @@ class FlatBuilder:
             self._statement(node)
             self._unpack(node, scheduled)
             for begun in (ends or {}).get(node, ()):
-                for name in self._names_in(begun):
-                    self._use(name)
+                for local in self._locals_in(begun):
+                    self._use(local)
             if node in kept:
                 self.keep(node)
             for checker in checks_on([node]):
@@ -133,7 +130,7 @@ class FlatBuilder:
 
     def _call_all(self, calls: Calls, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            self._lines += [f"{self._constant(call)}()" for call in calls.get(node, ())]
+            self._lines += [Line(Call(Bound(call))) for call in calls.get(node, ())]
 
     def _unpack(self, node: Node, scheduled: Container[Node]) -> None:
         """Take a tuple's elements out, so that each lives no longer than it is used."""
@@ -144,11 +141,12 @@ class FlatBuilder:
         whole = node.meta.get("val")
         if not isinstance(whole, (tuple, list)) or not all(type(position) is int for position in positions):
             return
-        name = self._locals[node]
+        local = self._locals[node]
+        assert isinstance(local, Local)
         for element, position in zip(elements, positions, strict=True):
             if element not in self._locals:
-                self._define(element, f"{name}[{position}]")
-                self._use(name)
+                self._define(element, Item(local, position))
+                self._use(local)
         parts: list[Node | None] = [None] * len(whole)
         for element, position in zip(elements, positions, strict=True):
             if any(user not in scheduled for user in effective_users(element)):
@@ -171,12 +169,12 @@ class FlatBuilder:
 
     def call(self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
         """Append ``*outputs, = function(*inputs)``."""
-        text = f"{self._constant(function)}({', '.join(map(self._argument, inputs))})"
-        names = [f"v{next(self._names)}" for _ in outputs]
-        self._lines.append(f"({', '.join(names)},) = {text}" if names else text)
-        for node, name in zip(outputs, names, strict=True):
-            self._locals[node] = name
-            self._use(name)
+        value = Call(Bound(function), tuple(map(self._argument, inputs)))
+        results = tuple(self._new_local() for _ in outputs)
+        self._lines.append(Line(value, results, unpacks=bool(results)))
+        for node, local in zip(outputs, results, strict=True):
+            self._locals[node] = local
+            self._use(local)
         for node in inputs:
             if node in self._locals:
                 self._use(self._locals[node])
@@ -184,11 +182,12 @@ class FlatBuilder:
     def keep(self, node: Node) -> None:
         """Append a store of a value in its register."""
         parts = self._parts.get(node)
+        value: Any = None
         if parts is None:
             value = self._reference(node)
         else:
-            value = f"({', '.join('None' if part is None else self._reference(part) for part in parts)},)"
-        self._lines.append(f"r[{self.registers[node]}] = {value}")
+            value = tuple(None if part is None else self._reference(part) for part in parts)
+        self._lines.append(Store(Register(self.registers[node]), value))
         for part in parts if parts is not None else [node]:
             if part is not None:
                 self._use(self._locals[part])
@@ -199,119 +198,110 @@ class FlatBuilder:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
             node.target(*args, **kwargs)  # type: ignore[operator]
         elif self.available(node):
-            self._lines.append(self._call(node))
+            self._lines.append(Line(self._call(node), node=node))
 
-    def assign(self, node: Node, function: Callable[..., Any], text: str, *args: Any) -> None:
-        """Append ``node = function(text, *args)`` in place of what the node itself calls.
+    def assign(self, node: Node, function: Callable[..., Any], operand: Any, *args: Any) -> None:
+        """Append ``node = function(operand, *args)`` in place of what the node itself calls.
 
         Args:
-            text: what ``constant`` or ``register`` returned.
+            operand: ``Bound``, or what ``register`` returned.
             args: plain values.
         """
-        self._define(node, f"{self._constant(function)}({', '.join([text, *map(self._argument, args)])})")
+        self._define(node, Call(Bound(function), (operand, *map(self._argument, args))))
 
-    def stand_for(self, node: Node, text: str) -> None:
-        """Have what is made of ``node`` made of ``text``, which ``constant`` returned: at every call, unlike what is
-        made of bound values."""
-        self._locals[node] = text
-        self._pinned.add(text)
+    def stand_for(self, node: Node, operand: Bound | Register) -> None:
+        """Have what is made of ``node`` made of ``operand``: at every call, unlike what is made of bound values."""
+        self._locals[node] = operand
 
-    def constant(self, value: Any) -> str:
-        """The text that stands for a value."""
-        return self._constant(value)
-
-    def register(self, node: Node) -> str:
-        """The text that stands for what a node's register holds."""
-        return f"r[{self.registers[node]}]"
+    def register(self, node: Node) -> Register:
+        """What stands for what a node's register holds."""
+        return Register(self.registers[node])
 
     def build(self, result: Any = None) -> FlatFunction:
         """Finish; the function returns ``result``, in which nodes stand for their values."""
         returned = self._argument(result, literal_lists=True)
-        body: list[str] = []
-        nodes: dict[int, Node] = {}
-        dead: dict[int, list[str]] = {}
-        for name, position in self._last_use.items():
-            if name not in self._pinned:
-                dead.setdefault(position, []).append(name)
+        dead: dict[int, list[Local]] = {}
+        for local, position in self._last_use.items():
+            if local not in self._pinned:
+                dead.setdefault(position, []).append(local)
+        lines: list[AnyLine] = []
         for position, line in enumerate(self._lines):
-            body.append(line)
-            if position in self._working:
-                nodes[len(body) + 1] = self._working[position]  # the first line is the head
+            lines.append(line)
             if position in dead:
-                body.append(f"del {', '.join(dead[position])}")
-        body.append(f"return {returned}")
-        source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
-        exec(compile(source, "<fxwrap flat function>", "exec"), self._namespace)
-        # Not in its own namespace: what is bound goes with the function, not with the next garbage collection.
-        return FlatFunction(self._namespace.pop("flat"), source, nodes)
+                lines.append(Delete(tuple(dead[position])))
+        return FlatFunction(lines, returned)
 
-    # -- how it becomes text --------------------------------------------------------------------------
+    # -- how it becomes lines -------------------------------------------------------------------------
 
     def _statement(self, node: Node) -> None:
         if node in self._landings:
-            self._define(node, f"{self._constant(self._landings[node])}([{self._call(node)}])")
+            self._define(node, Call(Bound(self._landings[node]), ([self._call(node)],)), node)
         elif kind_of(node) in (Kind.LAUNCH, Kind.EXTERN) and not node.users:
-            self._lines.append(self._call(node))
+            self._lines.append(Line(self._call(node), node=node))
         elif kind_of(node) is Kind.CHECK:
             self.check(node)
         else:
-            self._define(node, self._call(node))
-        if self._lines:
-            self._working[len(self._lines) - 1] = node
+            self._define(node, self._call(node), node)
 
-    def _define(self, node: Node, text: str) -> None:
-        name = f"v{next(self._names)}"
-        self._lines.append(f"{name} = {text}")
-        self._locals[node] = name
-        self._use(name)
+    def _new_local(self) -> Local:
+        return Local(f"v{next(self._names)}")
 
-    def _use(self, name: str) -> str:
-        self._last_use[name] = len(self._lines) - 1
-        return name
+    def _define(self, node: Node, value: Any, runs: Node | None = None) -> None:
+        self._locals[node] = local = self._new_local()
+        self._lines.append(Line(value, (local,), node=runs))
+        self._use(local)
 
-    def _call(self, node: Node) -> str:
+    def _use(self, operand: Local | Bound | Register) -> Local | Bound | Register:
+        if isinstance(operand, Local):
+            self._last_use[operand] = len(self._lines) - 1
+        return operand
+
+    def _call(self, node: Node) -> Call:
         kernel = kernel_of(node)
-        if kernel is not None:
-            function, args = kernel.call, node.args[1:]
-        else:
+        function: Any = kernel
+        args = node.args[1:]
+        if kernel is None:
             function, args = node.meta.get("call", node.target), node.args
         kwargs: Mapping[str, Any] = node.kwargs
         if kind_of(node) is Kind.ALLOCATION and "call" in node.meta:
             args, kwargs = (*args, kwargs["dtype"]), {}  # emission knows a faster way on the CPU
-        parts = [self._argument(arg) for arg in args]
-        parts += [
-            f"{name}={self._argument(value)}" for name, value in kwargs.items() if not _is_default(node, name, value)
-        ]
+        operands = tuple(self._argument(arg) for arg in args)
+        named = {name: self._argument(value) for name, value in kwargs.items() if not _is_default(node, name, value)}
         # References above may have appended lines of their own, so that uses count from here.
-        for name in self._names_in(node):
-            self._last_use[name] = len(self._lines)
-        return f"{self._constant(function)}({', '.join(parts)})"
+        for local in self._locals_in(node):
+            if isinstance(local, Local):
+                self._last_use[local] = len(self._lines)
+        return Call(self._bind(function), operands, named)
 
-    def _names_in(self, node: Node) -> list[str]:
+    def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
 
-    def _argument(self, value: Any, literal_lists: bool = False) -> str:
+    def _argument(self, value: Any, literal_lists: bool = False) -> Any:
         if isinstance(value, Node):
             return self._reference(value, pin=literal_lists)
-        if type(value) in _LITERALS:
-            return repr(value)
+        if type(value) in LITERALS:
+            return value
         if not literal_lists and all(self._is_known(node) for node in nodes_in(value)):
-            return self._constant(torch.fx.map_arg(value, self.bound.__getitem__))
+            return self._bind(torch.fx.map_arg(value, self.bound.__getitem__))
         if isinstance(value, (tuple, list)):
             items = [self._argument(item, literal_lists) for item in value]
-            if isinstance(value, list):
-                return f"[{', '.join(items)}]"
-            return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+            return items if isinstance(value, list) else tuple(items)
         if isinstance(value, slice):
-            bounds = ", ".join(map(self._argument, (value.start, value.stop, value.step)))
-            return f"{self._constant(slice)}({bounds})"
+            return slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{k!r}: {self._argument(v)}" for k, v in value.items()) + "}"
-        return self._constant(value)
+            return {name: self._argument(item) for name, item in value.items()}
+        return self._bind(value)
 
-    def _reference(self, node: Node, pin: bool = False) -> str:
+    def _bind(self, value: Any) -> Bound:
+        if isinstance(value, GraphModule):
+            if value not in self._subgraphs:
+                self._subgraphs[value] = flat_subgraph(value)
+            value = self._subgraphs[value]
+        return Bound(value)
+
+    def _reference(self, node: Node, pin: bool = False) -> Local | Bound | Register:
         if node not in self._locals and self._is_known(node):
-            return self._constant(self.bound[node])
+            return self._bind(self.bound[node])
         if node not in self._locals:
             if node in self._kept_when_made:
                 self._define(node, self._call(node))
@@ -319,15 +309,15 @@ class FlatBuilder:
             elif node in self.registers:
                 self._define(node, self.register(node))
                 if node in self._emptied:
-                    self._lines.append(f"{self.register(node)} = None")
+                    self._lines.append(Store(self.register(node), None))
             elif kind_of(node) in _ON_DEMAND:
                 self._define(node, self._call(node))
             else:
                 raise AssertionError(f"{node.name} is used before it has run")
-        name = self._use(self._locals[node])
-        if pin:
-            self._pinned.add(name)
-        return name
+        local = self._use(self._locals[node])
+        if pin and isinstance(local, Local):
+            self._pinned.add(local)
+        return local
 
     def _is_known(self, node: Node) -> bool:
         """Whether a node's value is known now; views and arithmetic of known values are evaluated."""
@@ -351,18 +341,6 @@ class FlatBuilder:
             return False
         return all(self.available(arg) for arg in node.all_input_nodes)
 
-    def _constant(self, value: Any) -> str:
-        if isinstance(value, Kernel):
-            value = value.call
-        if type(value) in _LITERALS:
-            return repr(value)
-        # Sizes and strides are the same if they are equal; of everything else there may be several.
-        sizes = type(value) is tuple and all(type(item) is int for item in value)
-        name = self._constants.setdefault(value if sizes else id(value), f"c{len(self._constants)}")
-        if name not in self._namespace:
-            self._namespace[name] = flat_subgraph(value) if isinstance(value, GraphModule) else value
-        return name
-
 
 def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
     """A subgraph (a branch, the body of a loop) as a flat function of its inputs."""
@@ -385,7 +363,7 @@ def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
 def _is_default(node: Node, name: str, value: Any) -> bool:
     """Whether a keyword says what the operator's schema says anyway: parsing it costs time."""
     overload = schema_of(node)
-    if overload is None or type(value) not in (*_LITERALS, float):
+    if overload is None or type(value) not in (*LITERALS, float):
         return False
     for argument in overload._schema.arguments:
         if argument.name == name and argument.kwarg_only and argument.has_default_value():

@@ -21,6 +21,7 @@ from .devices.device_graph import DeviceGraph
 from .devices.host_graph import issue
 from .devices.runtime import GraphPool
 from .flat import FlatBuilder, FlatFunction, Landings
+from .flat_lines import Bound, Register
 from .live_outputs import OutputStorage
 from .output_views import copy_out, each, relay, views_of
 from .placed_results import PlacedResults
@@ -432,8 +433,9 @@ class RecordingBuilder:
             behind = [self.plan.maker(i) for i in indices]
             memory = [self._memory[n] for n in behind if n in lasting and n in self._memory]
             planned = node in lasting and node in self._memory
+            value: Bound | Register
             if planned:
-                value, owned = builder.constant(self._memory[node]), memory
+                value, owned = Bound(self._memory[node]), memory
             elif node.op == "placeholder" or node not in self._registers.numbers:
                 continue
             elif (position := self._input_behind(node)) is not None:
@@ -445,7 +447,7 @@ class RecordingBuilder:
                 continue
             elif self._frozen and node in common:
                 # In a place, where it stays like planned outputs; or in the pool.
-                value, owned = builder.constant(common[node]), tensors_in(common[node])
+                value, owned = Bound(common[node]), tensors_in(common[node])
             elif memory:
                 value, owned = builder.register(node), memory  # an operator returned planned memory
             else:
