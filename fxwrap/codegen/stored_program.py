@@ -115,9 +115,11 @@ def boxed(compiled: Any, compilation: Compilation | None = None) -> Callable[[li
     """
 
     def call(args: list[Any], is_program: bool = isinstance(compiled, Program), of: Any = compilation) -> Any:
+        if is_program:
+            return compiled.run(args)
         inputs = list(args)
         args.clear()
-        return compiled.run(inputs) if is_program else compiled(*inputs)
+        return compiled(*inputs)
 
     return call
 

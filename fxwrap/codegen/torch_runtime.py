@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..graphs.torch_functions import TorchFunctions
+from .native_library import native_replay
 
 # ``(size, stride, dtype)``: what Inductor's wrapper allocates with; torch.empty_strided takes three times as long.
 empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
@@ -151,6 +152,7 @@ def torch_functions() -> TorchFunctions:
         share_copies=share_copies,
         below_autograd=below_autograd,
         saved_tensors_hooks=saved_tensors_hooks,
+        native=native_replay,
     )
 
 

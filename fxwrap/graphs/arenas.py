@@ -200,7 +200,9 @@ class ArenaUser(Protocol):
     """
 
     ended: str
-    used: int
+
+    @property
+    def used(self) -> int: ...
 
     @property
     def own_bytes(self) -> int: ...

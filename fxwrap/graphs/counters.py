@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from typing import Any
@@ -19,6 +20,7 @@ class Counters:
     def __init__(self) -> None:
         # By thread identifier: a thread that is gone leaves its counts to whoever gets its identifier.
         self._by_thread: dict[int, Counter[tuple[str, str]]] = {}
+        self.native_replays = ctypes.c_int64()  # counted by units
 
     def count(self, kind: str, reason: str = "") -> None:
         """Count one of ``replays``, ``recordings``, ``eager``, ``events``."""
@@ -34,7 +36,7 @@ class Counters:
 
     @property
     def replays(self) -> int:
-        return self._by_reason("replays")[""]
+        return self._by_reason("replays")[""] + self.native_replays.value
 
     @property
     def recordings(self) -> Counter[str]:

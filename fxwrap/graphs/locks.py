@@ -33,7 +33,7 @@ class TryLock:
     """
 
     def __init__(self) -> None:
-        self._owner: dict[int, weakref.ref[LockOwner]] = {}
+        self.owners: dict[int, weakref.ref[LockOwner]] = {}  # one, or none
 
     def acquire(self, owner: LockOwner, wait_s: float = 0.0) -> bool:
         """Whether ``owner`` has the lock now.
@@ -46,7 +46,7 @@ class TryLock:
             return self._try(owner)
         end = time.monotonic() + wait_s
         while not (has := self._try(owner)) and time.monotonic() < end:
-            other = next(iter(self._owner.values()), lambda: None)()
+            other = next(iter(self.owners.values()), lambda: None)()
             if other is not None and other.thread == owner.thread:
                 break
             del other
@@ -54,21 +54,21 @@ class TryLock:
         return has
 
     def _try(self, owner: LockOwner) -> bool:
-        known = self._owner.setdefault(0, weakref.ref(owner, self._collected))()
+        known = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
         if known is not None and known.process != owner.process:
-            self._owner.clear()
-            known = self._owner.setdefault(0, weakref.ref(owner, self._collected))()
+            self.owners.clear()
+            known = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
         return known is owner
 
     def release(self, owner: LockOwner) -> None:
         """Release the lock, if ``owner`` has it."""
-        known = self._owner.get(0)
+        known = self.owners.get(0)
         if known is not None and known() is owner:
-            self._owner.clear()
+            self.owners.clear()
 
     def locked(self) -> bool:
-        return bool(self._owner)
+        return bool(self.owners)
 
     def _collected(self, gone: weakref.ref[LockOwner]) -> None:
-        if self._owner.get(0) is gone:
-            self._owner.clear()
+        if self.owners.get(0) is gone:
+            self.owners.clear()

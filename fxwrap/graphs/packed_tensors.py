@@ -16,20 +16,20 @@ class PackedTensors:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, StorageWeakRef] = {}
+        self.known: dict[int, StorageWeakRef] = {}
 
     def note(self, outputs: Any) -> None:
-        for handle, storage in list(self._known.items()):
+        for handle, storage in list(self.known.items()):
             if storage.expired():
-                self._known.pop(handle, None)
+                self.known.pop(handle, None)
         for value in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = StorageWeakRef(value.untyped_storage())
-                self._known[storage.cdata] = storage
+                self.known[storage.cdata] = storage
 
     def copy_from(self, inputs: list[Any], positions: Iterable[int]) -> None:
         """Put copies in the place of packed tensors among the inputs that are to be overwritten."""
-        for position in positions if self._known else ():
-            known = self._known.get(inputs[position].untyped_storage()._cdata)
+        for position in positions if self.known else ():
+            known = self.known.get(inputs[position].untyped_storage()._cdata)
             if known is not None and not known.expired():
                 inputs[position] = inputs[position].clone()

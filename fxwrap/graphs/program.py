@@ -38,6 +38,7 @@ from .recording_builder import Recorded, RecordingBuilder
 from .shared_state import SHARED
 from .specialization import Decision, Specialization, Specializations
 from .torch_functions import TorchFunctions
+from .units import Guards, Unit
 
 _MISSED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
@@ -84,6 +85,7 @@ class Program:
         self._caller_captures = capture_check(self.plan.device)
         self._forward: tuple[weakref.ref[Program], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
+        self._missed: Any = None
         self._thread = threading.local()  # whether it has run the program eagerly
 
     @property
@@ -116,7 +118,17 @@ class Program:
         return self.run(list(inputs))
 
     def run(self, inputs: list[Any]) -> Any:
-        """Run the program on a list of inputs."""
+        """Run the program on a list of inputs, which is emptied."""
+        for unit in self.specializations.units:
+            try:
+                outputs = unit(inputs)
+            except BaseException as error:
+                self._failed(error, unit)
+                raise
+            if outputs is not self._missed:
+                return outputs
+        inputs, caller_s = list(inputs), inputs
+        caller_s.clear()
         if len(inputs) != len(self._cut.placeholders):
             raise InputError(
                 "program called with the wrong number of inputs",
@@ -136,8 +148,14 @@ class Program:
                 SHARED.packed.note(outputs)
             return outputs
         except BaseException as error:
-            self.counters.count("events", f"a call raised {type(error).__name__}")
+            self._failed(error)
             raise
+
+    def _failed(self, error: BaseException, unit: Unit | None = None) -> None:
+        self.counters.count("events", f"a call raised {type(error).__name__}")
+        found = [r for r in self.specializations.recordings() if r.unit is unit] if unit is not None else []
+        if unit is not None and found and unit.failed >= 0 and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"fxwrap: raised by {found[0].listing[unit.failed]}")
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
         found = self.specializations.get(key)
@@ -370,12 +388,30 @@ class Program:
             self.counters.count("events", reason)
         if not recorded.refused:
             specialization.add(recording, inputs)
+            self._replay_natively(recording, inputs)
             return
         # The next recordings leave the operators out of captured partitions, instead of losing whole ones.
         self._refused.update(recorded.refused)
         self._cut = self._adopt(self._planner.partition(self._refused))
         for known in self.specializations.values():
             known.cut_again()
+
+    def _replay_natively(self, recording: Recording, inputs: Sequence[Any]) -> None:
+        native = self.functions.native()
+        if native is None:
+            return
+        numbers = [(p, int(inputs[p])) for p, how, _ in self._dynamic if how is None]
+        dimensions = [
+            (p, how == "stride", dim, inputs[p].stride(dim) if how == "stride" else inputs[p].size(dim))
+            for p, how, dim in self._dynamic
+            if how is not None
+        ]
+        packed = [SHARED.packed.known] if self._cut.overwritten else []
+        guards = Guards((), numbers, dimensions, packed, no_hooks=self._is_forward)
+        if why := recording.make_unit(native, guards, self.counters.native_replays):
+            self.counters.count("events", f"replays in Python: {why}")
+        self._missed = native.missed
+        self.specializations.units = tuple(r.unit for r in self.specializations.recordings() if r.unit is not None)
 
 
 def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node]) -> Callable[[list[Any]], Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import itertools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +24,9 @@ from .placement import PlacementHints
 from .regions import Regions
 from .static_buffers import unexpanded
 from .torch_functions import TorchFunctions
+from .units import CannotReplay, Description, Guards, NativeReplay, Part, Unit, describe
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Replay:
         collect: makes the outputs.
         mutated: positions of inputs, and the static input buffers that are copied back to them.
         frees_inputs: whether inputs are let go of at their last use.
+        parts: all of it as flat functions; empty where native replay cannot do it.
     """
 
     registers: list[Any]
@@ -77,6 +84,7 @@ class Replay:
     collect: Callable[[list[Any]], Any]
     mutated: Sequence[tuple[int, torch.Tensor]]
     frees_inputs: bool
+    parts: Sequence[Part]
 
     def hand_out(self, inputs: Sequence[Any]) -> Any:
         for position, buffer in self.mutated:
@@ -121,7 +129,8 @@ class Recording:
         ended: why it can never run again; empty while it can.
         superseded: why another is to be recorded in its place; empty while it is good.
         without_graphs: why it replays none, although there is work to capture; empty if it does.
-        used: when it was used last, as a number that grows.
+        unit: replays it natively; None where it cannot be.
+        listing: what the unit runs, a line for each step.
     """
 
     def __init__(self, request: RecordingRequest, replay: Replay, held: Held, static_addresses: list[Any]) -> None:
@@ -140,7 +149,9 @@ class Recording:
         captured_none = held.eager_reasons and not held.graphs
         self.without_graphs = next(iter(held.eager_reasons.values())) if captured_none else ""
         self.ended = self.superseded = ""
-        self.used = next_use()
+        self._used = next_use()
+        self.unit: Unit | None = None
+        self.listing: Sequence[str] = ()
         self._live_outputs = LiveOutputs()
         self._liveness: LivenessGuard | None = None
         self._retire: Callable[[], object] = _nothing
@@ -176,7 +187,7 @@ class Recording:
         for lock in self._locks:
             if not lock.acquire(owner):
                 return False
-        return not self.ended
+        return not self.ended and not (self.unit is not None and self.unit.busy)
 
     def release(self, owner: LockOwner) -> None:
         """Release those that ``owner`` has."""
@@ -187,6 +198,31 @@ class Recording:
     def graphs(self) -> Sequence[DeviceGraph]:
         """The device graphs that it replays; none if it has ended."""
         return self._held.graphs if self._held is not None else ()
+
+    @property
+    def used(self) -> int:
+        """When it was used last, as a number that grows."""
+        return max(self._used, self.unit.used if self.unit is not None else 0)
+
+    def make_unit(self, native: NativeReplay, guards: Guards, count: ctypes.c_int64) -> str:
+        """Have a unit replay it, for calls that ``guards`` let through and that find it idle.
+
+        Returns why there is none; empty if there is, or where nobody expects one.
+        """
+        replay = self._replay
+        if replay is None or not replay.parts or self.without_graphs:
+            return ""
+        static = [(position, self.static_addresses[position]) for position in self.request.static_inputs]
+        idle = [*guards.empty, *(lock.owners for lock in self._locks)]
+        guards = dataclasses.replace(guards, addresses=static, empty=idle)
+        described = Description(replay.inputs_end, replay.frees_inputs, guards, next_use, count)
+        try:
+            describe(native, replay.parts, len(replay.registers), described)
+            self.unit, self.listing = native.unit(described.for_library()), described.listing
+        except (CannotReplay, RuntimeError) as error:
+            log.info("a recording replays in Python: %s", error, exc_info=True)
+            return str(error).partition("\n")[0]
+        return ""
 
     @property
     def own_bytes(self) -> int:
@@ -236,6 +272,8 @@ class Recording:
         """Never run again, and let go of all memory. Called by who has the lock of one of its arenas, or its own."""
         self.ended = why
         self._retire()
+        if self.unit is not None:
+            self.unit.clear()
         self._replay = self._held = self._liveness = None
         self._live_outputs = LiveOutputs()
 
@@ -247,7 +285,7 @@ class Recording:
         replay, held = self._replay, self._held
         assert replay is not None and held is not None, f"a recording was run that has ended: {self.ended}"
         r = replay.registers
-        self.used = next_use()
+        self._used = next_use()
         for arena in self._arenas:
             arena.stream = owner.stream
         try:

@@ -30,6 +30,7 @@ from .recording import Held, Recording, RecordingRequest, Replay, fill
 from .regions import Regions
 from .registers import Registers
 from .static_buffers import StaticBuffers, copy_tensors, unexpanded
+from .units import Part
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class RecordingBuilder:
         # The tensors that stand for static and copied inputs.
         self._as_seen: dict[int, torch.Tensor] = {}
         self._steps: list[Callable[[], Any]] = []
+        self._parts: list[Part] = []  # the same, for native replay
         self._graphs: list[DeviceGraph] = []
         self._pools: list[GraphPool | None] = []
         self._kept: list[Any] = []
@@ -181,9 +183,10 @@ class RecordingBuilder:
                 self._capture(partition, known)
             else:
                 self._add_eager(partition, known)
-        collect = self._outputs_function(common)
+        outputs = self._outputs_function(common)
+        parts = () if self._frozen else (*self._parts, Part(outputs))
         known_inputs = self._inputs_end, check_inputs, self._input_buffers
-        return Replay(self._r, *known_inputs, self._steps, collect, self._mutated, frees_inputs=not self._frozen)
+        return Replay(self._r, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts)
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
         """Make the asserts on static inputs now, and return those that every call has to make."""
@@ -204,9 +207,11 @@ class RecordingBuilder:
             else:
                 others.check(node)
                 count += 1
-        _, assert_layouts, assert_others = functions = [b.build().function for b in (once, layouts, others)]
+        functions = [builder.build() for builder in (once, layouts, others)]
         for function in functions:
-            function(self._r)
+            function.function(self._r)
+        self._parts += map(Part, functions[1:])
+        assert_layouts, assert_others = functions[1].function, functions[2].function
         if not looked_at:
             return assert_others if count else None
         same = self.request.functions.layout_check(self._r, sorted(looked_at))
@@ -298,6 +303,7 @@ class RecordingBuilder:
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
+        self._parts.append(Part(flat, below_autograd=True))
         self._steps.append(graph.replay)
         if self._frozen:
             # What operators allocated during capture keeps its address: from here on it is known. Held for as
@@ -351,7 +357,9 @@ class RecordingBuilder:
 
     def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._registers.stores.get(partition.index, [])
-        call = _Bound(self._flat(partition, known, False, stores), self._r)
+        flat = self._flat(partition, known, False, stores)
+        self._parts.append(Part(flat))
+        call = _Bound(flat, self._r)
         with self._as_replayed():
             call()
         self._steps.append(call)
@@ -420,7 +428,7 @@ class RecordingBuilder:
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
-    def _outputs_function(self, common: dict[Node, Any]) -> Callable[[list[Any]], Any]:
+    def _outputs_function(self, common: dict[Node, Any]) -> FlatFunction:
         """Build the function that hands out the outputs, and start watching their storages."""
         output = output_node(self.plan.graph)
         lay_out = self.request.functions.lay_out
@@ -466,7 +474,7 @@ class RecordingBuilder:
                 builder.assign(node, functools.partial(each, functools.partial(_alias, lay_out)), value)
             if not copy:
                 self._watch(owned, indices)
-        return builder.build(output.args[0]).function
+        return builder.build(output.args[0])
 
     def _input_behind(self, node: Node) -> int | None:
         """The input in whose memory, or static buffer, an operator's result lies."""

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from ..plan import MemoryPlan, ProgramPlan
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Gives a storage memory, or takes it back."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+
+    def __call__(self) -> None:
+        self.storage.resize_(self.nbytes)
 
 
 class Regions:
@@ -38,8 +49,8 @@ class Regions:
             storage = torch.UntypedStorage(0)
             self._sizes.append((storage, region.size))
             self.places.update({index: (storage, offset) for index, offset in memory.inside(region).items()})
-            before[program.schedule[region.begin]].append(functools.partial(storage.resize_, region.size))
-            after[program.schedule[region.end - 1]].append(functools.partial(storage.resize_, 0))
+            before[program.schedule[region.begin]].append(Resize(storage, region.size))
+            after[program.schedule[region.end - 1]].append(Resize(storage, 0))
         self.before: Mapping[Node, Sequence[Callable[[], object]]] = dict(before)
         self.after: Mapping[Node, Sequence[Callable[[], object]]] = dict(after)
 

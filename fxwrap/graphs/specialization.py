@@ -34,6 +34,7 @@ from .locks import LockOwner
 from .memory_provider import Estimate
 from .recording import Recording
 from .shared_state import SHARED
+from .units import Unit
 
 # Moves after which an input is static no more; one that AOTAutograd does not call static may not move at all.
 _MOVES = 3
@@ -301,12 +302,17 @@ class Specialization:
 
 
 class Specializations:
-    """The specializations of a program by key. It decides which of them may have recordings."""
+    """The specializations of a program by key. It decides which of them may have recordings.
+
+    Attributes:
+        units: what replays recordings natively, in the order in which they are asked.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._patience = most, _PATIENCE
         self._by_key: dict[Any, Specialization] = {}
         self.get = self._by_key.get
+        self.units: tuple[Unit, ...] = ()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -316,6 +322,7 @@ class Specializations:
 
     def clear(self) -> None:
         self._by_key.clear()
+        self.units = ()
 
     def add(self, key: Any, new: Specialization) -> Specialization:
         """Remember ``new``; if there are too many, forget the oldest that have no recordings."""

@@ -1,31 +1,21 @@
-"""The search of ``exact.cpp``: compiled when it is first needed, and kept for the next process.
-
-Nothing of torch is in it, so the compiler is called directly: that takes a second, needs no ninja, can be
-interrupted, and leaves no lock behind if it is. The result is moved into place at once, so that processes that
-compile at the same time do not disturb each other.
-"""
+"""The search of ``exact.cpp``: compiled when it is first needed, and kept for the next process."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..native_build import built_library
 from .problem import Part
 
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("exact.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3")
 # Seconds. It takes one on an idle machine.
 _PATIENCE = 60
 
@@ -73,10 +63,7 @@ class NativeSearch:
 def library() -> ctypes.CDLL | None:
     """The compiled search, or None if it cannot be had here; the reason is logged once."""
     try:
-        path = _cached()
-        if not path.exists():
-            _compile(path)
-        loaded = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(built_library("packing", _SOURCE, _FLAGS, patience_s=_PATIENCE)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None)
         log.info("the exact search runs in Python, for exact.cpp cannot be compiled: %s %s", error, said or "")
@@ -84,32 +71,3 @@ def library() -> ctypes.CDLL | None:
     loaded.fxwrap_search_new.restype = ctypes.c_void_p
     loaded.fxwrap_search_nodes.restype = ctypes.c_int64
     return loaded
-
-
-def _compiler() -> list[str]:
-    named = os.environ.get("CXX")
-    if named:
-        return shlex.split(named)
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    raise OSError("no C++ compiler is found; CXX can name one")
-
-
-def _cached() -> Path:
-    """Where the library is kept: by everything that it depends on."""
-    key = (_SOURCE.read_bytes(), *(text.encode() for text in (*_FLAGS, platform.system(), platform.machine())))
-    name = hashlib.sha256(b"\0".join(key)).hexdigest()[:16]
-    cache = os.environ.get("FXWRAP_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "fxwrap" / f"packing-{name}.so"
-
-
-def _compile(path: Path) -> None:
-    compiler = _compiler()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE)
-        os.replace(made, path)
-    log.info("compiled the exact search: %s", path)

@@ -208,7 +208,7 @@ INTERRUPTED = object()
 
 # At the first time that a line is reached; and, in minutes, at every time of up to a hundred.
 @pytest.mark.parametrize("times", [1, pytest.param(100, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("what", ["replay", "recording"])
+@pytest.mark.parametrize("what", ["replay", "replay in Python", "recording"])
 def test_an_interrupt_at_any_line_leaves_nothing_taken(
     compiled: Any, device: torch.device, what: str, times: int
 ) -> None:
@@ -227,6 +227,8 @@ def test_an_interrupt_at_any_line_leaves_nothing_taken(
         if what == "recording":
             program.specializations.clear()
             run()
+        if what == "replay in Python":
+            program.specializations.units = ()
         outcome = interrupted_at(position, run, times)
         position += 1
         assert not any(lock.locked() for lock in SHARED.capturing.values())
@@ -234,7 +236,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_taken(
             assert not any(lock.locked() for lock in recording._locks)
         (y,) = tensors_in(run())
         torch.testing.assert_close(y, expected)
-    assert position > (30 if what == "replay" else 200)
+    assert position > {"replay": 5, "replay in Python": 30, "recording": 200}[what]
     before = program.counters.replays
     for _ in range(3):
         run()

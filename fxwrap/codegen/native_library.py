@@ -1,0 +1,98 @@
+"""The helper library of native replay (``native/replay.cpp``): built once for each version of torch, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..graphs.units import NativeReplay
+from ..host_graph.nodes import Kernel
+from ..native_build import built_library
+
+log = logging.getLogger(__name__)
+
+_MODULE = "fxwrap_replay"
+_SOURCE = Path(__file__).with_name("native") / "replay.cpp"
+# Seconds. It takes a quarter of a minute on an idle machine.
+_PATIENCE = 300
+# Where a call passes pointers and integers of 64 bits alike.
+_MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
+
+
+def native_replay() -> NativeReplay | None:
+    """The library; None if it cannot be had here, which is logged once. ``why_not`` says why."""
+    return _loaded()[0]
+
+
+def why_not() -> str:
+    """Why recordings replay in Python; empty if they do not, or nobody has asked for the library yet."""
+    return _loaded()[1] if _loaded.cache_info().currsize else ""
+
+
+@functools.cache
+def _loaded() -> tuple[NativeReplay | None, str]:
+    if os.environ.get("FXWRAP_NATIVE_REPLAY") == "0":
+        return None, "FXWRAP_NATIVE_REPLAY is 0"
+    try:
+        return _load(), ""
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or "").strip().splitlines()
+        why = f"{error}" + (f": {said[0]}" if said else "")
+        log.warning("recordings replay in Python, for the helper library cannot be built: %s", why)
+        return None, why
+
+
+def _load() -> NativeReplay:
+    if platform.system() == "Windows" or platform.machine() not in _MACHINES:
+        raise OSError(f"nobody has tried it on {platform.system()} {platform.machine()}")
+    flags, key = _flags(), (torch.__version__, str(torch.version.git_version), sys.version)
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    path = built_library("replay", _SOURCE, flags, key=key, patience_s=_PATIENCE, suffix=suffix)
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
+    spec = importlib.util.spec_from_loader(_MODULE, loader)
+    assert spec is not None
+    library: Any = importlib.util.module_from_spec(spec)
+    loader.exec_module(library)
+    guards: Any = torch._C._dynamo.guards
+    return NativeReplay(
+        library.unit,
+        library.MISSED,
+        kernel_address,
+        guards._empty_strided_cpu,
+        guards._reinterpret_tensor,
+        guards.assert_size_stride,
+    )
+
+
+def _flags() -> tuple[str, ...]:
+    root = Path(torch.__file__).parent
+    include, lib = root / "include", root / "lib"
+    folders = (include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include")))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    common = ("-std=c++20", "-O2", "-fvisibility=hidden", abi, *(f"-I{folder}" for folder in folders))
+    if platform.system() == "Darwin":
+        return (*common, "-undefined", "dynamic_lookup")
+    return (*common, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10")
+
+
+def kernel_address(kernel: Kernel) -> int | None:
+    """Where the machine code of a C++ kernel of the CPU is: in the module whose function calls it."""
+    path = getattr(getattr(kernel.call, "__self__", None), "__file__", None)
+    if kernel.language != "cpp" or kernel.device.type != "cpu" or path is None:
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,455 @@
+"""Native replay: flat functions as a unit, which the helper library runs without Python (codegen/native/replay.cpp).
+
+::
+
+    v0 = r[2]; r[2] = None
+    v1 = empty_strided(...)         ->      slot 5 = empty (3, 8)
+    r[5] = v1
+    c6(c4, v0, c5, out=v1)          ->      aten::addmm.out(constant, slot 2, constant, 1, 1, slot 5)
+    del v0                          ->      drop slot 2
+    c13(c9, v1, c10)                ->      cpp_fused_relu_0 at 0x7f..(constant, slot 5, constant)
+
+Registers are slots, and a local that is stored in one, or read from one, is that slot. What cannot be called natively
+is called through Python; a unit may mix both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..host_graph.nodes import Kernel, schema_of
+from .flat import FlatFunction
+from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Register, Store, operands_in
+from .regions import Resize
+
+
+class Unit(Protocol):
+    """``unit(inputs)`` returns the outputs, or ``missed`` if the call does not suit it: then it has done nothing.
+
+    Attributes:
+        busy: whether a call runs.
+        failed: the position of the step that the last call raised in; -1 if it did not.
+        used: what ``next_use`` returned last.
+    """
+
+    busy: bool
+    failed: int
+    used: int
+
+    def __call__(self, inputs: list[Any]) -> Any: ...
+    def clear(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class NativeReplay:
+    """The helper library.
+
+    Attributes:
+        unit: makes a unit from its description.
+        missed: what a unit returns for calls that do not suit it.
+        kernel_address: where the machine code of a kernel is; None if nobody knows.
+        empty: allocates on the CPU: ``(size, stride, dtype)``.
+        lay_out: ``(tensor, size, stride, offset)``.
+        assert_layout: ``(tensor, size, stride, name)`` raises if a tensor looks otherwise.
+    """
+
+    unit: Callable[[Mapping[str, Any]], Unit]
+    missed: Any
+    kernel_address: Callable[[Kernel], int | None]
+    empty: Any
+    lay_out: Any
+    assert_layout: Any
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What a call has to look like for a unit.
+
+    Attributes:
+        addresses: (position, address) of static inputs.
+        numbers: (position, value) of inputs that are numbers.
+        dimensions: (position, whether it is a stride, dimension, value).
+        empty: dictionaries that must be.
+        no_hooks: nobody packs what autograd saves in this thread.
+    """
+
+    addresses: Sequence[tuple[int, int]] = ()
+    numbers: Sequence[tuple[int, int]] = ()
+    dimensions: Sequence[tuple[int, bool, int, int]] = ()
+    empty: Sequence[dict[Any, Any]] = ()
+    no_hooks: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A flat function in a unit, and whether it runs below autograd."""
+
+    function: FlatFunction
+    below_autograd: bool = False
+
+
+@dataclass
+class Description:
+    """A unit as the helper library takes it.
+
+    Attributes:
+        inputs: how many there are: they are the first slots.
+        empties_inputs: whether the list of inputs is emptied, so that they live no longer than they are needed.
+        loads: (input, slot).
+        cleared: slots that hold something at the end of a call.
+        next_use: asked at every call; ``used`` of the unit is what it returned last.
+        count: incremented at every call.
+    """
+
+    inputs: int
+    empties_inputs: bool
+    guards: Guards = field(default_factory=Guards)
+    next_use: Callable[[], int] | None = None
+    count: ctypes.c_int64 | None = None
+    slots: int = 0
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    listing: list[str] = field(default_factory=list)
+    result: Any = None
+
+    def for_library(self) -> Mapping[str, Any]:
+        guards = {one.name: getattr(self.guards, one.name) for one in dataclasses.fields(Guards)}
+        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "guards"}
+        address = ctypes.addressof(self.count) if self.count is not None else 0
+        return {**own, **guards, "count_address": address}
+
+
+class CannotReplay(Exception):
+    """Lines that a unit has no steps for."""
+
+
+def describe(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> Description:
+    """Add the steps of flat functions over the same registers, of which the last makes the result.
+
+    Raises:
+        CannotReplay: they have to be run in Python.
+    """
+    description.slots = registers
+    below = False
+    last: _Lowering | None = None
+    for part in parts:
+        if part.below_autograd is not below:
+            below = part.below_autograd
+            description.steps.append(("below autograd", below))
+            description.listing.append(f"{'below' if below else 'through'} autograd:")
+        last = _Lowering(native, part.function, description)
+        last.lower()
+    assert last is not None
+    if below:
+        description.steps.append(("below autograd", False))
+        description.listing.append("through autograd:")
+    description.result = last.value(parts[-1].function.result)
+    description.listing.append(f"return {last.text(parts[-1].function.result)}")
+    read = _slots_in(description.steps) | _slots_in([description.result])
+    # Also those that nobody reads: they live as long as the call, and the plan takes them to be there.
+    static = {position for position, _ in description.guards.addresses}
+    description.loads = [(p, p) for p in range(description.inputs) if p in read or p not in static]
+    dropped = {step[1] for step in description.steps if step[0] == "drop"}
+    description.cleared = sorted(({slot for _, slot in description.loads} | read) - dropped)
+    return description
+
+
+class _Lowering:
+    """One flat function."""
+
+    def __init__(self, native: NativeReplay, function: FlatFunction, description: Description) -> None:
+        self._native, self._description, self._lines = native, description, function.lines
+        self._slots: dict[Local, int] = {}
+        self._borrowed: dict[Local, int] = {}  # registers that stay when the local goes
+        self._stored = {
+            line.value: line.register.number
+            for line in self._lines
+            if isinstance(line, Store) and isinstance(line.value, Local)
+        }
+        # Tuples of which nothing but elements is read.
+        whole = {part for line in self._lines for part in _read_whole(line)} | set(operands_in(function.result))
+        items = {line.value.of for line in self._lines if isinstance(line, Line) and isinstance(line.value, Item)}
+        self._taken_apart = items - whole
+        self._elements: dict[tuple[Local, int], int] = {}
+
+    def lower(self) -> None:
+        for position, line in enumerate(self._lines):
+            match line:
+                case Store():
+                    self._store(line, self._lines[position - 1] if position else None)
+                case Delete(gone):
+                    for local in gone:
+                        self._delete(local)
+                case Line():
+                    self._line(line)
+
+    # -- lines ----------------------------------------------------------------------------------------
+
+    def _store(self, line: Store, before: AnyLine | None) -> None:
+        number, value = line.register.number, line.value
+        if isinstance(value, Local):
+            if self._slots[value] != number:
+                self._add(("copy", number, self._slots[value]), f"slot {number} = {self.text(value)}")
+        elif value is None and isinstance(before, Line) and before.value == line.register:
+            del self._borrowed[before.results[0]]  # it goes when the local goes
+        elif value is None:
+            self._add(("drop", number), f"drop slot {number}")
+        else:
+            self._add(("set", number, self.value(value)), f"slot {number} = {self.text(value)}")
+
+    def _delete(self, local: Local) -> None:
+        if local in self._borrowed or local in self._taken_apart:
+            return
+        if local in self._stored and self._stored[local] == self._slots[local]:
+            return
+        self._add(("drop", self._slots[local]), f"drop {self.text(local)}")
+
+    def _line(self, line: Line) -> None:
+        value = line.value
+        if isinstance(value, Register):
+            (local,) = line.results
+            self._slots[local] = self._borrowed[local] = value.number
+        elif isinstance(value, Item):
+            self._item(value, line.results[0])
+        else:
+            if not isinstance(value, Call) or any(isinstance(one, Call) for one in _nested(value)):
+                raise CannotReplay(f"a nested call: {value}")
+            self._call(value, line)
+
+    def _item(self, item: Item, local: Local) -> None:
+        known = self._elements.get((item.of, item.position))
+        if known is not None:
+            self._slots[local] = known
+            return
+        slot = self._new(local)
+        step = "item", slot, self._slots[item.of], item.position
+        self._add(step, f"slot {slot} = {self.text(item.of)}[{item.position}]")
+
+    def _call(self, call: Call, line: Line) -> None:
+        function = call.function.value
+        args = [arg.value if isinstance(arg, Bound) else arg for arg in call.args]
+        if isinstance(function, Kernel) and not line.results and self._kernel(function, call):
+            return
+        if isinstance(function, Resize):
+            return self._add(
+                ("resize", function.storage, function.nbytes), f"resize a region to {function.nbytes} bytes"
+            )
+        if function is self._native.empty and _are_sizes(args[:2]):
+            slot = self._new(line.results[0])
+            self._add(("empty", slot, *map(list, args[:2]), args[2]), f"slot {slot} = empty {args[0]}, {args[2]}")
+            return None
+        if function is self._native.lay_out and _are_sizes(args[1:3]) and type(args[3]) is int and line.results:
+            base, text = self.value(call.args[0]), self.text(call.args[0])
+            slot = self._new(line.results[0])
+            view = "view", slot, base, list(args[1]), list(args[2]), args[3]
+            return self._add(view, f"slot {slot} = {text} as {args[1]}, strides {args[2]}, offset {args[3]}")
+        if function is self._native.assert_layout and _are_sizes(args[1:3]):
+            look = "layout", self.value(call.args[0]), list(args[1]), list(args[2])
+            text = f"assert {self.text(call.args[0])} is {args[1]}, strides {args[2]}"
+            return self._add((*look, *self._python(call, line)), text)
+        if self._operator(call, line):
+            return None
+        named = ", ".join(f"{name}={self.text(value)}" for name, value in call.kwargs.items())
+        given = ", ".join(map(self.text, call.args)) + (f", {named}" if named and call.args else named)
+        python = self._python(call, line)
+        made = "".join(f"slot {slot}, " for slot in python[3])[:-2]
+        name = getattr(function, "__name__", None) or type(function).__name__
+        return self._add(("python", *python), f"{made + ' = ' if made else ''}{name}({given})  # Python")
+
+    def _python(self, call: Call, line: Line) -> tuple[Any, ...]:
+        function = call.function.value
+        function = function.call if isinstance(function, Kernel) else function
+        args, kwargs = list(map(self.value, call.args)), {name: self.value(v) for name, v in call.kwargs.items()}
+        for local in line.results:  # nobody takes the elements out of what was returned, until ``item`` does
+            self._taken_apart.discard(local)
+        return function, args, kwargs, [self._new(local) for local in line.results], line.unpacks
+
+    def _kernel(self, kernel: Kernel, call: Call) -> bool:
+        types = [str(ctype) for ctype in kernel.arg_types or ()]
+        if len(types) != len(call.args) or len(types) > _MOST_ARGUMENTS:
+            return False
+        described: list[tuple[Any, ...]] = []
+        for ctype, arg in zip(types, call.args, strict=True):
+            known = arg.value if isinstance(arg, Bound) else arg
+            if ctype.endswith("*") and (isinstance(arg, (Local, Register)) or isinstance(known, torch.Tensor)):
+                described.append(("read" if ctype.startswith("const ") else "written", self.value(arg), 0))
+            elif type(known) is int and ctype.removeprefix("const ").strip() == "int64_t":
+                described.append(("number", known))
+            else:
+                return False
+        address = self._native.kernel_address(kernel)
+        if address is None:
+            return False
+        text = f"{kernel.name}({', '.join(map(self.text, call.args))})"
+        self._add(("kernel", address, described), text)
+        return True
+
+    def _operator(self, call: Call, line: Line) -> bool:
+        overload = call.function.value
+        if not isinstance(overload, torch._ops.OpOverload):
+            node = line.node
+            if node is None or overload is not node.meta.get("call", node.target):
+                return False
+            overload = schema_of(node)
+        if overload is None:
+            return False
+        schema = overload._schema
+        described: list[Any] = []
+        if len(call.args) > len(schema.arguments):
+            return False
+        named = dict(call.kwargs)
+        for position, argument in enumerate(schema.arguments):
+            if position < len(call.args) and not argument.kwarg_only:
+                described.append(self.value(call.args[position]))
+            elif argument.name in named:
+                described.append(self.value(named.pop(argument.name)))
+            elif argument.has_default_value():
+                described.append(None)
+            else:
+                return False
+        if named or sum(not argument.kwarg_only for argument in schema.arguments) < len(call.args):
+            return False
+        results: list[int | None] = []
+        if line.results:
+            (local,) = line.results
+            if len(schema.returns) == 1:
+                results = [self._new(local)]
+            elif local in self._taken_apart:
+                results = self._elements_of(local, len(schema.returns))
+            else:
+                return False
+        made = ", ".join("_" if slot is None else f"slot {slot}" for slot in results)
+        given = ", ".join("default" if one is None else _text_of(one) for one in described)
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        step = "operator", schema.name, schema.overload_name, described, results
+        self._add(step, f"{made + ' = ' if made else ''}{name}({given})")
+        return True
+
+    def _elements_of(self, whole: Local, count: int) -> list[int | None]:
+        """Slots for the elements of a tuple that somebody takes out."""
+        results: list[int | None] = [None] * count
+        for line in self._lines:
+            if isinstance(line, Line) and isinstance(line.value, Item) and line.value.of == whole:
+                position = line.value.position
+                if results[position] is None:
+                    results[position] = self._elements[whole, position] = self._new(line.results[0])
+        return results
+
+    # -- operands -------------------------------------------------------------------------------------
+
+    def _new(self, local: Local) -> int:
+        slot = self._stored.get(local, self._description.slots)
+        if slot == self._description.slots:
+            self._description.slots += 1
+        self._slots[local] = slot
+        return slot
+
+    def _add(self, step: tuple[Any, ...], text: str) -> None:
+        self._description.steps.append(step)
+        self._description.listing.append(text)
+
+    def value(self, operand: Any) -> tuple[str, Any]:
+        """An operand as the helper library takes it."""
+        match operand:
+            case Local():
+                return "slot", self._slots[operand]
+            case Register(number):
+                return "slot", number
+            case Bound(value):
+                return "constant", value.call if isinstance(value, Kernel) else value
+            case tuple():
+                return "tuple", tuple(map(self.value, operand))
+            case list():
+                return "list", list(map(self.value, operand))
+            case slice():
+                return "slice", tuple(map(self.value, (operand.start, operand.stop, operand.step)))
+            case dict():
+                return "dict", {name: self.value(part) for name, part in operand.items()}
+        if type(operand) in LITERALS:
+            return "constant", operand
+        raise CannotReplay(f"an operand: {operand}")
+
+    def text(self, operand: Any) -> str:
+        return _text_of(self.value(operand))
+
+
+# As many arguments as the helper library can give a kernel.
+_MOST_ARGUMENTS = 96
+
+
+def _text_of(value: tuple[str, Any]) -> str:
+    kind, content = value
+    match kind:
+        case "slot":
+            return f"slot {content}"
+        case "constant":
+            if isinstance(content, torch.Tensor):
+                return f"<{str(content.dtype).removeprefix('torch.')}{list(content.shape)}>"
+            if type(content) in (*LITERALS, float, tuple, list, torch.dtype, torch.device):
+                return repr(content)
+            return f"<{type(content).__name__}>"
+        case "dict":
+            return "{" + ", ".join(f"{name!r}: {_text_of(part)}" for name, part in content.items()) + "}"
+        case "slice":
+            return ":".join(map(_text_of, content))
+    return f"({', '.join(map(_text_of, content))})"
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, tuple) and all(type(item) is int for item in value) for value in values)
+
+
+def _nested(call: Call) -> list[Any]:
+    found, todo = [], [*call.args, *call.kwargs.values()]
+    while todo:
+        value = todo.pop()
+        found.append(value)
+        todo += value if isinstance(value, (list, tuple)) else ()
+    return found
+
+
+def _read_whole(line: AnyLine) -> list[Any]:
+    """What a line reads other than elements of it."""
+    if isinstance(line, Delete) or (isinstance(line, Line) and isinstance(line.value, Item)):
+        return []
+    return list(operands_in(line.value))
+
+
+def _slots_in(value: Any) -> set[int]:
+    """Slots that steps read or write."""
+    found: set[int] = set()
+    for step in value:
+        match step:
+            case ("resize", *_) | ("below autograd", _) | ("drop", _):
+                pass
+            case ("slot", number) if type(number) is int:
+                found.add(number)
+            case ("empty", slot, *_):
+                found.add(slot)
+            case ("view", slot, base, *_):
+                found |= {slot} | _slots_in([base])
+            case ("item" | "copy", slot, of, *_):
+                found |= {slot, of}
+            case ("set", slot, made):
+                found |= {slot} | _slots_in([made])
+            case ("kernel", _, arguments):
+                found |= _slots_in([one[1] for one in arguments if one[0] != "number"])
+            case ("operator", _, _, arguments, results):
+                found |= _slots_in([one for one in arguments if one is not None])
+                found |= {slot for slot in results if slot is not None}
+            case ("python", _, arguments, named, results, _):
+                found |= _slots_in([*arguments, *named.values()]) | set(results)
+            case ("layout", operand, _, _, _, arguments, named, results, _):
+                found |= _slots_in([operand, *arguments, *named.values()]) | set(results)
+            case ("tuple" | "list" | "slice", parts):
+                found |= _slots_in(parts)
+            case ("dict", parts):
+                found |= _slots_in(parts.values())
+    return found
