@@ -15,6 +15,11 @@ clock.
 Numbers are compared with those of Inductor's Python wrapper, of a training step the losses and parameters of the
 first steps; on one thread of a CPU fxwrap's are the same bit for bit. Exit code 1 if they are not, or if fxwrap
 failed.
+
+Parts of a call (inference): Dynamo's guards and dispatch, AOTAutograd's layer, and the wrapper with what Inductor has
+around it, each called with what it was given. Kernels and ATen are what Inductor's Python wrapper calls, called alone
+with the same operands and in the same order, operators below autograd, all of it through Python; "rest" is what is
+left of the wrapper, which is below zero for one that calls operators by a shorter way than Python's.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import gc
 import json
 import logging
@@ -33,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +51,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 from speed_models import WORKLOADS, Workload, step_of  # noqa: E402
+from speed_parts import parts_of  # noqa: E402
 from timing import geometric_mean, own  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -63,6 +70,7 @@ ALTERNATIVES: dict[str, dict[str, Any] | None] = {
 }
 _WITH_AUTOTUNE = ("autotuned", "cpp_wrapper, autotuned")
 _ON_GPU = ("reduce-overhead", "graph by hand")
+_IN_PARTS = (REFERENCE, "cpp_wrapper", OURS)
 # Seconds that one alternative runs in a turn; calls before them that nobody counts; calls until all is recorded.
 _SLOT, _AWAKE, _WARM = 0.005, 0.1, 16
 # Calls whose results are compared.
@@ -80,7 +88,6 @@ class Side:
     step: Callable[[], Any]
     module: nn.Module
     results: list[Tensor]  # of the first calls
-    calls: int = 1  # in a turn
     functions: list[Any] = field(default_factory=list)  # what torch.compile returned
     us: list[float] = field(default_factory=list)  # a call, by turn
 
@@ -181,20 +188,33 @@ def slot(function: Callable[[], Any], calls: int, device: str, clock: Callable[[
     return (clock() - begin) / calls * 1e6
 
 
-def take_turns(sides: list[Side], seconds: float, device: str, clock: Callable[[], float], least: int = 12) -> None:
-    """Time all sides again and again, each in another place of the order every time."""
-    for side in sides:
-        few = min(slot(side.step, 5, device, clock) for _ in range(3))
-        side.calls = max(1, int(_SLOT * 1e6 / few))
+def take_turns(
+    functions: Mapping[Any, Callable[[], Any]],
+    seconds: float,
+    device: str,
+    clock: Callable[[], float],
+    least: int = 12,
+) -> dict[Any, list[float]]:
+    """Time all functions again and again, each in another place of the order every time.
+
+    Returns:
+        Microseconds a call, by name and turn.
+    """
+    calls = {
+        name: max(1, int(_SLOT * 1e6 / min(slot(function, 5, device, clock) for _ in range(3))))
+        for name, function in functions.items()
+    }
+    names, us = list(functions), {name: list[float]() for name in functions}
     gc.collect()
     gc.freeze()
     end, turn = time.perf_counter() + seconds, 0
     while turn < least or time.perf_counter() < end:
-        first = turn % len(sides)
-        for side in (sides[first:] + sides[:first])[:: -1 if turn % 2 else 1]:
-            side.us.append(slot(side.step, side.calls, device, clock))
+        first = turn % len(names)
+        for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
+            us[name].append(slot(functions[name], calls[name], device, clock))
         turn += 1
     gc.unfreeze()
+    return us
 
 
 def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
@@ -229,7 +249,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 failed[alternative] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
                 print(f"{name}, {alternative}: {failed[alternative]}", file=sys.stderr)
         by_name = {side.name: side for side in sides}
-        take_turns(sides, args.seconds, args.device, clock)
+        timed = take_turns({side.name: side.step for side in sides}, args.seconds, args.device, clock)
+        for side in sides:
+            side.us = timed[side.name]
         reference, ours = by_name.get(REFERENCE, sides[0]), by_name.get(OURS)
         return {
             "group": workload.group,
@@ -245,6 +267,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             },
             "failed": failed,
             **({"not_replayed": not_replayed(ours)} if ours is not None else {}),
+            **({} if workload.training else {"parts": parts(sides, args)}),
         }
 
 
@@ -266,6 +289,15 @@ def not_replayed(side: Side, calls: int = 10) -> dict[str, int]:
         side.step()
     fallbacks = (Counter(fxwrap.stats(function)["fallbacks"]) for function in side.functions)
     return dict(counted() - before + sum(fallbacks, Counter()))
+
+
+def parts(sides: list[Side], args: argparse.Namespace) -> dict[str, Any]:
+    """What a call is made of, by alternative, and of the Python wrapper the kernels and the operators."""
+    steps = {side.name: (side.step, side.functions[0]) for side in sides if side.name in _IN_PARTS}
+    timed = functools.partial(
+        take_turns, seconds=args.seconds / 2, device=args.device, clock=clock_for(args.device, args.threads)
+    )
+    return parts_of(steps, REFERENCE, timed)
 
 
 # -- what is shown --------------------------------------------------------------------------------------------------
@@ -328,6 +360,26 @@ def show(found: dict[str, Any]) -> None:
     console.print(table)
 
 
+def show_parts(models: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("call", "Dynamo", "AOTAutograd", "wrapper", "kernels", "ATen", "rest")
+    table = Table("model", "", title="parts of a call, in microseconds", box=None, padding=(0, 1))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for model, row in models.items():
+        found = row.get("parts", {})
+        calls = [found[part]["us"] for part in ("kernels", "operators") if part in found]
+        for name in (one for one in _IN_PARTS if one in found):
+            its = found[name]
+            its_own = (its["call"], its["dynamo"], its["aot"], its["wrapper"])
+            shared = (*calls, its["wrapper"] - sum(calls)) if calls else ()
+            table.add_row(model, name, *(f"{value:,.1f}" for value in (*its_own, *shared)))
+    if table.rows:
+        Console(width=120).print(table)
+
+
 def described(device: str, threads: int) -> str:
     if device in ("cuda", "xpu"):
         return str(torch.get_device_module(device).get_device_name())
@@ -387,6 +439,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: {line}; {numbers(row)}", file=sys.stderr, flush=True)
     found["means"] = means(found["models"])
     show(found)
+    show_parts(found["models"])
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -75,6 +75,9 @@ def test_speed_in_short(tmp_path: Path) -> None:
             low, middle, high = one["us_quartiles"]
             assert 0 < low <= middle <= high and ("ratio" in one) == (name != "fxwrap")
         assert row["alternatives"]["fxwrap"]["difference"] == 0
+        assert set(row["parts"]["fxwrap"]) == {"call", "dynamo", "aot", "wrapper"}
+    parts = found["models"]["mlp"]["parts"]
+    assert (parts["operators"]["calls"], parts["kernels"]["calls"]) == (24, 25)
 
 
 def test_demo_in_short() -> None:
