@@ -72,7 +72,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 benchmark: $(VENV)/.installed
-	$(BIN)/python benchmarks/mlp_overhead.py
+	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 $(VENV)/bin/python: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

@@ -22,7 +22,6 @@ import functools
 import gc
 import hashlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -33,6 +32,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from timing import geometric_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = ("inference", "training")
@@ -187,10 +188,6 @@ def compare(this: Path, other: Path, name: str, mode: str, args: argparse.Namesp
         statistics.median(b for _, b in measured) / args.steps * 1e6,
         statistics.median(a / b for a, b in measured),
     )
-
-
-def geometric_mean(ratios: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
 def means(found: dict[tuple[str, str], Found]) -> dict[str, float]:

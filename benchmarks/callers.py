@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 from memory_peak import settings_of
-from timing import compare
+from timing import compare, own
 from torch import Tensor, nn
 
 import fxwrap
@@ -98,16 +97,6 @@ class Place(OnDevice):
     def inductors(self, fn: Function, dynamic: bool | None = None) -> Function:
         options = settings_of(self.device.type) or None
         return torch.compile(own(fn), backend="inductor", dynamic=dynamic, options=options)
-
-
-_serial = itertools.count()
-
-
-def own(fn: Function) -> Function:
-    """The same function with a code object of its own: Dynamo keeps what it compiles there."""
-    assert isinstance(fn, types.FunctionType)
-    code = fn.__code__.replace(co_name=f"{fn.__code__.co_name.strip('<>')}_{next(_serial)}")
-    return types.FunctionType(code, fn.__globals__, closure=fn.__closure__, argdefs=fn.__defaults__)
 
 
 @dataclass

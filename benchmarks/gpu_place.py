@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from callers import Function, OnDevice, own, programs, reasons
+from callers import Function, OnDevice, programs, reasons
 from memory_peak import settings_of
+from timing import own
 from torch import Tensor, nn
 
 import fxwrap

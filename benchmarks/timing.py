@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+_serial = itertools.count()
+
+
+def own(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo keeps what it compiles there."""
+    assert isinstance(fn, types.FunctionType)
+    code = fn.__code__.replace(co_name=f"{fn.__code__.co_name.strip('<>')}_{next(_serial)}")
+    return types.FunctionType(code, fn.__globals__, closure=fn.__closure__, argdefs=fn.__defaults__)
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
 @dataclass(frozen=True)

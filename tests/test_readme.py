@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -56,11 +57,27 @@ def test_the_guide_names_every_step_of_the_contract() -> None:
         assert f"| `Test{step.capitalize()}` |" in text, step
 
 
-def test_mlp_benchmark_prints_both_sides() -> None:
+def test_speed_in_short(tmp_path: Path) -> None:
     """A short run, for correctness; what it measures is read by people, not by tests."""
-    text = _run("benchmarks/mlp_overhead.py", "--pairs", "4", "--blocks", "3")
-    assert re.search(r"inductor +\d+\.\d us a call", text) and re.search(r"fxwrap +\d+\.\d us a call", text)
-    assert re.search(r"fxwrap / inductor +\d\.\d+", text)
+    written = tmp_path / "speed.json"
+    sides = ["eager", "inductor", "fxwrap"]
+    text = _run(
+        "benchmarks/speed.py", "--models", "mlp", "x + 1", "--alternatives", *sides, "--seconds", "0.1",
+        "--device", "cpu", "--json", str(written),
+    )  # fmt: skip
+    assert "geometric mean" not in text and text.count("bit for bit") == 2  # each is alone in its group
+    found = json.loads(written.read_text())
+    assert set(found["models"]) == {"mlp", "x + 1"} and set(found["means"]) == {"overhead-bound", "least"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and found["threads"] == 1
+    for row in found["models"].values():
+        assert list(row["alternatives"]) == [*sides, "itself"] and not row["failed"] and not row["not_replayed"]
+        for name, one in row["alternatives"].items():
+            low, middle, high = one["us_quartiles"]
+            assert 0 < low <= middle <= high and ("ratio" in one) == (name != "fxwrap")
+        assert row["alternatives"]["fxwrap"]["difference"] == 0
+        assert set(row["parts"]["fxwrap"]) == {"call", "dynamo", "aot", "wrapper"}
+    parts = found["models"]["mlp"]["parts"]
+    assert (parts["operators"]["calls"], parts["kernels"]["calls"]) == (24, 25)
 
 
 def test_demo_in_short() -> None:
