@@ -73,6 +73,7 @@ def _load() -> NativeReplay:
         guards._empty_strided_cpu,
         guards._reinterpret_tensor,
         guards.assert_size_stride,
+        getattr(guards, "assert_alignment", None),
     )
 
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from ..host_graph.nodes import Kernel, schema_of
+from ..host_graph.nodes import Kernel, check, require, schema_of
 from .flat import FlatFunction
 from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Register, Store, operands_in
 from .regions import Resize
@@ -57,6 +58,7 @@ class NativeReplay:
         empty: allocates on the CPU: ``(size, stride, dtype)``.
         lay_out: ``(tensor, size, stride, offset)``.
         assert_layout: ``(tensor, size, stride, name)`` raises if a tensor looks otherwise.
+        assert_alignment: ``(tensor, bytes, name)`` raises if a tensor is at another address.
     """
 
     unit: Callable[[Mapping[str, Any]], Unit]
@@ -65,6 +67,7 @@ class NativeReplay:
     empty: Any
     lay_out: Any
     assert_layout: Any
+    assert_alignment: Any
 
 
 @dataclass(frozen=True)
@@ -242,18 +245,34 @@ class _Lowering:
                 ("resize", function.storage, function.nbytes), f"resize a region to {function.nbytes} bytes"
             )
         if function is self._native.empty and _are_sizes(args[:2]):
+            sizes, text = [self._numbers(arg) for arg in args[:2]], self.text(args[0])
             slot = self._new(line.results[0])
-            self._add(("empty", slot, *map(list, args[:2]), args[2]), f"slot {slot} = empty {args[0]}, {args[2]}")
-            return None
-        if function is self._native.lay_out and _are_sizes(args[1:3]) and type(args[3]) is int and line.results:
-            base, text = self.value(call.args[0]), self.text(call.args[0])
+            return self._add(("empty", slot, *sizes, args[2]), f"slot {slot} = empty {text}, {args[2]}")
+        if function is self._native.lay_out and _are_sizes(args[1:3]) and _is_number(args[3]) and line.results:
+            base, sizes, offset = (
+                self.value(call.args[0]),
+                [self._numbers(arg) for arg in args[1:3]],
+                self.value(args[3]),
+            )
+            text = f"{self.text(call.args[0])} as {self.text(args[1])}, strides {self.text(args[2])}"
             slot = self._new(line.results[0])
-            view = "view", slot, base, list(args[1]), list(args[2]), args[3]
-            return self._add(view, f"slot {slot} = {text} as {args[1]}, strides {args[2]}, offset {args[3]}")
+            return self._add(("view", slot, base, *sizes, offset), f"slot {slot} = {text}, offset {_text_of(offset)}")
         if function is self._native.assert_layout and _are_sizes(args[1:3]):
-            look = "layout", self.value(call.args[0]), list(args[1]), list(args[2])
-            text = f"assert {self.text(call.args[0])} is {args[1]}, strides {args[2]}"
+            look = "layout", self.value(call.args[0]), *(self._numbers(arg) for arg in args[1:3])
+            text = f"assert {self.text(call.args[0])} is {self.text(args[1])}, strides {self.text(args[2])}"
             return self._add((*look, *self._python(call, line)), text)
+        if function is self._native.assert_alignment and type(args[1]) is int:
+            align = "alignment", self.value(call.args[0]), args[1]
+            text = f"assert {self.text(call.args[0])} is at a multiple of {args[1]}"
+            return self._add((*align, *self._python(call, line)), text)
+        if function in (check, require) and isinstance(args[0], Local):
+            text = f"assert {self.text(args[0])}: {args[1] if len(args) > 1 else ''}"
+            return self._add(("check", self.value(args[0]), *self._python(call, line)), text)
+        if (name := _ARITHMETIC.get(function)) and len(args) == 2 and all(map(_is_number, args)) and line.results:
+            python, operands = self._python(call, line), list(map(self.value, args))
+            (slot,) = python[3]
+            text = f"slot {slot} = {name}({', '.join(map(_text_of, operands))})"
+            return self._add(("integer", slot, name, *operands, *python), text)
         if self._operator(call, line):
             return None
         named = ", ".join(f"{name}={self.text(value)}" for name, value in call.kwargs.items())
@@ -262,6 +281,9 @@ class _Lowering:
         made = "".join(f"slot {slot}, " for slot in python[3])[:-2]
         name = getattr(function, "__name__", None) or type(function).__name__
         return self._add(("python", *python), f"{made + ' = ' if made else ''}{name}({given})  # Python")
+
+    def _numbers(self, sizes: Sequence[Any]) -> list[tuple[str, Any]]:
+        return list(map(self.value, sizes))
 
     def _python(self, call: Call, line: Line) -> tuple[Any, ...]:
         function = call.function.value
@@ -279,9 +301,9 @@ class _Lowering:
         for ctype, arg in zip(types, call.args, strict=True):
             known = arg.value if isinstance(arg, Bound) else arg
             if ctype.endswith("*") and (isinstance(arg, (Local, Register)) or isinstance(known, torch.Tensor)):
-                described.append(("read" if ctype.startswith("const ") else "written", self.value(arg), 0))
-            elif type(known) is int and ctype.removeprefix("const ").strip() == "int64_t":
-                described.append(("number", known))
+                described.append(("read" if ctype.startswith("const ") else "written", self.value(arg)))
+            elif _is_number(known) and ctype.removeprefix("const ").strip() == "int64_t":
+                described.append(("number", self.value(known)))
             else:
                 return False
         address = self._native.kernel_address(kernel)
@@ -380,6 +402,10 @@ class _Lowering:
         return _text_of(self.value(operand))
 
 
+_ARITHMETIC: Mapping[Any, str] = {
+    getattr(operator, name): name
+    for name in ("add", "sub", "mul", "floordiv", "mod", "ge", "le", "gt", "lt", "eq", "ne")
+}
 # As many arguments as the helper library can give a kernel.
 _MOST_ARGUMENTS = 96
 
@@ -402,8 +428,13 @@ def _text_of(value: tuple[str, Any]) -> str:
     return f"({', '.join(map(_text_of, content))})"
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is an integer, or may turn out to be one."""
+    return type(value) is int or isinstance(value, (Local, Register))
+
+
 def _are_sizes(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, tuple) and all(type(item) is int for item in value) for value in values)
+    return all(isinstance(value, tuple) and all(map(_is_number, value)) for value in values)
 
 
 def _nested(call: Call) -> list[Any]:
@@ -431,23 +462,25 @@ def _slots_in(value: Any) -> set[int]:
                 pass
             case ("slot", number) if type(number) is int:
                 found.add(number)
-            case ("empty", slot, *_):
-                found.add(slot)
-            case ("view", slot, base, *_):
-                found |= {slot} | _slots_in([base])
+            case ("empty", slot, size, stride, _):
+                found |= {slot} | _slots_in([*size, *stride])
+            case ("view", slot, base, size, stride, offset):
+                found |= {slot} | _slots_in([base, *size, *stride, offset])
             case ("item" | "copy", slot, of, *_):
                 found |= {slot, of}
             case ("set", slot, made):
                 found |= {slot} | _slots_in([made])
             case ("kernel", _, arguments):
-                found |= _slots_in([one[1] for one in arguments if one[0] != "number"])
+                found |= _slots_in([one[1] for one in arguments])
             case ("operator", _, _, arguments, results):
                 found |= _slots_in([one for one in arguments if one is not None])
                 found |= {slot for slot in results if slot is not None}
             case ("python", _, arguments, named, results, _):
                 found |= _slots_in([*arguments, *named.values()]) | set(results)
-            case ("layout", operand, _, _, _, arguments, named, results, _):
-                found |= _slots_in([operand, *arguments, *named.values()]) | set(results)
+            case ("layout", *_, arguments, named, results, _) | ("alignment", *_, arguments, named, results, _):
+                found |= _slots_in([*arguments, *named.values()]) | set(results)
+            case ("check", *_, arguments, named, results, _) | ("integer", *_, arguments, named, results, _):
+                found |= _slots_in([*arguments, *named.values()]) | set(results)
             case ("tuple" | "list" | "slice", parts):
                 found |= _slots_in(parts)
             case ("dict", parts):

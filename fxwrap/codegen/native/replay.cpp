@@ -51,30 +51,57 @@ class InterpreterLock {
   PyThreadState* state_ = nullptr;
 };
 
-// What a step has made or was given: a tensor, or any other object of Python's.
+// What a step has made or was given: a tensor, a number, or any other object of Python's.
 struct Slot {
+  enum class Kind { Nothing, Tensor, Integer, Boolean, Object };
+
+  Kind kind = Kind::Nothing;
+  int64_t number = 0;
   at::Tensor tensor;
   py::object object;
 
   void clear() {
+    kind = Kind::Nothing;
     tensor.reset();
     if (object) {
       py::gil_scoped_acquire locked;
       object = py::object();
     }
   }
+  bool is_number() const { return kind == Kind::Integer || kind == Kind::Boolean; }
+  void set(at::Tensor value) {
+    tensor = std::move(value);
+    kind = Kind::Tensor;
+  }
+  void set(int64_t value, bool boolean = false) {
+    number = value;
+    kind = boolean ? Kind::Boolean : Kind::Integer;
+  }
   void set(PyObject* value) {  // steals nothing
-    if (THPVariable_Check(value)) {
-      object = py::object();
-      tensor = THPVariable_Unpack(value);
-    } else {
-      tensor.reset();
-      object = py::reinterpret_borrow<py::object>(value);
+    if (THPVariable_Check(value)) return set(THPVariable_Unpack(value));
+    if (PyBool_Check(value)) return set(value == Py_True, true);
+    if (PyLong_CheckExact(value)) {
+      int overflow = 0;
+      auto converted = PyLong_AsLongLongAndOverflow(value, &overflow);
+      if (overflow == 0) return set(converted);
     }
+    object = py::reinterpret_borrow<py::object>(value);
+    kind = Kind::Object;
   }
   PyObject* get() const {  // a new reference
-    if (tensor.defined()) return THPVariable_Wrap(tensor);
-    return (object ? object : py::none()).inc_ref().ptr();
+    switch (kind) {
+      case Kind::Tensor:
+        return THPVariable_Wrap(tensor);
+      case Kind::Integer:
+        return PyLong_FromLongLong(number);
+      case Kind::Boolean:
+        return PyBool_FromLong(static_cast<long>(number));
+      case Kind::Object:
+        return Py_NewRef(object.ptr());
+      case Kind::Nothing:
+        break;
+    }
+    Py_RETURN_NONE;
   }
 };
 
@@ -181,6 +208,54 @@ class Operand {
   at::Tensor tensor_;
 };
 
+// A number that is known, or in a slot.
+class Number {
+ public:
+  explicit Number(const Value& value) {
+    if (value.is_slot())
+      slot_ = static_cast<long>(value.slot());
+    else
+      number_ = py::cast<int64_t>(value.make({}));
+  }
+  bool known() const { return slot_ < 0; }
+  bool there(const Slots& slots) const { return known() || slots[static_cast<size_t>(slot_)].is_number(); }
+  int64_t in(const Slots& slots) const {
+    if (known()) return number_;
+    const auto& slot = slots[static_cast<size_t>(slot_)];
+    TORCH_CHECK_TYPE(slot.is_number(), "fxwrap: a size is no integer");
+    return slot.number;
+  }
+
+ private:
+  long slot_ = -1;
+  int64_t number_ = 0;
+};
+
+// Sizes or strides.
+class Sizes {
+ public:
+  explicit Sizes(const py::handle& described) {
+    for (auto part : described) {
+      parts_.emplace_back(Value(part));
+      known_ = known_ && parts_.back().known();
+    }
+    values_.resize(parts_.size());
+    if (known_) evaluate({});
+  }
+  at::IntArrayRef in(const Slots& slots) {
+    if (!known_) evaluate(slots);
+    return values_;
+  }
+
+ private:
+  void evaluate(const Slots& slots) {
+    for (size_t i = 0; i < parts_.size(); ++i) values_[i] = parts_[i].in(slots);
+  }
+  bool known_ = true;
+  std::vector<Number> parts_;
+  std::vector<int64_t> values_;
+};
+
 class Step {
  public:
   virtual ~Step() = default;
@@ -211,7 +286,7 @@ constexpr auto kCallers = callers(std::make_index_sequence<kMostArguments + 1>{}
 
 class KernelStep : public Step {
  public:
-  // arguments: (what, value, offset): "read" and "written" tensors with an offset in bytes, and integers
+  // arguments: (what, value): "read" and "written" tensors, and numbers
   KernelStep(uint64_t address, const py::list& arguments) : function_(reinterpret_cast<void*>(address)) {
     TORCH_CHECK(arguments.size() <= kMostArguments);
     caller_ = kCallers[arguments.size()];
@@ -219,10 +294,13 @@ class KernelStep : public Step {
     for (size_t i = 0; i < arguments.size(); ++i) {
       auto argument = py::cast<py::tuple>(arguments[i]);
       auto what = py::cast<std::string>(argument[0]);
-      if (what == "number")
-        values_[i] = static_cast<uint64_t>(py::cast<int64_t>(argument[1]));
+      Value value(argument[1]);
+      if (what != "number")
+        pointers_.push_back({i, Operand(value), what == "written"});
+      else if (value.is_slot())
+        numbers_.emplace_back(i, Number(value));
       else
-        pointers_.push_back({i, Operand(Value(argument[1])), py::cast<int64_t>(argument[2]), what == "written"});
+        values_[i] = static_cast<uint64_t>(Number(value).in({}));
     }
   }
 
@@ -230,8 +308,9 @@ class KernelStep : public Step {
     for (const auto& pointer : pointers_) {
       const auto& tensor = pointer.operand.in(slots);
       const auto* data = pointer.written ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
-      values_[pointer.position] = reinterpret_cast<uint64_t>(data) + static_cast<uint64_t>(pointer.offset);
+      values_[pointer.position] = reinterpret_cast<uint64_t>(data);
     }
+    for (const auto& [position, number] : numbers_) values_[position] = static_cast<uint64_t>(number.in(slots));
     caller_(function_, values_.data());
   }
 
@@ -239,13 +318,13 @@ class KernelStep : public Step {
   struct Pointer {
     size_t position;
     Operand operand;
-    int64_t offset;
     bool written;
   };
   void* function_;
   Caller caller_;
   std::vector<uint64_t> values_;
   std::vector<Pointer> pointers_;
+  std::vector<std::pair<size_t, Number>> numbers_;
 };
 
 // -- operators --------------------------------------------------------------------------------------------
@@ -271,8 +350,8 @@ class OperatorStep : public Step {
       values_.emplace_back();
       auto type = declared.type();
       if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-      if (value.is_slot() && type->kind() == c10::TypeKind::TensorType)
-        tensors_.push_back({i, value.slot()});
+      if (value.is_slot() && (type->kind() == c10::TypeKind::TensorType || type->kind() == c10::TypeKind::IntType))
+        holes_.push_back({i, value.slot()});
       else
         others_.push_back({i, std::move(value), declared.type()});
     }
@@ -300,10 +379,14 @@ class OperatorStep : public Step {
       ~Emptied() { stack.clear(); }
     } emptied{stack_};
     stack_.assign(values_.begin(), values_.end());
-    for (const auto& [position, slot] : tensors_) {
+    for (const auto& [position, slot] : holes_) {
       const auto& found = slots[slot];
-      // An operator may have returned no tensor, where one is optional.
-      if (found.tensor.defined() || !found.object) stack_[position] = found.tensor;
+      if (found.kind == Slot::Kind::Tensor)
+        stack_[position] = found.tensor;
+      else if (found.is_number())
+        stack_[position] = found.number;
+      else  // None, where a tensor is optional
+        TORCH_CHECK_TYPE(found.kind == Slot::Kind::Nothing, "fxwrap: an operand is neither a tensor nor an integer");
     }
     for (const auto& [position, value, type] : others_)
       stack_[position] = torch::jit::toIValue(value.make(slots), type);
@@ -312,7 +395,9 @@ class OperatorStep : public Step {
       if (results_[i] < 0) continue;
       auto& slot = slots[static_cast<size_t>(results_[i])];
       if (stack_[i].isTensor()) {
-        slot.tensor = std::move(stack_[i]).toTensor();
+        slot.set(std::move(stack_[i]).toTensor());
+      } else if (stack_[i].isInt()) {
+        slot.set(stack_[i].toInt());
       } else {
         py::gil_scoped_acquire locked;
         slot.set(torch::jit::toPyObject(std::move(stack_[i])).ptr());
@@ -331,7 +416,7 @@ class OperatorStep : public Step {
   };
   c10::OperatorHandle operator_;
   std::vector<c10::IValue> values_, stack_;
-  std::vector<Hole> tensors_;
+  std::vector<Hole> holes_;
   std::vector<Other> others_;
   std::vector<long> results_;
 };
@@ -340,29 +425,32 @@ class OperatorStep : public Step {
 
 class EmptyStep : public Step {
  public:
-  EmptyStep(size_t slot, std::vector<int64_t> size, std::vector<int64_t> stride, at::ScalarType dtype)
+  EmptyStep(size_t slot, Sizes size, Sizes stride, at::ScalarType dtype)
       : slot_(slot), size_(std::move(size)), stride_(std::move(stride)), dtype_(dtype) {}
-  void run(Slots& slots) override { slots[slot_].tensor = at::detail::empty_strided_cpu(size_, stride_, dtype_); }
+  void run(Slots& slots) override {
+    slots[slot_].set(at::detail::empty_strided_cpu(size_.in(slots), stride_.in(slots), dtype_));
+  }
 
  private:
   size_t slot_;
-  std::vector<int64_t> size_, stride_;
+  Sizes size_, stride_;
   at::ScalarType dtype_;
 };
 
 class ViewStep : public Step {
  public:
-  ViewStep(size_t slot, Operand base, std::vector<int64_t> size, std::vector<int64_t> stride, int64_t offset)
+  ViewStep(size_t slot, Operand base, Sizes size, Sizes stride, Number offset)
       : slot_(slot), base_(std::move(base)), size_(std::move(size)), stride_(std::move(stride)), offset_(offset) {}
   void run(Slots& slots) override {
-    slots[slot_].tensor = torch::inductor::_reinterpret_tensor(base_.in(slots), size_, stride_, offset_);
+    slots[slot_].set(torch::inductor::_reinterpret_tensor(base_.in(slots), size_.in(slots), stride_.in(slots),
+                                                          offset_.in(slots)));
   }
 
  private:
   size_t slot_;
   Operand base_;
-  std::vector<int64_t> size_, stride_;
-  int64_t offset_;
+  Sizes size_, stride_;
+  Number offset_;
 };
 
 // Gives a storage memory, or takes it back.
@@ -440,20 +528,92 @@ class PythonStep : public Step {
 // Looks at a tensor, and has Python say what is wrong, if anything.
 class LayoutStep : public Step {
  public:
-  LayoutStep(Operand operand, std::vector<int64_t> size, std::vector<int64_t> stride, std::unique_ptr<PythonStep> say)
+  LayoutStep(Operand operand, Sizes size, Sizes stride, std::unique_ptr<PythonStep> say)
       : operand_(std::move(operand)), size_(std::move(size)), stride_(std::move(stride)), say_(std::move(say)) {}
   void run(Slots& slots) override {
     const auto& tensor = operand_.in(slots);
-    if (tensor.defined() && tensor.sizes() == at::IntArrayRef(size_) && tensor.strides() == at::IntArrayRef(stride_))
-      return;
+    if (tensor.defined() && tensor.sizes() == size_.in(slots) && tensor.strides() == stride_.in(slots)) return;
     py::gil_scoped_acquire locked;
     say_->run(slots);
   }
 
  private:
   Operand operand_;
-  std::vector<int64_t> size_, stride_;
+  Sizes size_, stride_;
   std::unique_ptr<PythonStep> say_;
+};
+
+class AlignmentStep : public Step {
+ public:
+  AlignmentStep(Operand operand, uint64_t bytes, std::unique_ptr<PythonStep> say)
+      : operand_(std::move(operand)), bytes_(bytes), say_(std::move(say)) {}
+  void run(Slots& slots) override {
+    const auto& tensor = operand_.in(slots);
+    if (tensor.defined() && reinterpret_cast<uint64_t>(tensor.const_data_ptr()) % bytes_ == 0) return;
+    py::gil_scoped_acquire locked;
+    say_->run(slots);
+  }
+
+ private:
+  Operand operand_;
+  uint64_t bytes_;
+  std::unique_ptr<PythonStep> say_;
+};
+
+class CheckStep : public Step {
+ public:
+  CheckStep(Number condition, std::unique_ptr<PythonStep> say) : condition_(condition), say_(std::move(say)) {}
+  void run(Slots& slots) override {
+    if (condition_.there(slots) && condition_.in(slots) != 0) return;
+    py::gil_scoped_acquire locked;
+    say_->run(slots);
+  }
+
+ private:
+  Number condition_;
+  std::unique_ptr<PythonStep> say_;
+};
+
+// Arithmetic of sizes. What does not fit in 64 bits, and other numbers than integers, are Python's.
+class IntegerStep : public Step {
+ public:
+  IntegerStep(size_t slot, std::string operation, Number first, Number second, std::unique_ptr<PythonStep> python)
+      : slot_(slot), operation_(std::move(operation)), first_(first), second_(second), python_(std::move(python)) {}
+  void run(Slots& slots) override {
+    if (first_.there(slots) && second_.there(slots) && compute(first_.in(slots), second_.in(slots), slots[slot_])) return;
+    py::gil_scoped_acquire locked;
+    python_->run(slots);
+  }
+
+ private:
+  bool compute(int64_t a, int64_t b, Slot& slot) const {
+    int64_t made = 0;
+    if (operation_ == "add") {
+      if (__builtin_add_overflow(a, b, &made)) return false;
+    } else if (operation_ == "sub") {
+      if (__builtin_sub_overflow(a, b, &made)) return false;
+    } else if (operation_ == "mul") {
+      if (__builtin_mul_overflow(a, b, &made)) return false;
+    } else if (operation_ == "floordiv" || operation_ == "mod") {
+      if (a < 0 || b <= 0) return false;
+      made = operation_ == "mod" ? a % b : a / b;
+    } else {
+      slot.set(operation_ == "ge"   ? a >= b
+               : operation_ == "le" ? a <= b
+               : operation_ == "gt" ? a > b
+               : operation_ == "lt" ? a < b
+               : operation_ == "eq" ? a == b
+                                    : a != b,
+               true);
+      return true;
+    }
+    slot.set(made);
+    return true;
+  }
+  size_t slot_;
+  std::string operation_;
+  Number first_, second_;
+  std::unique_ptr<PythonStep> python_;
 };
 
 class ItemStep : public Step {
@@ -710,17 +870,16 @@ PyObject* unit_used(PyObject* self, void*) {
 std::unique_ptr<Step> made(UnitState& state, const py::tuple& described) {
   auto kind = py::cast<std::string>(described[0]);
   auto slot = [&](size_t i) { return py::cast<size_t>(described[i]); };
-  auto numbers = [&](size_t i) { return py::cast<std::vector<int64_t>>(described[i]); };
   if (kind == "kernel") return std::make_unique<KernelStep>(py::cast<uint64_t>(described[1]), py::list(described[2]));
   if (kind == "operator")
     return std::make_unique<OperatorStep>(py::cast<std::string>(described[1]), py::cast<std::string>(described[2]),
                                           py::list(described[3]), py::list(described[4]));
   if (kind == "empty")
-    return std::make_unique<EmptyStep>(slot(1), numbers(2), numbers(3),
+    return std::make_unique<EmptyStep>(slot(1), Sizes(described[2]), Sizes(described[3]),
                                        reinterpret_cast<THPDtype*>(py::object(described[4]).ptr())->scalar_type);
   if (kind == "view")
-    return std::make_unique<ViewStep>(slot(1), Operand(Value(described[2])), numbers(3), numbers(4),
-                                      py::cast<int64_t>(described[5]));
+    return std::make_unique<ViewStep>(slot(1), Operand(Value(described[2])), Sizes(described[3]), Sizes(described[4]),
+                                      Number(Value(described[5])));
   if (kind == "resize") {
     auto step = std::make_unique<ResizeStep>(torch::createStorage(py::object(described[1]).ptr()), slot(2));
     state.regions.push_back(step.get());
@@ -733,7 +892,13 @@ std::unique_ptr<Step> made(UnitState& state, const py::tuple& described) {
   };
   if (kind == "python") return python(1);
   if (kind == "layout")
-    return std::make_unique<LayoutStep>(Operand(Value(described[1])), numbers(2), numbers(3), python(4));
+    return std::make_unique<LayoutStep>(Operand(Value(described[1])), Sizes(described[2]), Sizes(described[3]), python(4));
+  if (kind == "alignment")
+    return std::make_unique<AlignmentStep>(Operand(Value(described[1])), py::cast<uint64_t>(described[2]), python(3));
+  if (kind == "check") return std::make_unique<CheckStep>(Number(Value(described[1])), python(2));
+  if (kind == "integer")
+    return std::make_unique<IntegerStep>(slot(1), py::cast<std::string>(described[2]), Number(Value(described[3])),
+                                         Number(Value(described[4])), python(5));
   if (kind == "item") return std::make_unique<ItemStep>(slot(1), slot(2), py::cast<Py_ssize_t>(described[3]));
   if (kind == "set") return std::make_unique<SetStep>(slot(1), Value(described[2]));
   if (kind == "copy") return std::make_unique<CopyStep>(slot(1), slot(2));
