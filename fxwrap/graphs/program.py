@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
 from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .counters import Counters
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
-from .flat import FlatBuilder
+from .flat import FlatBuilder, FlatFunction
 from .locks import LockOwner
 from .memory_provider import Estimate, MemoryProvider, Planner, Saved
 from .recording import Recording, RecordingRequest, next_use
@@ -38,12 +39,16 @@ from .recording_builder import Recorded, RecordingBuilder
 from .shared_state import SHARED
 from .specialization import Decision, Specialization, Specializations
 from .torch_functions import TorchFunctions
-from .units import Guards, Unit
+from .units import CannotReplay, Description, Guards, NativeReplay, Part, Unit, describe
+
+log = logging.getLogger(__name__)
 
 _MISSED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
+# Most programs run eagerly once, before they are recorded.
+_WORTH_A_UNIT = 3
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class _Cut:
 
     plan: ProgramPlan
     placeholders: Sequence[Node]
-    eager: Callable[[list[Any]], Any]
+    eager: EagerRuns
     outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs in memory that a recording may own
     copied: frozenset[int]  # storages of outputs that are copied in any case
     overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
@@ -82,6 +87,7 @@ class Program:
         self._freezes_addresses = freezes_addresses(self.plan.device)
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
+        self._warm_ups = max(options.warmup, int(self._on_accelerator))
         self._caller_captures = capture_check(self.plan.device)
         self._forward: tuple[weakref.ref[Program], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
@@ -105,7 +111,7 @@ class Program:
         return _Cut(
             plan,
             placeholders,
-            _eager_function(plan, placeholders),
+            EagerRuns(_eager_function(plan, placeholders), len(placeholders), self.functions.native),
             outputs,
             frozenset(index for p, index in outputs if self.options.copy_outputs and p not in plan.saved),
             [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(placeholders[p])],
@@ -159,7 +165,7 @@ class Program:
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
         found = self.specializations.get(key)
-        if found is not None:
+        if found is not None and found.recordings:
             outputs = self._replay(found, inputs)
             if outputs is not _MISSED:
                 return outputs
@@ -192,13 +198,13 @@ class Program:
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
         specialization = self.specializations.get(key) or self.specializations.add(key, Specialization())
         specialization.calls.append(next_use())
-        owner, cut, capturing = self._owner(), self._cut, SHARED.capturing[self.plan.device]
-        reason = self._eager_reason(specialization)
-        # Before anything is decided: what another thread records may be what this call needs.
-        if not reason and self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
-            reason = "another capture is under way"
+        cut, reason = self._cut, self._eager_reason(specialization)
         if reason:
             return self._run_eagerly(cut, inputs, reason, specialization)
+        owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
+        # Before anything is decided: what another thread records may be what this call needs.
+        if self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
+            return self._run_eagerly(cut, inputs, "another capture is under way", specialization)
         try:
             decision = specialization.decide(inputs, owner, self.specializations.is_full())
             if decision.event:
@@ -238,7 +244,7 @@ class Program:
             return _WARM_UP
         if specialization.recordings:
             return ""
-        if specialization.eager_runs < max(self.options.warmup, int(self._on_accelerator)):
+        if specialization.eager_runs < self._warm_ups:
             return _WARM_UP
         return ""
 
@@ -272,11 +278,15 @@ class Program:
         if reason != _WARM_UP:
             return cut.eager(inputs)
         self._expect(cut, inputs, specialization)
-        specialization.note(inputs)
+        # What is recorded at the next call wants to know what moved since this one.
+        last = specialization.eager_runs + 1 >= self._warm_ups
+        if last:
+            specialization.note(inputs)
         outputs = cut.eager(inputs)
         self._thread.warm = True
         specialization.eager_runs += 1
-        specialization.warm_outputs = _weak_outputs(cut, outputs)
+        if last:
+            specialization.warm_outputs = _weak_outputs(cut, outputs)
         return outputs
 
     def _expect(self, cut: _Cut, inputs: list[Any], specialization: Specialization) -> None:
@@ -414,7 +424,35 @@ class Program:
         self.specializations.units = tuple(r.unit for r in self.specializations.recordings() if r.unit is not None)
 
 
-def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node]) -> Callable[[list[Any]], Any]:
+class EagerRuns:
+    """Runs the whole schedule with plain allocations: in Python at first, and natively once that is worth a unit."""
+
+    def __init__(self, flat: FlatFunction, inputs: int, native: Callable[[], NativeReplay | None]) -> None:
+        self._flat, self._inputs, self._native = flat, inputs, native
+        self._calls = 0
+        self._unit: Callable[[list[Any]], Any] | None = None
+        self._missed: Any = None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        self._calls += 1
+        if self._calls == _WORTH_A_UNIT:
+            self._make_unit()
+        if self._unit is not None and (outputs := self._unit(inputs)) is not self._missed:
+            return outputs
+        return self._flat.function(inputs)
+
+    def _make_unit(self) -> None:
+        native = self._native()
+        if native is None:
+            return
+        try:
+            described = describe(native, [Part(self._flat)], self._inputs, Description(self._inputs, True))
+            self._unit, self._missed = native.unit(described.for_library()), native.missed
+        except (CannotReplay, RuntimeError) as error:
+            log.info("eager runs stay in Python: %s", error)
+
+
+def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node]) -> FlatFunction:
     """The whole schedule as one flat function with plain allocations."""
     builder = FlatBuilder(constants(plan.graph), {node: i for i, node in enumerate(placeholders)})
     for node in checks_on(placeholders):
@@ -422,7 +460,7 @@ def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node]) -> Callable
             builder.check(node)
     for partition in plan.partitions:
         builder.run_partition(plan, partition)
-    return builder.build(output_node(plan.graph).args[0]).function
+    return builder.build(output_node(plan.graph).args[0])
 
 
 def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
