@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
 import importlib
@@ -33,10 +34,11 @@ from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
 from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.counters import Counters
-from fxwrap.graphs.devices.runtime import runtime_for, using_runtime
+from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
 from fxwrap.graphs.recording import Recording
 from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.shared_state import SHARED
+from fxwrap.graphs.units import Guards, NativeReplay
 from fxwrap.testing.simulated import SIMULATED
 
 # What is tested is compiled: tests/codegen/test_caches.py has the caches.
@@ -179,11 +181,12 @@ def launches_compared() -> Iterator[None]:
     A recording launches all of its graphs at every replay, and at its first call where capturing runs nothing.
     """
     counted, replayed, broken_off = list[str](), list[bool](), list[bool]()  # threads append
+    natively: list[tuple[ctypes.c_int64, DeviceRuntime, int]] = []
     expected: dict[str, list[int]] = {"cpu": [], "hostsim": []}
     count, capture, run = Counters.count, RecordingBuilder._capture, Recording.run
+    make_unit, failed = Recording.make_unit, Recording.failed
 
-    def expect(recording: Recording | RecordingBuilder, graphs: int) -> None:
-        runtime = recording.request.runtime
+    def expect(runtime: DeviceRuntime, graphs: int) -> None:
         its_own = getattr(runtime, "simulator", SIMULATED.simulator) is not SIMULATED.simulator
         if runtime.frozen_addresses and runtime.device.type in expected and not its_own:
             expected[runtime.device.type].append(graphs)
@@ -208,23 +211,38 @@ def launches_compared() -> Iterator[None]:
         with broken_off_noted():
             capture(self, *args)
         if not self.request.runtime.runs_while_capturing:
-            expect(self, max(0, len(self._graphs) - before))  # one that is given up has none left
+            expect(self.request.runtime, max(0, len(self._graphs) - before))  # one that is given up has none left
 
     @functools.wraps(run)
     def noting_run(self: Recording, *args: Any) -> Any:
         graphs = len(self.graphs)
         with broken_off_noted():
             outputs = run(self, *args)
-        expect(self, graphs)
+        expect(self.request.runtime, graphs)
         replayed.append(not self.without_graphs)
         return outputs
 
+    @functools.wraps(make_unit)
+    def noting_make_unit(self: Recording, native: NativeReplay, guards: Guards, count: ctypes.c_int64) -> str:
+        natively.append((count, self.request.runtime, len(self.graphs)))
+        return make_unit(self, native, guards, count)
+
+    @functools.wraps(failed)
+    def noting_failed(self: Recording, error: BaseException) -> None:
+        broken_off.append(True)
+        failed(self, error)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recording, "make_unit", noting_make_unit)
+        patch.setattr(Recording, "failed", noting_failed)
         patch.setattr(Counters, "count", noting_count)
         patch.setattr(RecordingBuilder, "_capture", noting_capture)
         patch.setattr(Recording, "run", noting_run)
         before = {device_type: launches(device_type) for device_type in expected}
         yield
+    for cell, runtime, graphs in natively:
+        for _ in range(cell.value):
+            expect(runtime, graphs)
     for device_type, graphs in expected.items():
         now, least = launches(device_type) - before[device_type], sum(graphs)
         assert now == least or (broken_off and now > least), (

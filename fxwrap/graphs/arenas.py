@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import weakref
@@ -77,16 +78,18 @@ class Arena:
         live_outputs: the outputs in it that were handed out, by recording.
         version: changes whenever ``live_outputs`` does.
         stream: where its work was issued last; None where there are no streams.
+        stream_id: of that stream; -1 where there is none.
         block: its memory; None if it has none.
     """
 
     device: torch.device
     nbytes: int = 0
     live_outputs: list[LiveOutputs] = field(default_factory=list)
-    version: int = 0
-    stream: Any = None
+    version: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
+    stream_id: ctypes.c_int64 = field(default_factory=lambda: ctypes.c_int64(-1))
     lock: TryLock = field(default_factory=TryLock)
     block: torch.UntypedStorage | None = None
+    _stream: Any = None
     _begin: int = 0
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _moved: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
@@ -117,6 +120,14 @@ class Arena:
             memory = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
         self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
         self.block, self.nbytes = memory.untyped_storage(), nbytes
+
+    @property
+    def stream(self) -> Any:
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        self._stream, self.stream_id.value = stream, getattr(stream, "stream_id", -1)
 
     def is_idle_for(self, stream: Any) -> bool:
         """Whether no other stream still works in the arena, so that work on ``stream`` may begin now."""
@@ -177,7 +188,7 @@ class Arena:
 
     def changed(self) -> None:
         """Make every liveness guard collect the outputs again."""
-        self.version = next(_versions)
+        self.version.value = next(_versions)
 
     def held(self) -> dict[OutputStorage, int]:
         """The live outputs in it, and how many tensors the caller has of each."""
@@ -246,7 +257,8 @@ class ArenaPool:
                 arena.follow(stream)
                 return arena
             held.pop()
-        arena = Arena(device, stream=stream)
+        arena = Arena(device)
+        arena.stream = stream
         held.append(arena)
         arena.lock.acquire(owner)
         arenas.append(weakref.ref(arena, arenas.remove))

@@ -20,13 +20,19 @@ class Counters:
     def __init__(self) -> None:
         # By thread identifier: a thread that is gone leaves its counts to whoever gets its identifier.
         self._by_thread: dict[int, Counter[tuple[str, str]]] = {}
-        self.native_replays = ctypes.c_int64()  # counted by units
+        self._by_unit: list[ctypes.c_int64] = []
 
     def count(self, kind: str, reason: str = "") -> None:
         """Count one of ``replays``, ``recordings``, ``eager``, ``events``."""
         thread = threading.get_ident()
         mine = self._by_thread.get(thread) or self._by_thread.setdefault(thread, Counter())
         mine[kind, reason] += 1
+
+    def cell(self) -> ctypes.c_int64:
+        """What a unit counts its replays in."""
+        cell = ctypes.c_int64()
+        self._by_unit.append(cell)
+        return cell
 
     def _by_reason(self, kind: str) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -36,7 +42,7 @@ class Counters:
 
     @property
     def replays(self) -> int:
-        return self._by_reason("replays")[""] + self.native_replays.value
+        return self._by_reason("replays")[""] + sum(cell.value for cell in list(self._by_unit))
 
     @property
     def recordings(self) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,7 @@ class SharedMemory(Protocol):
 
     device: torch.device
     live_outputs: list[LiveOutputs]
-    version: int
+    version: ctypes.c_int64
 
 
 class LivenessGuard:
@@ -113,7 +114,7 @@ class LivenessGuard:
         self._counts: Callable[[], list[int]]
         self._free: list[int]
         self._versions: list[int]
-        self._collect([])
+        self._collect(list(map(_version, footprints)))
 
     def all_dead(self) -> bool:
         """Whether none of them is live, but for what this call donates. Asked at every call: one list of counts."""
@@ -137,6 +138,15 @@ class LivenessGuard:
         counts = self._counts()[len(self._own.outputs) :]
         return [output for output, count, free in zip(self._near, counts, self._free, strict=True) if count > free]
 
+    def expected(self) -> tuple[list[torch.UntypedStorage], list[int], list[tuple[ctypes.c_int64, int, int]]]:
+        """Storages, the use counts that they have when all are dead, and the versions for which this is true.
+
+        Versions are cells, with their addresses and values.
+        """
+        cells = [arena.version for arena in self._footprints]
+        versions = list(zip(cells, map(ctypes.addressof, cells), self._versions, strict=True))
+        return self._counted, self._own.baseline + self._free, versions
+
     def _collect(self, versions: list[int]) -> None:
         near, free = list[OutputStorage](), list[int]()
         for arena, footprint in self._footprints.items():
@@ -153,4 +163,4 @@ class LivenessGuard:
         self._counts = self._counter(self._counted)
 
 
-_version = operator.attrgetter("version")
+_version = operator.attrgetter("version.value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -33,6 +34,7 @@ class TryLock:
     """
 
     def __init__(self) -> None:
+        self.native = ctypes.c_int64()  # the process in which a unit runs that has the lock
         self.owners: dict[int, weakref.ref[LockOwner]] = {}  # one, or none
 
     def acquire(self, owner: LockOwner, wait_s: float = 0.0) -> bool:
@@ -54,6 +56,8 @@ class TryLock:
         return has
 
     def _try(self, owner: LockOwner) -> bool:
+        if self.native.value == owner.process:
+            return False
         known = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
         if known is not None and known.process != owner.process:
             self.owners.clear()
@@ -67,7 +71,7 @@ class TryLock:
             self.owners.clear()
 
     def locked(self) -> bool:
-        return bool(self.owners)
+        return bool(self.owners) or self.native.value == os.getpid()
 
     def _collected(self, gone: weakref.ref[LockOwner]) -> None:
         if self.owners.get(0) is gone:

@@ -159,9 +159,9 @@ class Program:
 
     def _failed(self, error: BaseException, unit: Unit | None = None) -> None:
         self.counters.count("events", f"a call raised {type(error).__name__}")
-        found = [r for r in self.specializations.recordings() if r.unit is unit] if unit is not None else []
-        if unit is not None and found and unit.failed >= 0 and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"fxwrap: raised by {found[0].listing[unit.failed]}")
+        for recording in self.specializations.recordings() if unit is not None else ():
+            if recording.unit is unit:
+                recording.failed(error)
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
         found = self.specializations.get(key)
@@ -417,8 +417,14 @@ class Program:
             if how is not None
         ]
         packed = [SHARED.packed.known] if self._cut.overwritten else []
-        guards = Guards((), numbers, dimensions, packed, no_hooks=self._is_forward)
-        if why := recording.make_unit(native, guards, self.counters.native_replays):
+        guards = Guards(
+            numbers=numbers,
+            dimensions=dimensions,
+            empty=packed,
+            no_hooks=self._is_forward,
+            caller_captures=self._caller_captures,
+        )
+        if why := recording.make_unit(native, guards, self.counters.cell()):
             self.counters.count("events", f"replays in Python: {why}")
         self._missed = native.missed
         self.specializations.units = tuple(r.unit for r in self.specializations.recordings() if r.unit is not None)
@@ -446,7 +452,9 @@ class EagerRuns:
         if native is None:
             return
         try:
-            described = describe(native, [Part(self._flat)], self._inputs, Description(self._inputs, True))
+            described = describe(
+                native, [Part(self._flat.lines, self._flat.result)], self._inputs, Description(self._inputs, True)
+            )
             self._unit, self._missed = native.unit(described.for_library()), native.missed
         except (CannotReplay, RuntimeError) as error:
             log.info("eager runs stay in Python: %s", error)

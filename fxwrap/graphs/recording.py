@@ -22,7 +22,7 @@ from .live_outputs import LivenessGuard, LiveOutputs, OutputStorage, SharedMemor
 from .locks import LockOwner, TryLock
 from .placement import PlacementHints
 from .regions import Regions
-from .static_buffers import unexpanded
+from .static_buffers import Fill
 from .torch_functions import TorchFunctions
 from .units import CannotReplay, Description, Guards, NativeReplay, Part, Unit, describe
 
@@ -58,8 +58,8 @@ class Policy(Protocol):
     def found_live(self, outputs: Collection[int]) -> bool: ...
 
 
-# Static input buffers by device, and the positions of the inputs that are copied to them.
-InputBuffers = Mapping[torch.device, tuple[list[torch.Tensor], list[int]]]
+# What fills the static input buffers of each device, and the positions of the inputs that are copied to them.
+InputBuffers = Sequence[tuple[Fill, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Replay:
 
 def fill(buffers: InputBuffers, inputs: Sequence[Any]) -> None:
     """Copy inputs to their static buffers."""
-    for tensors, positions in buffers.values():
-        torch._foreach_copy_(tensors, [unexpanded(inputs[position]) for position in positions])
+    for fill_buffers, positions in buffers:
+        fill_buffers(*(inputs[position] for position in positions))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Recording:
         for lock in self._locks:
             if not lock.acquire(owner):
                 return False
-        return not self.ended and not (self.unit is not None and self.unit.busy)
+        return not self.ended
 
     def release(self, owner: LockOwner) -> None:
         """Release those that ``owner`` has."""
@@ -213,12 +213,15 @@ class Recording:
         if replay is None or not replay.parts or self.without_graphs:
             return ""
         static = [(position, self.static_addresses[position]) for position in self.request.static_inputs]
-        idle = [*guards.empty, *(lock.owners for lock in self._locks)]
-        guards = dataclasses.replace(guards, addresses=static, empty=idle)
+        device = self.request.runtime.device if self._arenas and self.request.runtime.device.type != "cpu" else None
+        streams = [arena.stream_id for arena in self._arenas] if device is not None else []
+        locks = [(lock.owners, lock.native) for lock in self._locks]
+        guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
         described = Description(replay.inputs_end, replay.frees_inputs, guards, next_use, count)
         try:
             describe(native, replay.parts, len(replay.registers), described)
             self.unit, self.listing = native.unit(described.for_library()), described.listing
+            self._tell_unit()
         except (CannotReplay, RuntimeError) as error:
             log.info("a recording replays in Python: %s", error, exc_info=True)
             return str(error).partition("\n")[0]
@@ -245,7 +248,21 @@ class Recording:
 
     def is_free(self) -> bool:
         """Whether nobody can read what it overwrites."""
-        return not self.superseded and (self._liveness is None or self._liveness.all_dead())
+        free = not self.superseded and (self._liveness is None or self._liveness.all_dead())
+        if free:
+            self._tell_unit()
+        return free
+
+    def _tell_unit(self) -> None:
+        """Have the unit see by itself that nobody can read what it overwrites, until anything changes."""
+        if self.unit is not None and self._liveness is not None:
+            self.unit.expect(*self._liveness.expected())
+
+    def supersede(self, why: str) -> None:
+        """Another is to be recorded in its place."""
+        self.superseded = why
+        if self.unit is not None:
+            self.unit.clear()
 
     def is_idle_for(self, owner: LockOwner) -> bool:
         """Whether no other stream still works in its arenas."""
@@ -300,12 +317,19 @@ class Recording:
                 step()
             return replay.hand_out(inputs)
         except BaseException as error:
-            held.regions.empty()
-            if held.hints is not None:
-                held.hints.end(error, self._arenas)
+            self.failed(error)
             raise
         finally:
             r[:] = self._blank
+
+    def failed(self, error: BaseException) -> None:
+        """A replay has raised."""
+        if self._held is not None:
+            self._held.regions.empty()
+            if self._held.hints is not None:
+                self._held.hints.end(error, self._arenas)
+        if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
 
 
 # Numbers that grow, for who was used last.

@@ -21,7 +21,7 @@ from .devices.device_graph import DeviceGraph
 from .devices.host_graph import issue
 from .devices.runtime import GraphPool
 from .flat import FlatBuilder, FlatFunction, Landings
-from .flat_lines import Bound, Register
+from .flat_lines import Bound, Call, Line, Register, Store
 from .live_outputs import OutputStorage
 from .output_views import copy_out, each, relay, views_of
 from .placed_results import PlacedResults
@@ -29,7 +29,7 @@ from .placement import PlacementHints
 from .recording import Held, Recording, RecordingRequest, Replay, fill
 from .regions import Regions
 from .registers import Registers
-from .static_buffers import StaticBuffers, copy_tensors, unexpanded
+from .static_buffers import Fill, StaticBuffers, copy_tensors, unexpanded
 from .units import Part
 
 
@@ -70,7 +70,7 @@ class RecordingBuilder:
         self._placed = PlacedResults()
         tell = request.runtime.place_allocations
         self._hints = PlacementHints(tell, request.functions.alive) if tell is not None else None
-        self._input_buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
+        self._input_buffers: list[tuple[Fill, list[int]]] = []
         self._mutated: list[tuple[int, torch.Tensor]] = []
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
         # The tensors that stand for static and copied inputs.
@@ -184,7 +184,8 @@ class RecordingBuilder:
             else:
                 self._add_eager(partition, known)
         outputs = self._outputs_function(common)
-        parts = () if self._frozen else (*self._parts, Part(outputs))
+        back = [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
+        parts = (*self._parts, Part(back), Part(outputs.lines, outputs.result))
         known_inputs = self._inputs_end, check_inputs, self._input_buffers
         return Replay(self._r, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts)
 
@@ -210,7 +211,7 @@ class RecordingBuilder:
         functions = [builder.build() for builder in (once, layouts, others)]
         for function in functions:
             function.function(self._r)
-        self._parts += map(Part, functions[1:])
+        self._parts += (Part(function.lines) for function in functions[1:])
         assert_layouts, assert_others = functions[1].function, functions[2].function
         if not looked_at:
             return assert_others if count else None
@@ -233,6 +234,7 @@ class RecordingBuilder:
         """Lay out static input buffers, and fill them."""
         found: dict[Node, Any] = {}
         written = frozenset().union(*self.plan.facts.written.values())
+        buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         for position, node in enumerate(self._placeholders):
             if node.name not in self.request.planned.input_buffers:
                 continue
@@ -240,12 +242,15 @@ class RecordingBuilder:
             value = inputs[position]
             place = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
             found[node] = self._as_seen[position] = place
-            buffers, positions = self._input_buffers.setdefault(place.device, ([], []))
-            buffers.append(unexpanded(place))
+            tensors, positions = buffers.setdefault(place.device, ([], []))
+            tensors.append(unexpanded(place))
             positions.append(position)
             if index in written and position not in self.plan.donated:
                 self._mutated.append((position, place))
+        self._input_buffers = [(Fill(tensors), positions) for tensors, positions in buffers.values()]
         fill(self._input_buffers, inputs)
+        for one, positions in self._input_buffers:
+            self._parts.append(Part([Line(Call(Bound(one), tuple(map(Register, positions))))]))
         return found
 
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -303,7 +308,7 @@ class RecordingBuilder:
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
-        self._parts.append(Part(flat, below_autograd=True))
+        self._parts.append(_replay_part(graph) if self._frozen else Part(flat.lines, below_autograd=True))
         self._steps.append(graph.replay)
         if self._frozen:
             # What operators allocated during capture keeps its address: from here on it is known. Held for as
@@ -342,7 +347,7 @@ class RecordingBuilder:
     def _give_up(self, partition: Partition) -> None:
         """Memory is short: what graphs and their pools have is for the rest of this call, which runs eagerly."""
         self._gave_up = self._eager_reasons[partition.index] = OUT_OF_MEMORY
-        self._graphs, self._steps, self._pools = [], [], []
+        self._graphs, self._steps, self._parts, self._pools = [], [], [], []
         self._leave_arenas(OUT_OF_MEMORY)
 
     def _stop_placing(self) -> None:
@@ -358,7 +363,7 @@ class RecordingBuilder:
     def _add_eager(self, partition: Partition, known: _Known) -> None:
         stores = self._registers.stores.get(partition.index, [])
         flat = self._flat(partition, known, False, stores)
-        self._parts.append(Part(flat))
+        self._parts.append(Part(flat.lines))
         call = _Bound(flat, self._r)
         with self._as_replayed():
             call()
@@ -387,6 +392,9 @@ class RecordingBuilder:
                     r[register] = place
 
             self._steps.append(copy_over)
+            for register, place in refresh:
+                copy = Line(Call(Bound(copy_tensors), (Register(register), Bound(place))))
+                self._parts.append(Part([copy, Store(Register(register), Bound(place))]))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """Where a graph calls again, it allocates now what it allocates at replays: inference tensors, too."""
@@ -410,7 +418,7 @@ class RecordingBuilder:
 
     def _stable_memory(self, inputs: Sequence[Any]) -> set[int]:
         """Addresses of storages that are the same at every call."""
-        known = [*self._memory.values(), *self._kept, *(buffers for buffers, _ in self._input_buffers.values())]
+        known = [*self._memory.values(), *self._kept, *(filled.tensors for filled, _ in self._input_buffers)]
         known += [inputs[position] for position in self.request.static_inputs]
         known += list(self._constants.values())
         return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._placed.addresses
@@ -544,6 +552,14 @@ class _Bound:
     def __call__(self) -> None:
         with self._context():
             self.function(self.registers)
+
+
+# Not by torch.Tensor.copy_: a unit calls operators without Python.
+_COPY = Bound(torch.ops.aten.copy_.default)
+
+
+def _replay_part(graph: DeviceGraph) -> Part:
+    return Part([Line(Call(Bound(graph.replay)))])
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -235,7 +235,7 @@ class Specialization:
         self.copied |= twice.union(*small)
         for recording in self.recordings:
             if not recording.request.copied >= self.copied:
-                recording.superseded = "live outputs are copied from now on"
+                recording.supersede("live outputs are copied from now on")
         return True
 
     def copied_of(self, outputs: Iterable[int]) -> frozenset[int]:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Copies inputs to their static buffers, which ``tensors`` are, one element along repeated dimensions."""
+
+    tensors: list[torch.Tensor]
+
+    def __call__(self, *inputs: torch.Tensor) -> None:
+        torch._foreach_copy_(self.tensors, list(map(unexpanded, inputs)))
 
 
 class StaticBuffers:

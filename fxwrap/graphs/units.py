@@ -25,26 +25,31 @@ from typing import Any, Protocol
 import torch
 
 from ..host_graph.nodes import Kernel, check, require, schema_of
-from .flat import FlatFunction
 from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Register, Store, operands_in
 from .regions import Resize
+from .static_buffers import Fill
 
 
 class Unit(Protocol):
     """``unit(inputs)`` returns the outputs, or ``missed`` if the call does not suit it: then it has done nothing.
 
     Attributes:
-        busy: whether a call runs.
         failed: the position of the step that the last call raised in; -1 if it did not.
         used: what ``next_use`` returned last.
     """
 
-    busy: bool
     failed: int
     used: int
 
     def __call__(self, inputs: list[Any]) -> Any: ...
-    def clear(self) -> None: ...
+
+    def expect(
+        self, storages: Sequence[Any], counts: Sequence[int], versions: Sequence[tuple[ctypes.c_int64, int, int]]
+    ) -> None:
+        """Replay only if storages have these use counts, and cells (with their addresses) these values."""
+
+    def clear(self) -> None:
+        """Let go of everything; it misses from now on."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ class Guards:
         dimensions: (position, whether it is a stride, dimension, value).
         empty: dictionaries that must be.
         no_hooks: nobody packs what autograd saves in this thread.
+        locks: owners of locks, of which there must be none, and where it is noted that a unit has the lock.
+        device: the accelerator, which must be the current one; None for the CPU.
+        streams: where work was issued last in each arena, which must be the current stream.
+        caller_captures: whether somebody captures on the current stream.
     """
 
     addresses: Sequence[tuple[int, int]] = ()
@@ -87,13 +96,18 @@ class Guards:
     dimensions: Sequence[tuple[int, bool, int, int]] = ()
     empty: Sequence[dict[Any, Any]] = ()
     no_hooks: bool = False
+    locks: Sequence[tuple[dict[int, Any], ctypes.c_int64]] = ()
+    device: torch.device | None = None
+    streams: Sequence[ctypes.c_int64] = ()
+    caller_captures: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """A flat function in a unit, and whether it runs below autograd."""
+    """Lines of a unit, the result of the last ones, and whether they run below autograd."""
 
-    function: FlatFunction
+    lines: Sequence[AnyLine]
+    result: Any = None
     below_autograd: bool = False
 
 
@@ -125,8 +139,20 @@ class Description:
     def for_library(self) -> Mapping[str, Any]:
         guards = {one.name: getattr(self.guards, one.name) for one in dataclasses.fields(Guards)}
         own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "guards"}
-        address = ctypes.addressof(self.count) if self.count is not None else 0
-        return {**own, **guards, "count_address": address}
+        # Where numbers are that Python and the library share, beside what keeps them there.
+        cells = {
+            "count_address": ctypes.addressof(self.count) if self.count is not None else 0,
+            "lock_addresses": [ctypes.addressof(cell) for _, cell in self.guards.locks],
+            "stream_addresses": list(map(ctypes.addressof, self.guards.streams)),
+        }
+        return {**own, **guards, **cells}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A local's value, which nobody else has from then on."""
+
+    local: Local
 
 
 class CannotReplay(Exception):
@@ -147,14 +173,14 @@ def describe(native: NativeReplay, parts: Sequence[Part], registers: int, descri
             below = part.below_autograd
             description.steps.append(("below autograd", below))
             description.listing.append(f"{'below' if below else 'through'} autograd:")
-        last = _Lowering(native, part.function, description)
+        last = _Lowering(native, part, description)
         last.lower()
     assert last is not None
     if below:
         description.steps.append(("below autograd", False))
         description.listing.append("through autograd:")
-    description.result = last.value(parts[-1].function.result)
-    description.listing.append(f"return {last.text(parts[-1].function.result)}")
+    description.result = last.value(parts[-1].result)
+    description.listing.append(f"return {last.text(parts[-1].result)}")
     read = _slots_in(description.steps) | _slots_in([description.result])
     # Also those that nobody reads: they live as long as the call, and the plan takes them to be there.
     static = {position for position, _ in description.guards.addresses}
@@ -165,10 +191,10 @@ def describe(native: NativeReplay, parts: Sequence[Part], registers: int, descri
 
 
 class _Lowering:
-    """One flat function."""
+    """The lines of one part."""
 
-    def __init__(self, native: NativeReplay, function: FlatFunction, description: Description) -> None:
-        self._native, self._description, self._lines = native, description, function.lines
+    def __init__(self, native: NativeReplay, part: Part, description: Description) -> None:
+        self._native, self._description, self._lines = native, description, part.lines
         self._slots: dict[Local, int] = {}
         self._borrowed: dict[Local, int] = {}  # registers that stay when the local goes
         self._stored = {
@@ -177,10 +203,11 @@ class _Lowering:
             if isinstance(line, Store) and isinstance(line.value, Local)
         }
         # Tuples of which nothing but elements is read.
-        whole = {part for line in self._lines for part in _read_whole(line)} | set(operands_in(function.result))
+        whole = {part for line in self._lines for part in _read_whole(line)} | set(operands_in(part.result))
         items = {line.value.of for line in self._lines if isinstance(line, Line) and isinstance(line.value, Item)}
         self._taken_apart = items - whole
         self._elements: dict[tuple[Local, int], int] = {}
+        self._temporaries = 0
 
     def lower(self) -> None:
         for position, line in enumerate(self._lines):
@@ -222,9 +249,18 @@ class _Lowering:
         elif isinstance(value, Item):
             self._item(value, line.results[0])
         else:
-            if not isinstance(value, Call) or any(isinstance(one, Call) for one in _nested(value)):
-                raise CannotReplay(f"a nested call: {value}")
-            self._call(value, line)
+            if not isinstance(value, Call):
+                raise CannotReplay(f"a line that calls nothing: {line}")
+            self._call(self._landed(value, line), line)
+
+    def _landed(self, call: Call, line: Line) -> Call:
+        """A call whose arguments are no calls: ``landing([f(x)])`` becomes two steps."""
+        if len(call.args) != 1 or not isinstance(call.args[0], list) or not isinstance(call.args[0][0], Call):
+            return call
+        self._temporaries += 1
+        result = Local(f"landing {self._temporaries}")
+        self._call(call.args[0][0], dataclasses.replace(line, value=call.args[0][0], results=(result,)))
+        return dataclasses.replace(call, args=([Taken(result)],))
 
     def _item(self, item: Item, local: Local) -> None:
         known = self._elements.get((item.of, item.position))
@@ -244,6 +280,9 @@ class _Lowering:
             return self._add(
                 ("resize", function.storage, function.nbytes), f"resize a region to {function.nbytes} bytes"
             )
+        if isinstance(function, Fill):
+            fill = "fill", list(function.tensors), list(map(self.value, call.args))
+            return self._add(fill, f"fill static buffers with {', '.join(map(self.text, call.args))}")
         if function is self._native.empty and _are_sizes(args[:2]):
             sizes, text = [self._numbers(arg) for arg in args[:2]], self.text(args[0])
             slot = self._new(line.results[0])
@@ -382,6 +421,8 @@ class _Lowering:
         match operand:
             case Local():
                 return "slot", self._slots[operand]
+            case Taken(local):
+                return "taken", self._slots[local]
             case Register(number):
                 return "slot", number
             case Bound(value):
@@ -413,7 +454,7 @@ _MOST_ARGUMENTS = 96
 def _text_of(value: tuple[str, Any]) -> str:
     kind, content = value
     match kind:
-        case "slot":
+        case "slot" | "taken":
             return f"slot {content}"
         case "constant":
             if isinstance(content, torch.Tensor):
@@ -437,15 +478,6 @@ def _are_sizes(values: Sequence[Any]) -> bool:
     return all(isinstance(value, tuple) and all(map(_is_number, value)) for value in values)
 
 
-def _nested(call: Call) -> list[Any]:
-    found, todo = [], [*call.args, *call.kwargs.values()]
-    while todo:
-        value = todo.pop()
-        found.append(value)
-        todo += value if isinstance(value, (list, tuple)) else ()
-    return found
-
-
 def _read_whole(line: AnyLine) -> list[Any]:
     """What a line reads other than elements of it."""
     if isinstance(line, Delete) or (isinstance(line, Line) and isinstance(line.value, Item)):
@@ -460,7 +492,7 @@ def _slots_in(value: Any) -> set[int]:
         match step:
             case ("resize", *_) | ("below autograd", _) | ("drop", _):
                 pass
-            case ("slot", number) if type(number) is int:
+            case ("slot" | "taken", number) if type(number) is int:
                 found.add(number)
             case ("empty", slot, size, stride, _):
                 found |= {slot} | _slots_in([*size, *stride])
@@ -468,6 +500,8 @@ def _slots_in(value: Any) -> set[int]:
                 found |= {slot} | _slots_in([base, *size, *stride, offset])
             case ("item" | "copy", slot, of, *_):
                 found |= {slot, of}
+            case ("fill", _, inputs):
+                found |= _slots_in(inputs)
             case ("set", slot, made):
                 found |= {slot} | _slots_in([made])
             case ("kernel", _, arguments):

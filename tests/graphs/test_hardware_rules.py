@@ -298,6 +298,7 @@ def test_a_replay_that_launches_nothing_is_found_out(
             f(x)
         (recording,) = f.program.specializations.recordings()
         assert len(recording.graphs) == 2
+        f.program.specializations.units = ()  # in Python, whose steps can be taken out
         with launches_compared():
             f(x)
         recording._replay.steps.remove(recording.graphs[1].replay)

@@ -13,8 +13,11 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
+#include <unistd.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
@@ -33,8 +36,8 @@ namespace py = pybind11;
 
 namespace {
 
-// Changes in the child of a fork: what another thread was doing in the parent is nobody's work there.
-long process = 1;
+// Who holds a lock: what another thread was doing in the parent of a fork is nobody's work in the child.
+int64_t process = 0;
 
 // Whether this thread has the interpreter's lock, and lets go of it for steps that need no Python.
 class InterpreterLock {
@@ -106,6 +109,7 @@ struct Slot {
 };
 
 using Slots = std::vector<Slot>;
+const Slots kNoSlots;
 
 py::object owned(PyObject* value) {
   if (value == nullptr) throw python_error();
@@ -115,7 +119,7 @@ py::object owned(PyObject* value) {
 // A value of Python's in which slots stand for what is in them.
 class Value {
  public:
-  enum class Kind { Constant, Slot, Tuple, List, Slice, Dict };
+  enum class Kind { Constant, Slot, Taken, Tuple, List, Slice, Dict };
 
   explicit Value(const py::handle& described) {
     auto pair = py::cast<py::tuple>(described);
@@ -126,8 +130,8 @@ class Value {
       constant_ = content;
       return;
     }
-    if (kind == "slot") {
-      kind_ = Kind::Slot;
+    if (kind == "slot" || kind == "taken") {
+      kind_ = kind == "slot" ? Kind::Slot : Kind::Taken;
       slot_ = py::cast<size_t>(content);
       return;
     }
@@ -145,7 +149,7 @@ class Value {
   bool is_slot() const { return kind_ == Kind::Slot; }
   bool is_list() const { return kind_ == Kind::List || kind_ == Kind::Tuple; }
   bool is_constant() const {
-    if (kind_ == Kind::Slot) return false;
+    if (kind_ == Kind::Slot || kind_ == Kind::Taken) return false;
     for (const auto& part : parts_)
       if (!part.is_constant()) return false;
     return true;
@@ -153,12 +157,21 @@ class Value {
   size_t slot() const { return slot_; }
   const std::vector<Value>& parts() const { return parts_; }
 
-  py::object make(const Slots& slots) const {
+  py::object make() const {
+    Slots none;
+    return make(none);
+  }
+  py::object make(Slots& slots) const {
     switch (kind_) {
       case Kind::Constant:
         return constant_;
       case Kind::Slot:
         return owned(slots[slot_].get());
+      case Kind::Taken: {
+        auto taken = owned(slots[slot_].get());
+        slots[slot_].clear();
+        return taken;
+      }
       case Kind::Slice: {
         std::array<py::object, 3> bounds;
         for (size_t i = 0; i < 3; ++i) bounds[i] = parts_[i].make(slots);
@@ -199,7 +212,7 @@ class Operand {
     if (value.is_slot())
       slot_ = static_cast<long>(value.slot());
     else
-      tensor_ = THPVariable_Unpack(value.make({}).ptr());
+      tensor_ = THPVariable_Unpack(value.make().ptr());
   }
   const at::Tensor& in(const Slots& slots) const { return slot_ < 0 ? tensor_ : slots[static_cast<size_t>(slot_)].tensor; }
 
@@ -215,7 +228,7 @@ class Number {
     if (value.is_slot())
       slot_ = static_cast<long>(value.slot());
     else
-      number_ = py::cast<int64_t>(value.make({}));
+      number_ = py::cast<int64_t>(value.make());
   }
   bool known() const { return slot_ < 0; }
   bool there(const Slots& slots) const { return known() || slots[static_cast<size_t>(slot_)].is_number(); }
@@ -240,7 +253,7 @@ class Sizes {
       known_ = known_ && parts_.back().known();
     }
     values_.resize(parts_.size());
-    if (known_) evaluate({});
+    if (known_) evaluate(kNoSlots);
   }
   at::IntArrayRef in(const Slots& slots) {
     if (!known_) evaluate(slots);
@@ -260,8 +273,9 @@ class Step {
  public:
   virtual ~Step() = default;
   virtual void run(Slots& slots) = 0;
-  // Whether it runs with the interpreter's lock.
-  virtual bool in_python() const { return false; }
+  // Whether it needs the interpreter's lock, works so long that others should have it, or neither.
+  enum class Lock { Needed, InTheWay, Either };
+  virtual Lock lock() const { return Lock::Either; }
 };
 
 // -- kernels ----------------------------------------------------------------------------------------------
@@ -286,6 +300,7 @@ constexpr auto kCallers = callers(std::make_index_sequence<kMostArguments + 1>{}
 
 class KernelStep : public Step {
  public:
+  Lock lock() const override { return Lock::InTheWay; }
   // arguments: (what, value): "read" and "written" tensors, and numbers
   KernelStep(uint64_t address, const py::list& arguments) : function_(reinterpret_cast<void*>(address)) {
     TORCH_CHECK(arguments.size() <= kMostArguments);
@@ -300,7 +315,7 @@ class KernelStep : public Step {
       else if (value.is_slot())
         numbers_.emplace_back(i, Number(value));
       else
-        values_[i] = static_cast<uint64_t>(Number(value).in({}));
+        values_[i] = static_cast<uint64_t>(Number(value).in(kNoSlots));
     }
   }
 
@@ -344,7 +359,7 @@ class OperatorStep : public Step {
       }
       Value value(arguments[i]);
       if (value.is_constant()) {
-        values_.push_back(constant(value.make({}), declared.type()));
+        values_.push_back(constant(value.make(), declared.type()));
         continue;
       }
       values_.emplace_back();
@@ -360,7 +375,7 @@ class OperatorStep : public Step {
     stack_.reserve(std::max(values_.size(), schema.returns().size()));
   }
 
-  bool in_python() const override { return !others_.empty(); }
+  Lock lock() const override { return others_.empty() ? Lock::InTheWay : Lock::Needed; }
 
   // A number where a tensor is declared takes the other operand's dtype, as in torch's own functions.
   static c10::IValue constant(const py::object& value, const c10::TypePtr& type) {
@@ -474,6 +489,35 @@ class ResizeStep : public Step {
   size_t bytes_;
 };
 
+// Copies inputs to their static buffers.
+class FillStep : public Step {
+ public:
+  FillStep(const py::list& buffers, const py::list& inputs) {
+    for (auto buffer : buffers) buffers_.push_back(THPVariable_Unpack(buffer.ptr()));
+    for (auto input : inputs) inputs_.emplace_back(Value(input));
+    sources_.reserve(inputs_.size());
+  }
+  Lock lock() const override { return Lock::InTheWay; }
+  void run(Slots& slots) override {
+    struct Emptied {
+      std::vector<at::Tensor>& tensors;
+      ~Emptied() { tensors.clear(); }
+    } emptied{sources_};
+    for (const auto& input : inputs_) sources_.push_back(unexpanded(input.in(slots)));
+    at::_foreach_copy_(buffers_, sources_);
+  }
+
+ private:
+  // One element along dimensions that repeat it.
+  static at::Tensor unexpanded(at::Tensor tensor) {
+    for (int64_t i = 0; i < tensor.dim(); ++i)
+      if (tensor.stride(i) == 0 && tensor.size(i) > 1) tensor = tensor.narrow(i, 0, 1);
+    return tensor;
+  }
+  std::vector<at::Tensor> buffers_, sources_;
+  std::vector<Operand> inputs_;
+};
+
 // -- Python -----------------------------------------------------------------------------------------------
 
 class PythonStep : public Step {
@@ -492,7 +536,7 @@ class PythonStep : public Step {
     given_.resize(values_.size());
   }
 
-  bool in_python() const override { return true; }
+  Lock lock() const override { return Lock::Needed; }
 
   void run(Slots& slots) override {
     for (size_t i = 0; i < values_.size(); ++i) {
@@ -619,7 +663,7 @@ class IntegerStep : public Step {
 class ItemStep : public Step {
  public:
   ItemStep(size_t slot, size_t of, Py_ssize_t position) : slot_(slot), of_(of), position_(position) {}
-  bool in_python() const override { return true; }
+  Lock lock() const override { return Lock::Needed; }
   void run(Slots& slots) override {
     auto whole = owned(slots[of_].get());
     slots[slot_].set(owned(PySequence_GetItem(whole.ptr(), position_)).ptr());
@@ -633,7 +677,7 @@ class ItemStep : public Step {
 class SetStep : public Step {
  public:
   SetStep(size_t slot, Value value) : slot_(slot), value_(std::move(value)) {}
-  bool in_python() const override { return true; }
+  Lock lock() const override { return Lock::Needed; }
   void run(Slots& slots) override { slots[slot_].set(value_.make(slots).ptr()); }
 
  private:
@@ -644,7 +688,7 @@ class SetStep : public Step {
 class CopyStep : public Step {
  public:
   CopyStep(size_t slot, size_t from) : slot_(slot), from_(from) {}
-  bool in_python() const override { return true; }
+  Lock lock() const override { return Lock::Needed; }
   void run(Slots& slots) override { slots[slot_] = slots[from_]; }
 
  private:
@@ -697,15 +741,52 @@ struct Guards {
   std::vector<Address> addresses;
   std::vector<Number> numbers;
   std::vector<Dimension> dimensions;
+  struct Count {
+    c10::StorageImpl* storage;
+    size_t uses;
+  };
+  struct Cell {
+    const int64_t* at;
+    int64_t value;
+  };
   std::vector<py::object> empty;  // dictionaries
   bool no_hooks = false;          // nobody packs what autograd saves
+  std::optional<at::Device> device;
+  std::vector<const int64_t*> streams;
+  std::vector<std::pair<py::object, int64_t*>> locks;
+  py::object caller_captures, kept;
+  std::vector<Count> counts;
+  std::vector<Cell> versions;
 
   static const at::Tensor* tensor_at(PyObject* inputs, Py_ssize_t position) {
     auto* value = PyList_GET_ITEM(inputs, position);
     return THPVariable_Check(value) ? &THPVariable_Unpack(value) : nullptr;
   }
 
+  // Locks first: what others have under way is theirs to look at.
+  bool is_free() const {
+    for (const auto& [owners, native] : locks)
+      if (PyDict_GET_SIZE(owners.ptr()) != 0 || *native == process) return false;
+    for (const auto& [at, value] : versions)
+      if (*at != value) return false;
+    for (const auto& [storage, uses] : counts)
+      if (c10::raw::intrusive_ptr::use_count(storage) != uses) return false;
+    return true;
+  }
+
+  bool device_suits() const {
+    if (!device.has_value()) return true;
+    const auto* guard = c10::impl::getDeviceGuardImpl(device->type());
+    if (guard->getDevice() != *device) return false;
+    const auto stream = guard->getStream(*device).id();
+    for (const auto* last : streams)
+      if (*last != stream) return false;
+    // The default stream cannot be captured.
+    return stream == 0 || !caller_captures || !py::cast<bool>(owned(PyObject_CallNoArgs(caller_captures.ptr())));
+  }
+
   bool hold(PyObject* inputs) const {
+    if (!is_free() || !device_suits()) return false;
     for (const auto& dictionary : empty)
       if (PyDict_GET_SIZE(dictionary.ptr()) != 0) return false;
     for (const auto& [position, value] : numbers) {
@@ -731,7 +812,7 @@ struct Guards {
 
 struct UnitState {
   Py_ssize_t inputs = 0;
-  bool empties_inputs = false;
+  bool empties_inputs = false;  // at once; else at the end
   Slots slots;
   std::vector<std::pair<Py_ssize_t, size_t>> loads;  // input -> slot
   std::vector<std::unique_ptr<Step>> steps;
@@ -741,7 +822,7 @@ struct UnitState {
   Guards guards;
   std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> below =
       std::make_shared<std::optional<at::AutoDispatchBelowAutograd>>();
-  py::object next_use, used, count;
+  py::object next_use, used, kept;
   int64_t* counter = nullptr;
 };
 
@@ -749,7 +830,8 @@ struct Unit {
   PyObject_HEAD
   vectorcallfunc call;
   UnitState* state;
-  long busy;  // the process whose thread is in a call
+  int64_t busy;  // the process whose thread is in a call
+  bool ended;
   Py_ssize_t failed;
 };
 
@@ -757,8 +839,9 @@ PyObject* missed = nullptr;
 
 class Call {
  public:
-  explicit Call(Unit* unit) : unit_(unit), state_(*unit->state) {
+  Call(Unit* unit, PyObject* inputs) : unit_(unit), state_(*unit->state), inputs_(inputs) {
     unit_->busy = process;
+    for (const auto& [owners, native] : state_.guards.locks) *native = process;
     Py_INCREF(unit_);
   }
   ~Call() {
@@ -767,13 +850,16 @@ class Call {
       for (auto* region : state_.regions) region->empty();
     }
     for (auto slot : state_.cleared) state_.slots[slot].clear();
+    if (!state_.empties_inputs) PyList_SetSlice(inputs_, 0, PY_SSIZE_T_MAX, nullptr);
     unit_->busy = 0;
+    for (const auto& [owners, native] : state_.guards.locks) *native = 0;
+    if (unit_->ended) delete std::exchange(unit_->state, nullptr);
     Py_DECREF(unit_);
   }
 
-  py::object run(PyObject* inputs) {
-    for (const auto& [position, slot] : state_.loads) state_.slots[slot].set(PyList_GET_ITEM(inputs, position));
-    if (state_.empties_inputs && PyList_SetSlice(inputs, 0, PY_SSIZE_T_MAX, nullptr) != 0) throw python_error();
+  py::object run() {
+    for (const auto& [position, slot] : state_.loads) state_.slots[slot].set(PyList_GET_ITEM(inputs_, position));
+    if (state_.empties_inputs && PyList_SetSlice(inputs_, 0, PY_SSIZE_T_MAX, nullptr) != 0) throw python_error();
     Py_ssize_t at = 0;
     try {
       InterpreterLock lock;
@@ -782,9 +868,10 @@ class Call {
         ~Below() { state.reset(); }
       } below{*state_.below};
       for (auto& step : state_.steps) {
-        if (step->in_python())
+        const auto wanted = step->lock();
+        if (wanted == Step::Lock::Needed)
           lock.acquire();
-        else
+        else if (wanted == Step::Lock::InTheWay)
           lock.release();
         step->run(state_.slots);
         ++at;
@@ -801,6 +888,7 @@ class Call {
  private:
   Unit* unit_;
   UnitState& state_;
+  PyObject* inputs_;
   bool done_ = false;
 };
 
@@ -809,11 +897,11 @@ PyObject* replay(Unit* unit, PyObject* inputs) {
   auto& state = *unit->state;
   py::object returned;
   {
-    Call call(unit);
+    Call call(unit, inputs);
     if (state.next_use) state.used = owned(PyObject_CallNoArgs(state.next_use.ptr()));
-    returned = call.run(inputs);
+    returned = call.run();
+    if (state.counter != nullptr) ++*state.counter;
   }
-  if (state.counter != nullptr) ++*state.counter;
   return returned.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -832,35 +920,52 @@ PyObject* unit_call(PyObject* self, PyObject* const* arguments, size_t flags, Py
   bool suits = false;
   try {
     suits = unit->state->guards.hold(inputs);
+  } catch (python_error& error) {
+    error.restore();
+    return nullptr;
   } catch (...) {  // a tensor without memory
   }
   return suits ? replay(unit, inputs) : Py_NewRef(missed);
 }
 
-void unit_free(UnitState* state) {
-  if (state == nullptr) return;
-  delete state;
-}
-
 // Lets go of everything; the unit misses from now on.
 PyObject* unit_clear(PyObject* self, PyObject*) {
   auto* unit = reinterpret_cast<Unit*>(self);
-  if (unit->busy == process) {
-    PyErr_SetString(PyExc_RuntimeError, "a unit is cleared while it runs");
-    return nullptr;
-  }
-  unit_free(std::exchange(unit->state, nullptr));
+  if (unit->busy == process)
+    unit->ended = true;  // when the call is over
+  else
+    delete std::exchange(unit->state, nullptr);
   Py_RETURN_NONE;
 }
 
+// expect(storages, counts, versions): cells, addresses and values
+PyObject* unit_expect(PyObject* self, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  auto* unit = reinterpret_cast<Unit*>(self);
+  if (unit->state == nullptr) Py_RETURN_NONE;
+  auto given = py::reinterpret_borrow<py::tuple>(arguments);
+  auto& guards = unit->state->guards;
+  guards.counts.clear();
+  guards.versions.clear();
+  auto storages = py::cast<py::list>(given[0]);
+  auto counts = py::cast<std::vector<size_t>>(given[1]);
+  TORCH_CHECK(storages.size() == counts.size());
+  for (size_t i = 0; i < counts.size(); ++i)
+    guards.counts.push_back({torch::createStorage(py::object(storages[i]).ptr()).unsafeGetStorageImpl(), counts[i]});
+  for (auto version : given[2]) {
+    auto cell = py::cast<py::tuple>(version);
+    guards.versions.push_back({reinterpret_cast<const int64_t*>(py::cast<uintptr_t>(cell[1])), py::cast<int64_t>(cell[2])});
+  }
+  guards.kept = given;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 void unit_dealloc(PyObject* self) {
-  unit_free(std::exchange(reinterpret_cast<Unit*>(self)->state, nullptr));
+  delete std::exchange(reinterpret_cast<Unit*>(self)->state, nullptr);
   Py_TYPE(self)->tp_free(self);
 }
 
-PyObject* unit_busy(PyObject* self, void*) {
-  return PyBool_FromLong(reinterpret_cast<Unit*>(self)->busy == process);
-}
 PyObject* unit_failed(PyObject* self, void*) { return PyLong_FromSsize_t(reinterpret_cast<Unit*>(self)->failed); }
 PyObject* unit_used(PyObject* self, void*) {
   auto* state = reinterpret_cast<Unit*>(self)->state;
@@ -880,6 +985,7 @@ std::unique_ptr<Step> made(UnitState& state, const py::tuple& described) {
   if (kind == "view")
     return std::make_unique<ViewStep>(slot(1), Operand(Value(described[2])), Sizes(described[3]), Sizes(described[4]),
                                       Number(Value(described[5])));
+  if (kind == "fill") return std::make_unique<FillStep>(py::list(described[1]), py::list(described[2]));
   if (kind == "resize") {
     auto step = std::make_unique<ResizeStep>(torch::createStorage(py::object(described[1]).ptr()), slot(2));
     state.regions.push_back(step.get());
@@ -936,24 +1042,41 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   }
   for (auto one : described["empty"]) guards.empty.push_back(py::reinterpret_borrow<py::object>(one));
   guards.no_hooks = py::cast<bool>(described["no_hooks"]);
+  auto cell = [](const py::handle& address) { return reinterpret_cast<int64_t*>(py::cast<uintptr_t>(address)); };
+  auto addresses = py::list(described["lock_addresses"]);
+  size_t position = 0;
+  for (auto lock : described["locks"]) {
+    auto owners = py::cast<py::tuple>(lock)[0];
+    guards.locks.emplace_back(py::object(owners), cell(addresses[position++]));
+  }
+  if (!described["device"].is_none()) {
+    guards.device = reinterpret_cast<THPDevice*>(py::object(described["device"]).ptr())->device;
+    TORCH_CHECK(guards.device->has_index() && c10::impl::hasDeviceGuardImpl(guards.device->type()),
+                "nothing tells the current stream of ", *guards.device);
+  }
+  for (auto address : described["stream_addresses"]) guards.streams.push_back(cell(address));
+  if (!described["caller_captures"].is_none()) guards.caller_captures = described["caller_captures"];
+  // What is at these addresses.
+  state->kept = py::make_tuple(described["locks"], described["streams"], described["count"]);
   if (!described["next_use"].is_none()) state->next_use = described["next_use"];
   if (!described["count"].is_none()) {
-    state->count = described["count"];
-    state->counter = reinterpret_cast<int64_t*>(py::cast<uintptr_t>(described["count_address"]));
+    state->counter = cell(described["count_address"]);
   }
   auto* unit = PyObject_New(Unit, &UnitType);
   if (unit == nullptr) throw python_error();
   unit->call = unit_call;
   unit->state = state.release();
   unit->busy = 0;
+  unit->ended = false;
   unit->failed = -1;
   return reinterpret_cast<PyObject*>(unit);
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef unit_methods[] = {{"clear", unit_clear, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef unit_attributes[] = {{"busy", unit_busy, nullptr, nullptr, nullptr},
-                                 {"failed", unit_failed, nullptr, nullptr, nullptr},
+PyMethodDef unit_methods[] = {{"clear", unit_clear, METH_NOARGS, nullptr},
+                              {"expect", unit_expect, METH_VARARGS, nullptr},
+                              {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef unit_attributes[] = {{"failed", unit_failed, nullptr, nullptr, nullptr},
                                  {"used", unit_used, nullptr, nullptr, nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef functions[] = {{"unit", new_unit, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
@@ -975,6 +1098,7 @@ PyMODINIT_FUNC PyInit_fxwrap_replay() {
   if (module == nullptr) return nullptr;
   missed = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   if (missed == nullptr || PyModule_AddObjectRef(module, "MISSED", missed) < 0) return nullptr;
-  pthread_atfork(nullptr, nullptr, [] { ++process; });
+  process = getpid();
+  pthread_atfork(nullptr, nullptr, [] { process = getpid(); });
   return module;
 }
