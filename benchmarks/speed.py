@@ -2,8 +2,8 @@
 
     python benchmarks/speed.py                                     # all models, on the GPU if there is one
     python benchmarks/speed.py --models mlp gru --seconds 20
-    python benchmarks/speed.py --alternatives inductor cpp_wrapper fxwrap
-    python benchmarks/speed.py --json benchmarks/results/DATE-cpu.json
+    python benchmarks/speed.py --alternatives inductor cpp_wrapper fxwrap --start --memory
+    python benchmarks/speed.py --json benchmarks/results/DATE-cpu.json --picture docs/speed.svg
 
 All alternatives of a model live in one process, compiled from copies of one module, each with code of its own. They
 are timed in turn, in another order every time, for a few milliseconds each. A ratio is fxwrap's time by the other's
@@ -20,6 +20,11 @@ Parts of a call (inference): Dynamo's guards and dispatch, AOTAutograd's layer, 
 around it, each called with what it was given. Kernels and ATen are what Inductor's Python wrapper calls, called alone
 with the same operands and in the same order, operators below autograd, all of it through Python; "rest" is what is
 left of the wrapper, which is below zero for one that calls operators by a shorter way than Python's.
+
+With --start: seconds from the import of torch to the end of the first call, making the model not counted, in new
+processes with an Inductor cache for each alternative, first empty, then full. With --memory: the most bytes during
+some steady calls above those of the model, in a process for each alternative, as benchmarks/memory_peak.py counts
+them.
 """
 
 from __future__ import annotations
@@ -44,11 +49,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 # What is compiled is kept for the next time.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fxwrap-speed"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+_BEGIN = time.perf_counter()
 import torch  # noqa: E402
 from speed_models import WORKLOADS, Workload, step_of  # noqa: E402
 from speed_parts import parts_of  # noqa: E402
@@ -86,9 +91,8 @@ class Side:
 
     name: str
     step: Callable[[], Any]
-    module: nn.Module
     results: list[Tensor]  # of the first calls
-    functions: list[Any] = field(default_factory=list)  # what torch.compile returned
+    functions: list[Any]  # what torch.compile returned
     us: list[float] = field(default_factory=list)  # a call, by turn
 
 
@@ -109,27 +113,34 @@ def synchronize(device: str) -> None:
 
 def compiled_with(name: str, device: str) -> dict[str, Any]:
     """Arguments of torch.compile; on a device out of the tree with the settings of its registration."""
-    from memory_peak import settings_of
-
     found = dict(ALTERNATIVES[name] or {})
-    if found.get("backend") == "inductor" and (its_own := settings_of(device)):
-        found["options"] = {**its_own, **found.get("options", {})}
+    if device == "hostsim" and found["backend"] == "inductor":
+        from memory_peak import settings_of
+
+        found["options"] = {**settings_of(device), **found.get("options", {})}
     return found
+
+
+def prepared(
+    name: str, workload: Workload, module: nn.Module, inputs: tuple[Any, ...], device: str
+) -> tuple[Callable[[], Any], list[Any]]:
+    """A step of a model with an alternative, not called yet, and what torch.compile returned for it."""
+    functions, name = list[Any](), OURS if name == AGAIN else name
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        if ALTERNATIVES[name] is None:
+            return function
+        made = torch.compile(own(function), fullgraph=True, **compiled_with(name, device))
+        functions.append(made)
+        return made
+
+    return step_of(module, inputs, workload.training, compiled), functions
 
 
 def build(name: str, workload: Workload, template: nn.Module, inputs: tuple[Any, ...], device: str) -> Side:
     """Compile an alternative on a copy of a model, and call it until it is steady."""
-    module, functions = copy.deepcopy(template), list[Any]()
-    how = ALTERNATIVES[OURS if name == AGAIN else name]
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        if how is None:
-            return function
-        made = torch.compile(own(function), fullgraph=True, **compiled_with(OURS if name == AGAIN else name, device))
-        functions.append(made)
-        return made
-
-    step = step_of(module, inputs, workload.training, compiled)
+    module = copy.deepcopy(template)
+    step, functions = prepared(name, workload, module, inputs, device)
     results = [step().detach().clone() for _ in range(_CHECKED)]
     if workload.training:
         results += [parameter.detach().clone() for parameter in module.parameters()]
@@ -137,7 +148,7 @@ def build(name: str, workload: Workload, template: nn.Module, inputs: tuple[Any,
         step()
     if name == "graph by hand":
         step = captured(step, workload)
-    return Side(name, step, module, results, functions=functions)
+    return Side(name, step, results, functions)
 
 
 def captured(step: Callable[[], Any], workload: Workload) -> Callable[[], Any]:
@@ -300,6 +311,73 @@ def parts(sides: list[Side], args: argparse.Namespace) -> dict[str, Any]:
     return parts_of(steps, REFERENCE, timed)
 
 
+# -- a process for each alternative ---------------------------------------------------------------------------------
+
+
+def first_call(name: str, alternative: str, device: str) -> dict[str, float]:
+    """In a new process: seconds from the import of torch to the end of the first call, without making the model."""
+    workload = WORKLOADS[name]
+    with settings(workload.training):
+        begin = time.perf_counter()
+        module, inputs = made(workload, device)
+        making = time.perf_counter() - begin
+        prepared(alternative, workload, module, inputs, device)[0]()
+        synchronize(device)
+    return {"seconds": time.perf_counter() - _BEGIN - making}
+
+
+def peak(name: str, alternative: str, device: str) -> dict[str, float]:
+    """In a new process: the most bytes of some steady calls, above those of the model and its inputs."""
+    from memory_peak import AcceleratorMemory, CpuMemory
+
+    workload = WORKLOADS[name]
+    # fxwrap measures what library calls take with the profiler, and cannot while that is used here.
+    with settings(workload.training):
+        prepared(alternative, workload, *made(workload, device), device)[0]()
+    torch.compiler.reset()
+    memory = CpuMemory() if device == "cpu" else AcceleratorMemory(device)
+    with settings(workload.training), memory.watch():
+        module, inputs = made(workload, device)
+        gc.collect()
+        memory.mark("compile")
+        step, _ = prepared(alternative, workload, module, inputs, device)
+        for _ in range(_WARM):
+            step()
+        gc.collect()
+        memory.mark("steady")
+        for _ in range(4):
+            step()
+        memory.mark("end")
+    before, most = memory.peaks()
+    return {"bytes": most - before}
+
+
+def in_a_process(what: str, name: str, alternative: str, args: argparse.Namespace, cache: str | None = None) -> Any:
+    """What ``first_call`` or ``peak`` gives back in a new process; None if it failed, which is told."""
+    command = [sys.executable, __file__, "--one", what, name, alternative]
+    command += ["--device", args.device, "--threads", str(args.threads)]
+    environment = {**os.environ, **({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        print(f"{name}, {alternative}, {what}: {why[:200]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def starts(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first result, by alternative: with caches of its own that are empty, and with them full."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for caches, rounds in (("cold", 1), ("warm", args.rounds)):
+            for _ in range(rounds):
+                for number, alternative in enumerate(args.alternatives):
+                    got = in_a_process("start", name, alternative, args, f"{folder}/{number}")
+                    if got is not None:
+                        found.setdefault(alternative, {}).setdefault(caches, []).append(round(got["seconds"], 3))
+    return found
+
+
 # -- what is shown --------------------------------------------------------------------------------------------------
 
 
@@ -342,7 +420,9 @@ def show(found: dict[str, Any]) -> None:
         if any(name in row["alternatives"] for row in found["models"].values())
     ]
     names.sort(key=lambda name: name in (OURS, AGAIN))
-    title = f"microseconds a call, and fxwrap's time by it; {found['machine']}, torch {found['torch']}"
+    title = (
+        f"microseconds a call, and fxwrap's time by it; {found['machine']}, torch {found['torch']}, {found['commit']}"
+    )
     table = Table("model", title=title, box=None, padding=(0, 1))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -380,6 +460,27 @@ def show_parts(models: dict[str, Any]) -> None:
         Console(width=120).print(table)
 
 
+def show_processes(models: dict[str, Any], alternatives: list[str]) -> None:
+    """What was measured in processes of their own: seconds to the first result, and peaks of memory."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", "", title="a process each", box=None, padding=(0, 1))
+    for name in alternatives:
+        table.add_column(name, justify="right")
+    for model, row in models.items():
+        for caches in ("cold", "warm"):
+            seconds = [row.get("start", {}).get(name, {}).get(caches) for name in alternatives]
+            if any(seconds):
+                cells = (f"{statistics.median(some):.2f}" if some else "-" for some in seconds)
+                table.add_row(model, f"first call, s, caches {caches}", *cells)
+        peaks = [row.get("peak_bytes", {}).get(name) for name in alternatives]
+        if any(most is not None for most in peaks):
+            table.add_row(model, "peak, bytes", *("-" if most is None else f"{most:,}" for most in peaks))
+    if table.rows:
+        Console(width=60 + 24 * len(alternatives)).print(table)
+
+
 def described(device: str, threads: int) -> str:
     if device in ("cuda", "xpu"):
         return str(torch.get_device_module(device).get_device_name())
@@ -391,14 +492,15 @@ def described(device: str, threads: int) -> str:
 
 
 def commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    """Of the fxwrap that is imported, which need not be the one that lies beside this file."""
+    import fxwrap
+
+    command = ["git", "-C", str(Path(fxwrap.__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def main(argv: list[str] | None = None) -> int:
-    from gpu_place import first_gpu
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", metavar="MODEL", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--alternatives", nargs="+", metavar="ONE", choices=ALTERNATIVES)
@@ -406,9 +508,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="of timing, a model (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda", "xpu", "hostsim"], help="default: the GPU, or the CPU")
+    parser.add_argument("--start", action="store_true", help="the first call of new processes, caches empty and full")
+    parser.add_argument("--rounds", type=int, default=3, help="warm starts (default: %(default)s)")
+    parser.add_argument("--memory", action="store_true", help="peak memory of a call, in processes of their own")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the ratios as SVG")
+    parser.add_argument("--one", nargs=3, metavar=("WHAT", "MODEL", "ALTERNATIVE"), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, with the date")
     args = parser.parse_args(argv)
-    args.device = args.device or first_gpu() or "cpu"
+    if args.device is None:
+        from gpu_place import first_gpu
+
+        args.device = first_gpu() or "cpu"
     if args.device == "hostsim":
         from gpu_place import HOSTSIM
 
@@ -421,6 +531,10 @@ def main(argv: list[str] | None = None) -> int:
         args.alternatives = [name for name in ALTERNATIVES if name not in left_out]
     torch.set_num_threads(args.threads)
     torch._logging.set_logs(all=logging.ERROR)
+    if args.one:
+        what, name, alternative = args.one
+        print(json.dumps({"start": first_call, "memory": peak}[what](name, alternative, args.device)))
+        return 0
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -435,14 +549,24 @@ def main(argv: list[str] | None = None) -> int:
     }
     for name in args.models:
         row = found["models"][name] = measure(name, args)
+        if args.start:
+            row["start"] = starts(name, args)
+        if args.memory:
+            peaks = {one: in_a_process("memory", name, one, args) for one in args.alternatives}
+            row["peak_bytes"] = {one: got["bytes"] for one, got in peaks.items() if got is not None}
         line = ", ".join(f"{one} {cell(values)}".replace("\n", " ") for one, values in row["alternatives"].items())
         print(f"{name}: {line}; {numbers(row)}", file=sys.stderr, flush=True)
     found["means"] = means(found["models"])
     show(found)
     show_parts(found["models"])
+    show_processes(found["models"], args.alternatives)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.picture:
+        from speed_picture import picture
+
+        args.picture.write_text(picture(found))
     exact = args.device == "cpu" and args.threads == 1
     wrong = [
         name
