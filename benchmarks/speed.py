@@ -17,9 +17,10 @@ first steps; on one thread of a CPU fxwrap's are the same bit for bit. Exit code
 failed.
 
 Parts of a call (inference): Dynamo's guards and dispatch, AOTAutograd's layer, and the wrapper with what Inductor has
-around it, each called with what it was given. Kernels and ATen are what Inductor's Python wrapper calls, called alone
-with the same operands and in the same order, operators below autograd, all of it through Python; "rest" is what is
-left of the wrapper, which is below zero for one that calls operators by a shorter way than Python's.
+around it, each called with what it was given; on an accelerator the device's time is in them. Kernels and ATen are
+what Inductor's Python wrapper calls on a CPU, called alone with the same operands and in the same order, operators
+below autograd, all of it through Python; "rest" is what is left of the wrapper, which is below zero for one that
+calls operators by a shorter way than Python's.
 
 With --start: seconds from the import of torch to the end of the first call, making the model not counted, in new
 processes with an Inductor cache for each alternative, first empty, then full. With --memory: the most bytes during
@@ -259,6 +260,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             except Exception as error:
                 failed[alternative] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
                 print(f"{name}, {alternative}: {failed[alternative]}", file=sys.stderr)
+        if not sides:
+            raise SystemExit(f"{name}: no alternative ran")
         by_name = {side.name: side for side in sides}
         timed = take_turns({side.name: side.step for side in sides}, args.seconds, args.device, clock)
         for side in sides:
@@ -308,7 +311,11 @@ def parts(sides: list[Side], args: argparse.Namespace) -> dict[str, Any]:
     timed = functools.partial(
         take_turns, seconds=args.seconds / 2, device=args.device, clock=clock_for(args.device, args.threads)
     )
-    return parts_of(steps, REFERENCE, timed)
+    try:
+        return parts_of(steps, REFERENCE if args.device == "cpu" else "", timed)
+    except ValueError as error:
+        print(f"no parts of a call: {error}", file=sys.stderr)
+        return {}
 
 
 # -- a process for each alternative ---------------------------------------------------------------------------------
@@ -548,7 +555,11 @@ def main(argv: list[str] | None = None) -> int:
         "models": {},
     }
     for name in args.models:
-        row = found["models"][name] = measure(name, args)
+        try:
+            row = found["models"][name] = measure(name, args)
+        except ModuleNotFoundError as missing:
+            print(f"{name}: skipped: {missing}", file=sys.stderr)
+            continue
         if args.start:
             row["start"] = starts(name, args)
         if args.memory:
