@@ -69,12 +69,13 @@ ALTERNATIVES: dict[str, dict[str, Any] | None] = {
     REFERENCE: {"backend": "inductor"},
     "cpp_wrapper": {"backend": "inductor", "options": {"cpp_wrapper": True}},
     "autotuned": {"backend": "inductor", "options": _AUTOTUNED},
-    "cpp_wrapper, autotuned": {"backend": "inductor", "options": {"cpp_wrapper": True, **_AUTOTUNED}},
+    "cpp_wrapper autotuned": {"backend": "inductor", "options": {"cpp_wrapper": True, **_AUTOTUNED}},
     "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
     "graph by hand": {"backend": "inductor"},
+    "fxwrap autotuned": {"backend": "fxwrap", "options": _AUTOTUNED},
     OURS: {"backend": "fxwrap"},
 }
-_WITH_AUTOTUNE = ("autotuned", "cpp_wrapper, autotuned")
+_WITH_AUTOTUNE = ("autotuned", "cpp_wrapper autotuned", "fxwrap autotuned")
 _ON_GPU = ("reduce-overhead", "graph by hand")
 _IN_PARTS = (REFERENCE, "cpp_wrapper", OURS)
 # Seconds that one alternative runs in a turn; calls before them that nobody counts; calls until all is recorded.
@@ -511,7 +512,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", metavar="MODEL", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--alternatives", nargs="+", metavar="ONE", choices=ALTERNATIVES)
-    parser.add_argument("--max-autotune", action="store_true", help="Inductor's wrappers with max-autotune, too")
+    parser.add_argument("--max-autotune", action="store_true", help="with max-autotune, too")
     parser.add_argument("--seconds", type=float, default=8.0, help="of timing, a model (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda", "xpu", "hostsim"], help="default: the GPU, or the CPU")

@@ -14,7 +14,7 @@ _NAMES = {
     "reduce-overhead": "reduce-overhead",
     "itself": "fxwrap, compiled a second time",
 }
-_LEFT, _WIDTH, _TOP, _LINE, _GAP = 170, 560, 78, 11, 12
+_LEFT, _WIDTH, _TOP, _LINE, _GAP = 170, 560, 92, 11, 12
 _TICKS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 
 
@@ -58,10 +58,11 @@ def picture(found: dict[str, Any]) -> str:
         axis.append(_text(_x(tick), y + 16, f"{tick:g}", 'text-anchor="middle"'))
     legend, at = [], float(_LEFT)
     for one in shown:
-        legend.append(f'<circle cx="{at}" cy="48" r="4" fill="{_COLOURS[one]}"/>' + _text(at + 8, 52, _NAMES[one]))
+        legend.append(f'<circle cx="{at}" cy="64" r="4" fill="{_COLOURS[one]}"/>' + _text(at + 8, 68, _NAMES[one]))
         at += 24 + 6.6 * len(_NAMES[one])
-    title = f"fxwrap's time of a call by that of ... ({found['machine']}, torch {found['torch']}, {found['date']})"
+    title = _text(_LEFT, 24, "fxwrap's time of a call, divided by that of", 'font-weight="bold"')
+    title += _text(_LEFT, 42, f"{found['machine']}, torch {found['torch']}, {found['date']}", 'fill="#666"')
     size = f'width="{_LEFT + _WIDTH + 40}" height="{y + 30:.0f}"'
     style = 'font-family="sans-serif" font-size="12" fill="#222"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([head, _text(_LEFT, 24, title, 'font-weight="bold"'), *legend, *axis, *parts, "</svg>\n"])
+    return "\n".join([head, title, *legend, *axis, *parts, "</svg>\n"])
