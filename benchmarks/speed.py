@@ -6,7 +6,7 @@
     python benchmarks/speed.py --json benchmarks/results/DATE-cpu.json --picture docs/speed.svg
 
 All alternatives of a model live in one process, compiled from copies of one module, each with code of its own. They
-are timed in turn, in another order every time, for a few milliseconds each. A ratio is fxwrap's time by the other's
+are timed in turn, in random order, for a few milliseconds each. A ratio is fxwrap's time by the other's
 in the same turn; shown are the median and, in brackets, the quartiles. fxwrap is there twice, compiled twice:
 "itself" is the ratio of the two, which is 1.00 on a machine that is perfectly quiet. (Two processes that take turns
 differ from each other twice as much.) On one thread of a CPU it is the processor's time that is taken, else that of a
@@ -39,6 +39,7 @@ import json
 import logging
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -208,7 +209,7 @@ def take_turns(
     clock: Callable[[], float],
     least: int = 12,
 ) -> dict[Any, list[float]]:
-    """Time all functions again and again, each in another place of the order every time.
+    """Time all functions again and again, in random order: who runs after whom makes a difference.
 
     Returns:
         Microseconds a call, by name and turn.
@@ -217,13 +218,12 @@ def take_turns(
         name: max(1, int(_SLOT * 1e6 / min(slot(function, 5, device, clock) for _ in range(3))))
         for name, function in functions.items()
     }
-    names, us = list(functions), {name: list[float]() for name in functions}
+    us, order = {name: list[float]() for name in functions}, random.Random(0)
     gc.collect()
     gc.freeze()
     end, turn = time.perf_counter() + seconds, 0
     while turn < least or time.perf_counter() < end:
-        first = turn % len(names)
-        for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
+        for name in order.sample(list(functions), len(functions)):
             us[name].append(slot(functions[name], calls[name], device, clock))
         turn += 1
     gc.unfreeze()
@@ -431,7 +431,7 @@ def show(found: dict[str, Any]) -> None:
     title = (
         f"microseconds a call, and fxwrap's time by it; {found['machine']}, torch {found['torch']}, {found['commit']}"
     )
-    table = Table("model", title=title, box=None, padding=(0, 1))
+    table = Table("model", box=None, padding=(0, 1))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("numbers")
@@ -445,7 +445,7 @@ def show(found: dict[str, Any]) -> None:
             table.add_row(f"[bold]{group}[/]", *cells, "geometric mean", end_section=True)
     # As wide as it has to be: what it prints is read by programs, too.
     console = Console(width=max(40 + 24 * len(names), 100))
-    console.print(table)
+    console.print(title, table, highlight=False, sep="\n")
 
 
 def show_parts(models: dict[str, Any]) -> None:
