@@ -71,7 +71,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check fxwrap benchmarks examples tests
 	$(BIN)/mypy
 
-benchmark: $(VENV)/.installed
+benchmark: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/speed.py $(ARGS)
 
 $(VENV)/bin/python: $(CONSTRAINTS)

@@ -2,11 +2,11 @@
 
     python benchmarks/speed.py                                     # all models, on the GPU if there is one
     python benchmarks/speed.py --models mlp gru --seconds 20
-    python benchmarks/speed.py --alternatives inductor cpp_wrapper fxwrap
-    python benchmarks/speed.py --json benchmarks/results/DATE-cpu.json
+    python benchmarks/speed.py --alternatives inductor cpp_wrapper fxwrap --start --memory
+    python benchmarks/speed.py --json benchmarks/results/DATE-cpu.json --picture docs/speed.svg
 
 All alternatives of a model live in one process, compiled from copies of one module, each with code of its own. They
-are timed in turn, in another order every time, for a few milliseconds each. A ratio is fxwrap's time by the other's
+are timed in turn, in random order, for a few milliseconds each. A ratio is fxwrap's time by the other's
 in the same turn; shown are the median and, in brackets, the quartiles. fxwrap is there twice, compiled twice:
 "itself" is the ratio of the two, which is 1.00 on a machine that is perfectly quiet. (Two processes that take turns
 differ from each other twice as much.) On one thread of a CPU it is the processor's time that is taken, else that of a
@@ -17,9 +17,15 @@ first steps; on one thread of a CPU fxwrap's are the same bit for bit. Exit code
 failed.
 
 Parts of a call (inference): Dynamo's guards and dispatch, AOTAutograd's layer, and the wrapper with what Inductor has
-around it, each called with what it was given. Kernels and ATen are what Inductor's Python wrapper calls, called alone
-with the same operands and in the same order, operators below autograd, all of it through Python; "rest" is what is
-left of the wrapper, which is below zero for one that calls operators by a shorter way than Python's.
+around it, each called with what it was given; on an accelerator the device's time is in them. Kernels and ATen are
+what Inductor's Python wrapper calls on a CPU, called alone with the same operands and in the same order, operators
+below autograd, all of it through Python; "rest" is what is left of the wrapper, which is below zero for one that
+calls operators by a shorter way than Python's.
+
+With --start: seconds from the import of torch to the end of the first call, making the model not counted, in new
+processes with an Inductor cache for each alternative, first empty, then full. With --memory: the most bytes during
+some steady calls above those of the model, in a process for each alternative, as benchmarks/memory_peak.py counts
+them.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ import json
 import logging
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -44,11 +51,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 # What is compiled is kept for the next time.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fxwrap-speed"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+_BEGIN = time.perf_counter()
 import torch  # noqa: E402
 from speed_models import WORKLOADS, Workload, step_of  # noqa: E402
 from speed_parts import parts_of  # noqa: E402
@@ -63,12 +70,13 @@ ALTERNATIVES: dict[str, dict[str, Any] | None] = {
     REFERENCE: {"backend": "inductor"},
     "cpp_wrapper": {"backend": "inductor", "options": {"cpp_wrapper": True}},
     "autotuned": {"backend": "inductor", "options": _AUTOTUNED},
-    "cpp_wrapper, autotuned": {"backend": "inductor", "options": {"cpp_wrapper": True, **_AUTOTUNED}},
+    "cpp_wrapper autotuned": {"backend": "inductor", "options": {"cpp_wrapper": True, **_AUTOTUNED}},
     "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
     "graph by hand": {"backend": "inductor"},
+    "fxwrap autotuned": {"backend": "fxwrap", "options": _AUTOTUNED},
     OURS: {"backend": "fxwrap"},
 }
-_WITH_AUTOTUNE = ("autotuned", "cpp_wrapper, autotuned")
+_WITH_AUTOTUNE = ("autotuned", "cpp_wrapper autotuned", "fxwrap autotuned")
 _ON_GPU = ("reduce-overhead", "graph by hand")
 _IN_PARTS = (REFERENCE, "cpp_wrapper", OURS)
 # Seconds that one alternative runs in a turn; calls before them that nobody counts; calls until all is recorded.
@@ -86,9 +94,8 @@ class Side:
 
     name: str
     step: Callable[[], Any]
-    module: nn.Module
     results: list[Tensor]  # of the first calls
-    functions: list[Any] = field(default_factory=list)  # what torch.compile returned
+    functions: list[Any]  # what torch.compile returned
     us: list[float] = field(default_factory=list)  # a call, by turn
 
 
@@ -109,27 +116,34 @@ def synchronize(device: str) -> None:
 
 def compiled_with(name: str, device: str) -> dict[str, Any]:
     """Arguments of torch.compile; on a device out of the tree with the settings of its registration."""
-    from memory_peak import settings_of
-
     found = dict(ALTERNATIVES[name] or {})
-    if found.get("backend") == "inductor" and (its_own := settings_of(device)):
-        found["options"] = {**its_own, **found.get("options", {})}
+    if device == "hostsim" and found["backend"] == "inductor":
+        from memory_peak import settings_of
+
+        found["options"] = {**settings_of(device), **found.get("options", {})}
     return found
+
+
+def prepared(
+    name: str, workload: Workload, module: nn.Module, inputs: tuple[Any, ...], device: str
+) -> tuple[Callable[[], Any], list[Any]]:
+    """A step of a model with an alternative, not called yet, and what torch.compile returned for it."""
+    functions, name = list[Any](), OURS if name == AGAIN else name
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        if ALTERNATIVES[name] is None:
+            return function
+        made = torch.compile(own(function), fullgraph=True, **compiled_with(name, device))
+        functions.append(made)
+        return made
+
+    return step_of(module, inputs, workload.training, compiled), functions
 
 
 def build(name: str, workload: Workload, template: nn.Module, inputs: tuple[Any, ...], device: str) -> Side:
     """Compile an alternative on a copy of a model, and call it until it is steady."""
-    module, functions = copy.deepcopy(template), list[Any]()
-    how = ALTERNATIVES[OURS if name == AGAIN else name]
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        if how is None:
-            return function
-        made = torch.compile(own(function), fullgraph=True, **compiled_with(OURS if name == AGAIN else name, device))
-        functions.append(made)
-        return made
-
-    step = step_of(module, inputs, workload.training, compiled)
+    module = copy.deepcopy(template)
+    step, functions = prepared(name, workload, module, inputs, device)
     results = [step().detach().clone() for _ in range(_CHECKED)]
     if workload.training:
         results += [parameter.detach().clone() for parameter in module.parameters()]
@@ -137,7 +151,7 @@ def build(name: str, workload: Workload, template: nn.Module, inputs: tuple[Any,
         step()
     if name == "graph by hand":
         step = captured(step, workload)
-    return Side(name, step, module, results, functions=functions)
+    return Side(name, step, results, functions)
 
 
 def captured(step: Callable[[], Any], workload: Workload) -> Callable[[], Any]:
@@ -195,7 +209,7 @@ def take_turns(
     clock: Callable[[], float],
     least: int = 12,
 ) -> dict[Any, list[float]]:
-    """Time all functions again and again, each in another place of the order every time.
+    """Time all functions again and again, in random order: who runs after whom makes a difference.
 
     Returns:
         Microseconds a call, by name and turn.
@@ -204,13 +218,12 @@ def take_turns(
         name: max(1, int(_SLOT * 1e6 / min(slot(function, 5, device, clock) for _ in range(3))))
         for name, function in functions.items()
     }
-    names, us = list(functions), {name: list[float]() for name in functions}
+    us, order = {name: list[float]() for name in functions}, random.Random(0)
     gc.collect()
     gc.freeze()
     end, turn = time.perf_counter() + seconds, 0
     while turn < least or time.perf_counter() < end:
-        first = turn % len(names)
-        for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
+        for name in order.sample(list(functions), len(functions)):
             us[name].append(slot(functions[name], calls[name], device, clock))
         turn += 1
     gc.unfreeze()
@@ -248,6 +261,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             except Exception as error:
                 failed[alternative] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
                 print(f"{name}, {alternative}: {failed[alternative]}", file=sys.stderr)
+        if not sides:
+            raise SystemExit(f"{name}: no alternative ran")
         by_name = {side.name: side for side in sides}
         timed = take_turns({side.name: side.step for side in sides}, args.seconds, args.device, clock)
         for side in sides:
@@ -297,7 +312,78 @@ def parts(sides: list[Side], args: argparse.Namespace) -> dict[str, Any]:
     timed = functools.partial(
         take_turns, seconds=args.seconds / 2, device=args.device, clock=clock_for(args.device, args.threads)
     )
-    return parts_of(steps, REFERENCE, timed)
+    try:
+        return parts_of(steps, REFERENCE if args.device == "cpu" else "", timed)
+    except ValueError as error:
+        print(f"no parts of a call: {error}", file=sys.stderr)
+        return {}
+
+
+# -- a process for each alternative ---------------------------------------------------------------------------------
+
+
+def first_call(name: str, alternative: str, device: str) -> dict[str, float]:
+    """In a new process: seconds from the import of torch to the end of the first call, without making the model."""
+    workload = WORKLOADS[name]
+    with settings(workload.training):
+        begin = time.perf_counter()
+        module, inputs = made(workload, device)
+        making = time.perf_counter() - begin
+        prepared(alternative, workload, module, inputs, device)[0]()
+        synchronize(device)
+    return {"seconds": time.perf_counter() - _BEGIN - making}
+
+
+def peak(name: str, alternative: str, device: str) -> dict[str, float]:
+    """In a new process: the most bytes of some steady calls, above those of the model and its inputs."""
+    from memory_peak import AcceleratorMemory, CpuMemory
+
+    workload = WORKLOADS[name]
+    # fxwrap measures what library calls take with the profiler, and cannot while that is used here.
+    with settings(workload.training):
+        prepared(alternative, workload, *made(workload, device), device)[0]()
+    torch.compiler.reset()
+    memory = CpuMemory() if device == "cpu" else AcceleratorMemory(device)
+    with settings(workload.training), memory.watch():
+        module, inputs = made(workload, device)
+        gc.collect()
+        memory.mark("compile")
+        step, _ = prepared(alternative, workload, module, inputs, device)
+        for _ in range(_WARM):
+            step()
+        gc.collect()
+        memory.mark("steady")
+        for _ in range(4):
+            step()
+        memory.mark("end")
+    before, most = memory.peaks()
+    return {"bytes": most - before}
+
+
+def in_a_process(what: str, name: str, alternative: str, args: argparse.Namespace, cache: str | None = None) -> Any:
+    """What ``first_call`` or ``peak`` gives back in a new process; None if it failed, which is told."""
+    command = [sys.executable, __file__, "--one", what, name, alternative]
+    command += ["--device", args.device, "--threads", str(args.threads)]
+    environment = {**os.environ, **({"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        print(f"{name}, {alternative}, {what}: {why[:200]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def starts(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first result, by alternative: with caches of its own that are empty, and with them full."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for caches, rounds in (("cold", 1), ("warm", args.rounds)):
+            for _ in range(rounds):
+                for number, alternative in enumerate(args.alternatives):
+                    got = in_a_process("start", name, alternative, args, f"{folder}/{number}")
+                    if got is not None:
+                        found.setdefault(alternative, {}).setdefault(caches, []).append(round(got["seconds"], 3))
+    return found
 
 
 # -- what is shown --------------------------------------------------------------------------------------------------
@@ -342,8 +428,10 @@ def show(found: dict[str, Any]) -> None:
         if any(name in row["alternatives"] for row in found["models"].values())
     ]
     names.sort(key=lambda name: name in (OURS, AGAIN))
-    title = f"microseconds a call, and fxwrap's time by it; {found['machine']}, torch {found['torch']}"
-    table = Table("model", title=title, box=None, padding=(0, 1))
+    title = (
+        f"microseconds a call, and fxwrap's time by it; {found['machine']}, torch {found['torch']}, {found['commit']}"
+    )
+    table = Table("model", box=None, padding=(0, 1))
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("numbers")
@@ -357,7 +445,7 @@ def show(found: dict[str, Any]) -> None:
             table.add_row(f"[bold]{group}[/]", *cells, "geometric mean", end_section=True)
     # As wide as it has to be: what it prints is read by programs, too.
     console = Console(width=max(40 + 24 * len(names), 100))
-    console.print(table)
+    console.print(title, table, highlight=False, sep="\n")
 
 
 def show_parts(models: dict[str, Any]) -> None:
@@ -380,6 +468,27 @@ def show_parts(models: dict[str, Any]) -> None:
         Console(width=120).print(table)
 
 
+def show_processes(models: dict[str, Any], alternatives: list[str]) -> None:
+    """What was measured in processes of their own: seconds to the first result, and peaks of memory."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", "", title="a process each", box=None, padding=(0, 1))
+    for name in alternatives:
+        table.add_column(name, justify="right")
+    for model, row in models.items():
+        for caches in ("cold", "warm"):
+            seconds = [row.get("start", {}).get(name, {}).get(caches) for name in alternatives]
+            if any(seconds):
+                cells = (f"{statistics.median(some):.2f}" if some else "-" for some in seconds)
+                table.add_row(model, f"first call, s, caches {caches}", *cells)
+        peaks = [row.get("peak_bytes", {}).get(name) for name in alternatives]
+        if any(most is not None for most in peaks):
+            table.add_row(model, "peak, bytes", *("-" if most is None else f"{most:,}" for most in peaks))
+    if table.rows:
+        Console(width=60 + 24 * len(alternatives)).print(table)
+
+
 def described(device: str, threads: int) -> str:
     if device in ("cuda", "xpu"):
         return str(torch.get_device_module(device).get_device_name())
@@ -391,24 +500,33 @@ def described(device: str, threads: int) -> str:
 
 
 def commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    """Of the fxwrap that is imported, which need not be the one that lies beside this file."""
+    import fxwrap
+
+    command = ["git", "-C", str(Path(fxwrap.__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def main(argv: list[str] | None = None) -> int:
-    from gpu_place import first_gpu
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", metavar="MODEL", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--alternatives", nargs="+", metavar="ONE", choices=ALTERNATIVES)
-    parser.add_argument("--max-autotune", action="store_true", help="Inductor's wrappers with max-autotune, too")
+    parser.add_argument("--max-autotune", action="store_true", help="with max-autotune, too")
     parser.add_argument("--seconds", type=float, default=8.0, help="of timing, a model (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda", "xpu", "hostsim"], help="default: the GPU, or the CPU")
+    parser.add_argument("--start", action="store_true", help="the first call of new processes, caches empty and full")
+    parser.add_argument("--rounds", type=int, default=3, help="warm starts (default: %(default)s)")
+    parser.add_argument("--memory", action="store_true", help="peak memory of a call, in processes of their own")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the ratios as SVG")
+    parser.add_argument("--one", nargs=3, metavar=("WHAT", "MODEL", "ALTERNATIVE"), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, with the date")
     args = parser.parse_args(argv)
-    args.device = args.device or first_gpu() or "cpu"
+    if args.device is None:
+        from gpu_place import first_gpu
+
+        args.device = first_gpu() or "cpu"
     if args.device == "hostsim":
         from gpu_place import HOSTSIM
 
@@ -421,6 +539,10 @@ def main(argv: list[str] | None = None) -> int:
         args.alternatives = [name for name in ALTERNATIVES if name not in left_out]
     torch.set_num_threads(args.threads)
     torch._logging.set_logs(all=logging.ERROR)
+    if args.one:
+        what, name, alternative = args.one
+        print(json.dumps({"start": first_call, "memory": peak}[what](name, alternative, args.device)))
+        return 0
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -434,15 +556,29 @@ def main(argv: list[str] | None = None) -> int:
         "models": {},
     }
     for name in args.models:
-        row = found["models"][name] = measure(name, args)
+        try:
+            row = found["models"][name] = measure(name, args)
+        except ModuleNotFoundError as missing:
+            print(f"{name}: skipped: {missing}", file=sys.stderr)
+            continue
+        if args.start:
+            row["start"] = starts(name, args)
+        if args.memory:
+            peaks = {one: in_a_process("memory", name, one, args) for one in args.alternatives}
+            row["peak_bytes"] = {one: got["bytes"] for one, got in peaks.items() if got is not None}
         line = ", ".join(f"{one} {cell(values)}".replace("\n", " ") for one, values in row["alternatives"].items())
         print(f"{name}: {line}; {numbers(row)}", file=sys.stderr, flush=True)
     found["means"] = means(found["models"])
     show(found)
     show_parts(found["models"])
+    show_processes(found["models"], args.alternatives)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.picture:
+        from speed_picture import picture
+
+        args.picture.write_text(picture(found))
     exact = args.device == "cpu" and args.threads == 1
     wrong = [
         name

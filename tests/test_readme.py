@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import processes
 
@@ -59,11 +60,11 @@ def test_the_guide_names_every_step_of_the_contract() -> None:
 
 def test_speed_in_short(tmp_path: Path) -> None:
     """A short run, for correctness; what it measures is read by people, not by tests."""
-    written = tmp_path / "speed.json"
+    written, drawn = tmp_path / "speed.json", tmp_path / "speed.svg"
     sides = ["eager", "inductor", "fxwrap"]
     text = _run(
         "benchmarks/speed.py", "--models", "mlp", "x + 1", "--alternatives", *sides, "--seconds", "0.1",
-        "--device", "cpu", "--json", str(written),
+        "--device", "cpu", "--json", str(written), "--picture", str(drawn),
     )  # fmt: skip
     assert "geometric mean" not in text and text.count("bit for bit") == 2  # each is alone in its group
     found = json.loads(written.read_text())
@@ -78,6 +79,8 @@ def test_speed_in_short(tmp_path: Path) -> None:
         assert set(row["parts"]["fxwrap"]) == {"call", "dynamo", "aot", "wrapper"}
     parts = found["models"]["mlp"]["parts"]
     assert (parts["operators"]["calls"], parts["kernels"]["calls"]) == (24, 25)
+    dots = ElementTree.parse(drawn).findall(".//{*}circle")
+    assert len(dots) == 2 + 2 * 2  # Inductor and fxwrap itself: the legend, and each model
 
 
 def test_demo_in_short() -> None:
