@@ -39,7 +39,7 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.cpp_extension import include_paths, library_paths
@@ -581,6 +581,9 @@ def save(path: Path, methods: Mapping[str, Any], **given: Any) -> Path:
     def compile_program(gm: GraphModule, inputs: Sequence[Any], *rest: Any) -> Any:
         return compile_on_cpu(gm, retarget(gm, inputs), *rest)
 
+    register_device_guard()
+    with FakeTensorMode():
+        torch.empty(1, device=DEVICE)  # with the first one, some versions initialize a device that is there
     compile_on_cpu = inductor._compile_program
     with (
         cuda_target(),
