@@ -1,7 +1,8 @@
 """Triton kernels in a file: on the CPU through Triton's interpreter, and for CUDA, saved without a GPU.
 
-What a GPU would be given is compared with what Inductor's own launcher gives it, in processes of their own: a CPU
-build of torch gets a device guard for CUDA that stays, and the process that loads has neither Inductor nor Dynamo.
+What a GPU would be given is compared with what Inductor's own launcher gives it, also through Triton's own driver, on
+a library that stands for CUDA's. Processes of their own do that: a CPU build of torch gets a device guard for CUDA
+that stays, and the process that loads has neither Inductor nor Dynamo.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -81,11 +83,11 @@ class Tuned(nn.Module):
         return out
 
 
-def new_process(code: str) -> str:
+def new_process(code: str, **environment: str) -> str:
     """What a program prints in a new interpreter: those that are forked have imported Inductor."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
         check=False,
         capture_output=True,
         text=True,
@@ -477,3 +479,139 @@ def test_machine_code_is_for_one_triton(for_cuda: Path, tmp_path: Path) -> None:
     found = in_a_process(edited(for_cuda / "object.fxw", tmp_path / "planted.fxw", plant), 90)
     assert f"triton {triton.__version__} here" in found["error"] and "triton 1.0.0" in found["error"]
     assert not found["loaded"]
+
+
+# -- through Triton's own driver for CUDA -------------------------------------------------------------------------
+
+# What that driver links to, for a device that launches nothing: each launch becomes a line of text.
+LIBCUDA = r"""
+#include <cuda.h>
+#include <stdio.h>
+#include <string.h>
+
+#define ANSWERS(name, ...) CUresult name(__VA_ARGS__) { return CUDA_SUCCESS; }
+static char said[4096];
+static int loaded, arguments;
+
+const char *said_by_the_last_launch(void) { return said; }
+int kernels_loaded(void) { return loaded; }
+void expect_arguments(int count) { arguments = count; }
+
+CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int *version) { *version = 12080; return CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int *count) { *count = 1; return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *device, int index) { *device = index; return CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute what, CUdevice device) {
+  *value = what == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 9
+         : what == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 0 : 232448;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
+ANSWERS(cuCtxSetCurrent, CUcontext context)
+ANSWERS(cuDevicePrimaryCtxRetain, CUcontext *context, CUdevice device)
+ANSWERS(cuCtxSetLimit, CUlimit limit, size_t value)
+ANSWERS(cuCtxGetLimit, size_t *value, CUlimit limit)
+ANSWERS(cuFuncSetAttribute, CUfunction function, CUfunction_attribute what, int value)
+ANSWERS(cuFuncSetCacheConfig, CUfunction function, CUfunc_cache config)
+ANSWERS(cuPointerGetAttribute, void *data, CUpointer_attribute what, CUdeviceptr pointer)
+ANSWERS(cuPointerGetAttributes, unsigned count, CUpointer_attribute *what, void **data, CUdeviceptr pointer)
+ANSWERS(cuStreamIsCapturing, CUstream stream, CUstreamCaptureStatus *status)
+ANSWERS(cuModuleUnload, CUmodule module)
+CUresult cuGetErrorString(CUresult error, const char **text) { *text = "an error"; return CUDA_SUCCESS; }
+CUresult cuFuncGetAttribute(int *value, CUfunction_attribute what, CUfunction function) {
+  *value = what == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  return CUDA_SUCCESS;
+}
+CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+  if (memcmp(image, "\x7f" "ELF", 4) || ((const unsigned char *)image)[18] != 190) return CUDA_ERROR_INVALID_IMAGE;
+  loaded++;
+  *module = (CUmodule)1;
+  return CUDA_SUCCESS;
+}
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+  *function = (CUfunction)strdup(name);
+  return CUDA_SUCCESS;
+}
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **values, void **extra) {
+  char *end = said;
+  end += sprintf(end, "%s %u %u %u %u %u %lu", (char *)function, config->gridDimX, config->gridDimY, config->gridDimZ,
+                 config->blockDimX, config->sharedMemBytes, (unsigned long)config->hStream);
+  for (int i = 0; i < arguments; i++) end += sprintf(end, " %u", *(unsigned *)values[i]);
+  return CUDA_SUCCESS;
+}
+"""
+
+
+def launch_through_the_driver(path: str, library: str) -> None:
+    """In a process of its own: load, and launch every kernel once, with numbers for addresses."""
+    import ctypes
+    import types
+
+    from fxwrap.host_graph.nodes import kernel_of
+
+    stub = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # found again by its name
+    stub.said_by_the_last_launch.restype = ctypes.c_char_p
+    device = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (9, 0),
+        "current_stream": lambda device=None: types.SimpleNamespace(cuda_stream=7),
+    }
+    said = []
+    with (
+        mock.patch.multiple(torch.cuda, **device),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, create=True),
+        mock.patch.object(torch.version, "hip", None),
+    ):
+        program = fxwrap.load(path, trust=True)
+        for node in program["forward"].program.plan.graph.graph.nodes:
+            if (kernel := kernel_of(node)) is not None:
+                values = list(map(number_of, values_of(node.args[1:])))
+                stub.expect_arguments(argument_counts(path)[kernel.name])
+                kernel.call(*values)
+                said.append(stub.said_by_the_last_launch().decode())
+    assert not {"torch._inductor", "torch._dynamo"} & sys.modules.keys()
+    print(json.dumps([said, stub.kernels_loaded()]))
+
+
+def number_of(value: Any) -> Any:
+    return 4096 + 16 * int(value.split()[1]) if isinstance(value, str) else value
+
+
+def stored_kernels(path: str | Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as file:
+        found: dict[str, Any] = json.loads(file.read("programs/forward.json"))["triton"]
+        return found
+
+
+def argument_counts(path: str) -> dict[str, int]:
+    """How many arguments the machine code of each kernel takes, without scratch memory."""
+    return {
+        name: sum(kind != "constexpr" for _, kind in known["signature"])
+        for name, known in stored_kernels(path).items()
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is there")
+def test_tritons_own_driver_launches_what_was_saved(for_cuda: Path, tmp_path: Path) -> None:
+    """Machine code, grid, threads, shared memory, stream and arguments arrive where CUDA would launch."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    library, path = tmp_path / "libcuda.so.1", for_cuda / "object.fxw"
+    command = [compiler, "-shared", "-fPIC", "-w", f"-I{headers}", "-Wl,-soname,libcuda.so.1", "-x", "c", "-"]
+    subprocess.run([*command, "-o", str(library)], input=LIBCUDA, text=True, check=True)
+    code = f"from {HERE} import launch_through_the_driver as f; f({str(path)!r}, {str(library)!r})"
+    there = {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    said, loaded = json.loads(new_process(code, **there))
+    signatures = [[kind for _, kind in known["signature"]] for known in stored_kernels(path).values()]
+    expected = []
+    for (name, grid, stream, (warps, *_), shared, args), kinds in zip(
+        json.loads((for_cuda / "calls.json").read_text()), signatures, strict=True
+    ):
+        given = [number_of(value) for value, kind in zip(args, kinds, strict=True) if kind != "constexpr"]
+        expected.append(" ".join(map(str, [name, *grid, 32 * warps, shared, stream, *given])))
+    assert said == expected and loaded == len(expected)
