@@ -15,6 +15,7 @@ import ctypes
 import functools
 import hashlib
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -39,7 +40,7 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.cpp_extension import include_paths, library_paths
@@ -48,10 +49,13 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxwrap.backend import fxwrap
-from fxwrap.codegen import inductor
+import fxwrap
+from fxwrap.backend import fxwrap as backend_of_fxwrap
+from fxwrap.codegen import export_triton, inductor
+from fxwrap.codegen.stored_triton import stored_launcher
 from fxwrap.codegen.triton_kernels import TritonLauncher
 from fxwrap.compilation import Compilation
+from fxwrap.errors import StorageError
 from fxwrap.graphs.devices.runtime import DeviceRuntime, using_runtime
 from fxwrap.graphs.memory_provider import Saved
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of
@@ -502,6 +506,8 @@ class Outcome:
         phases: "inference", or "forward" and "backward", for each graph.
         cubins: machine code, one for each configuration of each kernel.
         checked: launches of one configuration whose arguments were compared with it.
+        stored: kernels that were launched again from what a saved program holds of them.
+        not_stored: why others were not.
         arena: bytes of the largest arena that was planned.
         lower_bound: bytes that any plan for it would have.
     """
@@ -513,6 +519,7 @@ class Outcome:
     kernels: int = 0
     cubins: int = 0
     checked: int = 0
+    stored: int = 0
     captured: int = 0
     eager: int = 0
     plans: int = 0
@@ -520,6 +527,7 @@ class Outcome:
     lower_bound: int = 0
     constructs: set[str] = field(default_factory=set)
     eager_reasons: list[str] = field(default_factory=list)
+    not_stored: list[str] = field(default_factory=list)
 
 
 def examine(case: Case) -> Outcome:
@@ -544,7 +552,7 @@ def examine(case: Case) -> Outcome:
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         options = {"strict": True, "capture": "always", **case.inductor}
-        fxwrap(gm, inputs, compilation=compilation, options=options)
+        backend_of_fxwrap(gm, inputs, compilation=compilation, options=options)
         return stop
 
     def stop(*args: Any) -> Any:
@@ -553,9 +561,10 @@ def examine(case: Case) -> Outcome:
     compile_on_cpu = inductor._compile_program
     with (
         mock.patch.object(inductor, "_compile_program", compile_program),
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        # What a cache holds has no fake tensors to launch with.
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         # Folding would compute on tensors that are not there.
-        config.patch(joint_graph_constant_folding=False),
+        config.patch(joint_graph_constant_folding=False, fx_graph_cache=False),
         # The CPU's own attention is an operator that no other device has.
         sdpa_kernel(SDPBackend.MATH),
         # Tracing a kernel that the user wrote asks the driver, too.
@@ -574,6 +583,27 @@ def examine(case: Case) -> Outcome:
     return outcome
 
 
+def save(path: Path, methods: Mapping[str, Any], **given: Any) -> Path:
+    """What ``fxwrap.save`` does on a machine with ``DEVICE``: kernels are tuned by times that are made up."""
+
+    def compile_program(gm: GraphModule, inputs: Sequence[Any], *rest: Any) -> Any:
+        return compile_on_cpu(gm, retarget(gm, inputs), *rest)
+
+    register_device_guard()
+    with FakeTensorMode():
+        torch.empty(1, device=DEVICE)  # with the first one, some versions initialize a device that is there
+    compile_on_cpu = inductor._compile_program
+    with (
+        cuda_target(),
+        mock.patch.object(inductor, "_compile_program", compile_program),
+        mock.patch.object(export_triton, "sample", lambda arg: value_of(arg) if isinstance(arg, Node) else arg),
+        mock.patch.object(driver, "_active", _Driver()),
+        config.patch(joint_graph_constant_folding=False),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        return fxwrap.save(path, methods, **given)
+
+
 def check_program(program: Any, outcome: Outcome) -> None:
     """Compare every launch of a program with the machine code of every configuration that could be chosen for it."""
     plan = program.plan
@@ -590,6 +620,7 @@ def check_program(program: Any, outcome: Outcome) -> None:
                 continue
             outcome.launches += 1
             compiled = compiled_kernels(kernel)
+            check_launch(node)
             if kernel.name not in seen:
                 seen.add(kernel.name)
                 outcome.kernels += 1
@@ -597,7 +628,7 @@ def check_program(program: Any, outcome: Outcome) -> None:
                 outcome.constructs |= constructs_of(kernel)
                 for result in compiled:
                     check_binary(result)
-            check_launch(node)
+                check_stored(node, outcome)
             outcome.checked += len(compiled)
     for partition in plan.partitions:
         captured = partition.verdict is Verdict.CAPTURED
@@ -639,6 +670,33 @@ def check_launch(node: Node) -> None:
             launcher(*args, stream=0)
         except TypeError as error:
             raise WrongLaunch(f"{kernel.name}: {error}") from error
+
+
+def check_stored(node: Node, outcome: Outcome) -> None:
+    """Launch a kernel once from what a saved program holds of it, as ``check_launch`` does.
+
+    Raises:
+        WrongLaunch: an argument is not what the kernel takes, or the grid is another one.
+    """
+    kernel = kernel_of(node)
+    assert kernel is not None
+    args = torch.fx.map_arg(tuple(node.args[1:]), value_of)
+    try:
+        with mock.patch.object(export_triton, "_tuned", lambda kernel, tuner, args: tuner.launchers[0].config):
+            found = export_triton.triton_to_data(kernel, args)
+    except StorageError as error:
+        outcome.not_stored.append(f"{kernel.name}: {error.subject}")
+        return
+    assert found.binary is not None
+    grids: list[Any] = []
+    call = CheckedLauncher.__call__
+    note = lambda self, *given: grids.append(given[:3]) or call(self, *given)
+    with mock.patch.object(CheckedLauncher, "__call__", note):
+        stored_launcher(json.loads(json.dumps(found.data)), found.source, found.binary[0], DEVICE)(*args)
+        tuner_of(kernel).launchers[0](*args, stream=0)
+    if grids[0] != grids[1]:
+        raise WrongLaunch(f"{kernel.name}: Inductor's grid is {grids[1]}, that of the stored kernel {grids[0]}")
+    outcome.stored += 1
 
 
 def value_of(node: Node) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..codegen.stored_kernels import stored_kernel
+from ..codegen.stored_triton import stored_launcher
 from ..codegen.torch_runtime import (
     library_functions,
     load_object,
@@ -28,6 +27,7 @@ from ..options import Options
 from ..pipeline import CompileRequest, restore_program
 from ..plan import ProgramPlan
 from ..plan_json import from_data
+from .machine import check_machine
 from .package import Package
 from .signature import Checker, NumberInput, Signature, TensorInput
 from .structure import LEAF, flatten, unflatten
@@ -50,41 +50,25 @@ def load(
         trust: whether native code and source in the file may run.
 
     Raises:
-        StorageError: the file is damaged, or for another torch, Python or processor; or ``trust`` is missing, or
-            weights are, or they do not fit.
+        StorageError: the file is damaged, or for another torch, Python, processor or device; or ``trust`` is
+            missing, or weights are, or they do not fit.
     """
     package = Package(Path(path))
     try:
-        _check_machine(package)
-        if not trust:
-            raise package.error(
-                "trust=False",
-                "leave to run the kernels in the file, which are native code or are compiled to it",
-                "pass trust=True if you made the file, or know who did",
-            )
-        package.check_all()
         try:
+            check_machine(package)
+            if not trust:
+                raise package.error(
+                    "trust=False",
+                    "leave to run the kernels in the file, which are native code or are compiled to it",
+                    "pass trust=True if you made the file, or know who did",
+                )
+            package.check_all()
             return _loaded(package, dict(weights or {}))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ImportError) as error:
             raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error
     finally:
         package.close()
-
-
-def _check_machine(package: Package) -> None:
-    manifest = package.manifest
-    here = {"torch": torch.__version__, "python": sys.implementation.cache_tag}
-    here |= {"machine": platform.machine(), "system": platform.system()}
-    for what, own in here.items():
-        if manifest.get(what) != own:
-            raise package.error(f"{what} {own} here", f"{what} {manifest.get(what)}, for which it was saved")
-    saved, own = manifest.get("cpu_capability"), torch.backends.cpu.get_cpu_capability()
-    if manifest.get("compile") == "object" and saved != own:
-        raise package.error(
-            f"a processor with {own}",
-            f"one with {saved}",
-            'save it with compile="source"',
-        )
 
 
 def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
@@ -197,28 +181,43 @@ def _describe(dtype: torch.dtype, device: torch.device, size: Any, stride: Any) 
 
 
 class _Kernels:
-    """Loads kernels: compiled ones out of the file, source through Inductor."""
+    """Loads kernels: compiled ones out of the file, C++ source through Inductor and Triton's through Triton."""
 
     def __init__(self, package: Package, folder: Path) -> None:
         self._package, self._folder = package, folder
         self._objects: dict[str, Callable[..., Any]] = {}
 
     def of(self, data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Kernel]:
-        texts, objects = data["graph"]["modules"], data["objects"]
+        texts, objects, triton = data["graph"]["modules"], data["objects"], data["triton"]
 
         def kernel(known: Mapping[str, Any]) -> Kernel:
-            if (member := objects.get(known["kernel"])) is not None:
-                definition: Any = self._object(member)
+            name, definition, run = known["kernel"], None, None
+            if known["language"] == "triton":
+                run = self._triton(name, triton[name], torch.device(known["device"]))
+            elif (member := objects.get(name)) is not None:
+                definition = self._object(member)
             else:
                 from ..codegen.kernels import load_kernels, loaded_kernel
 
-                definition = loaded_kernel(load_kernels(texts[known["module"]]), known["kernel"])
-            if (found := stored_kernel(known, texts, definition)) is None:
+                definition = loaded_kernel(load_kernels(texts[known["module"]]), name)
+            if (found := stored_kernel(known, texts, definition, run)) is None:
                 got = f"no {known['language']} kernels on {known['device']}"
                 raise self._package.error(got, "a device that runs them")
             return found
 
         return kernel
+
+    def _triton(self, name: str, known: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+        source = self._package.read(known["source"]).decode()
+        binary = self._package.read(known["binary"]) if known["binary"] is not None else None
+        try:
+            return stored_launcher(known, source, binary, device)
+        except StorageError:
+            raise
+        except Exception as error:  # Triton's own, of any type
+            raise self._package.error(
+                f"{name}: {type(error).__name__}: {error}", f"a kernel that Triton loads on {device}"
+            ) from error
 
     def _object(self, member: str) -> Callable[..., Any]:
         if member not in self._objects:

@@ -139,6 +139,19 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def device_guard(device_type: str) -> Callable[[int], Any] | None:
+    """What makes a device the current one: Triton launches there, whatever device its arguments are on.
+
+    Operators see to that themselves. None where there is no other device.
+    """
+    if device_type == "cpu":
+        return None
+    module = torch.get_device_module(device_type)
+    # The smallest device modules of vendors know neither.
+    several = hasattr(module, "device") and hasattr(module, "device_count") and module.device_count() > 1
+    return module.device if several else None
+
+
 def torch_functions() -> TorchFunctions:
     return TorchFunctions(
         use_counter=use_counter,

@@ -120,15 +120,19 @@ def scalar_asserts() -> list[tuple[set[str], str, str]]:
     return found
 
 
-def wrap_for_graph(tuner: Any) -> Any:
-    """Enter a Triton kernel into torch's table of kernels for graphs."""
-    from torch._library.triton import wrap_triton
-
-    # A kernel that was compiled in another process came back without its Python function.
+def load_function(tuner: Any) -> None:
+    """Have the Python function of a Triton kernel: one that another process has compiled came back without it."""
     if hasattr(tuner, "_ensure_kernel_loaded"):
         tuner._ensure_kernel_loaded()
     elif tuner.fn.fn is None:
         tuner.fn = tuner._reload_kernel().fn
+
+
+def wrap_for_graph(tuner: Any) -> Any:
+    """Enter a Triton kernel into torch's table of kernels for graphs."""
+    from torch._library.triton import wrap_triton
+
+    load_function(tuner)
     return wrap_triton(tuner.fn)
 
 

@@ -12,6 +12,7 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
 from ..host_graph.nodes import Kernel, is_symbolic_value, launch
+from .torch_runtime import device_guard
 
 
 class TritonLauncher:
@@ -25,7 +26,7 @@ class TritonLauncher:
         self._run = tuner.run
         self._index = device.index if device.index is not None else 0
         self._stream = _raw_stream_getter(device.type)
-        self._guard = _device_guard(device.type)
+        self._guard = device_guard(device.type)
 
     def __call__(self, *args: Any) -> None:
         if self._guard is None:
@@ -41,19 +42,6 @@ def _raw_stream_getter(device_type: str) -> Callable[[int], int]:
     from torch._dynamo.device_interface import get_interface_for_device
 
     return get_interface_for_device(device_type).get_raw_stream
-
-
-def _device_guard(device_type: str) -> Callable[[int], Any] | None:
-    """What makes a device the current one: Triton launches there, whatever device its arguments are on.
-
-    Operators see to that themselves. None where there is no other device.
-    """
-    if device_type == "cpu":
-        return None
-    module = torch.get_device_module(device_type)
-    # The smallest device modules of vendors know neither.
-    several = hasattr(module, "device") and hasattr(module, "device_count") and module.device_count() > 1
-    return module.device if several else None
 
 
 def is_descriptor(function: Any) -> bool:

@@ -87,7 +87,7 @@ def inspect(file: _File) -> None:
     for name, value in contents.versions.items():
         _console.print(f"{name}: {value}", highlight=False)
     _console.print(f"weights: {contents.weights}", highlight=False)
-    table = Table("method", "takes", "partitions", "kernels", "library calls", title=str(file))
+    table = Table("method", "takes", "partitions", "launches", "library calls", title=str(file))
     for method in contents.methods:
         conditions = method.signature.conditions
         takes = [*map(str, method.signature.inputs), *([f"with {conditions}"] if conditions else [])]
@@ -95,10 +95,15 @@ def inspect(file: _File) -> None:
             method.name,
             Text("\n".join(takes)),
             f"{method.captured} captured, {method.eager} eager",
-            str(method.kernels),
+            str(method.launches),
             str(method.library_calls),
         )
     _console.print(table, highlight=False)
+    kernels = Table("method", "kernel", "language", "device", "in the file", "made for", "configuration")
+    for kernel in (kernel for method in contents.methods for kernel in method.kernels):
+        where = kernel.language, kernel.device, "\n".join(kernel.members) or "source, in the program"
+        kernels.add_row(kernel.method, kernel.name, *where, kernel.target, kernel.configuration)
+    _console.print(kernels, highlight=False)
 
 
 @app.command()

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -186,10 +187,11 @@ class _Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *more: Any) -> None:
         _packed, _launch_metadata, _enter_hook, _exit_hook, *args = more
+        # Or Dynamo would compile the interpreter, where a launch is outside of compiled code.
+        run = torch.compiler.disable(self._run) if "torch._dynamo" in sys.modules else self._run
         if x * y * z > 0:
-            self._launch(functools.partial(self._run, (x, y, z)), *args)
+            self._launch(functools.partial(run, (x, y, z)), *args)
 
-    @torch.compiler.disable  # or Dynamo would compile the interpreter, where a launch is outside of compiled code
     def _run(self, grid: tuple[int, int, int], *args: Any) -> None:
         named = dict(zip(self._kernel.arg_names, args, strict=True))
         described = {name: _described(arg) for name, arg in named.items()}

@@ -59,6 +59,7 @@ def test_a_sample(tmp_path: Path) -> None:
         one = found[name]
         assert constructs <= set(one["constructs"]), name
         assert one["cubins"] >= one["kernels"] > 0 and one["checked"] >= one["launches"] > 0, name
+        assert one["stored"] == one["kernels"] and not one["not_stored"], name
         assert one["captured"] and one["plans"] and one["arena"] >= one["lower_bound"] > 0, name
     assert found["resnet, training"]["phases"] == ["forward", "backward"]
 
