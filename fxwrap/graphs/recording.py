@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import logging
 import weakref
 from collections import Counter
@@ -217,7 +216,7 @@ class Recording:
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
-        described = Description(replay.inputs_end, replay.frees_inputs, guards, next_use, count)
+        described = Description(replay.inputs_end, replay.frees_inputs, guards, _CLOCK, count)
         try:
             describe(native, replay.parts, len(replay.registers), described)
             self.unit, self.listing = native.unit(described.for_library()), described.listing
@@ -333,7 +332,12 @@ class Recording:
 
 
 # Numbers that grow, for who was used last.
-next_use = itertools.count(1).__next__
+_CLOCK = ctypes.c_int64()
+
+
+def next_use() -> int:
+    _CLOCK.value += 1
+    return _CLOCK.value
 
 
 def _nothing() -> None:

@@ -35,7 +35,7 @@ class Unit(Protocol):
 
     Attributes:
         failed: the position of the step that the last call raised in; -1 if it did not.
-        used: what ``next_use`` returned last.
+        used: what ``clock`` was at the last call.
     """
 
     failed: int
@@ -120,14 +120,14 @@ class Description:
         empties_inputs: whether the list of inputs is emptied, so that they live no longer than they are needed.
         loads: (input, slot).
         cleared: slots that hold something at the end of a call.
-        next_use: asked at every call; ``used`` of the unit is what it returned last.
+        clock: incremented at every call, and shared by all units.
         count: incremented at every call.
     """
 
     inputs: int
     empties_inputs: bool
     guards: Guards = field(default_factory=Guards)
-    next_use: Callable[[], int] | None = None
+    clock: ctypes.c_int64 | None = None
     count: ctypes.c_int64 | None = None
     slots: int = 0
     loads: list[tuple[int, int]] = field(default_factory=list)
@@ -142,6 +142,7 @@ class Description:
         # Where numbers are that Python and the library share, beside what keeps them there.
         cells = {
             "count_address": ctypes.addressof(self.count) if self.count is not None else 0,
+            "clock_address": ctypes.addressof(self.clock) if self.clock is not None else 0,
             "lock_addresses": [ctypes.addressof(cell) for _, cell in self.guards.locks],
             "stream_addresses": list(map(ctypes.addressof, self.guards.streams)),
         }

@@ -504,6 +504,7 @@ class FillStep : public Step {
       ~Emptied() { tensors.clear(); }
     } emptied{sources_};
     for (const auto& input : inputs_) sources_.push_back(unexpanded(input.in(slots)));
+    at::AutoDispatchBelowAutograd below;
     at::_foreach_copy_(buffers_, sources_);
   }
 
@@ -822,8 +823,10 @@ struct UnitState {
   Guards guards;
   std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> below =
       std::make_shared<std::optional<at::AutoDispatchBelowAutograd>>();
-  py::object next_use, used, kept;
+  py::object kept;
   int64_t* counter = nullptr;
+  int64_t* clock = nullptr;
+  int64_t used = 0;
 };
 
 struct Unit {
@@ -898,7 +901,7 @@ PyObject* replay(Unit* unit, PyObject* inputs) {
   py::object returned;
   {
     Call call(unit, inputs);
-    if (state.next_use) state.used = owned(PyObject_CallNoArgs(state.next_use.ptr()));
+    if (state.clock != nullptr) state.used = ++*state.clock;
     returned = call.run();
     if (state.counter != nullptr) ++*state.counter;
   }
@@ -969,7 +972,7 @@ void unit_dealloc(PyObject* self) {
 PyObject* unit_failed(PyObject* self, void*) { return PyLong_FromSsize_t(reinterpret_cast<Unit*>(self)->failed); }
 PyObject* unit_used(PyObject* self, void*) {
   auto* state = reinterpret_cast<Unit*>(self)->state;
-  return (state != nullptr && state->used ? state->used : py::object(py::int_(0))).inc_ref().ptr();
+  return PyLong_FromLongLong(state != nullptr ? state->used : 0);
 }
 
 std::unique_ptr<Step> made(UnitState& state, const py::tuple& described) {
@@ -1057,11 +1060,9 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   for (auto address : described["stream_addresses"]) guards.streams.push_back(cell(address));
   if (!described["caller_captures"].is_none()) guards.caller_captures = described["caller_captures"];
   // What is at these addresses.
-  state->kept = py::make_tuple(described["locks"], described["streams"], described["count"]);
-  if (!described["next_use"].is_none()) state->next_use = described["next_use"];
-  if (!described["count"].is_none()) {
-    state->counter = cell(described["count_address"]);
-  }
+  state->kept = py::make_tuple(described["locks"], described["streams"], described["count"], described["clock"]);
+  state->counter = cell(described["count_address"]);
+  state->clock = cell(described["clock_address"]);
   auto* unit = PyObject_New(Unit, &UnitType);
   if (unit == nullptr) throw python_error();
   unit->call = unit_call;
