@@ -31,33 +31,25 @@ _PATIENCE = 300
 _MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 
 
-def native_replay() -> NativeReplay | None:
-    """The library; None if it cannot be had here, which is logged once. ``why_not`` says why."""
-    return _loaded()[0]
-
-
-def why_not() -> str:
-    """Why recordings replay in Python; empty if they do not, or nobody has asked for the library yet."""
-    return _loaded()[1] if _loaded.cache_info().currsize else ""
-
-
 @functools.cache
-def _loaded() -> tuple[NativeReplay | None, str]:
+def native_replay() -> NativeReplay | str:
+    """The library, or why it cannot be had here, which is logged once; an empty string where nobody wants it."""
     if os.environ.get("FXWRAP_NATIVE_REPLAY") == "0":
-        return None, "FXWRAP_NATIVE_REPLAY is 0"
+        return ""
     try:
-        return _load(), ""
+        return _load()
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
-        why = f"{error}" + (f": {said[0]}" if said else "")
-        log.warning("recordings replay in Python, for the helper library cannot be built: %s", why)
-        return None, why
+        why = f"the helper library cannot be built: {error}" + (f": {said[0]}" if said else "")
+        log.warning("recordings replay in Python, for %s", why)
+        return why
 
 
 def _load() -> NativeReplay:
     if platform.system() == "Windows" or platform.machine() not in _MACHINES:
         raise OSError(f"nobody has tried it on {platform.system()} {platform.machine()}")
-    flags, key = _flags(), (torch.__version__, str(torch.version.git_version), sys.version)
+    headers = (header.read_text(encoding="utf-8") for header in sorted(_SOURCE.parent.glob("*.h")))
+    flags, key = _flags(), (torch.__version__, str(torch.version.git_version), sys.version, *headers)
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     path = built_library("replay", _SOURCE, flags, key=key, patience_s=_PATIENCE, suffix=suffix)
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))

@@ -408,7 +408,9 @@ class Program:
 
     def _replay_natively(self, recording: Recording, inputs: Sequence[Any]) -> None:
         native = self.functions.native()
-        if native is None:
+        if isinstance(native, str):
+            if native:
+                self.counters.count("events", f"replays in Python: {native}")
             return
         numbers = [(p, int(inputs[p])) for p, how, _ in self._dynamic if how is None]
         dimensions = [
@@ -433,7 +435,7 @@ class Program:
 class EagerRuns:
     """Runs the whole schedule with plain allocations: in Python at first, and natively once that is worth a unit."""
 
-    def __init__(self, flat: FlatFunction, inputs: int, native: Callable[[], NativeReplay | None]) -> None:
+    def __init__(self, flat: FlatFunction, inputs: int, native: Callable[[], NativeReplay | str]) -> None:
         self._flat, self._inputs, self._native = flat, inputs, native
         self._calls = 0
         self._unit: Callable[[list[Any]], Any] | None = None
@@ -449,7 +451,7 @@ class EagerRuns:
 
     def _make_unit(self) -> None:
         native = self._native()
-        if native is None:
+        if isinstance(native, str):
             return
         try:
             described = describe(

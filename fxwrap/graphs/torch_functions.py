@@ -40,7 +40,7 @@ class TorchFunctions:
             lets go of it once.
         share_copies: has a storage that is a slice of another send copies of itself to other processes.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
-        native: the helper library of native replay; None if it cannot be had here.
+        native: the helper library of native replay; else why it cannot be had here, empty where nobody wants it.
     """
 
     use_counter: Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
@@ -54,4 +54,4 @@ class TorchFunctions:
     after_failed_capture: PutRight
     share_copies: Callable[[torch.UntypedStorage], None]
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]
-    native: Callable[[], NativeReplay | None]
+    native: Callable[[], NativeReplay | str]

@@ -156,6 +156,10 @@ class Taken:
     local: Local
 
 
+# At the end of a listing's line: the step is a call of a Python function.
+PYTHON = "  # Python"
+
+
 class CannotReplay(Exception):
     """Lines that a unit has no steps for."""
 
@@ -320,7 +324,7 @@ class _Lowering:
         python = self._python(call, line)
         made = "".join(f"slot {slot}, " for slot in python[3])[:-2]
         name = getattr(function, "__name__", None) or type(function).__name__
-        return self._add(("python", *python), f"{made + ' = ' if made else ''}{name}({given})  # Python")
+        return self._add(("python", *python), f"{made + ' = ' if made else ''}{name}({given}){PYTHON}")
 
     def _numbers(self, sizes: Sequence[Any]) -> list[tuple[str, Any]]:
         return list(map(self.value, sizes))

@@ -22,6 +22,7 @@ from ..codegen.dynamo import compilations_of, with_own_code
 from ..compilation import Compilation, live_compilations
 from ..errors import FxwrapError
 from ..graphs.program import Program
+from ..graphs.units import PYTHON
 from ..host_graph.listing import list_graph
 from ..host_graph.nodes import Kernel, constants, kind_of, operator_name, user_line
 from ..passes.analysis.sizes import bytes_expression
@@ -70,6 +71,12 @@ class GraphReport:
         graphs = [module for module in self.graph.modules() if isinstance(module, GraphModule)]
         found = (value for gm in graphs for value in constants(gm).values())
         return tuple(dict.fromkeys(kernel for kernel in found if isinstance(kernel, Kernel)))
+
+    @property
+    def unit(self) -> str:
+        """What the newest recording runs natively, a line for each step; empty if there is none that does."""
+        listings = [recording.listing for recording in self.program.specializations.recordings() if recording.unit]
+        return "\n".join(listings[-1]) if listings else ""
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -128,6 +135,7 @@ class GraphReport:
                 "outside_the_plan": outside_the_plan(self.program.plan),
             },
             "kernels": {kernel.name: kernel.source for kernel in self.kernels},
+            "unit": self.unit.splitlines(),
             "counters": self.counters,
         }
 
@@ -257,6 +265,9 @@ def _render(number: int, report: GraphReport) -> RenderableType:
     else:
         parts += [Text("memory: planned when a shape is recorded"), Text()]
     parts.append(_counter_lines(report.counters))
+    if steps := report.unit.splitlines():
+        python = sum(step.endswith(PYTHON) for step in steps)
+        parts.append(Text(f"replayed natively: {len(steps)} steps, {python} of them in Python (GraphReport.unit)"))
     return Group(*parts, Text())
 
 

@@ -1,0 +1,103 @@
+// What a call has to look like for a unit to replay it.
+
+#pragma once
+
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <optional>
+
+#include "values.h"
+
+namespace fxwrap {
+
+struct Guards {
+  struct Address {
+    Py_ssize_t position;
+    uint64_t address;
+  };
+  struct Number {
+    Py_ssize_t position;
+    int64_t value;
+  };
+  struct Dimension {
+    Py_ssize_t position;
+    bool stride;
+    int64_t dimension, value;
+  };
+  std::vector<Address> addresses;
+  std::vector<Number> numbers;
+  std::vector<Dimension> dimensions;
+  struct Count {
+    c10::StorageImpl* storage;
+    size_t uses;
+  };
+  struct Cell {
+    const int64_t* at;
+    int64_t value;
+  };
+  std::vector<py::object> empty;  // dictionaries
+  bool no_hooks = false;          // nobody packs what autograd saves
+  std::optional<at::Device> device;
+  std::vector<const int64_t*> streams;
+  std::vector<std::pair<py::object, int64_t*>> locks;
+  py::object caller_captures, kept;
+  std::vector<Count> counts;
+  std::vector<Cell> versions;
+
+  // None of a class that answers in Python.
+  static const at::Tensor* tensor_at(PyObject* inputs, Py_ssize_t position) {
+    auto* value = PyList_GET_ITEM(inputs, position);
+    if (!THPVariable_Check(value)) return nullptr;
+    const auto& tensor = THPVariable_Unpack(value);
+    return tensor.unsafeGetTensorImpl()->is_python_dispatch() ? nullptr : &tensor;
+  }
+
+  // Whether nobody else works in the memory, and nobody can read what is overwritten.
+  bool is_free() const {
+    for (const auto& [owners, native] : locks)
+      if (PyDict_GET_SIZE(owners.ptr()) != 0 || *native == process) return false;
+    for (const auto& [at, value] : versions)
+      if (*at != value) return false;
+    for (const auto& [storage, uses] : counts)
+      if (c10::raw::intrusive_ptr::use_count(storage) != uses) return false;
+    return true;
+  }
+
+  // May run Python: asked before anything else is.
+  bool device_suits() const {
+    if (!device.has_value()) return true;
+    const auto* guard = c10::impl::getDeviceGuardImpl(device->type());
+    if (guard->getDevice() != *device) return false;
+    const auto stream = guard->getStream(*device).id();
+    for (const auto* last : streams)
+      if (*last != stream) return false;
+    if (stream == 0 || !caller_captures) return true;  // the default stream cannot be captured
+    auto asked = caller_captures;                       // the unit may be gone before it has answered
+    return !py::cast<bool>(owned(PyObject_CallNoArgs(asked.ptr())));
+  }
+
+  bool hold(PyObject* inputs) const {
+    if (!is_free()) return false;
+    for (const auto& dictionary : empty)
+      if (PyDict_GET_SIZE(dictionary.ptr()) != 0) return false;
+    for (const auto& [position, value] : numbers) {
+      auto* number = PyList_GET_ITEM(inputs, position);
+      if (!PyLong_CheckExact(number)) return false;
+      int overflow = 0;
+      if (PyLong_AsLongLongAndOverflow(number, &overflow) != value || overflow != 0) return false;
+    }
+    for (const auto& [position, stride, dimension, value] : dimensions) {
+      const auto* tensor = tensor_at(inputs, position);
+      if (tensor == nullptr || tensor->dim() <= dimension) return false;
+      if ((stride ? tensor->stride(dimension) : tensor->size(dimension)) != value) return false;
+    }
+    for (const auto& [position, address] : addresses) {
+      const auto* tensor = tensor_at(inputs, position);
+      if (tensor == nullptr || reinterpret_cast<uint64_t>(tensor->const_data_ptr()) != address) return false;
+    }
+    return !no_hooks || !at::SavedTensorDefaultHooks::get_hooks(true).has_value();
+  }
+};
+
+}  // namespace fxwrap

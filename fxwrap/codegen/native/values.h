@@ -1,0 +1,253 @@
+// What a unit works on: slots, and operands that name them.
+
+#pragma once
+
+#include <Python.h>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace fxwrap {
+
+// Who holds a lock: what another thread was doing in the parent of a fork is nobody's work in the child.
+inline int64_t process = 0;
+
+// Whether this thread has the interpreter's lock, and lets go of it for steps that need no Python.
+class InterpreterLock {
+ public:
+  ~InterpreterLock() { acquire(); }
+  void acquire() {
+    if (state_ != nullptr) PyEval_RestoreThread(std::exchange(state_, nullptr));
+  }
+  void release() {
+    if (state_ == nullptr) state_ = PyEval_SaveThread();
+  }
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
+// What a step has made or was given: a tensor, a number, or any other object of Python's.
+struct Slot {
+  enum class Kind { Nothing, Tensor, Integer, Boolean, Object };
+
+  Kind kind = Kind::Nothing;
+  int64_t number = 0;
+  at::Tensor tensor;
+  py::object object;
+
+  void clear() {
+    kind = Kind::Nothing;
+    tensor.reset();
+    if (object) {
+      py::gil_scoped_acquire locked;
+      object = py::object();
+    }
+  }
+  bool is_number() const { return kind == Kind::Integer || kind == Kind::Boolean; }
+  void set(at::Tensor value) {
+    tensor = std::move(value);
+    kind = Kind::Tensor;
+  }
+  void set(int64_t value, bool boolean = false) {
+    number = value;
+    kind = boolean ? Kind::Boolean : Kind::Integer;
+  }
+  void set(PyObject* value) {  // steals nothing
+    if (THPVariable_Check(value)) return set(THPVariable_Unpack(value));
+    if (PyBool_Check(value)) return set(value == Py_True, true);
+    if (PyLong_CheckExact(value)) {
+      int overflow = 0;
+      auto converted = PyLong_AsLongLongAndOverflow(value, &overflow);
+      if (overflow == 0) return set(converted);
+    }
+    object = py::reinterpret_borrow<py::object>(value);
+    kind = Kind::Object;
+  }
+  PyObject* get() const {  // a new reference
+    switch (kind) {
+      case Kind::Tensor:
+        return THPVariable_Wrap(tensor);
+      case Kind::Integer:
+        return PyLong_FromLongLong(number);
+      case Kind::Boolean:
+        return PyBool_FromLong(static_cast<long>(number));
+      case Kind::Object:
+        return Py_NewRef(object.ptr());
+      case Kind::Nothing:
+        break;
+    }
+    Py_RETURN_NONE;
+  }
+};
+
+using Slots = std::vector<Slot>;
+inline const Slots kNoSlots;
+
+inline py::object owned(PyObject* value) {
+  if (value == nullptr) throw python_error();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+// A value of Python's in which slots stand for what is in them.
+class Value {
+ public:
+  enum class Kind { Constant, Slot, Taken, Tuple, List, Slice, Dict };
+
+  explicit Value(const py::handle& described) {
+    auto pair = py::cast<py::tuple>(described);
+    auto kind = py::cast<std::string>(pair[0]);
+    py::object content = pair[1];
+    if (kind == "constant") {
+      kind_ = Kind::Constant;
+      constant_ = content;
+      return;
+    }
+    if (kind == "slot" || kind == "taken") {
+      kind_ = kind == "slot" ? Kind::Slot : Kind::Taken;
+      slot_ = py::cast<size_t>(content);
+      return;
+    }
+    kind_ = kind == "tuple" ? Kind::Tuple : kind == "list" ? Kind::List : kind == "slice" ? Kind::Slice : Kind::Dict;
+    if (kind_ == Kind::Dict) {
+      for (auto item : py::cast<py::dict>(content)) {
+        names_.push_back(py::reinterpret_borrow<py::object>(item.first));
+        parts_.emplace_back(item.second);
+      }
+    } else {
+      for (auto part : content) parts_.emplace_back(part);
+    }
+  }
+
+  bool is_slot() const { return kind_ == Kind::Slot; }
+  bool is_list() const { return kind_ == Kind::List || kind_ == Kind::Tuple; }
+  bool is_constant() const {
+    if (kind_ == Kind::Slot || kind_ == Kind::Taken) return false;
+    for (const auto& part : parts_)
+      if (!part.is_constant()) return false;
+    return true;
+  }
+  size_t slot() const { return slot_; }
+  const std::vector<Value>& parts() const { return parts_; }
+
+  py::object make() const {
+    Slots none;
+    return make(none);
+  }
+  py::object make(Slots& slots) const {
+    switch (kind_) {
+      case Kind::Constant:
+        return constant_;
+      case Kind::Slot:
+        return owned(slots[slot_].get());
+      case Kind::Taken: {
+        auto taken = owned(slots[slot_].get());
+        slots[slot_].clear();
+        return taken;
+      }
+      case Kind::Slice: {
+        std::array<py::object, 3> bounds;
+        for (size_t i = 0; i < 3; ++i) bounds[i] = parts_[i].make(slots);
+        return owned(PySlice_New(bounds[0].ptr(), bounds[1].ptr(), bounds[2].ptr()));
+      }
+      case Kind::Dict: {
+        py::dict made;
+        for (size_t i = 0; i < parts_.size(); ++i) made[names_[i]] = parts_[i].make(slots);
+        return std::move(made);
+      }
+      case Kind::List: {
+        py::list made(parts_.size());
+        for (size_t i = 0; i < parts_.size(); ++i)
+          PyList_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), parts_[i].make(slots).release().ptr());
+        return std::move(made);
+      }
+      case Kind::Tuple:
+        break;
+    }
+    py::tuple made(parts_.size());
+    for (size_t i = 0; i < parts_.size(); ++i)
+      PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i), parts_[i].make(slots).release().ptr());
+    return std::move(made);
+  }
+
+ private:
+  Kind kind_ = Kind::Constant;
+  py::object constant_;
+  size_t slot_ = 0;
+  std::vector<Value> parts_;
+  std::vector<py::object> names_;
+};
+
+// A tensor that is known, or in a slot.
+class Operand {
+ public:
+  explicit Operand(const Value& value) {
+    if (value.is_slot())
+      slot_ = static_cast<long>(value.slot());
+    else
+      tensor_ = THPVariable_Unpack(value.make().ptr());
+  }
+  const at::Tensor& in(const Slots& slots) const { return slot_ < 0 ? tensor_ : slots[static_cast<size_t>(slot_)].tensor; }
+
+ private:
+  long slot_ = -1;
+  at::Tensor tensor_;
+};
+
+// A number that is known, or in a slot.
+class Number {
+ public:
+  explicit Number(const Value& value) {
+    if (value.is_slot())
+      slot_ = static_cast<long>(value.slot());
+    else
+      number_ = py::cast<int64_t>(value.make());
+  }
+  bool known() const { return slot_ < 0; }
+  bool there(const Slots& slots) const { return known() || slots[static_cast<size_t>(slot_)].is_number(); }
+  int64_t in(const Slots& slots) const {
+    if (known()) return number_;
+    const auto& slot = slots[static_cast<size_t>(slot_)];
+    TORCH_CHECK_TYPE(slot.is_number(), "fxwrap: a size is no integer");
+    return slot.number;
+  }
+
+ private:
+  long slot_ = -1;
+  int64_t number_ = 0;
+};
+
+// Sizes or strides.
+class Sizes {
+ public:
+  explicit Sizes(const py::handle& described) {
+    for (auto part : described) {
+      parts_.emplace_back(Value(part));
+      known_ = known_ && parts_.back().known();
+    }
+    values_.resize(parts_.size());
+    if (known_) evaluate(kNoSlots);
+  }
+  at::IntArrayRef in(const Slots& slots) {
+    if (!known_) evaluate(slots);
+    return values_;
+  }
+
+ private:
+  void evaluate(const Slots& slots) {
+    for (size_t i = 0; i < parts_.size(); ++i) values_[i] = parts_[i].in(slots);
+  }
+  bool known_ = true;
+  std::vector<Number> parts_;
+  std::vector<int64_t> values_;
+};
+
+}  // namespace fxwrap
