@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch.fx import GraphModule, Node
 
@@ -44,6 +43,9 @@ from .passes.rewrites.host_scalars import copy_host_scalars
 from .passes.rewrites.shared_views import share_views
 from .passes.rewrites.view_copies import view_needless_copies
 from .passes.verify import verify_memory, verify_schedule
+
+if TYPE_CHECKING:
+    import networkx as nx
 from .plan import (
     Cut,
     MemoryPlan,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import torch
 from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
 from ...plan import StorageFacts
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
@@ -25,6 +28,8 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     order  random numbers are drawn, and effects happen, in program order
     ====== =========================================================================
     """
+    import networkx as nx  # a tenth of a second, which a program from a cache does without
+
     graph = nx.DiGraph()
     last_write: dict[int, Node] = {}
     reads_since: dict[int, list[Node]] = defaultdict(list)

@@ -6,14 +6,17 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import torch
 from torch.fx import Node
 
 from ...host_graph.nodes import Kind, kind_of, operator_name, user_line
 from ...plan import Cut, NodeVerdict, Partition, StorageFacts, Verdict
 from .capturability import is_work
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 # Bytes by which the peak may rise in any case, whatever the budget says.
 _NEGLIGIBLE = 1 << 20
