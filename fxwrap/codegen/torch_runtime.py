@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graphs.torch_functions import TorchFunctions
 from .native_library import native_replay
@@ -165,6 +166,7 @@ def torch_functions() -> TorchFunctions:
         share_copies=share_copies,
         below_autograd=below_autograd,
         saved_tensors_hooks=saved_tensors_hooks,
+        without_modes=_disable_current_modes,
         native=native_replay,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -175,7 +176,8 @@ class Recording:
         given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
         self._liveness = LivenessGuard(footprints, self._live_outputs, given, counter)
         unplanned = [t for value in (*self._held.memory, *self._held.kept) for t in tensors_in(value)]
-        self._retire = weakref.finalize(self, _retire, self._live_outputs, self._arenas, unplanned)
+        without_modes = self.request.functions.without_modes
+        self._retire = weakref.finalize(self, _retire, without_modes, self._live_outputs, self._arenas, unplanned)
         self._retire.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
         for arena, plan in plans.items():
@@ -344,10 +346,19 @@ def _nothing() -> None:
     """Ends nothing."""
 
 
-def _retire(live: LiveOutputs, arenas: Sequence[Arena], unplanned: list[torch.Tensor]) -> None:
-    """A recording ends. The device may not have done its work yet, on whichever stream that was issued."""
+def _retire(
+    without_modes: Callable[[], contextlib.AbstractContextManager[Any]],
+    live: LiveOutputs,
+    arenas: Sequence[Arena],
+    unplanned: list[torch.Tensor],
+) -> None:
+    """A recording ends. The device may not have done its work yet, on whichever stream that was issued.
+
+    It may be collected while another program is traced.
+    """
     live.retire()
     for arena in arenas:
         arena.changed()
-        arena.keep_until_done(unplanned)
+        with without_modes():
+            arena.keep_until_done(unplanned)
     unplanned.clear()

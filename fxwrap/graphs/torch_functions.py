@@ -40,6 +40,7 @@ class TorchFunctions:
             lets go of it once.
         share_copies: has a storage that is a slice of another send copies of itself to other processes.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
+        without_modes: makes a context without dispatch modes (those under which somebody traces).
         native: the helper library of native replay; else why it cannot be had here, empty where nobody wants it.
     """
 
@@ -54,4 +55,5 @@ class TorchFunctions:
     after_failed_capture: PutRight
     share_copies: Callable[[torch.UntypedStorage], None]
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]
+    without_modes: Callable[[], contextlib.AbstractContextManager[Any]]
     native: Callable[[], NativeReplay | str]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxwrap.graphs.arenas import AT_ONE_TIME, ArenaPool
 from fxwrap.graphs.devices import runtime as device_graph
@@ -189,3 +193,22 @@ def test_if_one_thread_had_warmed_up_for_all_a_capture_would_fail(
     monkeypatch.setattr(threading, "local", SimpleNamespace)  # what one knows all know
     counters = _warm_in_one_thread(product(), device)
     assert any("making a library's handle" in event for event in counters["events"]), counters
+
+
+def test_a_recording_that_is_collected_while_another_program_is_traced(
+    compiled: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is kept until the device is done with it; tracing is none of its business."""
+    f: Compiled = compiled(lambda x: x.sin() + 1)
+    x = torch.randn(8, device=device)
+    for _ in range(3):
+        f(x)
+    (recording,) = f.program.specializations.recordings()
+    gone, raised = weakref.ref(recording), list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: raised.append(error))
+    del recording
+    with FakeTensorMode():
+        f.program.specializations.clear()
+        gc.collect()
+    assert gone() is None and not raised
