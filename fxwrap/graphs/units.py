@@ -277,54 +277,66 @@ class _Lowering:
         self._add(step, f"slot {slot} = {self.text(item.of)}[{item.position}]")
 
     def _call(self, call: Call, line: Line) -> None:
-        function = call.function.value
-        args = [arg.value if isinstance(arg, Bound) else arg for arg in call.args]
-        if isinstance(function, Kernel) and not line.results and self._kernel(function, call):
+        natively = self._kernel, self._memory, self._assertion, self._arithmetic, self._operator
+        if any(lower(call, line) for lower in natively):
             return
-        if isinstance(function, Resize):
-            return self._add(
-                ("resize", function.storage, function.nbytes), f"resize a region to {function.nbytes} bytes"
-            )
-        if isinstance(function, Fill):
-            fill = "fill", list(function.tensors), list(map(self.value, call.args))
-            return self._add(fill, f"fill static buffers with {', '.join(map(self.text, call.args))}")
-        if function is self._native.empty and _are_sizes(args[:2]):
-            sizes, text = [self._numbers(arg) for arg in args[:2]], self.text(args[0])
-            slot = self._new(line.results[0])
-            return self._add(("empty", slot, *sizes, args[2]), f"slot {slot} = empty {text}, {args[2]}")
-        if function is self._native.lay_out and _are_sizes(args[1:3]) and _is_number(args[3]) and line.results:
-            base, sizes, offset = (
-                self.value(call.args[0]),
-                [self._numbers(arg) for arg in args[1:3]],
-                self.value(args[3]),
-            )
-            text = f"{self.text(call.args[0])} as {self.text(args[1])}, strides {self.text(args[2])}"
-            slot = self._new(line.results[0])
-            return self._add(("view", slot, base, *sizes, offset), f"slot {slot} = {text}, offset {_text_of(offset)}")
-        if function is self._native.assert_layout and _are_sizes(args[1:3]):
-            look = "layout", self.value(call.args[0]), *(self._numbers(arg) for arg in args[1:3])
-            text = f"assert {self.text(call.args[0])} is {self.text(args[1])}, strides {self.text(args[2])}"
-            return self._add((*look, *self._python(call, line)), text)
-        if function is self._native.assert_alignment and type(args[1]) is int:
-            align = "alignment", self.value(call.args[0]), args[1]
-            text = f"assert {self.text(call.args[0])} is at a multiple of {args[1]}"
-            return self._add((*align, *self._python(call, line)), text)
-        if function in (check, require) and isinstance(args[0], Local):
-            text = f"assert {self.text(args[0])}: {args[1] if len(args) > 1 else ''}"
-            return self._add(("check", self.value(args[0]), *self._python(call, line)), text)
-        if (name := _ARITHMETIC.get(function)) and len(args) == 2 and all(map(_is_number, args)) and line.results:
-            python, operands = self._python(call, line), list(map(self.value, args))
-            (slot,) = python[3]
-            text = f"slot {slot} = {name}({', '.join(map(_text_of, operands))})"
-            return self._add(("integer", slot, name, *operands, *python), text)
-        if self._operator(call, line):
-            return None
         named = ", ".join(f"{name}={self.text(value)}" for name, value in call.kwargs.items())
         given = ", ".join(map(self.text, call.args)) + (f", {named}" if named and call.args else named)
         python = self._python(call, line)
-        made = "".join(f"slot {slot}, " for slot in python[3])[:-2]
+        made = ", ".join(f"slot {slot}" for slot in python[3])
+        function = call.function.value
         name = getattr(function, "__name__", None) or type(function).__name__
-        return self._add(("python", *python), f"{made + ' = ' if made else ''}{name}({given}){PYTHON}")
+        self._add(("python", *python), f"{made + ' = ' if made else ''}{name}({given}){PYTHON}")
+
+    def _memory(self, call: Call, line: Line) -> bool:
+        """What allocates, lays out and copies."""
+        function, args = call.function.value, _known(call.args)
+        if isinstance(function, Resize):
+            step: tuple[Any, ...] = "resize", function.storage, function.nbytes
+            self._add(step, f"resize a region to {function.nbytes} bytes")
+        elif isinstance(function, Fill):
+            fill = "fill", list(function.tensors), list(map(self.value, call.args))
+            self._add(fill, f"fill static buffers with {', '.join(map(self.text, call.args))}")
+        elif function is self._native.empty and _are_sizes(args[:2]):
+            sizes, text = [self._numbers(arg) for arg in args[:2]], self.text(args[0])
+            slot = self._new(line.results[0])
+            self._add(("empty", slot, *sizes, args[2]), f"slot {slot} = empty {text}, {args[2]}")
+        elif function is self._native.lay_out and _are_sizes(args[1:3]) and _is_number(args[3]):
+            base, offset = self.value(call.args[0]), self.value(args[3])
+            sizes = [self._numbers(arg) for arg in args[1:3]]
+            text = f"{self.text(call.args[0])} as {self.text(args[1])}, strides {self.text(args[2])}"
+            slot = self._new(line.results[0])
+            self._add(("view", slot, base, *sizes, offset), f"slot {slot} = {text}, offset {_text_of(offset)}")
+        else:
+            return False
+        return True
+
+    def _assertion(self, call: Call, line: Line) -> bool:
+        """What Python says only if it does not hold."""
+        function, args = call.function.value, _known(call.args)
+        if function is self._native.assert_layout and _are_sizes(args[1:3]):
+            look: tuple[Any, ...] = "layout", self.value(call.args[0]), *map(self._numbers, args[1:3])
+            text = f"{self.text(call.args[0])} is {self.text(args[1])}, strides {self.text(args[2])}"
+        elif function is self._native.assert_alignment and type(args[1]) is int:
+            look = "alignment", self.value(call.args[0]), args[1]
+            text = f"{self.text(call.args[0])} is at a multiple of {args[1]}"
+        elif function in (check, require) and isinstance(args[0], Local):
+            look = "check", self.value(args[0])
+            text = f"{self.text(args[0])}: {args[1] if len(args) > 1 else ''}"
+        else:
+            return False
+        self._add((*look, *self._python(call, line)), f"assert {text}")
+        return True
+
+    def _arithmetic(self, call: Call, line: Line) -> bool:
+        name, args = _ARITHMETIC.get(call.function.value), _known(call.args)
+        if name is None or len(args) != 2 or not all(map(_is_number, args)) or not line.results:
+            return False
+        python, operands = self._python(call, line), list(map(self.value, args))
+        (slot,) = python[3]
+        text = f"slot {slot} = {name}({', '.join(map(_text_of, operands))})"
+        self._add(("integer", slot, name, *operands, *python), text)
+        return True
 
     def _numbers(self, sizes: Sequence[Any]) -> list[tuple[str, Any]]:
         return list(map(self.value, sizes))
@@ -337,13 +349,15 @@ class _Lowering:
             self._taken_apart.discard(local)
         return function, args, kwargs, [self._new(local) for local in line.results], line.unpacks
 
-    def _kernel(self, kernel: Kernel, call: Call) -> bool:
+    def _kernel(self, call: Call, line: Line) -> bool:
+        kernel = call.function.value
+        if not isinstance(kernel, Kernel) or line.results:
+            return False
         types = [str(ctype) for ctype in kernel.arg_types or ()]
         if len(types) != len(call.args) or len(types) > _MOST_ARGUMENTS:
             return False
         described: list[tuple[Any, ...]] = []
-        for ctype, arg in zip(types, call.args, strict=True):
-            known = arg.value if isinstance(arg, Bound) else arg
+        for ctype, arg, known in zip(types, call.args, _known(call.args), strict=True):
             if ctype.endswith("*") and (isinstance(arg, (Local, Register)) or isinstance(known, torch.Tensor)):
                 described.append(("read" if ctype.startswith("const ") else "written", self.value(arg)))
             elif _is_number(known) and ctype.removeprefix("const ").strip() == "int64_t":
@@ -472,6 +486,11 @@ def _text_of(value: tuple[str, Any]) -> str:
         case "slice":
             return ":".join(map(_text_of, content))
     return f"({', '.join(map(_text_of, content))})"
+
+
+def _known(operands: Sequence[Any]) -> list[Any]:
+    """Operands with what is bound in the place of ``Bound``."""
+    return [operand.value if isinstance(operand, Bound) else operand for operand in operands]
 
 
 def _is_number(value: Any) -> bool:
