@@ -24,7 +24,7 @@ $(TESTS): export OMP_NUM_THREADS ?= 1
 LINKER := $(firstword $(foreach name,mold ld.lld ld.gold,$(shell command -v $(name))))
 $(TESTS): export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
 
-.PHONY: demo hostsim gpu lint benchmark clean $(TESTS)
+.PHONY: demo hostsim gpu lint benchmark sanitize clean $(TESTS)
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
@@ -60,6 +60,19 @@ test-models: $(VENV)/.installed-test
 # As a vendor would: a copy of the simulated accelerator under another name, built and put to the contract.
 test-vendor: $(VENV)/.installed-test
 	$(BIN)/python -m pytest examples/hostsim/tests -m slow
+
+# Native replay with the helper library under sanitizers, which end the process at the first error. What they say goes
+# to stderr, past pytest. Python's own allocator would hide what is wrong in it, and ends with objects that it keeps.
+sanitize: sanitizers := -fsanitize=address,undefined -fno-sanitize-recover=all
+sanitize: export FXWRAP_NATIVE_FLAGS := -O1 -g1 -fno-omit-frame-pointer $(sanitizers)
+sanitize: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+sanitize: export OMP_NUM_THREADS ?= 1
+sanitize: export PYTHONMALLOC := malloc
+sanitize: export ASAN_OPTIONS := detect_leaks=0:halt_on_error=1
+sanitize: export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
+sanitize: $(VENV)/.installed-test
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" $(BIN)/python \
+		-m pytest --capture=sys tests/graphs/test_units.py tests/graphs/test_partitions_end_to_end.py $(ARGS)
 
 # What only a GPU can tell. Where torch is installed already, nothing has to be: make gpu BIN=/usr/bin ARGS="--only memory"
 # A machine without a GPU is told so in one line, and is no error of make's.

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -75,6 +76,7 @@ def _flags() -> tuple[str, ...]:
     folders = (include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include")))
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     common = ("-std=c++20", "-O2", "-fvisibility=hidden", abi, *(f"-I{folder}" for folder in folders))
+    common = (*common, *shlex.split(os.environ.get("FXWRAP_NATIVE_FLAGS", "")))  # a sanitizer's: make sanitize
     if platform.system() == "Darwin":
         return (*common, "-undefined", "dynamic_lookup")
     return (*common, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10")
