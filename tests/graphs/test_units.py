@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fxwrap.codegen.native_library import native_replay
 from fxwrap.errors import InputError
 from fxwrap.graphs.devices.runtime import using_runtime
-from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.locks import LockOwner, TryLock
 from fxwrap.graphs.recording import Recording
 from fxwrap.graphs.shared_state import SHARED
 from fxwrap.native_build import built_library
@@ -1294,3 +1295,207 @@ def test_a_program_that_nobody_has_is_freed_with_its_unit(compiled: Any, own_are
             torch._dynamo.reset()
             gc.collect()
             assert all(one() is None for one in gone)
+
+
+# -- what units get wrong: found by reading, and by probing ---------------------------------------------------
+
+
+@native
+def test_a_call_that_begins_before_python_hears_of_an_error(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    ::
+
+        thread   unit: look raises | nobody is in the unit |  Recording.failed: regions lose their memory
+        other                        unit: ... look .......................... | kernels use a region at address 0
+
+    The unit has emptied its regions when it raised. By the time that Python hears of it they are another call's.
+    """
+    f: Compiled = compiled(lambda x: look((x.sin() @ x).cos().sin() @ x) @ x.sin())
+    recording = recorded(f, lambda: torch.randn(4, 4))
+    assert recording._held is not None
+    storages = [storage for storage, _ in recording._held.regions._sizes]
+    main, sizes, real = threading.get_ident(), list[list[int]](), Recording.failed
+    inside, over = threading.Event(), threading.Event()
+
+    def hook(_: torch.Tensor) -> None:
+        if threading.get_ident() == main:
+            raise Odd
+        sizes.append([storage.nbytes() for storage in storages])
+        inside.set()
+        over.wait(60)
+        sizes.append([storage.nbytes() for storage in storages])
+        if sizes[0] != sizes[1]:
+            raise Odd  # or the process ends here
+
+    def other() -> None:
+        with contextlib.suppress(Odd):
+            f.program.run([torch.randn(4, 4)])
+
+    def failed(self: Recording, error: BaseException) -> None:
+        if threading.get_ident() == main:
+            thread.start()
+            assert inside.wait(60)
+        real(self, error)
+        over.set()
+
+    thread = threading.Thread(target=other)
+    monkeypatch.setattr(Recording, "failed", failed)
+    seen.append(hook)
+    with pytest.raises(Odd):
+        f.program.run([torch.randn(4, 4)])
+    thread.join()
+    assert any(sizes[0]) and sizes[0] == sizes[1]
+
+
+@native
+def test_a_unit_that_begins_while_python_takes_the_lock(compiled: Any) -> None:
+    """
+    ::
+
+        TryLock._try   is a unit inside? no |                               | owners[0] = me: acquired
+        other                                 unit: nobody owns it; go on ......................
+
+    Both work in the same memory then.
+    """
+    f: Compiled = compiled(lambda x: look(x.sin() @ x) @ x)
+    recording = recorded(f, lambda: torch.randn(4, 4))
+    lock, owner = recording._locks[0], LockOwner()
+    inside, over = threading.Event(), threading.Event()
+    seen.append(lambda _: (inside.set(), over.wait(60)))
+    thread = threading.Thread(target=lambda: run(f.program, torch.randn(4, 4)))
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        """Start the other thread at the line of ``_try`` that takes the lock."""
+        if frame.f_code is not TryLock._try.__code__:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "setdefault" in line and not inside.is_set():
+            thread.start()
+            assert inside.wait(60)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        acquired = lock.acquire(owner)
+    finally:
+        sys.settrace(None)
+    both = acquired and lock.native.value == os.getpid()
+    over.set()
+    if inside.is_set():
+        thread.join()
+    lock.release(owner)
+    assert not both
+
+
+def _times_a_size(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    return x * x.shape[0]
+
+
+def _times_a_number(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    return x * n.item()
+
+
+@native
+@pytest.mark.parametrize("runs", ["replayed", "eager"])
+@pytest.mark.parametrize("g", [_times_a_size, _times_a_number])
+def test_a_size_as_a_tensor(compiled: Any, g: Callable[..., Any], runs: str) -> None:
+    """Complex kernels are ATen's: ``aten::mul.Tensor(x, u0)``, of which Python makes a wrapped number."""
+    f: Compiled = compiled(g, dynamic=True)
+    for call in range(6):
+        x, n = torch.randn(5 if runs == "replayed" else 5 + call, dtype=_COMPLEX), torch.tensor(2 + call)
+        torch.testing.assert_close(f(x, n), g(x, n))
+
+
+@native
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_a_number_from_data_as_a_tensor(kind: str) -> None:
+    """The same in a graph by hand, for a whole number and for a float."""
+    maker = GraphMaker()
+    x, n = maker.input("x"), maker.input("n", (), torch.int64 if kind == "integer" else torch.float32)
+    number = maker.integer(n) if kind == "integer" else maker.number(n)
+    product = maker.extern(torch.ops.aten.mul.Tensor, x, number)
+    program = compile_host_graph(maker.finish([product]), compile_request())
+    for seed in range(5):
+        given = maker.inputs(seed)
+        assert torch.equal(program(*given)[0], given[0] * given[1].item())
+
+
+@native
+def test_a_process_that_is_forked_while_inputs_are_copied(compiled: Any, own_arenas: Any) -> None:
+    """
+    ::
+
+        thread   fill static buffers with x, y ........     its list of sources is full
+        main                 fork --> child: fill static buffers: the list has four entries for two buffers
+    """
+    with using_runtime(SIMULATED):
+        f: Compiled = compiled(lambda x, y: x.sum(0) + y.sum(0))
+        pairs = [
+            (torch.ones(4096, 4096), torch.ones(64, 4096)) for _ in range(3)
+        ]  # all there: none stays where it is
+        first, second = ([pair[position] for pair in pairs] for position in (0, 1))
+        recording = recorded(f, first.pop, second.pop)
+        assert "fill static buffers with slot 0, slot 1" in recording.listing
+        x, y = pairs[0]
+        given = [(x, y)[position] for position in _positions(f, (x, y))]
+        cell, errors = recording._locks[0].native, list[BaseException]()
+
+        def in_thread() -> None:
+            try:
+                f.program.run(list(given))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=in_thread)
+        thread.start()
+        end = time.monotonic() + 60
+        while cell.value != os.getpid() and time.monotonic() < end:
+            pass
+        code = _in_a_child(lambda: torch.equal(run(f.program, *given)[0], x.sum(0) + y.sum(0)))
+        thread.join()
+        assert not errors and code == 0
+
+
+@native
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_input_that_is_a_float(value: float) -> None:
+    """A program whose inputs are numbers may be given any float."""
+    maker = GraphMaker()
+    x, number = maker.input("x"), maker.graph.placeholder("number")
+    number.meta["val"] = maker._fake.shape_env.create_unbacked_symfloat()
+    product = maker.extern(torch.ops.aten.mul.Scalar, x, number)
+    program = compile_host_graph(maker.finish([product]), compile_request())
+    for seed in range(4):
+        (given,) = maker.inputs(seed)
+        torch.testing.assert_close(program(given, value)[0], given * value, equal_nan=True)
+
+
+@native
+def test_a_step_that_refers_to_its_program() -> None:
+    """
+    ::
+
+        program --> recording --> unit --> step in Python --> function --> program
+
+    The garbage collector sees through none of this unless units tell it what they hold.
+    """
+
+    class Copy:
+        program: Any = None
+
+        def __call__(self, a: torch.Tensor, into: torch.Tensor) -> None:
+            into.copy_(a)
+
+    def made() -> weakref.ref[Any]:
+        maker, copy = GraphMaker(), Copy()
+        x, out = maker.input("x"), maker.allocate()
+        maker.launch(kernel("copy", copy, (1,)), x, out)
+        copy.program = program = compile_host_graph(maker.finish([out]), compile_request())
+        for seed in range(3):
+            program(*maker.inputs(seed))
+        assert any(line.endswith("# Python") for r in program.specializations.recordings() for line in r.listing)
+        return weakref.ref(program)
+
+    program = made()
+    gc.collect()
+    assert program() is None
