@@ -35,6 +35,7 @@ from fxwrap.devices import registered_devices
 from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.counters import Counters
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
+from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.recording import Recording
 from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.shared_state import SHARED
@@ -184,7 +185,7 @@ def launches_compared() -> Iterator[None]:
     natively: list[tuple[ctypes.c_int64, DeviceRuntime, int]] = []
     expected: dict[str, list[int]] = {"cpu": [], "hostsim": []}
     count, capture, run = Counters.count, RecordingBuilder._capture, Recording.run
-    make_unit, failed = Recording.make_unit, Recording.failed
+    make_unit, failed = Recording.make_unit, Recording.failed_natively
 
     def expect(runtime: DeviceRuntime, graphs: int) -> None:
         its_own = getattr(runtime, "simulator", SIMULATED.simulator) is not SIMULATED.simulator
@@ -228,13 +229,13 @@ def launches_compared() -> Iterator[None]:
         return make_unit(self, native, guards, count)
 
     @functools.wraps(failed)
-    def noting_failed(self: Recording, error: BaseException) -> None:
+    def noting_failed(self: Recording, error: BaseException, owner: LockOwner) -> None:
         broken_off.append(True)
-        failed(self, error)
+        failed(self, error, owner)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "make_unit", noting_make_unit)
-        patch.setattr(Recording, "failed", noting_failed)
+        patch.setattr(Recording, "failed_natively", noting_failed)
         patch.setattr(Counters, "count", noting_count)
         patch.setattr(RecordingBuilder, "_capture", noting_capture)
         patch.setattr(Recording, "run", noting_run)

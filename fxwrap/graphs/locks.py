@@ -56,12 +56,13 @@ class TryLock:
         return has
 
     def _try(self, owner: LockOwner) -> bool:
-        if self.native.value == owner.process:
-            return False
         known = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
         if known is not None and known.process != owner.process:
             self.owners.clear()
             known = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
+        if known is owner and self.native.value == owner.process:
+            self.release(owner)  # a unit has begun before; one that begins after this sees the owner
+            return False
         return known is owner
 
     def release(self, owner: LockOwner) -> None:

@@ -161,7 +161,7 @@ class Program:
         self.counters.count("events", f"a call raised {type(error).__name__}")
         for recording in self.specializations.recordings() if unit is not None else ():
             if recording.unit is unit:
-                recording.failed(error)
+                recording.failed_natively(error, self._owner())
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
         found = self.specializations.get(key)
@@ -412,7 +412,9 @@ class Program:
             if native:
                 self.counters.count("events", f"replays in Python: {native}")
             return
-        numbers = [(p, int(inputs[p])) for p, how, _ in self._dynamic if how is None]
+        numbers = [(p, inputs[p]) for p, how, _ in self._dynamic if how is None]
+        if not all(type(number) is int for _, number in numbers):
+            return
         dimensions = [
             (p, how == "stride", dim, inputs[p].stride(dim) if how == "stride" else inputs[p].size(dim))
             for p, how, dim in self._dynamic

@@ -20,7 +20,7 @@ from .devices.device_graph import DeviceGraph
 from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import LivenessGuard, LiveOutputs, OutputStorage, SharedMemory
 from .locks import LockOwner, TryLock
-from .placement import PlacementHints
+from .placement import MemoryKeptError, PlacementHints
 from .regions import Regions
 from .static_buffers import Fill
 from .torch_functions import TorchFunctions
@@ -218,7 +218,9 @@ class Recording:
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
-        described = Description(replay.inputs_end, replay.frees_inputs, guards, _CLOCK, count)
+        hints = self._held.hints if self._held is not None else None
+        on_error = hints.in_use if hints is not None else None
+        described = Description(replay.inputs_end, replay.frees_inputs, guards, _CLOCK, count, on_error)
         try:
             describe(native, replay.parts, len(replay.registers), described)
             self.unit, self.listing = native.unit(described.for_library()), described.listing
@@ -329,12 +331,23 @@ class Recording:
             self._held.regions.empty()
             if self._held.hints is not None:
                 self._held.hints.end(error, self._arenas)
+
+    def failed_natively(self, error: BaseException, owner: LockOwner) -> None:
+        """Its unit has raised. The call is over: others may be in one by now."""
         if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
+        if isinstance(error, MemoryKeptError):
+            try:
+                if all(lock.acquire(owner, _WAIT_S) for lock in self._locks):
+                    self.failed(error)
+            finally:
+                self.release(owner)
 
 
 # Numbers that grow, for who was used last.
 _CLOCK = ctypes.c_int64()
+# Seconds to wait for the memory of a call that has raised.
+_WAIT_S = 1.0
 
 
 def next_use() -> int:

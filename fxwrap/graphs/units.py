@@ -122,6 +122,7 @@ class Description:
         cleared: slots that hold something at the end of a call.
         clock: incremented at every call, and shared by all units.
         count: incremented at every call.
+        on_error: called when a step has raised, before anybody else may run the unit.
     """
 
     inputs: int
@@ -129,6 +130,7 @@ class Description:
     guards: Guards = field(default_factory=Guards)
     clock: ctypes.c_int64 | None = None
     count: ctypes.c_int64 | None = None
+    on_error: Callable[[], object] | None = None
     slots: int = 0
     loads: list[tuple[int, int]] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
@@ -285,7 +287,8 @@ class _Lowering:
         python = self._python(call, line)
         made = ", ".join(f"slot {slot}" for slot in python[3])
         function = call.function.value
-        name = getattr(function, "__name__", None) or type(function).__name__
+        name = function.name if isinstance(function, Kernel) else getattr(function, "__name__", None)
+        name = name or type(function).__name__
         self._add(("python", *python), f"{made + ' = ' if made else ''}{name}({given}){PYTHON}")
 
     def _memory(self, call: Call, line: Line) -> bool:

@@ -1297,7 +1297,7 @@ def test_a_program_that_nobody_has_is_freed_with_its_unit(compiled: Any, own_are
             assert all(one() is None for one in gone)
 
 
-# -- what units get wrong: found by reading, and by probing ---------------------------------------------------
+# -- calls at one time, forks and odd numbers: each was wrong once ---------------------------------------------
 
 
 @native
@@ -1305,7 +1305,7 @@ def test_a_call_that_begins_before_python_hears_of_an_error(compiled: Any, monke
     """
     ::
 
-        thread   unit: look raises | nobody is in the unit |  Recording.failed: regions lose their memory
+        thread   unit: look raises | nobody is in the unit |  Python hears of it, and leaves memory alone
         other                        unit: ... look .......................... | kernels use a region at address 0
 
     The unit has emptied its regions when it raised. By the time that Python hears of it they are another call's.
@@ -1314,7 +1314,7 @@ def test_a_call_that_begins_before_python_hears_of_an_error(compiled: Any, monke
     recording = recorded(f, lambda: torch.randn(4, 4))
     assert recording._held is not None
     storages = [storage for storage, _ in recording._held.regions._sizes]
-    main, sizes, real = threading.get_ident(), list[list[int]](), Recording.failed
+    main, sizes, real = threading.get_ident(), list[list[int]](), Recording.failed_natively
     inside, over = threading.Event(), threading.Event()
 
     def hook(_: torch.Tensor) -> None:
@@ -1331,15 +1331,15 @@ def test_a_call_that_begins_before_python_hears_of_an_error(compiled: Any, monke
         with contextlib.suppress(Odd):
             f.program.run([torch.randn(4, 4)])
 
-    def failed(self: Recording, error: BaseException) -> None:
+    def failed(self: Recording, error: BaseException, owner: LockOwner) -> None:
         if threading.get_ident() == main:
             thread.start()
             assert inside.wait(60)
-        real(self, error)
+        real(self, error, owner)
         over.set()
 
     thread = threading.Thread(target=other)
-    monkeypatch.setattr(Recording, "failed", failed)
+    monkeypatch.setattr(Recording, "failed_natively", failed)
     seen.append(hook)
     with pytest.raises(Odd):
         f.program.run([torch.randn(4, 4)])

@@ -45,6 +45,14 @@ struct Guards {
   std::vector<Count> counts;
   std::vector<Cell> versions;
 
+  int traverse(visitproc visit, void* arg) const {
+    for (const auto& dictionary : empty) Py_VISIT(dictionary.ptr());
+    for (const auto& lock : locks) Py_VISIT(lock.first.ptr());
+    Py_VISIT(caller_captures.ptr());
+    Py_VISIT(kept.ptr());
+    return 0;
+  }
+
   // None of a class that answers in Python.
   static const at::Tensor* tensor_at(PyObject* inputs, Py_ssize_t position) {
     auto* value = PyList_GET_ITEM(inputs, position);

@@ -31,10 +31,19 @@ struct UnitState {
   Guards guards;
   std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> below =
       std::make_shared<std::optional<at::AutoDispatchBelowAutograd>>();
-  py::object kept;
+  py::object kept, on_error;
   int64_t* counter = nullptr;
   int64_t* clock = nullptr;
   int64_t used = 0;
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(kept.ptr());
+    Py_VISIT(on_error.ptr());
+    for (const auto& step : steps)
+      if (auto stop = step->traverse(visit, arg)) return stop;
+    if (auto stop = result->traverse(visit, arg)) return stop;
+    return guards.traverse(visit, arg);
+  }
 };
 
 struct Unit {
@@ -52,6 +61,7 @@ class Call {
  public:
   Call(Unit* unit, PyObject* inputs) : unit_(unit), state_(*unit->state), inputs_(inputs) {
     unit_->busy = process;
+    unit_->failed = -1;
     for (const auto& [owners, native] : state_.guards.locks) *native = process;
     Py_INCREF(unit_);
   }
@@ -89,6 +99,7 @@ class Call {
       }
     } catch (...) {
       unit_->failed = at;
+      tell_of_error();
       throw;
     }
     auto returned = state_.result->make(state_.slots);
@@ -97,6 +108,16 @@ class Call {
   }
 
  private:
+  void tell_of_error() {
+    if (!state_.on_error) return;
+    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    auto* told = PyObject_CallNoArgs(state_.on_error.ptr());
+    if (told == nullptr) PyErr_WriteUnraisable(state_.on_error.ptr());
+    Py_XDECREF(told);
+    PyErr_Restore(type, value, trace);
+  }
+
   Unit* unit_;
   UnitState& state_;
   PyObject* inputs_;
@@ -127,7 +148,6 @@ PyObject* unit_call(PyObject* self, PyObject* const* arguments, size_t flags, Py
     return nullptr;
   }
   auto* inputs = arguments[0];
-  unit->failed = -1;
   try {
     const bool suits = unit->state != nullptr && unit->state->guards.device_suits() && is_idle(unit) &&
                        PyList_GET_SIZE(inputs) == unit->state->inputs && unit->state->guards.hold(inputs);
@@ -173,7 +193,18 @@ PyObject* unit_expect(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
+int unit_traverse(PyObject* self, visitproc visit, void* arg) {
+  const auto* state = reinterpret_cast<Unit*>(self)->state;
+  return state != nullptr ? state->traverse(visit, arg) : 0;
+}
+
+int unit_collect(PyObject* self) {
+  delete std::exchange(reinterpret_cast<Unit*>(self)->state, nullptr);
+  return 0;
+}
+
 void unit_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
   delete std::exchange(reinterpret_cast<Unit*>(self)->state, nullptr);
   Py_TYPE(self)->tp_free(self);
 }
@@ -272,13 +303,15 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   state->kept = py::make_tuple(described["locks"], described["streams"], described["count"], described["clock"]);
   state->counter = cell(described["count_address"]);
   state->clock = cell(described["clock_address"]);
-  auto* unit = PyObject_New(Unit, &UnitType);
+  if (!described["on_error"].is_none()) state->on_error = described["on_error"];
+  auto* unit = PyObject_GC_New(Unit, &UnitType);
   if (unit == nullptr) throw python_error();
   unit->call = unit_call;
   unit->state = state.release();
   unit->busy = 0;
   unit->ended = false;
   unit->failed = -1;
+  PyObject_GC_Track(reinterpret_cast<PyObject*>(unit));
   return reinterpret_cast<PyObject*>(unit);
   END_HANDLE_TH_ERRORS
 }
@@ -299,7 +332,10 @@ PyMODINIT_FUNC PyInit_fxwrap_replay() {
   using namespace fxwrap;
   UnitType.tp_name = "fxwrap_replay.Unit";
   UnitType.tp_basicsize = sizeof(Unit);
-  UnitType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  UnitType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC;
+  UnitType.tp_traverse = unit_traverse;
+  UnitType.tp_clear = unit_collect;
+  UnitType.tp_free = PyObject_GC_Del;
   UnitType.tp_vectorcall_offset = offsetof(Unit, call);
   UnitType.tp_call = PyVectorcall_Call;
   UnitType.tp_dealloc = unit_dealloc;

@@ -26,6 +26,8 @@ class Step {
   // Whether it needs the interpreter's lock, works so long that others should have it, or neither.
   enum class Lock { Needed, InTheWay, Either };
   virtual Lock lock() const { return Lock::Either; }
+  // For Python's garbage collection: every object of Python's that it refers to, slots aside.
+  virtual int traverse(visitproc, void*) const { return 0; }
 };
 
 // -- kernels ----------------------------------------------------------------------------------------------
@@ -109,14 +111,14 @@ class OperatorStep : public Step {
       }
       Value value(arguments[i]);
       if (value.is_constant()) {
-        values_.push_back(constant(value.make(), declared.type()));
+        values_.push_back(converted(value.make(), declared.type()));
         continue;
       }
       values_.emplace_back();
       auto type = declared.type();
       if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
       if (value.is_slot() && (type->kind() == c10::TypeKind::TensorType || type->kind() == c10::TypeKind::IntType))
-        holes_.push_back({i, value.slot()});
+        holes_.push_back({i, value.slot(), std::move(type)});
       else
         others_.push_back({i, std::move(value), declared.type()});
     }
@@ -126,16 +128,44 @@ class OperatorStep : public Step {
   }
 
   Lock lock() const override { return others_.empty() ? Lock::InTheWay : Lock::Needed; }
+  int traverse(visitproc visit, void* arg) const override {
+    for (const auto& other : others_)
+      if (auto stop = other.value.traverse(visit, arg)) return stop;
+    return 0;
+  }
 
-  // A number where a tensor is declared takes the other operand's dtype, as in torch's own functions.
-  static c10::IValue constant(const py::object& value, const c10::TypePtr& type) {
+  static c10::IValue converted(const py::object& value, const c10::TypePtr& type) {
     const bool number = PyBool_Check(value.ptr()) || PyLong_Check(value.ptr()) || PyFloat_Check(value.ptr()) ||
                         PyComplex_Check(value.ptr());
     if (type->kind() != c10::TypeKind::TensorType || !number) return torch::jit::toIValue(value, type);
+    return wrapped(torch::jit::toIValue(value, c10::NumberType::get()).toScalar());
+  }
+
+  // A number where a tensor is declared takes the other operand's dtype, as in torch's own functions.
+  static at::Tensor wrapped(const at::Scalar& number) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto tensor = at::scalar_to_tensor(torch::jit::toIValue(value, c10::NumberType::get()).toScalar());
+    auto tensor = at::scalar_to_tensor(number);
     tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
     return tensor;
+  }
+
+  static c10::IValue in_slot(const Slot& slot, const c10::TypePtr& type) {
+    const bool tensor = type->kind() == c10::TypeKind::TensorType;
+    switch (slot.kind) {
+      case Slot::Kind::Tensor:
+        return slot.tensor;
+      case Slot::Kind::Integer:
+        return tensor ? c10::IValue(wrapped(slot.number)) : c10::IValue(slot.number);
+      case Slot::Kind::Boolean:
+        return tensor ? c10::IValue(wrapped(slot.number != 0)) : c10::IValue(slot.number);
+      case Slot::Kind::Object: {
+        py::gil_scoped_acquire locked;
+        return converted(slot.object, type);
+      }
+      case Slot::Kind::Nothing:
+        break;
+    }
+    return {};  // None, where a tensor is optional
   }
 
   void run(Slots& slots) override {
@@ -144,15 +174,7 @@ class OperatorStep : public Step {
       ~Emptied() { stack.clear(); }
     } emptied{stack_};
     stack_.assign(values_.begin(), values_.end());
-    for (const auto& [position, slot] : holes_) {
-      const auto& found = slots[slot];
-      if (found.kind == Slot::Kind::Tensor)
-        stack_[position] = found.tensor;
-      else if (found.is_number())
-        stack_[position] = found.number;
-      else  // None, where a tensor is optional
-        TORCH_CHECK_TYPE(found.kind == Slot::Kind::Nothing, "fxwrap: an operand is neither a tensor nor an integer");
-    }
+    for (const auto& [position, slot, type] : holes_) stack_[position] = in_slot(slots[slot], type);
     for (const auto& [position, value, type] : others_)
       stack_[position] = torch::jit::toIValue(value.make(slots), type);
     operator_.callBoxed(&stack_);
@@ -173,6 +195,7 @@ class OperatorStep : public Step {
  private:
   struct Hole {
     size_t position, slot;
+    c10::TypePtr type;
   };
   struct Other {
     size_t position;
@@ -253,6 +276,7 @@ class FillStep : public Step {
       std::vector<at::Tensor>& tensors;
       ~Emptied() { tensors.clear(); }
     } emptied{sources_};
+    sources_.clear();  // a fork may have left some
     for (const auto& input : inputs_) sources_.push_back(unexpanded(input.in(slots)));
     at::AutoDispatchBelowAutograd below;
     at::_foreach_copy_(buffers_, sources_);
@@ -288,6 +312,14 @@ class PythonStep : public Step {
   }
 
   Lock lock() const override { return Lock::Needed; }
+
+  int traverse(visitproc visit, void* arg) const override {
+    Py_VISIT(function_.ptr());
+    Py_VISIT(names_.ptr());
+    for (const auto& value : values_)
+      if (auto stop = value.traverse(visit, arg)) return stop;
+    return 0;
+  }
 
   void run(Slots& slots) override {
     for (size_t i = 0; i < values_.size(); ++i) {
@@ -336,6 +368,9 @@ class LayoutStep : public Step {
   Operand operand_;
   Sizes size_, stride_;
   std::unique_ptr<PythonStep> say_;
+
+ public:
+  int traverse(visitproc visit, void* arg) const override { return say_->traverse(visit, arg); }
 };
 
 class AlignmentStep : public Step {
@@ -353,6 +388,9 @@ class AlignmentStep : public Step {
   Operand operand_;
   uint64_t bytes_;
   std::unique_ptr<PythonStep> say_;
+
+ public:
+  int traverse(visitproc visit, void* arg) const override { return say_->traverse(visit, arg); }
 };
 
 class CheckStep : public Step {
@@ -367,6 +405,9 @@ class CheckStep : public Step {
  private:
   Number condition_;
   std::unique_ptr<PythonStep> say_;
+
+ public:
+  int traverse(visitproc visit, void* arg) const override { return say_->traverse(visit, arg); }
 };
 
 // Arithmetic of sizes. What does not fit in 64 bits, and other numbers than integers, are Python's.
@@ -430,6 +471,9 @@ class IntegerStep : public Step {
   Function compute_;
   Number first_, second_;
   std::unique_ptr<PythonStep> python_;
+
+ public:
+  int traverse(visitproc visit, void* arg) const override { return python_->traverse(visit, arg); }
 };
 
 class ItemStep : public Step {
@@ -449,6 +493,7 @@ class ItemStep : public Step {
 class SetStep : public Step {
  public:
   SetStep(size_t slot, Value value) : slot_(slot), value_(std::move(value)) {}
+  int traverse(visitproc visit, void* arg) const override { return value_.traverse(visit, arg); }
   Lock lock() const override { return Lock::Needed; }
   void run(Slots& slots) override { slots[slot_].set(value_.make(slots).ptr()); }
 

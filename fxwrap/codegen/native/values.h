@@ -63,6 +63,7 @@ struct Slot {
   }
   void set(PyObject* value) {  // steals nothing
     if (THPVariable_Check(value)) return set(THPVariable_Unpack(value));
+    if (value == Py_None) return clear();
     if (PyBool_Check(value)) return set(value == Py_True, true);
     if (PyLong_CheckExact(value)) {
       int overflow = 0;
@@ -125,6 +126,14 @@ class Value {
     } else {
       for (auto part : content) parts_.emplace_back(part);
     }
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(constant_.ptr());
+    for (const auto& name : names_) Py_VISIT(name.ptr());
+    for (const auto& part : parts_)
+      if (auto stop = part.traverse(visit, arg)) return stop;
+    return 0;
   }
 
   bool is_slot() const { return kind_ == Kind::Slot; }
