@@ -19,16 +19,22 @@ class PackedTensors:
         self.known: dict[int, StorageWeakRef] = {}
 
     def note(self, outputs: Any) -> None:
-        for handle, storage in list(self.known.items()):
-            if storage.expired():
-                self.known.pop(handle, None)
+        self._forget()
         for value in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = StorageWeakRef(value.untyped_storage())
                 self.known[storage.cdata] = storage
 
+    def _forget(self) -> None:
+        """Leave out those that are gone: units replay only while there are none."""
+        for handle, storage in list(self.known.items()):
+            if storage.expired():
+                self.known.pop(handle, None)
+
     def copy_from(self, inputs: list[Any], positions: Iterable[int]) -> None:
         """Put copies in the place of packed tensors among the inputs that are to be overwritten."""
+        if self.known:
+            self._forget()
         for position in positions if self.known else ():
             known = self.known.get(inputs[position].untyped_storage()._cdata)
             if known is not None and not known.expired():

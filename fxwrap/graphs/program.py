@@ -420,11 +420,11 @@ class Program:
             for p, how, dim in self._dynamic
             if how is not None
         ]
-        packed = [SHARED.packed.known] if self._cut.overwritten else []
         guards = Guards(
             numbers=numbers,
             dimensions=dimensions,
-            empty=packed,
+            packed=SHARED.packed.known,
+            overwritten=self._cut.overwritten,
             no_hooks=self._is_forward,
             caller_captures=self._caller_captures,
         )

@@ -83,7 +83,7 @@ class Guards:
         addresses: (position, address) of static inputs.
         numbers: (position, value) of inputs that are numbers.
         dimensions: (position, whether it is a stride, dimension, value).
-        empty: dictionaries that must be.
+        packed: storages by their handles, of which no input at the positions ``overwritten`` may be in one.
         no_hooks: nobody packs what autograd saves in this thread.
         locks: owners of locks, of which there must be none, and where it is noted that a unit has the lock.
         device: the accelerator, which must be the current one; None for the CPU.
@@ -94,7 +94,8 @@ class Guards:
     addresses: Sequence[tuple[int, int]] = ()
     numbers: Sequence[tuple[int, int]] = ()
     dimensions: Sequence[tuple[int, bool, int, int]] = ()
-    empty: Sequence[dict[Any, Any]] = ()
+    packed: Mapping[int, Any] | None = None
+    overwritten: Sequence[int] = ()
     no_hooks: bool = False
     locks: Sequence[tuple[dict[int, Any], ctypes.c_int64]] = ()
     device: torch.device | None = None

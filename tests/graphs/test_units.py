@@ -1499,3 +1499,26 @@ def test_a_step_that_refers_to_its_program() -> None:
     program = made()
     gc.collect()
     assert program() is None
+
+
+@native
+def test_after_hooks_have_packed_something_units_replay_again(compiled: Any) -> None:
+    """What hooks got and keep is not overwritten; what others were given is nobody's business."""
+    kept: list[Any] = []
+    f: Compiled = compiled(lambda x: (x.sin() * x.cos()).exp().sum())
+
+    def step() -> torch.Tensor:
+        x = torch.randn(16, 16, requires_grad=True)
+        f(x).backward()
+        return x.grad  # type: ignore[return-value]
+
+    for _ in range(4):
+        step()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        step()
+    assert kept and SHARED.packed.known
+    recordings = [r for program in f.programs for r in program.specializations.recordings()]
+    before = [recording.unit.used for recording in recordings]
+    for _ in range(3):
+        step()
+    assert all(r.unit.used > used for r, used in zip(recordings, before, strict=True))

@@ -36,7 +36,8 @@ struct Guards {
     const int64_t* at;
     int64_t value;
   };
-  std::vector<py::object> empty;  // dictionaries
+  py::object packed;  // a dictionary
+  std::vector<Py_ssize_t> overwritten;
   bool no_hooks = false;          // nobody packs what autograd saves
   std::optional<at::Device> device;
   std::vector<const int64_t*> streams;
@@ -46,7 +47,7 @@ struct Guards {
   std::vector<Cell> versions;
 
   int traverse(visitproc visit, void* arg) const {
-    for (const auto& dictionary : empty) Py_VISIT(dictionary.ptr());
+    Py_VISIT(packed.ptr());
     for (const auto& lock : locks) Py_VISIT(lock.first.ptr());
     Py_VISIT(caller_captures.ptr());
     Py_VISIT(kept.ptr());
@@ -85,10 +86,17 @@ struct Guards {
     return !py::cast<bool>(owned(PyObject_CallNoArgs(asked.ptr())));
   }
 
+  bool is_packed(const at::Tensor* tensor) const {
+    if (tensor == nullptr) return true;
+    auto handle = owned(PyLong_FromVoidPtr(tensor->storage().unsafeGetStorageImpl()));
+    return PyDict_Contains(packed.ptr(), handle.ptr()) != 0;
+  }
+
   bool hold(PyObject* inputs) const {
     if (!is_free()) return false;
-    for (const auto& dictionary : empty)
-      if (PyDict_GET_SIZE(dictionary.ptr()) != 0) return false;
+    if (!overwritten.empty() && PyDict_GET_SIZE(packed.ptr()) != 0)
+      for (const auto position : overwritten)
+        if (is_packed(tensor_at(inputs, position))) return false;
     for (const auto& [position, value] : numbers) {
       auto* number = PyList_GET_ITEM(inputs, position);
       if (!PyLong_CheckExact(number)) return false;

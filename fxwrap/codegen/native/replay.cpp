@@ -283,7 +283,8 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
     auto [position, stride, dimension, value] = py::cast<std::tuple<Py_ssize_t, bool, int64_t, int64_t>>(one);
     guards.dimensions.push_back({position, stride, dimension, value});
   }
-  for (auto one : described["empty"]) guards.empty.push_back(py::reinterpret_borrow<py::object>(one));
+  guards.packed = described["packed"];
+  guards.overwritten = py::cast<std::vector<Py_ssize_t>>(described["overwritten"]);
   guards.no_hooks = py::cast<bool>(described["no_hooks"]);
   auto cell = [](const py::handle& address) { return reinterpret_cast<int64_t*>(py::cast<uintptr_t>(address)); };
   auto addresses = py::list(described["lock_addresses"]);
