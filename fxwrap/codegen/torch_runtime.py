@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import operator
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -174,7 +175,23 @@ def torch_functions() -> TorchFunctions:
 def wrapper_functions() -> dict[str, Callable[..., Any]]:
     """The private functions that Inductor's wrapper calls, by a name that stays."""
     guards = vars(torch._C._dynamo.guards)
-    return {f"guards.{name}": f for name, f in guards.items() if callable(f) and not isinstance(f, type)}
+    found = {f"guards.{name}": f for name, f in guards.items() if callable(f) and not isinstance(f, type)}
+    # From torch 2.15 on a function of Inductor's, which stands for ours where Inductor is there.
+    inductor = sys.modules.get("torch._inductor.runtime.runtime_utils")
+    found["assert_tensor_metadata"] = getattr(inductor, "assert_tensor_metadata", assert_tensor_metadata)
+    return found
+
+
+def assert_tensor_metadata(
+    tensor: torch.Tensor | None, size: Any, stride: Any, dtype: torch.dtype, operator: str | None = None
+) -> None:
+    """Raise unless an operator has returned what its fake kernel said: that may be nothing."""
+    if tensor is None:
+        return
+    if tensor.dtype != dtype:
+        remedy = "its fake kernel is wrong: torch.library.opcheck tells more"
+        raise RuntimeError(f"{operator}: expected dtype {dtype}, got {tensor.dtype}; {remedy}")
+    torch._C._dynamo.guards.assert_size_stride(tensor, size, stride, operator)  # type: ignore[attr-defined]
 
 
 def library_functions() -> dict[str, Callable[..., Any]]:
