@@ -15,9 +15,10 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 CACHES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fxwrap-tests
 export TORCHINDUCTOR_CACHE_DIR ?= $(CACHES)/torch-$(TORCH)
 export HOSTSIM_CACHE ?= $(CACHES)/hostsim
+export MINIMAL_CACHE ?= $(CACHES)/minimal
 # How many processes test at a time. Each compiles in itself, and with one thread.
 WORKERS ?= 2
-TESTS := test test-main test-hostsim test-device test-own test-models test-vendor
+TESTS := test test-main test-hostsim test-device test-own test-minimal test-models test-vendor
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 $(TESTS): export OMP_NUM_THREADS ?= 1
 # Reading libtorch's symbols takes the usual linker longer than a kernel takes to compile: another one, if there is one.
@@ -33,7 +34,7 @@ demo: $(VENV)/.installed
 
 # All at once: no core is idle until the last worker has nothing left to do.
 test: $(VENV)/.installed-test hostsim
-	$(MAKE) --no-print-directory --jobs 3 test-main test-device test-own
+	$(MAKE) --no-print-directory --jobs 3 test-main test-device test-own test-minimal
 
 test-main:
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
@@ -50,7 +51,8 @@ test-hostsim: $(VENV)/.installed-test hostsim
 # A process has one device out of PyTorch's tree: these run apart from each other and from all others, and tell in the end.
 test-device: chosen := --device hostsim
 test-own: chosen := examples/hostsim/tests
-test-device test-own:
+test-minimal: chosen := examples/minimal
+test-device test-own test-minimal:
 	@$(BIN)/python -m pytest $(chosen) > $(VENV)/$@.log 2>&1; code=$$?; cat $(VENV)/$@.log; exit $$code
 
 # All ten models on the simulated accelerator, of which test-hostsim runs a sample.

@@ -4,18 +4,21 @@
 
 A program with static inputs (parameters), inputs that move, and outputs, is called as Inductor's runtime calls it;
 beside it the graph alone is replayed, and the parts are called alone, from Python: filling static buffers, laying out
-outputs. Microseconds are medians of turns.
+outputs. Microseconds are medians of turns. What ranges in profiles cost while no profiler is on is measured with a
+program on the CPU that does next to nothing: the least that a call takes with them, less the least without.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +99,38 @@ def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) ->
     return times
 
 
+def ranges(turns: int, calls: int) -> dict[str, float]:
+    """What ranges cost a call while no profiler is on, in microseconds, natively and in Python."""
+    from fxwrap.compilation import live_compilations
+
+    torch._dynamo.reset()
+    compiled, x = torch.compile(lambda x: x + 1, backend="fxwrap", options={"capture": "always"}), torch.randn(8)
+    for _ in range(3):
+        compiled(x)
+    program = next(p for c in live_compilations() for p in c.programs if p.plan.device.type == "cpu")
+    (recording,) = program.specializations.recordings()
+    native, functions = program.functions.native(), program.functions
+    assert not isinstance(native, str), native
+    unit = recording.unit
+    bare = dataclasses.replace(native, unit=lambda known: native.unit({**known, "name": "", "ranges": []}))
+    with mock.patch.object(program, "functions", dataclasses.replace(functions, native=lambda: bare)):
+        program._replay_natively(recording, [x])
+    without, program.specializations.units = recording.unit, ()
+    assert without is not unit and unit is not None
+
+    times = dict.fromkeys(("with", "without", "asked", "not asked"), float("inf"))
+    called: dict[str, Callable[[], Any]] = {
+        "with": lambda: unit([x]),
+        "without": lambda: without([x]),
+        "asked": lambda: (functions.profiling(), functions.profiling()),
+        "not asked": lambda: None,
+    }
+    for _ in range(turns):
+        for name, time_of_one in microseconds(called, 1, calls).items():
+            times[name] = min(times[name], time_of_one)
+    return {"natively": times["with"] - times["without"], "in Python": times["asked"] - times["not asked"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
@@ -105,6 +140,7 @@ def main() -> None:
     from hostsim.inductor import register
 
     register()
+    free = ranges(10 * args.turns, args.calls)
     few, many = measure(25, 5, 3, args), measure(225, 5, 3, args)
     print("25 static inputs, 5 copied, 3 outputs; microseconds a call" + ("" if few["native"] else " (in Python)"))
     for name, what in (
@@ -115,6 +151,8 @@ def main() -> None:
         ("collect", "laying out 3 outputs, called alone"),
     ):
         print(f"  {what:45s} {few[name]:7.2f}")
+    for how, cost in free.items():
+        print(f"  {f'ranges, no profiler, {how}':45s} {cost:7.3f}")
     print(f"  each further static input, nanoseconds        {(many['around'] - few['around']) / 200 * 1000:7.1f}")
 
 

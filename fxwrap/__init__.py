@@ -11,6 +11,7 @@ from .devices import CaptureCost, KernelCall, KernelKind, cpp_kernels
 from .eager_rules import EagerRule
 from .errors import (
     CaptureError,
+    CheckError,
     DeviceError,
     EmissionError,
     FxwrapError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .artifacts.save import save
     from .codegen.emission import FxwrapCodegen
     from .codegen.registration import DeviceRegistration, register_device
+    from .inspection.doctor import Diagnosis, doctor
     from .inspection.explain import Explanation, explain, report
     from .inspection.record import record
     from .inspection.release import release
@@ -38,8 +40,10 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureCost",
     "CaptureError",
+    "CheckError",
     "DeviceError",
     "DeviceRegistration",
+    "Diagnosis",
     "EagerRule",
     "EmissionError",
     "Explanation",
@@ -56,6 +60,7 @@ __all__ = [
     "StorageError",
     "UnsupportedModelError",
     "cpp_kernels",
+    "doctor",
     "explain",
     "load",
     "plan_memory",
@@ -75,6 +80,8 @@ _LAZY = {
     "FxwrapCodegen": ".codegen.emission",
     "DeviceRegistration": ".codegen.registration",
     "register_device": ".codegen.registration",
+    "Diagnosis": ".inspection.doctor",
+    "doctor": ".inspection.doctor",
     "Explanation": ".inspection.explain",
     "explain": ".inspection.explain",
     "report": ".inspection.explain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,9 @@ def fxwrap(
     """
     own, patches = parsed(options)
     compilation = compilation if compilation is not None else Compilation()
+    begin = time.perf_counter()
     compiled = compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, compilation)
+    compilation.seconds = time.perf_counter() - begin
     return collected_by(compiled, compilation)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-import types
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,26 +18,47 @@ class Compilation:
         programs: programs in the order in which they were made; a backward program may come much later.
         fallbacks: reasons of graphs that run through Inductor's own wrapper.
         not_stored: what no cache could hold, so that every process compiles it.
-        module: the module that was compiled, if it was one.
-        callers: the code that was running when it was compiled.
+        pieces: Dynamo's id of each piece that was compiled, and the code that it is a piece of.
+        callers: what ``torch.compile`` had made and was running then.
+        skipped: the code that was running inside of these as it is, for Dynamo had skipped it.
+        seconds: that the call of the backend took; what is compiled later (a backward) is not in it.
     """
 
     programs: list[Any] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     not_stored: list[str] = field(default_factory=list)
-    module: weakref.ref[Any] | None = None
-    callers: weakref.WeakSet[types.CodeType] = field(default_factory=weakref.WeakSet)
+    pieces: list[tuple[Any, weakref.ref[Any]]] = field(default_factory=list)
+    callers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    skipped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         with _lock:
-            _compilations.add(self)
+            _compilations[next(_serial)] = self
+            for kept in _keeping:
+                kept.append(self)
 
 
 _lock = threading.RLock()
-_compilations: weakref.WeakSet[Compilation] = weakref.WeakSet()
+_serial = itertools.count()
+_compilations: weakref.WeakValueDictionary[int, Compilation] = weakref.WeakValueDictionary()
+_keeping: list[list[Compilation]] = []
 
 
 def live_compilations() -> list[Compilation]:
-    """The compilations whose compiled code is still in use."""
+    """The compilations whose compiled code is still in use, the oldest first."""
     with _lock:
-        return list(_compilations)
+        return list(_compilations.values())
+
+
+@contextlib.contextmanager
+def all_kept() -> Iterator[None]:
+    """Keep what is compiled meanwhile, by whatever thread, although the code that has it compiled is gone."""
+    kept: list[Compilation] = []
+    with _lock:
+        _keeping.append(kept)
+    try:
+        yield
+    finally:
+        with _lock:
+            _keeping[:] = [one for one in _keeping if one is not kept]

@@ -65,3 +65,33 @@ class MemoryLimitError(FxwrapError):
 
 class StorageError(FxwrapError):
     """A program, or a part of one, has no form that can be stored; or what was stored is not what fxwrap wrote."""
+
+
+class CheckError(FxwrapError):
+    """Checked mode has found that a replay is wrong, or that it can be: see docs/checked.md.
+
+    Args:
+        fault: its name there.
+        operator: the operator or kernel at which it was found; empty where nobody can tell.
+        line: of the user's code that it comes from.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        *,
+        fault: str,
+        operator: str = "",
+        line: str = "",
+        expected: str = "",
+        got: str = "",
+        remedy: str = "",
+    ) -> None:
+        self.fault, self.operator, self.line = fault, operator, line
+        found_at = " from ".join(filter(None, (operator, line)))
+        super().__init__(
+            f"{fault}: {subject}" + (f"\n  found at: {found_at}" if found_at else ""),
+            expected=expected,
+            got=got,
+            remedy=remedy,
+        )

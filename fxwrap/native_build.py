@@ -34,16 +34,29 @@ def built_library(
         OSError: there is no compiler, or nowhere to keep the library.
         subprocess.SubprocessError: the compiler fails, or takes too long.
     """
-    texts = (*flags, *key, os.environ.get("CXX", ""), platform.system(), platform.machine())
-    digest = hashlib.sha256(b"\0".join((source.read_bytes(), *(text.encode() for text in texts)))).hexdigest()[:16]
-    cache = os.environ.get("FXWRAP_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    path = Path(cache) / "fxwrap" / f"{name}-{digest}{suffix}"
+    path = library_path(name, source, flags, key=key, suffix=suffix)
     if not path.exists():
         _compile(path, source, flags, patience_s)
     return path
 
 
-def _compiler() -> list[str]:
+def library_path(
+    name: str, source: Path, flags: Sequence[str], *, key: Sequence[str] = (), suffix: str = ".so"
+) -> Path:
+    """Where ``built_library`` keeps what it compiles."""
+    texts = (*flags, *key, os.environ.get("CXX", ""), platform.system(), platform.machine())
+    digest = hashlib.sha256(b"\0".join((source.read_bytes(), *(text.encode() for text in texts)))).hexdigest()[:16]
+    return cache_folder() / f"{name}-{digest}{suffix}"
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept; it need not exist."""
+    cache = os.environ.get("FXWRAP_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "fxwrap"
+
+
+def find_compiler() -> list[str]:
+    """The command that compiles C++. Raises OSError where there is none."""
     named = os.environ.get("CXX")
     if named:
         return shlex.split(named)
@@ -54,7 +67,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(path: Path, source: Path, flags: Sequence[str], patience_s: float) -> None:
-    compiler = _compiler()
+    compiler = find_compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name

@@ -54,6 +54,15 @@ class Options:
         "copy what the caller gets, and would lie in an arena, to memory of torch's allocator: for outputs that "
         "another stream still reads when they are dropped (record_stream)",
     )
+    checked: bool | int = _option(
+        False,
+        "compare replays with eager work, bit for bit, and look for what can make them wrong, after each recording "
+        "and at every tenth call (True), or at every so many calls; fxwrap.CheckError says what was found",
+        minimum=1,
+    )
+    through_capture: bool = _option(
+        False, "run what a recording would capture at every call, in the recording's memory, without a device graph"
+    )
     codegen: type | None = _option(None, "a subclass of fxwrap.FxwrapCodegen to emit and compile with")
 
 
@@ -124,10 +133,12 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
         return tuple(items)
     if isinstance(default, float) and type(value) is int:
         value = float(value)
+    if name == "checked" and type(value) is int and value >= spec.metadata["minimum"]:
+        return value
     # bool is an int in Python, but a user who writes strict=3 or warmup=True has made a mistake.
     if type(value) is not type(default):
         raise error
-    if spec.metadata["minimum"] is not None and not value >= spec.metadata["minimum"]:
+    if spec.metadata["minimum"] is not None and name != "checked" and not value >= spec.metadata["minimum"]:
         raise error
     if spec.metadata["choices"] and value not in spec.metadata["choices"]:
         raise error
@@ -139,6 +150,8 @@ def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[st
         return "one of " + ", ".join(map(repr, choices))
     if name == "codegen":
         return "a subclass of fxwrap.FxwrapCodegen"
+    if name == "checked":
+        return "a bool, or an int of at least 1"
     if isinstance(default, tuple):
         return "a string, a fxwrap.EagerRule, or a sequence of these"
     kind = type(default).__name__

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,6 +125,8 @@ class State:
     hint: PlacementHint | None = None
     like: MemoryPlan | None = None
     memory: MemoryPlan | None = None
+    # How often each stage ran, and the seconds that it took, its check included; shared by copies of the state.
+    took: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def run_stages(stages: Sequence[Stage], state: State, scope: Scope) -> State:
         if stage.check is not None:
             stage.check(state)
         seconds = time.perf_counter() - begin
+        runs, before = state.took.get(stage.name, (0, 0.0))
+        state.took[stage.name] = runs + 1, before + seconds
         log.debug("%s: %.1f ms", stage.name, seconds * 1e3)
         for hook in _hooks.get():
             hook(stage, state, seconds)
@@ -303,6 +306,10 @@ class HostGraphPlanner:
     stages: Sequence[Stage]
     state: State
 
+    @property
+    def took(self) -> Mapping[str, tuple[int, float]]:
+        return self.state.took
+
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
         if self.state.plan is not None and not refused:
             return self.state.plan
@@ -327,17 +334,18 @@ class HostGraphPlanner:
         return plan_pair(first, second, saved_as)
 
     def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
-        return predict_memory(programs, saved_as)
+        return predict_memory([self.measured(program) for program in programs], saved_as)
 
     def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
         return evaluate_sizes(self.state.graph, inputs)
 
-    @functools.cached_property
-    def workspace(self) -> Mapping[str, int]:
+    def measured(self, planned: Planned) -> Planned:
+        if planned.frozen:
+            return planned
         request = self.state.request
         assert request is not None
-        work = [node for node in self.state.graph.graph.nodes if node.op == "call_function"]
-        return measure_workspace(work, request.torch.allocations)
+        work = [node for node in planned.program.graph.graph.nodes if node.op == "call_function"]
+        return dataclasses.replace(planned, workspace=measure_workspace(work, request.torch.allocations))
 
 
 def _result(state: State, name: str) -> Any:
@@ -357,7 +365,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequenc
         PlanError: the verifier refused the schedule.
     """
     state = run_stages(stages, State(gm, request), Scope.GRAPH)
-    return _entered(Program(HostGraphPlanner(stages, state), request.options, request.torch), request)
+    return _entered(_program(HostGraphPlanner(stages, state), request), request)
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
@@ -377,7 +385,15 @@ def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence
     )
     state = State(plan.graph, request, plan.device, plan.facts, plan=plan)
     _check_schedule(state)
-    return _entered(Program(HostGraphPlanner(stages, state), request.options, request.torch), request)
+    return _entered(_program(HostGraphPlanner(stages, state), request), request)
+
+
+def _program(planner: HostGraphPlanner, request: CompileRequest) -> Program:
+    if not (request.options.checked or request.options.through_capture):
+        return Program(planner, request.options, request.torch)
+    from .checked.program import CheckedProgram  # only who asks for it pays for it
+
+    return CheckedProgram(planner, request.options, request.torch)
 
 
 def _entered(program: Program, request: CompileRequest) -> Program:

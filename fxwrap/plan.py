@@ -6,6 +6,7 @@ Frozen data: nodes by name, storages by number, no closures and no tensors. They
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -157,6 +158,19 @@ class Partition:
     launches: int
     externs: int
     benefit: CaptureBenefit | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As reports and traces have it, for JSON."""
+        return {
+            "index": self.index,
+            "verdict": self.verdict.value,
+            "launches": self.launches,
+            "extern_calls": self.externs,
+            "device": str(self.device),
+            "reason": self.reason,
+            "benefit_us": None if self.benefit is None else dataclasses.asdict(self.benefit),
+            "nodes": list(self.nodes),
+        }
 
 
 @dataclass(frozen=True)
@@ -426,7 +440,7 @@ class Planned:
         numbers: concrete sizes (``evaluate_sizes``).
         input_buffers: inputs that are copied to a static buffer in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else memory comes and goes with each call.
-        workspace: bytes that calls allocate beyond what they return, as far as is known.
+        workspace: bytes that calls allocate beyond what they return, if it was measured: for reports alone.
         places_results: whether the device's allocator is told where what operators return shall lie.
         donated: inputs that are freed after their last use: bytes of a storage, and the inputs that share it.
     """

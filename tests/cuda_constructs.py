@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -80,23 +79,6 @@ def causal_attention() -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
     return on(attention(None, mask), *[(1, 2, 256, 64)] * 3, dtype=torch.bfloat16)()
 
 
-@contextlib.contextmanager
-def differentiable_attention() -> Iterator[None]:
-    """On the CPU, where this is traced, flex attention has no backward, and its forward saves nothing for one."""
-    usual = flex._apply_kernel_options
-
-    def as_on_a_gpu(*args: Any, **kwargs: Any) -> Any:
-        options = usual(*args, **kwargs)
-        options["OUTPUT_LOGSUMEXP"] = True
-        return options
-
-    with (
-        mock.patch.object(flex, "_validate_device", lambda *args: None),
-        mock.patch.object(flex, "_apply_kernel_options", as_on_a_gpu),
-    ):
-        yield
-
-
 class Convolutions(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -159,16 +141,6 @@ def users_descriptors(x: torch.Tensor) -> torch.Tensor:
     descriptors = [TensorDescriptor.from_tensor(tensor, [16, 64]) for tensor in (source, target)]
     double_kernel[(triton.cdiv(x.size(0), 16),)](*descriptors, ROWS=16)
     return target + 1
-
-
-@contextlib.contextmanager
-def triton_traced() -> Iterator[None]:
-    """Have Dynamo take kernels that the user wrote, as it does where there is a device for them."""
-    with (
-        mock.patch("torch.utils._triton.has_triton", lambda **_: True),
-        mock.patch("torch.utils._triton.has_triton_tensor_descriptor_host_tma", lambda: True),
-    ):
-        yield
 
 
 def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -348,15 +320,13 @@ CONSTRUCTS: dict[str, Case] = {
     "flex attention": case(on(attention(_biased), *[(1, 2, 256, 64)] * 3, dtype=HALF), "template"),
     "flex attention, training": case(
         on(attention(_biased), *[(1, 2, 256, 64)] * 3, dtype=HALF), "template", training=True,
-        around=differentiable_attention,
     ),
     "flex attention, block mask": case(causal_attention, "template"),
     "flex attention, block mask, training": case(
-        causal_attention, "template", training=True, around=differentiable_attention
+        causal_attention, "template", training=True
     ),
     "flex attention, grouped queries, training": case(
         on(grouped_queries, (1, 4, 256, 64), *[(1, 2, 256, 64)] * 2, dtype=HALF), "template", training=True,
-        around=differentiable_attention,
     ),
     "flex decoding": case(on(attention(_biased), (1, 2, 1, 64), *[(1, 2, 256, 64)] * 2, dtype=HALF), "template"),
     "combo kernels": case(on(several, (64, 64), (128, 256), (32, 128)), "combo", combo_kernels=True),
@@ -378,14 +348,14 @@ CONSTRUCTS: dict[str, Case] = {
         coordinate_descent_tuning=True,
     ),
     "user's kernel, autotuned": case(
-        on(users_add, (1000,), (1000,)), "user's", "several configurations", around=triton_traced
+        on(users_add, (1000,), (1000,)), "user's", "several configurations"
     ),
     "user's kernel, dynamic": case(
-        on(users_add, (1000,), (1000,)), "user's", "several configurations", around=triton_traced, dynamic=True
+        on(users_add, (1000,), (1000,)), "user's", "several configurations", dynamic=True
     ),
-    "user's kernel, in place": case(on(users_scale, (1000,)), "user's", around=triton_traced),
+    "user's kernel, in place": case(on(users_scale, (1000,)), "user's"),
     "user's kernel, descriptors": case(
-        on(users_descriptors, (64, 64)), "user's", "descriptor argument", around=triton_traced
+        on(users_descriptors, (64, 64)), "user's", "descriptor argument"
     ),
     "convolutions, channels last": case(convolutions),
     "convolutions, channels last, training": case(convolutions, training=True),

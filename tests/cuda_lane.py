@@ -1,85 +1,51 @@
 """What Inductor and fxwrap make for a CUDA device, on a machine without one: everything but running it.
 
-A graph is traced and differentiated on the CPU, and then retargeted: its fake tensors become fake CUDA tensors, and
-Inductor compiles it for an H100 that answers questions and does nothing. Kernels are compiled to cubins for sm_90; in
+fxwrap compiles for an H100 that is not there (``fxwrap.codegen.cross_target``). Here, what comes out is checked: in
 the place of the driver's launcher stands one that compares what it is given with what the cubin takes.
-
-Kernels and graphs are made as on the machine that is described here. What only a GPU can tell is made up: how long a
-configuration takes, and how many registers a kernel has.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import hashlib
 import inspect
 import json
-import os
 import re
-import subprocess
-import tempfile
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch._inductor.utils
-import torch.utils._triton
-from torch._dynamo import device_interface
 from torch._inductor import config
-from torch._inductor.codecache import PyCodeCache
-from torch._inductor.codegen.triton import TritonScheduling
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.runtime import triton_helpers
-from torch._inductor.runtime.benchmarking import benchmarker
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.cpp_extension import include_paths, library_paths
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend_of_fxwrap
 from fxwrap.codegen import export_triton, inductor
+from fxwrap.codegen.ahead import example_inputs, value_of
+from fxwrap.codegen.cross_target import (
+    AbsentDriver,
+    cuda_machine,
+    present,
+    register_device_guard,
+    retarget,
+    retargeted,
+)
 from fxwrap.codegen.stored_triton import stored_launcher
 from fxwrap.codegen.triton_kernels import TritonLauncher
 from fxwrap.compilation import Compilation
 from fxwrap.errors import StorageError
-from fxwrap.graphs.devices.runtime import DeviceRuntime, using_runtime
 from fxwrap.graphs.memory_provider import Saved
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of
-from fxwrap.passes.analysis.sizes import hint
 from fxwrap.plan import MemoryPlan, Verdict
 
-TARGET = GPUTarget("cuda", 90, 32)
-DEVICE = torch.device("cuda", 0)
-# An H100 SXM, as its driver describes it.
-PROPERTIES = types.SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
-    total_memory=80 * 2**30,
-    L2_cache_size=50 * 2**20,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-)
+MACHINE = cuda_machine(90)
+DEVICE = MACHINE.device
 
 
 class WrongLaunch(AssertionError):
@@ -195,8 +161,8 @@ def check_binary(kernel: Any) -> None:
     cubin, ptx = kernel.asm["cubin"], kernel.asm["ptx"]
     if cubin[:4] != b"\x7fELF" or int.from_bytes(cubin[18:20], "little") != 190:  # EM_CUDA
         raise WrongLaunch(f"{kernel.name} is no cubin")
-    if not re.search(rf"^\.target sm_{TARGET.arch}", ptx, re.MULTILINE):
-        raise WrongLaunch(f"{kernel.name} was compiled for something else than sm_{TARGET.arch}")
+    if not re.search(rf"^\.target sm_{MACHINE.triton.arch}", ptx, re.MULTILINE):
+        raise WrongLaunch(f"{kernel.name} was compiled for something else than sm_{MACHINE.triton.arch}")
     entry = re.search(rf"\.entry {re.escape(kernel.name)}\((.*?)\)", ptx, re.DOTALL)
     if entry is None:
         raise WrongLaunch(f"{kernel.name} is not in its own machine code")
@@ -246,228 +212,10 @@ def stored_arguments(ttir: str) -> set[str]:
     return stored
 
 
-def _cannot_run(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("there is no device to run on")
-
-
-class _Driver(DriverBase):
-    """An H100, as Triton sees it, that loads kernels and runs none."""
+class _Driver(AbsentDriver):
+    """Its kernels are launched by one who checks."""
 
     launcher_cls = CheckedLauncher
-
-    def __init__(self) -> None:
-        """Nothing to look up."""
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    @property
-    def utils(self) -> Any:
-        return self
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {
-            "max_shared_mem": PROPERTIES.shared_memory_per_block_optin,
-            "multiprocessor_count": PROPERTIES.multi_processor_count,
-            "warpSize": PROPERTIES.warp_size,
-        }
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        module, function, registers, spills = object(), object(), 0, 0
-        return module, function, registers, spills, PROPERTIES.max_threads_per_block
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return TARGET
-
-    def get_active_torch_device(self) -> torch.device:
-        return DEVICE
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError("nothing is compiled to C++")
-
-    def get_benchmarker(self) -> Any:
-        return _cannot_run
-
-
-# -- the device ----------------------------------------------------------------------------------------------------
-
-
-class Interface(device_interface.DeviceInterface):
-    """An H100, as Dynamo and Inductor see it."""
-
-    class Worker:
-        set_device = staticmethod(lambda index: None)
-        current_device = staticmethod(lambda: 0)
-        get_device_properties = staticmethod(lambda device=None: PROPERTIES)
-
-    class device:
-        def __init__(self, index: Any) -> None:
-            pass
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *raised: object) -> None:
-            pass
-
-    current_device = staticmethod(lambda: 0)
-    set_device = staticmethod(lambda index: None)
-    exchange_device = staticmethod(lambda index: 0)
-    maybe_exchange_device = staticmethod(lambda index: 0)
-    device_count = staticmethod(lambda: 1)
-    is_available = staticmethod(lambda: True)
-    get_raw_stream = staticmethod(lambda index: 0)
-    synchronize = staticmethod(lambda device=None: None)
-    get_compute_capability = staticmethod(lambda device=None: TARGET.arch)
-    is_bf16_supported = staticmethod(lambda including_emulation=False: True)
-    is_triton_capable = staticmethod(lambda device=None: True)
-
-
-# What is decided for a device whose graphs freeze addresses; nothing is captured.
-RUNTIME = DeviceRuntime(DEVICE, _cannot_run, frozen_addresses=True, runs_while_capturing=False, implementation="none")
-
-
-# What a CUDA build of torch does without a GPU (``_ensureCUDADeviceGuardSet``). A CPU build has no guard for CUDA:
-# operators that switch devices raise there, and abort the process where nobody catches.
-_GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
-"""
-
-
-@functools.cache
-def register_device_guard() -> None:
-    """Give torch a guard for CUDA devices that does nothing. It stays until the process ends."""
-    if torch.version.cuda is not None:
-        torch._C._ensureCUDADeviceGuardSet()
-        return
-    key = hashlib.sha256(f"{torch.__version__}{_GUARD}".encode()).hexdigest()[:16]
-    path = Path(cache_dir()) / f"cuda-guard-{key}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            includes = [f"-I{directory}" for directory in include_paths()]
-            libraries = [f"-L{directory}" for directory in library_paths()]
-            command = [get_cpp_compiler(), "-std=c++20", "-shared", "-fPIC", *includes, "-x", "c++", "-"]
-            subprocess.run([*command, "-o", str(made), *libraries, "-lc10"], input=_GUARD, text=True, check=True)
-            os.replace(made, path)
-    ctypes.CDLL(str(path))
-
-
-@contextlib.contextmanager
-def cuda_target() -> Iterator[None]:
-    """Have Inductor compile for ``DEVICE`` as if it were there, inside of the context only."""
-    register_device_guard()
-    device_interface.init_device_reg()
-    cuda = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: False,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: PROPERTIES,
-        "is_tf32_supported": lambda: True,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "synchronize": lambda device=None: None,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device="cuda": None,
-        "_exchange_device": lambda index: 0,
-        "_maybe_exchange_device": lambda index: 0,
-    }
-    with contextlib.ExitStack() as stack:
-        for name, answer in cuda.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        # Without one, some places take the device for a ROCm one.
-        stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
-        interfaces = {"cuda": Interface, "cuda:0": Interface}
-        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
-        # The wrapper's module imports it, and a CPU build of torch does not have it.
-        stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
-        stack.enter_context(stream)
-        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
-        stack.enter_context(mock.patch.object(benchmarker, "benchmark", lambda *args, **kwargs: 1.0))
-        choose = mock.patch.object(AlgorithmSelectorCache, "do_autotuning", _prefer_templates)
-        stack.enter_context(choose)
-        fused = mock.patch.object(TritonScheduling, "benchmark_codegened_module", _one_millisecond)
-        stack.enter_context(fused)
-        no_op = mock.patch.object(AlgorithmSelectorCache, "make_precompile_fn", lambda *args, **kwargs: dict)
-        stack.enter_context(no_op)
-        stack.enter_context(config.patch(compile_threads=1, use_static_triton_launcher=False))
-        stack.enter_context(using_runtime(RUNTIME))
-        stack.callback(_forget)
-        _forget()
-        yield
-
-
-def _prefer_templates(self: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:
-    """Times of the choices for a matrix product, made up: Triton's templates, in their order, before libraries."""
-    choices = kwargs["choices"] if "choices" in kwargs else args[5]
-    return {c: isinstance(c, ExternKernelCaller) + position * 1e-3 for position, c in enumerate(choices)}
-
-
-def _one_millisecond(self: Any, module: Any, *args: Any, **kwargs: Any) -> tuple[float, str]:
-    """What a kernel takes, fused or not, made up: so fusing pays."""
-    return 1.0, module.__file__
-
-
-def _forget() -> None:
-    """Drop what torch remembers of devices."""
-    PyCodeCache.cache_clear()
-    DeviceProperties.create.cache_clear()
-    for module in (torch.utils._triton, torch._inductor.utils):
-        for function in vars(module).values():
-            if callable(getattr(function, "cache_clear", None)):
-                function.cache_clear()
-
-
-def retarget(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Move a graph of fake CPU tensors to ``DEVICE``, subgraphs too, in place; returns its inputs there."""
-    moved: dict[int, tuple[Any, Any]] = {}
-
-    def on_device(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return DEVICE if value.type == "cpu" else value
-        if not isinstance(value, FakeTensor) or value.device.type != "cpu":
-            return value
-        if id(value) not in moved:
-            moved[id(value)] = value, _like(value)  # held, so that no other gets its id
-        return moved[id(value)][1]
-
-    def everywhere(value: Any) -> Any:
-        return torch.utils._pytree.tree_map(on_device, value)
-
-    for module in gm.modules():
-        if not isinstance(module, GraphModule):
-            continue
-        for node in module.graph.nodes:
-            node.args, node.kwargs = (
-                torch.fx.node.map_aggregate(given, on_device) for given in (node.args, node.kwargs)
-            )
-            for key in ("val", "example_value", "eager_input_vals"):
-                if key in node.meta:
-                    node.meta[key] = everywhere(node.meta[key])
-            node.meta.pop("tensor_meta", None)
-        module.recompile()
-    return [everywhere(value) for value in inputs]
-
-
-def _like(value: FakeTensor) -> torch.Tensor:
-    """A fake tensor with the same layout on the device."""
-    with value.fake_mode:
-        offset = value.storage_offset()
-        if isinstance(offset, int) and offset == 0:
-            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=DEVICE)
-        reach = 1 + sum((n - 1) * s for n, s in zip(value.size(), value.stride(), strict=True))
-        whole = torch.empty((offset + reach,), dtype=value.dtype, device=DEVICE)
-        return whole.as_strided(value.size(), value.stride(), offset)
 
 
 class _Compiled(Exception):
@@ -543,13 +291,6 @@ def examine(case: Case) -> Outcome:
         function, args, kwargs = case.make()
     compilation, outcome = Compilation(), Outcome()
 
-    def compile_program(gm: GraphModule, inputs: Sequence[Any], *rest: Any) -> Any:
-        moved = retarget(gm, inputs)
-        with cuda_target():
-            compiled = compile_on_cpu(gm, moved, *rest)
-            check_program(compilation.programs[-1], outcome)
-            return compiled
-
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         options = {"strict": True, "capture": "always", **case.inductor}
         backend_of_fxwrap(gm, inputs, compilation=compilation, options=options)
@@ -558,23 +299,12 @@ def examine(case: Case) -> Outcome:
     def stop(*args: Any) -> Any:
         raise _Compiled
 
-    compile_on_cpu = inductor._compile_program
-    with (
-        mock.patch.object(inductor, "_compile_program", compile_program),
-        # What a cache holds has no fake tensors to launch with.
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
-        # Folding would compute on tensors that are not there.
-        config.patch(joint_graph_constant_folding=False, fx_graph_cache=False),
-        # The CPU's own attention is an operator that no other device has.
-        sdpa_kernel(SDPBackend.MATH),
-        # Tracing a kernel that the user wrote asks the driver, too.
-        mock.patch.object(driver, "_active", _Driver()),
-        torch.set_grad_enabled(case.training),
-        case.around(),
-    ):
+    with retargeted(MACHINE, _Driver), torch.set_grad_enabled(case.training), case.around():
         with contextlib.suppress(_Compiled):
             torch.compile(function, backend=backend, dynamic=case.dynamic, fullgraph=True)(*args, **kwargs)
-        with cuda_target():
+        with present(MACHINE):
+            for program in compilation.programs:
+                check_program(program, outcome)
             plan_memory(compilation.programs, outcome)
     expected = {"forward", "backward"} if case.training else {"inference"}
     assert expected <= set(outcome.phases), f"compiled: {', '.join(outcome.phases) or 'nothing'}"
@@ -587,17 +317,17 @@ def save(path: Path, methods: Mapping[str, Any], **given: Any) -> Path:
     """What ``fxwrap.save`` does on a machine with ``DEVICE``: kernels are tuned by times that are made up."""
 
     def compile_program(gm: GraphModule, inputs: Sequence[Any], *rest: Any) -> Any:
-        return compile_on_cpu(gm, retarget(gm, inputs), *rest)
+        return compile_on_cpu(gm, retarget(gm, inputs, DEVICE), *rest)
 
-    register_device_guard()
+    register_device_guard(DEVICE.type)
     with FakeTensorMode():
         torch.empty(1, device=DEVICE)  # with the first one, some versions initialize a device that is there
     compile_on_cpu = inductor._compile_program
     with (
-        cuda_target(),
+        present(MACHINE),
         mock.patch.object(inductor, "_compile_program", compile_program),
         mock.patch.object(export_triton, "sample", lambda arg: value_of(arg) if isinstance(arg, Node) else arg),
-        mock.patch.object(driver, "_active", _Driver()),
+        mock.patch.object(driver, "_active", _Driver(MACHINE)),
         config.patch(joint_graph_constant_folding=False),
         sdpa_kernel(SDPBackend.MATH),
     ):
@@ -699,29 +429,6 @@ def check_stored(node: Node, outcome: Outcome) -> None:
     outcome.stored += 1
 
 
-def value_of(node: Node) -> Any:
-    """What a node stands for when the program runs: a fake tensor, a number."""
-    return torch.utils._pytree.tree_map(_concrete, node.meta["val"])
-
-
-def _concrete(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        number = hint(value)
-        return _UNKNOWN_SIZE if number is None else number
-    if isinstance(value, torch.SymFloat):
-        return 0.5
-    if isinstance(value, torch.SymBool):
-        return True
-    if isinstance(value, FakeTensor) and not all(isinstance(n, int) for n in (*value.size(), *value.stride())):
-        size, stride = ([_concrete(number) for number in numbers] for numbers in (value.size(), value.stride()))
-        with value.fake_mode:
-            return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-    return value
-
-
-# For a data-dependent size: odd, because nothing may be taken for granted of it.
-_UNKNOWN_SIZE = 7
-
 _IN_SOURCE = {
     "device assert": "tl.device_assert(",
     "random": "triton_helpers.rand",
@@ -768,7 +475,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
     forward: tuple[Any, Any, Any] | None = None
     for program in programs:
         provider, plan = program._cut.provider, program.plan
-        inputs = [_fake(value_of(node)) for node in program._cut.placeholders]
+        inputs = example_inputs(plan.graph)
         saved = None
         if plan.phase == "backward" and forward is not None:
             (first, before, _), received = forward, program._forward[1]
@@ -795,11 +502,3 @@ def _note_plan(memory: MemoryPlan, outcome: Outcome) -> None:
     outcome.plans += 1
     if memory.size > outcome.arena:
         outcome.arena, outcome.lower_bound = memory.size, memory.lower_bound
-
-
-def _fake(value: Any) -> Any:
-    """A fake tensor in a storage of its own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with value.fake_mode:
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)

@@ -64,6 +64,12 @@ class _LazyGroup(ProcessGroup):
         return self.allgather_into_tensor_coalesced([output], [value])
 
 
-# Torch finds a group by its name, and keeps it.
 _group = _LazyGroup()
-_register_process_group(LAZY_GROUP, _group)  # type: ignore[arg-type]
+
+
+def register() -> None:
+    """Torch finds the group by its name, until somebody destroys all groups."""
+    _register_process_group(LAZY_GROUP, _group)  # type: ignore[arg-type]
+
+
+register()

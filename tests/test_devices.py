@@ -191,6 +191,7 @@ def test_the_devices_codegen_is_used_and_the_option_goes_before_it(compiled: Any
     ("name", "arguments", "message"),
     [
         ("toaster", {}, "no device 'toaster' to register"),
+        ("toaster", {"scheduling": "none"}, "no device 'toaster' to register"),
         ("mtia", {"scheduling": "cp"}, "needs a scheduling"),
         ("mtia", {"scheduling": "cpp"}, "nothing says how they are launched"),
         ("mtia", {"config": {"no_such_setting": 1}}, "Inductor has no setting 'no_such_setting'"),
@@ -237,6 +238,36 @@ def test_the_contract_before_there_is_a_graph() -> None:
     folder = ROOT / "examples" / "pydevice"
     done = processes.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "test_pydevice.py", cwd=folder)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch.accelerator.Graph: torch 2.13 or later")
+@pytest.mark.parametrize("chosen", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
+def test_a_device_without_kernels(chosen: str) -> None:
+    """Memory, copies and graphs are enough: models are captured and replayed."""
+    folder = ROOT / "examples" / "minimal"
+    done = processes.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, "test_minimal.py", cwd=folder)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(
+    not hasattr(common, "_privateuse1_backend_init_in_progress"), reason="torch 2.15 and later have the hook"
+)
+def test_torch_calls_the_registration() -> None:
+    """``torch.<device>._inductor_backend_init``: nobody has registered the device before it is compiled for."""
+    program = """
+import minimal, torch, fxwrap
+from fxwrap.devices import registered_devices
+minimal.load()
+torch.minimal._inductor_backend_init = minimal.register
+f = torch.compile(lambda x: (x @ x).relu() + 1, backend="fxwrap", options={"capture": "always"})
+x = torch.randn(4, 4)
+for _ in range(3):
+    assert not _ or "minimal" in registered_devices()
+    assert torch.equal(f(x.to("minimal")).cpu(), (x @ x).relu() + 1)
+assert fxwrap.stats(f)["replays"] == 1
+"""
+    done = processes.run("-c", program, cwd=ROOT / "examples" / "minimal")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_line_names_no_device_of_the_examples() -> None:

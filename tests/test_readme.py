@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import processes
+import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -88,3 +91,35 @@ def test_demo_in_short() -> None:
     assert "DIFFERENT" not in text
     losses = next(line for line in text.splitlines() if "losses like Inductor's" in line)
     assert "bit for bit" in losses.split("│")[-2]
+
+
+# The examples of questions, in reading order, and what their answers have in them.
+QUESTIONS = {
+    "why_eager": ["aten::nonzero runs eagerly", "chosen = torch.nonzero(scores > 0.5)", "torch.nonzero_static"],
+    "what_holds_the_peak": ["36% buf1, temporary", "scores = (q @ k.transpose(-1, -2)).softmax(-1)"],
+    "why_recorded_again": ["4 recordings for 12 replays", "=7): took"],
+    "which_copy_costs_most": [
+        "a cache made anew: every replay copies\n  131,072 bytes of input",
+        "a cache that stays: every replay copies\n    1,024 bytes of input",
+    ],
+    "what_changed": ["launch cpp_fused_div_gelu", "+ aten.cumsum.out", "library calls: 2 -> 3"],
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions_are_answered_by_reports(
+    question: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.syspath_prepend(ROOT / "examples" / "questions")
+    importlib.import_module(question).main()
+    text = capsys.readouterr().out
+    for answer in QUESTIONS[question]:
+        assert answer in text
+    if question == "what_holds_the_peak":
+        predicted, measured = re.search(r"predicted ([\d,]+), a call was measured to take ([\d,]+)", text).groups()
+        assert predicted == measured
+
+
+def test_every_question_is_asked() -> None:
+    assert {path.stem for path in (ROOT / "examples" / "questions").glob("*.py")} == set(QUESTIONS)

@@ -314,6 +314,6 @@ class LoadedProgram:
 
     def explain(self) -> Explanation:
         """What is decided about all methods, as ``fxwrap.explain`` shows it."""
-        from ..inspection.explain import Explanation, GraphReport
+        from ..inspection.explain import Explanation
 
-        return Explanation([GraphReport(method.program) for method in self._methods.values()])
+        return Explanation([method.program for method in self._methods.values()])

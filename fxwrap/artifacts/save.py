@@ -100,7 +100,9 @@ def save(
 
 
 # What running a program asks of the options; the others are for compiling it.
-_PLAIN_OPTIONS = ("strict", "warmup", "max_recordings", "max_memory", "copy_outputs")
+_PLAIN_OPTIONS = (
+    "strict", "warmup", "max_recordings", "max_memory", "copy_outputs", "checked", "through_capture",
+)  # fmt: skip
 
 
 def _exported(name: str, method: Any) -> torch.export.ExportedProgram:

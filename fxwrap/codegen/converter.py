@@ -639,7 +639,7 @@ class HostGraphConverter(FxConverter):
                 node.target = overload
         if isinstance(function, torch._ops.OpOverload):
             node.meta["op_overload"] = function
-            if versions.is_plain_view(function):
+            if versions.is_plain_view(function) or _is_view_here(node):
                 node.meta["kind"] = Kind.VIEW
         if has_effects(node.meta.get("op_overload", node.target)):
             node.meta["effect"] = True  # what nothing in its schema shows
@@ -651,6 +651,8 @@ class HostGraphConverter(FxConverter):
             node.meta["stack_trace"] = traces[0]
         if names := versions.origins(self._line):
             node.meta["origins"] = names
+        if module := versions.module_path(self._line):
+            node.meta["module"] = module
         return node
 
     def _infer_value(self, node: Node) -> None:
@@ -726,6 +728,16 @@ class HostGraphConverter(FxConverter):
 
 def _is_assert(function: Any) -> bool:
     return getattr(function, "__name__", "").startswith("assert_")
+
+
+def _is_view_here(node: Node) -> bool:
+    """Whether a call of ``reshape`` needs no copy: its operand's layout, which is known, decides."""
+    if node.target is not torch.ops.aten.reshape.default:
+        return False
+    result, operand = node.meta.get("val"), node.args[0].meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(result, torch.Tensor) or not isinstance(operand, torch.Tensor):
+        return False
+    return result.untyped_storage()._cdata == operand.untyped_storage()._cdata
 
 
 def _example(owner: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,11 @@ from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
 from . import torch_versions as versions
 from .caches import cache_key, cached_as, forget, without_uuid
 from .emission import FxwrapCodegen
+from .library_calls import prepare
 from .request import requesting
 from .torch_runtime import torch_functions
+
+log = logging.getLogger(__name__)
 
 # What a host graph needs from Inductor. Reuse is off so that the planner sees every buffer; graph_partition,
 # memory_planning and cudagraphs are stages that fxwrap has itself.
@@ -74,6 +78,7 @@ def compile_with_inductor(
     _refuse_others(patches, own, "together with fxwrap", "which fxwrap sets itself")
     # Modes ask for CUDA graphs by Inductor; fxwrap's own graphs stand in for them.
     patches = {key: value for key, value in patches.items() if key not in _EMISSION}
+    common.init_backend_registration()  # from torch 2.15 on it calls a device's own hook, which registers it
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
     key = cache_key(options, devices)
@@ -107,6 +112,7 @@ def compile_with_inductor(
 def _compile_program(
     gm: GraphModule, example_inputs: Sequence[Any], args: Any, kwargs: Any, request: CompileRequest
 ) -> Any:
+    prepare(gm)
     # Inductor's passes edit the graph, so that a second try needs the first one's input.
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
     kwargs = {**kwargs, "cpp_wrapper": False}
@@ -131,6 +137,8 @@ def _compile_program(
 
 
 def _note_not_stored(reasons: Sequence[str], request: CompileRequest) -> None:
+    for reason in reasons:
+        log.info("no cache can hold %s", reason)
     if request.compilation is not None:
         request.compilation.not_stored.extend(reasons)
 
@@ -141,11 +149,14 @@ def _boxed(cudagraphs: Any) -> Any:
 
 
 def _fallback_reason(error: BaseException) -> FxwrapError | None:
-    """The fxwrap error inside an Inductor error; failures of Inductor itself are not ours to answer."""
+    """The fxwrap error inside an Inductor error; failures of Inductor itself, and of the machine (a full disk), are
+    not ours to answer."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, FxwrapError):
             return seen
+        if isinstance(seen, OSError):
+            return None
         inner = getattr(seen, "inner_exception", None)
         seen = inner if isinstance(inner, BaseException) else seen.__cause__
     # An unexpected exception out of the converter, not out of Inductor's lowering.
@@ -163,6 +174,7 @@ def _fallback_reason(error: BaseException) -> FxwrapError | None:
 def _report_fallback(reason: FxwrapError, request: CompileRequest) -> None:
     if request.compilation is not None:
         request.compilation.fallbacks.append(str(reason))
+    log.info("a %s graph runs through Inductor's own wrapper: %s", request.phase, reason)
     warnings.warn(
         f"fxwrap: a {request.phase} graph runs through Inductor's own wrapper, because {reason}", stacklevel=2
     )

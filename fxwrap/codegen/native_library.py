@@ -20,7 +20,7 @@ import torch
 
 from ..graphs.units import NativeReplay
 from ..host_graph.nodes import Kernel
-from ..native_build import built_library
+from ..native_build import built_library, library_path
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +46,23 @@ def native_replay() -> NativeReplay | str:
         return why
 
 
-def _load() -> NativeReplay:
+def replay_library() -> Path:
+    """Where the library is, or will be. Raises OSError where it cannot be had on such a machine."""
+    name, source, flags, how = _what_to_build()
+    return library_path(name, source, flags, **how)
+
+
+def _what_to_build() -> tuple[str, Path, tuple[str, ...], dict[str, Any]]:
     if platform.system() == "Windows" or platform.machine() not in _MACHINES:
         raise OSError(f"nobody has tried it on {platform.system()} {platform.machine()}")
     headers = (header.read_text(encoding="utf-8") for header in sorted(_SOURCE.parent.glob("*.h")))
-    flags, key = _flags(), (torch.__version__, str(torch.version.git_version), sys.version, *headers)
-    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    path = built_library("replay", _SOURCE, flags, key=key, patience_s=_PATIENCE, suffix=suffix)
+    key = (torch.__version__, str(torch.version.git_version), sys.version, *headers)
+    return "replay", _SOURCE, _flags(), {"key": key, "suffix": importlib.machinery.EXTENSION_SUFFIXES[0]}
+
+
+def _load() -> NativeReplay:
+    name, source, flags, how = _what_to_build()
+    path = built_library(name, source, flags, **how, patience_s=_PATIENCE)
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_loader(_MODULE, loader)
     assert spec is not None

@@ -21,6 +21,7 @@ from ..eager_rules import EagerRule
 from ..errors import DeviceError
 from .emission import FxwrapCodegen
 from .inductor import DEVICE_TABLES
+from .library_calls import LIBRARY_CALLS, LibraryCalls
 from .torch_versions import CPP_DEVICE_NAMES
 
 # Places where Inductor asks "is it the CPU?" and means "are the kernels C++?".
@@ -34,6 +35,7 @@ _CPP_CONFIG = {
 _SCHEDULING: dict[str, tuple[type, dict[str, Any]]] = {
     "cpp": (CppScheduling, _CPP_CONFIG),
     "triton": (TritonScheduling, {}),
+    "none": (LibraryCalls, LIBRARY_CALLS),
 }
 
 
@@ -80,8 +82,9 @@ def register_device(
 
     Args:
         device_type: its name, as in ``torch.device(name)``.
-        scheduling: "cpp" (Inductor's C++ kernels, on a device that reaches host memory), "triton", or a scheduling
-            class of Inductor's kind; None where Inductor has one for the device.
+        scheduling: "cpp" (Inductor's C++ kernels, on a device that reaches host memory), "triton", a scheduling
+            class of Inductor's kind, or "none": no kernels, every operation is a call of the device's own operators.
+            None where Inductor has one for the device.
         wrapper: Inductor's Python wrapper for graphs that cannot become host graphs.
         codegen: a subclass of ``FxwrapCodegen``; the ``codegen`` option of a compilation goes before it.
         interface: a ``DeviceInterface`` of Dynamo; by default made from ``torch.<device_type>``.

@@ -12,11 +12,13 @@ from typing import Any
 
 import sympy
 import torch
+from torch.autograd import profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graphs.torch_functions import TorchFunctions
 from .native_library import native_replay
+from .traces import ProgramTraces
 
 # ``(size, stride, dtype)``: what Inductor's wrapper allocates with; torch.empty_strided takes three times as long.
 empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
@@ -102,6 +104,11 @@ def saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def profiling() -> bool:
+    """Whether a profiler is on, in any thread. Nothing that is exact is as cheap."""
+    return profiler._is_profiler_enabled
+
+
 def share_copies(storage: torch.UntypedStorage) -> None:
     """Have a storage that is a slice of another send a copy of itself to other processes.
 
@@ -141,6 +148,15 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def below_modes(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator's work itself: a dispatch mode that is on sees what that calls, and not the operator."""
+    tensor = next((t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
+    if tensor is None:
+        return overload(*args, **kwargs)
+    keys = torch._C._dispatch_keys(tensor) & torch._C._after_ADInplaceOrView_keyset  # type: ignore[attr-defined]
+    return overload.redispatch(keys, *args, **kwargs)
+
+
 def device_guard(device_type: str) -> Callable[[int], Any] | None:
     """What makes a device the current one: Triton launches there, whatever device its arguments are on.
 
@@ -166,8 +182,11 @@ def torch_functions() -> TorchFunctions:
         after_failed_capture=after_failed_capture,
         share_copies=share_copies,
         below_autograd=below_autograd,
+        below_modes=below_modes,
         saved_tensors_hooks=saved_tensors_hooks,
         without_modes=_disable_current_modes,
+        profiling=profiling,
+        traces=ProgramTraces.of,
         native=native_replay,
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import sympy
@@ -31,9 +33,7 @@ def redirect_writeline(wrapper: PythonWrapperCodegen, code: IndentedBuffer) -> I
 
 @functools.cache
 def _takes_buffer() -> bool:
-    import inspect
-
-    return len(inspect.signature(PythonWrapperCodegen.set_writeline).parameters) >= 3
+    return len(signature(PythonWrapperCodegen.set_writeline).parameters) >= 3
 
 
 def python_expression(expression: Any) -> str:
@@ -81,6 +81,17 @@ def _fx_nodes(line: Any) -> list[torch.fx.Node]:
 def origins(line: Any) -> list[str]:
     """Names of the nodes of Inductor's input graph that a wrapper line comes from."""
     return [node.name for node in _fx_nodes(line)]
+
+
+def module_path(line: Any) -> str:
+    """The innermost module of the first of these nodes that is from one, as a path; empty if none is."""
+    for node in _fx_nodes(line):
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        if entries := [entry[0] for entry in stack.values()]:
+            # L['self']._modules['layers'].0 in some versions, L['self'].layers.0 in others
+            path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", entries[-1]).replace("._modules", "")
+            return re.sub(r"^(L\.\w+|G)\.?", "", path)
+    return ""
 
 
 def operators(line: Any) -> list[str]:
@@ -192,3 +203,9 @@ def saved_outputs(gm: torch.fx.GraphModule) -> dict[int, str]:
     visible = output.meta.get("user_visible_output_idxs")
     values = enumerate(output.args[0]) if visible else ()
     return {position: str(value) for position, value in values if position not in visible}
+
+
+def own_caches() -> dict[str, Any]:
+    """Arguments of ``torch.compile`` for one that neither finds nor leaves anything with functions that others call,
+    nor counts as one of the few compilations that each may have; none before torch 2.13."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}

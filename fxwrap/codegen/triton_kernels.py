@@ -28,6 +28,12 @@ class TritonLauncher:
         self._stream = _raw_stream_getter(device.type)
         self._guard = device_guard(device.type)
 
+    @property
+    def configurations(self) -> list[dict[str, Any]]:
+        """As ``Kernel.configurations``."""
+        tuned = [launcher.config for launcher in self.tuner.launchers] or self.tuner.configs or ()
+        return [{**one.kwargs, "num_warps": one.num_warps, "num_stages": one.num_stages} for one in tuned]
+
     def __call__(self, *args: Any) -> None:
         if self._guard is None:
             self._run(*args, stream=self._stream(self._index))

@@ -318,6 +318,10 @@ class ArenaPool:
                 home.clear("")
         return True
 
+    def alive(self) -> list[Arena]:
+        """All there are."""
+        return self._on(None)
+
     def owns(self, address: int) -> bool:
         """Whether an address lies in an arena: then it is that of a recording's output."""
         blocks = [arena.block for arena in self._on(None) if arena.block is not None]

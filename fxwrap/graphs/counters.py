@@ -5,7 +5,33 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class RecordingMade:
+    """One recording of a program, as it was made.
+
+    Attributes:
+        when: seconds since 1970.
+        seconds: that making it took, its first run included.
+        sizes: the number of each size and stride of an input that may vary, by its expression in symbols.
+        graphs: device graphs that it replays; a CPU's are lists of calls.
+        arenas: bytes of arenas that its plan takes; 0 where memory comes and goes with each call.
+        copied_in, copied_out: bytes that every replay copies: inputs to static buffers, outputs to memory of their
+            own.
+    """
+
+    when: float
+    why: str
+    seconds: float
+    sizes: Mapping[str, Any]
+    graphs: int
+    arenas: int
+    copied_in: int
+    copied_out: int
 
 
 class Counters:
@@ -22,11 +48,12 @@ class Counters:
         self._by_thread: dict[int, Counter[tuple[str, str]]] = {}
         self._by_unit: list[ctypes.c_int64] = []
 
-    def count(self, kind: str, reason: str = "") -> None:
-        """Count one of ``replays``, ``recordings``, ``eager``, ``events``."""
+    def count(self, kind: str, reason: str = "") -> int:
+        """Count one of ``replays``, ``recordings``, ``eager``, ``events``; returns how often this thread has."""
         thread = threading.get_ident()
         mine = self._by_thread.get(thread) or self._by_thread.setdefault(thread, Counter())
         mine[kind, reason] += 1
+        return mine[kind, reason]
 
     def cell(self) -> ctypes.c_int64:
         """What a unit counts its replays in."""

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
@@ -33,7 +34,7 @@ from ..host_graph.nodes import (
     schema_of,
 )
 from ..plan import Partition, ProgramPlan
-from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Register, Store, as_python
+from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Range, Register, Store, as_python
 
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
@@ -54,6 +55,11 @@ class FlatFunction:
         self.lines, self.result = lines, result
         python = as_python(lines, result)
         self.function, self.source, self._nodes = python.function, python.source, python.nodes
+
+    @functools.cached_property
+    def profiled(self) -> Callable[[list[Any]], Any]:
+        """The function with its ranges."""
+        return as_python(self.lines, self.result, profiled=True).function
 
     def node_at(self, error: BaseException) -> Node | None:
         """The node whose call raised ``error``."""
@@ -179,6 +185,10 @@ class FlatBuilder:
         for node in inputs:
             if node in self._locals:
                 self._use(self._locals[node])
+
+    def begin_range(self, name: str) -> None:
+        """Append the begin of a range, which ends where the next one begins."""
+        self._lines.append(Range(name))
 
     def keep(self, node: Node) -> None:
         """Append a store of a value in its register."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
+from torch.profiler import record_function
 
 from ..host_graph.nodes import Kernel
 
@@ -86,7 +87,14 @@ class Delete:
     locals: tuple[Local, ...]
 
 
-AnyLine = Line | Store | Delete
+@dataclass(frozen=True)
+class Range:
+    """Lines up to the next one are a range in profiles; in none, if it has no name."""
+
+    name: str
+
+
+AnyLine = Line | Store | Delete | Range
 
 
 def operands_in(value: Any) -> Iterator[Any]:
@@ -121,12 +129,21 @@ class PythonFunction:
     nodes: Mapping[int, Node]
 
 
-def as_python(lines: Sequence[AnyLine], result: Any) -> PythonFunction:
-    """Straight-line Python, in which ``c``s are bound values and ``r`` are the registers."""
+def as_python(lines: Sequence[AnyLine], result: Any, profiled: bool = False) -> PythonFunction:
+    """Straight-line Python, in which ``c``s are bound values and ``r`` are the registers.
+
+    Args:
+        profiled: whether ranges show in profiles.
+    """
     text, nodes = _Text(), dict[int, Node]()
-    body = []
+    body, indent = list[str](), ""
     for line in lines:
-        body.append(text.of_line(line))
+        if isinstance(line, Range):
+            indent = "    " if profiled and line.name else ""
+            if indent:
+                body += [f"with {text.of(Bound(record_function))}({line.name!r}):", f"{indent}pass"]
+            continue
+        body.append(indent + text.of_line(line))
         if isinstance(line, Line) and line.node is not None:
             nodes[len(body) + 1] = line.node  # the first line is the head
     body.append(f"return {text.of(result)}")
@@ -142,7 +159,7 @@ class _Text:
         self.namespace: dict[str, Any] = {"__builtins__": builtins}
         self._names: dict[Any, str] = {}
 
-    def of_line(self, line: AnyLine) -> str:
+    def of_line(self, line: Line | Store | Delete) -> str:
         match line:
             case Store(register, value):
                 return f"{self.of(register)} = {self.of(value)}"

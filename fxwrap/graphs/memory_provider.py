@@ -53,9 +53,12 @@ class Planner(Protocol):
     def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
         """The memory of one program, or of two that are planned together."""
 
+    def measured(self, planned: Planned) -> Planned:
+        """The same with what calls allocate beyond what they return, found by running some of them."""
+
     @property
-    def workspace(self) -> Mapping[str, int]:
-        """Bytes that calls allocate beyond what they return, found by running some of them."""
+    def took(self) -> Mapping[str, tuple[int, float]]:
+        """How often each stage ran, and the seconds that it took."""
 
 
 @dataclass(eq=False)
@@ -251,7 +254,7 @@ class MemoryProvider:
             buffers, places_results = self._input_buffers(inputs, static), runtime.place_allocations is not None
             return Planned(plan, self._numbers(inputs), buffers, places_results=places_results)
         donated = tuple(self._donated(plan, inputs))
-        return Planned(plan, self._numbers(inputs), {}, False, self.planner.workspace, donated=donated)
+        return Planned(plan, self._numbers(inputs), {}, False, donated=donated)
 
     def _donated(self, plan: ProgramPlan, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Storages of which all that share them are donated: bytes, and the inputs."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import record_function
 
 from ..errors import CaptureError, FxwrapError, InputError, MemoryLimitError, PlanError
 from ..host_graph.nodes import (
@@ -27,19 +31,21 @@ from ..host_graph.nodes import (
     output_values,
 )
 from ..options import Options
-from ..plan import MemoryPlan, Origin, Prediction, ProgramPlan
+from ..plan import MemoryPlan, Origin, Planned, Prediction, ProgramPlan
 from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
-from .counters import Counters
+from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder, FlatFunction
 from .locks import LockOwner
 from .memory_provider import Estimate, MemoryProvider, Planner, Saved
+from .ranges import partition_range
+from .ranges import recording as recording_range
 from .recording import Recording, RecordingRequest, next_use
 from .recording_builder import Recorded, RecordingBuilder
 from .shared_state import SHARED
 from .specialization import Decision, Specialization, Specializations
 from .torch_functions import TorchFunctions
-from .units import CannotReplay, Description, Guards, NativeReplay, Part, Unit, describe
+from .units import CannotReplay, Description, Guards, Part, Unit, make_unit
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +55,9 @@ _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 _WAIT_S = 1.0
 # Most programs run eagerly once, before they are recorded.
 _WORTH_A_UNIT = 3
+# Recordings that a report can tell of.
+_HISTORY = 200
+_serial_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,9 @@ class Program:
     """Runs a host graph: eagerly at first, then from recordings.
 
     Safe to call from several threads: calls that run at one time have a recording each.
+
+    Attributes:
+        name: in logs, profiles and reports: the program's number in this process, and its phase.
     """
 
     def __init__(
@@ -77,12 +89,19 @@ class Program:
         functions: TorchFunctions,
     ) -> None:
         self.options, self.functions, self._planner = options, functions, planner
+        self._profiling = functions.profiling
         self._refused = dict[str, str]()  # operators that captures have failed at, and how
         self.counters = Counters()
+        self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.specializations = Specializations(options.max_recordings)
         self.newest_plan: MemoryPlan | None = None
+        self.newest_planned: Planned | None = None
         self._never_recorded = ""
-        self._cut = self._adopt(planner.partition({}))
+        plan = planner.partition({})
+        self.name = f"fxwrap {next(_serial_numbers)} {plan.phase}"
+        self._traces = functions.traces(self.name)
+        self._traces.compiled(plan)
+        self._cut = self._adopt(plan)
         self._dynamic = _dynamic_positions(self._cut.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
         self._is_forward = self.plan.phase == "forward"
@@ -99,6 +118,10 @@ class Program:
         return self._cut.plan
 
     def _adopt(self, plan: ProgramPlan) -> _Cut:
+        log.info("%s: %d partition(s) on %s", self.name, len(plan.partitions), plan.device)
+        for one in plan.partitions:
+            what = partition_range(self.name, one.index), one.verdict.value, one.launches, one.externs
+            log.info("%s: %s, %d launches, %d extern calls; %s", *what, one.reason or one.benefit)
         placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
         written, frozen = frozenset[int]().union(*plan.facts.written.values()), freezes_addresses(plan.device)
         provider = MemoryProvider(
@@ -111,7 +134,7 @@ class Program:
         return _Cut(
             plan,
             placeholders,
-            EagerRuns(_eager_function(plan, placeholders), len(placeholders), self.functions.native),
+            EagerRuns(self.name, _eager_function(plan, placeholders, self.name), len(placeholders), self.functions),
             outputs,
             frozenset(index for p, index in outputs if self.options.copy_outputs and p not in plan.saved),
             [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(placeholders[p])],
@@ -145,11 +168,12 @@ class Program:
             if self._cut.overwritten:
                 SHARED.packed.copy_from(inputs, self._cut.overwritten)
             key = self._key(inputs) if self._dynamic else None
+            run = self._run_in_range if self._profiling() else self._run
             if self._on_accelerator:
                 with self._guard():
-                    outputs = self._run(key, inputs)
+                    outputs = run(key, inputs)
             else:
-                outputs = self._run(key, inputs)
+                outputs = run(key, inputs)
             if self._is_forward and self.functions.saved_tensors_hooks():
                 SHARED.packed.note(outputs)
             return outputs
@@ -158,10 +182,19 @@ class Program:
             raise
 
     def _failed(self, error: BaseException, unit: Unit | None = None) -> None:
-        self.counters.count("events", f"a call raised {type(error).__name__}")
+        self._count("events", f"a call raised {type(error).__name__}")
         for recording in self.specializations.recordings() if unit is not None else ():
             if recording.unit is unit:
                 recording.failed_natively(error, self._owner())
+
+    def _count(self, kind: str, reason: str) -> None:
+        """Count why a call is not replayed, or what changed; the log has the first of each."""
+        if self.counters.count(kind, reason) == 1:
+            log.info("%s: %s%s", self.name, "runs eagerly: " if kind == "eager" else "", reason)
+
+    def _run_in_range(self, key: Any, inputs: list[Any]) -> Any:
+        with record_function(self.name):
+            return self._run(key, inputs)
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
         found = self.specializations.get(key)
@@ -208,7 +241,7 @@ class Program:
         try:
             decision = specialization.decide(inputs, owner, self.specializations.is_full())
             if decision.event:
-                self.counters.count("events", decision.event)
+                self._count("events", decision.event)
             reason = decision.eager
             if decision.record and (short_of := specialization.waits_for_memory(self.plan.device)):
                 reason = short_of
@@ -254,6 +287,15 @@ class Program:
         found = [one.estimate for one in self.specializations.values() if one.estimate is not None]
         return found[-1] if found else None
 
+    @property
+    def stages(self) -> Mapping[str, tuple[int, float]]:
+        """How often each stage of the pipeline ran for this program, and the seconds that it took."""
+        return self._planner.took
+
+    def measured(self, planned: Planned) -> Planned:
+        """The same with the workspace of library calls, as far as it can be measured; some of them run for it."""
+        return self._planner.measured(planned)
+
     def predict(self) -> list[Prediction]:
         """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
         return self._cut.provider.predict(self.estimate) if self.estimate is not None else []
@@ -274,7 +316,7 @@ class Program:
     # -- eager ------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, cut: _Cut, inputs: list[Any], reason: str, specialization: Specialization) -> Any:
-        self.counters.count("eager", reason)
+        self._count("eager", reason)
         if reason != _WARM_UP:
             return cut.eager(inputs)
         self._expect(cut, inputs, specialization)
@@ -289,19 +331,32 @@ class Program:
             specialization.warm_outputs = _weak_outputs(cut, outputs)
         return outputs
 
-    def _expect(self, cut: _Cut, inputs: list[Any], specialization: Specialization) -> None:
+    def _expect(self, cut: _Cut, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
         known = self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full())
         if specialization.estimate is not None or known:
             return
         try:
-            specialization.estimate, self.newest_plan = cut.provider.expect(
-                cut.plan, inputs, self.newest_plan, self._saved()
-            )
+            specialization.estimate, memory = cut.provider.expect(cut.plan, inputs, self.newest_plan, self._saved())
+            self._note_plan(specialization.estimate.planned, memory)
         except PlanError as error:
             if self.options.strict:
                 raise
             self._never_recorded = str(error.subject)
+
+    def _note_plan(self, planned: Planned, memory: MemoryPlan) -> None:
+        if self.newest_plan is None:
+            self._traces.planned(self.plan, memory)
+        if self.newest_plan is not memory:
+            told = memory.size, memory.peak, memory.lower_bound
+            log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self.name, *told)
+        self.newest_planned, self.newest_plan = planned, memory
+
+    def expect(self, inputs: Sequence[Any]) -> None:
+        """Plan memory for a call with such inputs, which is not made."""
+        key = self._key(inputs) if self._dynamic else None
+        found = self.specializations.get(key) or self.specializations.add(key, Specialization())
+        self._expect(self._cut, inputs, found)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
         """Be the backward of ``forward``.
@@ -326,7 +381,7 @@ class Program:
         self, cut: _Cut, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> Any:
         why, held, device = decision.record, list[Arena](), cut.plan.device
-        short_of, outputs = "", _MISSED
+        short_of, outputs, begin = "", _MISSED, time.perf_counter()
         if why == "first":
             specialization.look_at_the_warm_up()
             why = "first" if len(self.specializations) == 1 else "new shape"
@@ -339,10 +394,13 @@ class Program:
             decision.apart |= specialization.apart
             provide, which = cut.provider.provide, decision.will_not_do
             own = provide(cut.plan, inputs, static, estimate, *plans, owner, held, which)
-            self.newest_plan = specialization.plan = own.memory
+            self._note_plan(own.planned, own.memory)
+            specialization.plan = own.memory
             specialization.estimate = estimate or Estimate(own.planned)
             copied = specialization.copied_of(index for _, index in cut.outputs) | cut.copied
             request = RecordingRequest(
+                self.name,
+                self._traces,
                 runtime,
                 self.functions,
                 own.planned,
@@ -353,7 +411,8 @@ class Program:
                 copied,
                 weakref.ref(specialization),
             )
-            recorded = RecordingBuilder(request).record(inputs)
+            with record_function(recording_range(self.name)):
+                recorded = RecordingBuilder(request).record(inputs)
             recording, outputs = recorded.recording, recorded.outputs
             short_of = OUT_OF_MEMORY if recording.ended == OUT_OF_MEMORY else ""
         except MemoryLimitError as error:
@@ -375,6 +434,7 @@ class Program:
                 arena.lock.release(owner)
         if not short_of or self.options.strict:
             self._keep(specialization, recorded, inputs, why)
+            self._note_recording(recorded, inputs, why, time.perf_counter() - begin)
             return outputs
         # Whoever ended for it will be back; whoever got what this call returns will let go of it.
         specialization.short = short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device))
@@ -382,7 +442,7 @@ class Program:
             SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
         if outputs is _MISSED:  # by now nobody has what was made for the recording
             return self._run_eagerly(cut, inputs, short_of, specialization)
-        self.counters.count("eager", short_of)
+        self._count("eager", short_of)
         return outputs
 
     def _keep(self, specialization: Specialization, recorded: Recorded, inputs: list[Any], why: str) -> None:
@@ -395,22 +455,42 @@ class Program:
             )
         self.counters.count("recordings", why)
         for reason in recording.eager_reasons.values():
-            self.counters.count("events", reason)
+            self._count("events", reason)
         if not recorded.refused:
             specialization.add(recording, inputs)
             self._replay_natively(recording, inputs)
             return
         # The next recordings leave the operators out of captured partitions, instead of losing whole ones.
         self._refused.update(recorded.refused)
+        for operator, failure in recorded.refused.items():
+            log.info("%s: is cut again around %s: %s", self.name, operator, failure)
         self._cut = self._adopt(self._planner.partition(self._refused))
         for known in self.specializations.values():
             known.cut_again()
+
+    def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:
+        recording, request = recorded.recording, recorded.recording.request
+        copied = request.copied if request.memory.arenas else ()  # elsewhere outputs are new tensors
+        copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
+        copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
+        values = [self._cut.placeholders[p].meta["val"] for p, *_ in self._dynamic]
+        names = (
+            val if how is None else (val.size(dim) if how == "size" else val.stride(dim))
+            for (_, how, dim), val in zip(self._dynamic, values, strict=True)
+        )
+        sizes = dict(zip(map(str, names), self._key(inputs), strict=True))
+        made = sizes, len(recording.graphs), request.memory.size, copied_in, copied_out
+        self.history.append(RecordingMade(time.time(), why, seconds, *made))
+        how = "replays natively" if recording.unit is not None else "replays in Python"
+        memory, how = request.memory.size or request.memory.peak, "is not kept" if recorded.refused else how
+        told = why, seconds * 1e3, len(recording.graphs), memory, how
+        log.info("%s: recorded (%s) in %.1f ms: %d graph(s), %d bytes; %s", self.name, *told)
 
     def _replay_natively(self, recording: Recording, inputs: Sequence[Any]) -> None:
         native = self.functions.native()
         if isinstance(native, str):
             if native:
-                self.counters.count("events", f"replays in Python: {native}")
+                self._count("events", f"replays in Python: {native}")
             return
         numbers = [(p, inputs[p]) for p, how, _ in self._dynamic if how is None]
         if not all(type(number) is int for _, number in numbers):
@@ -429,7 +509,7 @@ class Program:
             caller_captures=self._caller_captures,
         )
         if why := recording.make_unit(native, guards, self.counters.cell()):
-            self.counters.count("events", f"replays in Python: {why}")
+            self._count("events", f"replays in Python: {why}")
         self._missed = native.missed
         self.specializations.units = tuple(r.unit for r in self.specializations.recordings() if r.unit is not None)
 
@@ -437,8 +517,8 @@ class Program:
 class EagerRuns:
     """Runs the whole schedule with plain allocations: in Python at first, and natively once that is worth a unit."""
 
-    def __init__(self, flat: FlatFunction, inputs: int, native: Callable[[], NativeReplay | str]) -> None:
-        self._flat, self._inputs, self._native = flat, inputs, native
+    def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
+        self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
         self._calls = 0
         self._unit: Callable[[list[Any]], Any] | None = None
         self._missed: Any = None
@@ -449,29 +529,30 @@ class EagerRuns:
             self._make_unit()
         if self._unit is not None and (outputs := self._unit(inputs)) is not self._missed:
             return outputs
-        return self._flat.function(inputs)
+        return (self._flat.profiled if self._functions.profiling() else self._flat.function)(inputs)
 
     def _make_unit(self) -> None:
-        native = self._native()
+        native = self._functions.native()
         if isinstance(native, str):
             return
+        everything = [Part(self._flat.lines, self._flat.result)]
         try:
-            described = describe(
-                native, [Part(self._flat.lines, self._flat.result)], self._inputs, Description(self._inputs, True)
-            )
-            self._unit, self._missed = native.unit(described.for_library()), native.missed
-        except (CannotReplay, RuntimeError) as error:
-            log.info("eager runs stay in Python: %s", error)
+            self._unit = make_unit(native, everything, self._inputs, Description(self._inputs, True))
+            self._missed = native.missed
+        except CannotReplay as error:
+            log.info("%s: eager runs stay in Python: %s", self._name, str(error))
 
 
-def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node]) -> FlatFunction:
+def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node], name: str) -> FlatFunction:
     """The whole schedule as one flat function with plain allocations."""
     builder = FlatBuilder(constants(plan.graph), {node: i for i, node in enumerate(placeholders)})
     for node in checks_on(placeholders):
         if builder.available(node):
             builder.check(node)
     for partition in plan.partitions:
+        builder.begin_range(partition_range(name, partition.index))
         builder.run_partition(plan, partition)
+    builder.begin_range("")
     return builder.build(output_node(plan.graph).args[0])
 
 

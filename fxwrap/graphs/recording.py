@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import record_function
 
 from ..plan import MemoryPlan, Planned
 from .arenas import Arena, tensors_in
@@ -21,10 +23,11 @@ from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import LivenessGuard, LiveOutputs, OutputStorage, SharedMemory
 from .locks import LockOwner, TryLock
 from .placement import MemoryKeptError, PlacementHints
+from .ranges import copies_of_inputs, copies_to_inputs
 from .regions import Regions
 from .static_buffers import Fill
-from .torch_functions import TorchFunctions
-from .units import CannotReplay, Description, Guards, NativeReplay, Part, Unit, describe
+from .torch_functions import TorchFunctions, Traces
+from .units import CannotReplay, Description, Guards, NativeReplay, Part, Unit, make_unit
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class RecordingRequest:
     """What one recording is made from.
 
     Attributes:
+        name, traces: of the program.
         arenas: by device; the call that records has their locks. None where a graph calls again.
         reused_inputs: positions of donated inputs whose memory is used again after their last use.
         static_inputs: positions of the inputs whose address is taken to stay.
@@ -41,6 +45,8 @@ class RecordingRequest:
         policy: is told of outputs that are live when their memory is needed.
     """
 
+    name: str
+    traces: Traces
     runtime: DeviceRuntime
     functions: TorchFunctions
     planned: Planned
@@ -69,7 +75,7 @@ class Replay:
     Attributes:
         registers: what changes between calls: the first ``inputs_end`` hold inputs.
         check_inputs: the asserts on inputs that every call has to make.
-        steps: replays of graphs, and eager work between them.
+        steps: replays of graphs, and eager work between them, each with the name of its range.
         collect: makes the outputs.
         mutated: positions of inputs, and the static input buffers that are copied back to them.
         frees_inputs: whether inputs are let go of at their last use.
@@ -80,16 +86,23 @@ class Replay:
     inputs_end: int
     check_inputs: Callable[[list[Any]], Any] | None
     input_buffers: InputBuffers
-    steps: Sequence[Callable[[], Any]]
+    steps: Sequence[tuple[str, Callable[[], Any]]]
     collect: Callable[[list[Any]], Any]
     mutated: Sequence[tuple[int, torch.Tensor]]
     frees_inputs: bool
     parts: Sequence[Part]
 
-    def hand_out(self, inputs: Sequence[Any]) -> Any:
+    def work(self, name: str, inputs: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """All steps, with the copies before and after them, of a program's recording."""
+        if self.input_buffers:
+            yield copies_of_inputs(name), functools.partial(fill, self.input_buffers, inputs)
+        yield from self.steps
+        if self.mutated:
+            yield copies_to_inputs(name), functools.partial(self.copy_back, inputs)
+
+    def copy_back(self, inputs: Sequence[Any]) -> None:
         for position, buffer in self.mutated:
             inputs[position].copy_(buffer)
-        return self.collect(self.registers)
 
 
 def fill(buffers: InputBuffers, inputs: Sequence[Any]) -> None:
@@ -135,6 +148,7 @@ class Recording:
 
     def __init__(self, request: RecordingRequest, replay: Replay, held: Held, static_addresses: list[Any]) -> None:
         self.request, self.plan = request, request.planned.program
+        self._profiling = request.functions.profiling
         self._replay: Replay | None = replay
         self._held: Held | None = held
         self._blank = (None,) * len(replay.registers)
@@ -220,14 +234,15 @@ class Recording:
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
         hints = self._held.hints if self._held is not None else None
         on_error = hints.in_use if hints is not None else None
-        described = Description(replay.inputs_end, replay.frees_inputs, guards, _CLOCK, count, on_error)
+        described = Description(
+            replay.inputs_end, replay.frees_inputs, guards, _CLOCK, count, on_error, self.request.name
+        )
         try:
-            describe(native, replay.parts, len(replay.registers), described)
-            self.unit, self.listing = native.unit(described.for_library()), described.listing
-            self._tell_unit()
-        except (CannotReplay, RuntimeError) as error:
-            log.info("a recording replays in Python: %s", error, exc_info=True)
-            return str(error).partition("\n")[0]
+            self.unit = make_unit(native, replay.parts, len(replay.registers), described)
+        except CannotReplay as error:
+            return str(error)
+        self.listing = described.listing
+        self._tell_unit()
         return ""
 
     @property
@@ -263,6 +278,7 @@ class Recording:
 
     def supersede(self, why: str) -> None:
         """Another is to be recorded in its place."""
+        log.info("%s: a recording is to be replaced: %s", self.request.name, why)
         self.superseded = why
         if self.unit is not None:
             self.unit.clear()
@@ -290,6 +306,7 @@ class Recording:
 
     def end(self, why: str) -> None:
         """Never run again, and let go of all memory. Called by who has the lock of one of its arenas, or its own."""
+        log.info("%s: a recording ends: %s", self.request.name, why)
         self.ended = why
         self._retire()
         if self.unit is not None:
@@ -314,11 +331,18 @@ class Recording:
                 inputs.clear()
             if replay.check_inputs is not None:
                 replay.check_inputs(r)
+            if self._profiling():
+                for name, step in replay.work(self.request.name, inputs):
+                    with record_function(name):
+                        step()
+                return replay.collect(r)
             if replay.input_buffers:
                 fill(replay.input_buffers, inputs)
-            for step in replay.steps:
+            for _, step in replay.steps:
                 step()
-            return replay.hand_out(inputs)
+            if replay.mutated:
+                replay.copy_back(inputs)
+            return replay.collect(r)
         except BaseException as error:
             self.failed(error)
             raise

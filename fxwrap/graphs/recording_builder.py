@@ -21,11 +21,12 @@ from .devices.device_graph import DeviceGraph
 from .devices.host_graph import issue
 from .devices.runtime import GraphPool
 from .flat import FlatBuilder, FlatFunction, Landings
-from .flat_lines import Bound, Call, Line, Register, Store
+from .flat_lines import AnyLine, Bound, Call, Line, Range, Register, Store
 from .live_outputs import OutputStorage
 from .output_views import copy_out, each, relay, views_of
 from .placed_results import PlacedResults
 from .placement import PlacementHints
+from .ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
 from .recording import Held, Recording, RecordingRequest, Replay, fill
 from .regions import Regions
 from .registers import Registers
@@ -75,7 +76,7 @@ class RecordingBuilder:
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
         # The tensors that stand for static and copied inputs.
         self._as_seen: dict[int, torch.Tensor] = {}
-        self._steps: list[Callable[[], Any]] = []
+        self._steps: list[tuple[str, Callable[[], Any]]] = []
         self._parts: list[Part] = []  # the same, for native replay
         self._graphs: list[DeviceGraph] = []
         self._pools: list[GraphPool | None] = []
@@ -104,7 +105,10 @@ class RecordingBuilder:
                 self._place_results()
                 replay = self._capture_all(inputs)
             recording = self._finished(replay)
-            outputs = replay.hand_out(inputs)
+            replay.copy_back(inputs)
+            outputs = replay.collect(replay.registers)
+            if self._inference and self._frozen:
+                outputs = self._in_inference_mode(outputs, inputs)
             self._forget_inputs()
             if self._gave_up:
                 recording.end(self._gave_up)
@@ -118,6 +122,16 @@ class RecordingBuilder:
             self._regions.empty()
             self._stop_placing()
         return Recorded(recording, outputs, self._refused)
+
+    def _in_inference_mode(self, outputs: Any, inputs: Sequence[Any]) -> Any:
+        """Outputs that are new at every call: the call that records, and no other, made them outside of that mode."""
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in(list(inputs))}
+
+        def made(tensor: torch.Tensor) -> torch.Tensor:
+            theirs = tensor.is_inference() or not has_address(tensor) or tensor.untyped_storage()._cdata in given
+            return tensor if theirs else _alias(self.request.functions.lay_out, tensor)
+
+        return each(made, outputs)
 
     def _forget_inputs(self) -> None:
         self._as_seen.clear()
@@ -184,7 +198,8 @@ class RecordingBuilder:
             else:
                 self._add_eager(partition, known)
         outputs = self._outputs_function(common)
-        back = [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
+        back: list[AnyLine] = [Range(copies_to_inputs(self.request.name))] if self._mutated else []
+        back += [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
         parts = (*self._parts, Part(back), Part(outputs.lines, outputs.result))
         known_inputs = self._inputs_end, check_inputs, self._input_buffers
         return Replay(self._r, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts)
@@ -249,8 +264,9 @@ class RecordingBuilder:
                 self._mutated.append((position, place))
         self._input_buffers = [(Fill(tensors), positions) for tensors, positions in buffers.values()]
         fill(self._input_buffers, inputs)
+        begin = Range(copies_of_inputs(self.request.name))
         for one, positions in self._input_buffers:
-            self._parts.append(Part([Line(Call(Bound(one), tuple(map(Register, positions))))]))
+            self._parts.append(Part([begin, Line(Call(Bound(one), tuple(map(Register, positions))))]))
         return found
 
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -281,7 +297,7 @@ class RecordingBuilder:
         call = _Bound(flat, self._r, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
         call.stores = [self._registers.numbers[node] for node in stores]
-        capture = functools.partial(self._graph_of, call)
+        capture = functools.partial(self._graph_of, call, partition.index)
         try:
             if runtime.runs_while_capturing:
                 graph = capture()  # what has run cannot be tried again
@@ -308,8 +324,9 @@ class RecordingBuilder:
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
-        self._parts.append(_replay_part(graph) if self._frozen else Part(flat.lines, below_autograd=True))
-        self._steps.append(graph.replay)
+        name = partition_range(self.request.name, partition.index)
+        self._parts.append(_replay_part(graph, name) if self._frozen else Part(flat.lines, below_autograd=True))
+        self._steps.append((name, graph.replay))
         if self._frozen:
             # What operators allocated during capture keeps its address: from here on it is known. Held for as
             # long as the recording lives, or a later capture in the same pool could be given its memory.
@@ -320,9 +337,10 @@ class RecordingBuilder:
                     self._pooled.add(node)
                 self._keep(node, value, known)
 
-    def _graph_of(self, call: _Bound) -> DeviceGraph:
+    def _graph_of(self, call: _Bound, partition: int) -> DeviceGraph:
         runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
         graph = runtime.new_graph(pool.id if pool is not None else None)
+        self.request.traces.capturing(graph)
         with runtime.capture_stream(pool.stream if pool is not None else None):
             graph.capture_begin()
             try:
@@ -335,6 +353,7 @@ class RecordingBuilder:
                 raise
             runtime.end_capture(graph, pool, put_right)
         graph.instantiate()
+        self.request.traces.captured(graph, partition)
         self._pools.append(pool)
         return graph
 
@@ -367,7 +386,7 @@ class RecordingBuilder:
         call = _Bound(flat, self._r)
         with self._as_replayed():
             call()
-        self._steps.append(call)
+        self._steps.append((partition_range(self.request.name, partition.index), call))
         if not self._frozen or self._gave_up:
             return
         # Graphs read fixed addresses: what eager work allocates outside of the plan is copied to static buffers.
@@ -391,10 +410,11 @@ class RecordingBuilder:
                     copy_tensors(r[register], place)
                     r[register] = place
 
-            self._steps.append(copy_over)
+            name = copies_after(self.request.name, partition.index)
+            self._steps.append((name, copy_over))
             for register, place in refresh:
                 copy = Line(Call(Bound(copy_tensors), (Register(register), Bound(place))))
-                self._parts.append(Part([copy, Store(Register(register), Bound(place))]))
+                self._parts.append(Part([Range(name), copy, Store(Register(register), Bound(place))]))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """Where a graph calls again, it allocates now what it allocates at replays: inference tensors, too."""
@@ -432,6 +452,7 @@ class RecordingBuilder:
         if self._hints is not None:
             before, landings = self._hints.around(work, captured, self._placed, landings)
         builder = FlatBuilder(bound, registers, last, before, self._regions.after, landings)
+        builder.begin_range(partition_range(self.request.name, partition.index))
         with self._regions.filled():  # views of them are made
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
@@ -558,8 +579,8 @@ class _Bound:
 _COPY = Bound(torch.ops.aten.copy_.default)
 
 
-def _replay_part(graph: DeviceGraph) -> Part:
-    return Part([Line(Call(Bound(graph.replay)))])
+def _replay_part(graph: DeviceGraph, name: str) -> Part:
+    return Part([Range(name), Line(Call(Bound(graph.replay)))])
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

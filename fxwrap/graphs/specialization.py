@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ from .memory_provider import Estimate
 from .recording import Recording
 from .shared_state import SHARED
 from .units import Unit
+
+log = logging.getLogger(__name__)
 
 # Moves after which an input is static no more; one that AOTAutograd does not call static may not move at all.
 _MOVES = 3
@@ -291,6 +294,8 @@ class Specialization:
         dropped = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
         # Most static inputs first: a recording with fewer of them fits other addresses, too, and copies more.
         kept = [r for r in self.recordings if r not in dropped]
+        for one in dropped:
+            log.info("%s: a recording goes: %d for other addresses are kept", one.request.name, _ELSEWHERE)
         self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.static_inputs)))
         self.why = ""
 

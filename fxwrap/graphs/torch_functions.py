@@ -8,17 +8,33 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..devices import PutRight
-from ..plan import Allocations
+from ..plan import Allocations, MemoryPlan, ProgramPlan
+from .devices.device_graph import DeviceGraph
 from .units import NativeReplay
 
 # Asked of the inputs at every call.
 InputCheck = Callable[[list[Any]], bool]
+
+
+class Traces(Protocol):
+    """Hears of one program's decisions, for torch's own tools."""
+
+    def compiled(self, plan: ProgramPlan) -> None: ...
+
+    def planned(self, plan: ProgramPlan, memory: MemoryPlan) -> None:
+        """Memory is planned, for the first time."""
+
+    def capturing(self, graph: DeviceGraph) -> None:
+        """A graph is about to capture."""
+
+    def captured(self, graph: DeviceGraph, partition: int) -> None:
+        """It has captured a partition, by number, and can be replayed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,10 @@ class TorchFunctions:
             lets go of it once.
         share_copies: has a storage that is a slice of another send copies of itself to other processes.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
+        below_modes: ``(operator, *args, **kwargs)``: calls an operator so that dispatch modes see what it calls.
         without_modes: makes a context without dispatch modes (those under which somebody traces).
+        profiling: whether a profiler is on: asked at every call that a unit does not take.
+        traces: makes what hears of a program's decisions, by its name, while it is compiled.
         native: the helper library of native replay; else why it cannot be had here, empty where nobody wants it.
     """
 
@@ -55,5 +74,8 @@ class TorchFunctions:
     after_failed_capture: PutRight
     share_copies: Callable[[torch.UntypedStorage], None]
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]
+    below_modes: Callable[..., Any]
     without_modes: Callable[[], contextlib.AbstractContextManager[Any]]
+    profiling: Callable[[], bool]
+    traces: Callable[[str], Traces]
     native: Callable[[], NativeReplay | str]

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from ..host_graph.nodes import Kernel, check, require, schema_of
-from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Register, Store, operands_in
+from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Range, Register, Store, operands_in
 from .regions import Resize
 from .static_buffers import Fill
 
@@ -120,10 +120,13 @@ class Description:
         inputs: how many there are: they are the first slots.
         empties_inputs: whether the list of inputs is emptied, so that they live no longer than they are needed.
         loads: (input, slot).
+        used: slots that steps read or write.
         cleared: slots that hold something at the end of a call.
         clock: incremented at every call, and shared by all units.
         count: incremented at every call.
         on_error: called when a step has raised, before anybody else may run the unit.
+        name: of the range in profiles that a call is; empty if it is part of another one.
+        ranges: (position of a step, name): the ranges inside of it, each up to the next one.
     """
 
     inputs: int
@@ -132,11 +135,14 @@ class Description:
     clock: ctypes.c_int64 | None = None
     count: ctypes.c_int64 | None = None
     on_error: Callable[[], object] | None = None
+    name: str = ""
     slots: int = 0
     loads: list[tuple[int, int]] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)
     cleared: list[int] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     listing: list[str] = field(default_factory=list)
+    ranges: list[tuple[int, str]] = field(default_factory=list)
     result: Any = None
 
     def for_library(self) -> Mapping[str, Any]:
@@ -167,8 +173,22 @@ class CannotReplay(Exception):
     """Lines that a unit has no steps for."""
 
 
-def describe(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> Description:
-    """Add the steps of flat functions over the same registers, of which the last makes the result.
+def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> Unit:
+    """A unit of flat functions over the same registers, of which the last makes the result; ``description`` tells the
+    rest, and gets the steps.
+
+    Raises:
+        CannotReplay: they have to be run in Python.
+    """
+    _describe(native, parts, registers, description)
+    try:
+        return native.unit(description.for_library())
+    except RuntimeError as error:
+        raise CannotReplay(str(error).partition("\n")[0]) from error
+
+
+def _describe(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> None:
+    """Add the steps of flat functions.
 
     Raises:
         CannotReplay: they have to be run in Python.
@@ -183,19 +203,18 @@ def describe(native: NativeReplay, parts: Sequence[Part], registers: int, descri
             description.listing.append(f"{'below' if below else 'through'} autograd:")
         last = _Lowering(native, part, description)
         last.lower()
+        description.ranges.append((len(description.steps), ""))
     assert last is not None
     if below:
         description.steps.append(("below autograd", False))
         description.listing.append("through autograd:")
     description.result = last.value(parts[-1].result)
     description.listing.append(f"return {last.text(parts[-1].result)}")
-    read = _slots_in(description.steps) | _slots_in([description.result])
     # Also those that nobody reads: they live as long as the call, and the plan takes them to be there.
     static = {position for position, _ in description.guards.addresses}
-    description.loads = [(p, p) for p in range(description.inputs) if p in read or p not in static]
+    description.loads = [(p, p) for p in range(description.inputs) if p in description.used or p not in static]
     dropped = {step[1] for step in description.steps if step[0] == "drop"}
-    description.cleared = sorted(({slot for _, slot in description.loads} | read) - dropped)
-    return description
+    description.cleared = sorted(({slot for _, slot in description.loads} | description.used) - dropped)
 
 
 class _Lowering:
@@ -227,6 +246,8 @@ class _Lowering:
                         self._delete(local)
                 case Line():
                     self._line(line)
+                case Range(name):
+                    self._description.ranges.append((len(self._description.steps), name))
 
     # -- lines ----------------------------------------------------------------------------------------
 
@@ -234,12 +255,14 @@ class _Lowering:
         number, value = line.register.number, line.value
         if isinstance(value, Local):
             if self._slots[value] != number:
+                self._description.used.add(number)
                 self._add(("copy", number, self._slots[value]), f"slot {number} = {self.text(value)}")
         elif value is None and isinstance(before, Line) and before.value == line.register:
             del self._borrowed[before.results[0]]  # it goes when the local goes
         elif value is None:
             self._add(("drop", number), f"drop slot {number}")
         else:
+            self._description.used.add(number)
             self._add(("set", number, self.value(value)), f"slot {number} = {self.text(value)}")
 
     def _delete(self, local: Local) -> None:
@@ -433,6 +456,7 @@ class _Lowering:
         if slot == self._description.slots:
             self._description.slots += 1
         self._slots[local] = slot
+        self._description.used.add(slot)
         return slot
 
     def _add(self, step: tuple[Any, ...], text: str) -> None:
@@ -443,11 +467,11 @@ class _Lowering:
         """An operand as the helper library takes it."""
         match operand:
             case Local():
-                return "slot", self._slots[operand]
+                return "slot", self._use(self._slots[operand])
             case Taken(local):
-                return "taken", self._slots[local]
+                return "taken", self._use(self._slots[local])
             case Register(number):
-                return "slot", number
+                return "slot", self._use(number)
             case Bound(value):
                 return "constant", value.call if isinstance(value, Kernel) else value
             case tuple():
@@ -461,6 +485,10 @@ class _Lowering:
         if type(operand) in LITERALS:
             return "constant", operand
         raise CannotReplay(f"an operand: {operand}")
+
+    def _use(self, slot: int) -> int:
+        self._description.used.add(slot)
+        return slot
 
     def text(self, operand: Any) -> str:
         return _text_of(self.value(operand))
@@ -508,43 +536,6 @@ def _are_sizes(values: Sequence[Any]) -> bool:
 
 def _read_whole(line: AnyLine) -> list[Any]:
     """What a line reads other than elements of it."""
-    if isinstance(line, Delete) or (isinstance(line, Line) and isinstance(line.value, Item)):
+    if isinstance(line, (Delete, Range)) or (isinstance(line, Line) and isinstance(line.value, Item)):
         return []
     return list(operands_in(line.value))
-
-
-def _slots_in(value: Any) -> set[int]:
-    """Slots that steps read or write."""
-    found: set[int] = set()
-    for step in value:
-        match step:
-            case ("resize", *_) | ("below autograd", _) | ("drop", _):
-                pass
-            case ("slot" | "taken", number) if type(number) is int:
-                found.add(number)
-            case ("empty", slot, size, stride, _):
-                found |= {slot} | _slots_in([*size, *stride])
-            case ("view", slot, base, size, stride, offset):
-                found |= {slot} | _slots_in([base, *size, *stride, offset])
-            case ("item" | "copy", slot, of, *_):
-                found |= {slot, of}
-            case ("fill", _, inputs):
-                found |= _slots_in(inputs)
-            case ("set", slot, made):
-                found |= {slot} | _slots_in([made])
-            case ("kernel", _, arguments):
-                found |= _slots_in([one[1] for one in arguments])
-            case ("operator", _, _, arguments, results):
-                found |= _slots_in([one for one in arguments if one is not None])
-                found |= {slot for slot in results if slot is not None}
-            case ("python", _, arguments, named, results, _):
-                found |= _slots_in([*arguments, *named.values()]) | set(results)
-            case ("layout", *_, arguments, named, results, _) | ("alignment", *_, arguments, named, results, _):
-                found |= _slots_in([*arguments, *named.values()]) | set(results)
-            case ("check", *_, arguments, named, results, _) | ("integer", *_, arguments, named, results, _):
-                found |= _slots_in([*arguments, *named.values()]) | set(results)
-            case ("tuple" | "list" | "slice", parts):
-                found |= _slots_in(parts)
-            case ("dict", parts):
-                found |= _slots_in(parts.values())
-    return found

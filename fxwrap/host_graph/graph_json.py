@@ -162,7 +162,7 @@ class _Writer:
                 found[key] = self.functions.name(meta[key])
         if "kind" in meta:
             found["kind"] = meta["kind"].value
-        for key in ("outside_plan", "effect"):
+        for key in ("outside_plan", "effect", "module"):
             if key in meta:
                 found[key] = meta[key]
         if where := last_frame(meta.get("stack_trace") or ""):
@@ -240,7 +240,7 @@ class _Reader:
         return self.constants[name]
 
     def meta(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: data[key] for key in ("outside_plan", "effect") if key in data}
+        found = {key: data[key] for key in ("outside_plan", "effect", "module") if key in data}
         if "val" in data:
             found["val"] = self.value(data["val"], {})
         for key in ("call", "op_overload"):

@@ -17,8 +17,10 @@ It runs as it is (``gm(*inputs)``); everything that fxwrap does with it keeps th
 from __future__ import annotations
 
 import enum
+import itertools
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+import os
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +67,11 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<{self.language} kernel {self.name}>"
+
+    @property
+    def configurations(self) -> Sequence[Mapping[str, Any]]:
+        """Triton's block sizes, warps and stages: the one that was chosen, or, before that, those to choose from."""
+        return getattr(self.call, "configurations", ())
 
 
 def launch(kernel: Kernel, *args: Any) -> None:
@@ -365,18 +372,26 @@ def device_of(node: Node) -> torch.device | None:
 
 
 def user_line(node: Node) -> str:
-    """The line of user code a node comes from, as ``file:line, code``; empty where torch does not know."""
+    """The line of user code a node comes from, as ``file:line: code``; empty where torch does not know."""
     return last_frame(node.meta.get("stack_trace") or "")
 
 
 def last_frame(trace: str) -> str:
-    """The innermost line of a stack trace, as ``file:line, code``."""
+    """The innermost line of a stack trace, as ``file:line: code``: of the user's, if any is, and else of torch's."""
     lines = [line.strip() for line in trace.strip().splitlines()]
-    for position in range(len(lines) - 1, -1, -1):
-        if lines[position].startswith("File "):
-            code = lines[position + 1] if position + 1 < len(lines) else ""
-            return f"{lines[position][5:].split(', in ')[0]}: {code}".replace('"', "")
-    return ""
+    found = []
+    for line, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        if line.startswith("File "):
+            found.append(f"{line[5:].split(', in ')[0]}: {code}".replace('"', ""))
+    return next((line for line in reversed(found) if not line.startswith(_TORCH)), found[-1] if found else "")
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def module_path(node: Node) -> str:
+    """The path of the ``torch.nn.Module`` a node comes from (``transformer.h.0.attn``); empty outside of any."""
+    return str(node.meta.get("module", ""))
 
 
 def output_values(gm: GraphModule) -> list[Any]:

@@ -1,46 +1,238 @@
-"""The commands of ``python -m fxwrap``."""
+"""The commands of ``python -m fxwrap``. What needs Inductor is imported by the command that needs it."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
+from json import dumps, loads
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
-from ..artifacts import load as loading
-from ..artifacts.contents import Contents
-from ..artifacts.signature import NumberInput, Signature, TensorInput
 from ..errors import FxwrapError
+from .doctor import doctor as examine
+
+if TYPE_CHECKING:
+    from ..artifacts.signature import Signature
+    from .explain import Explanation
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Save, look into and run programs.",
+    rich_markup_mode="markdown",
+    help="See what fxwrap makes of a function, and whether all is there for it; save programs, and run them.",
 )
 _console, _errors = Console(), Console(stderr=True)
+_PACKAGE = Path(__file__).parent.parent
 
 _File = Annotated[Path, typer.Argument(help="a file that fxwrap.save has written", exists=True, dir_okay=False)]
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What is wrong is said without a traceback, and the exit code is 1."""
+def _told(code: int = 1) -> Iterator[None]:
+    """What is wrong is said without a traceback, and the exit code tells that something is."""
     try:
         yield
     except (FxwrapError, OSError) as error:
-        _errors.print(str(error), style="red", markup=False)
-        raise typer.Exit(1) from None
+        _errors.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(code) from None
+
+
+def _named(source: str, default: str = "") -> tuple[Any, dict[str, Any]]:
+    """What stands behind the colon, and the names that are known there.
+
+    Raises:
+        FxwrapError: it cannot be imported.
+    """
+    module, _, expression = source.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        names = {"torch": torch, **vars(importlib.import_module(module))}
+        return eval(expression or default, names), names
+    except Exception as error:
+        expected = "package.module:function, or package.module:Model(size=8)"
+        raise FxwrapError(f"{source} cannot be imported", expected=expected, got=_described(error)) from error
+
+
+def _described(error: BaseException) -> str:
+    """An error of the user's code, and where in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+# What is not in a file, and folders in which nobody looks for an error of theirs.
+_NOT_THE_USERS = ("<", *(str(Path(str(module.__file__)).parent) for module in (torch, importlib)), str(_PACKAGE))
+
+
+class _ScriptCommand(TyperCommand):
+    """What follows a script is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        script = next((position for position, one in enumerate(args) if one.endswith(".py")), len(args))
+        return super().parse_args(ctx, [*args[:script], "--", *args[script:]] if script < len(args) else args)
+
+
+@app.command(cls=_ScriptCommand)
+def explain(
+    what: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION|SCRIPT.py", help="what to compile, or to run")],
+    rest: Annotated[list[str], typer.Argument(metavar="ARGUMENT", help="what a script is given")] = [],  # noqa: B006
+    args: Annotated[str, typer.Option(help="what the function is given, as between the brackets of a call")] = "",
+    option: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="of the compilation")] = [],  # noqa: B006
+    calls: Annotated[int, typer.Option(help="how often it is called; the third replays", min=1)] = 1,
+    target: Annotated[str, typer.Option(help="a device that need not be here, such as cuda:90")] = "",
+    no_grad: Annotated[bool, typer.Option("--no-grad", help="inference, under torch.no_grad()")] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page, and no text")] = None,
+    json: Annotated[Path | None, typer.Option(help="write data, and no text; diff compares them")] = None,
+    picture: Annotated[Path | None, typer.Option(help="draw the memory of the first graph: .svg or .png")] = None,
+) -> None:
+    """Show what is made of a function, or of all that a script compiles: graphs, partitions, memory, kernels.
+
+    FUNCTION may be an expression. It and --args know torch and all names of the module. A script runs to its end,
+    with the arguments behind it; what it compiles with backend="fxwrap" is shown, and its exit code is passed on.
+
+    Examples:
+
+        python -m fxwrap explain "torch.nn:Linear(8, 4)" --args "torch.randn(3, 8)" --no-grad
+        python -m fxwrap explain decoder:step --args "*example(), scale=2" --option capture=always
+        python -m fxwrap explain --html page.html --json before.json train.py --epochs 1
+        python -m fxwrap explain "torch.nn:Linear(8, 4)" --args "torch.randn(3, 8)" --picture memory.svg
+    """
+    ended = None
+    with _told():
+        for path in filter(None, (html, json, picture)):
+            if not path.parent.is_dir():
+                raise FxwrapError(f"{path} cannot be written", got=f"no folder {path.parent}")
+        if not what.endswith(".py"):
+            found = _explained(what, args, _options(option), calls, target, no_grad)
+        elif args or option or calls > 1 or target or no_grad:
+            wrong = "--args, --option, --calls, --target and --no-grad are for functions"
+            raise FxwrapError(f"{what} is a script", got=wrong, remedy="write them into the script")
+        elif not Path(what).is_file():
+            raise FxwrapError(f"no script {what}")
+        else:
+            from .scripts import explain_script
+
+            found, ended = explain_script(what, rest)
+            if not found.graphs and not found.fallbacks:
+                _errors.print('the script compiles nothing with torch.compile(..., backend="fxwrap")', style="yellow")
+    with _told(), _errors.status("writing"):
+        if html is not None:
+            found.to_html(str(html))
+        if json is not None:
+            found.save(json)
+        if picture is not None:
+            found.memory_picture(picture)
+    for path in filter(None, (html, json, picture)):
+        _errors.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
+    if html is None and json is None and picture is None:
+        print(found)
+    elif not found.graphs:
+        _errors.print(str(found), style="yellow", markup=False, soft_wrap=True)
+    if ended is not None:
+        raise ended
+
+
+def _explained(what: str, args: str, options: dict[str, Any], calls: int, target: str, no_grad: bool) -> Explanation:
+    with _errors.status("importing Inductor") as status:
+        from ..backend import parsed
+        from .explain import explain
+
+        parsed(options)
+        status.update(f"importing {what}")
+        function, names = _named(what)
+        try:
+            given, by_name = eval(f"_({args})", {**names, "_": lambda *given, **by_name: (given, by_name)})
+        except Exception as error:
+            remedy = "write what stands between the brackets of a call: torch.randn(3, 8), scale=2"
+            raise FxwrapError(f"--args {args}", got=_described(error), remedy=remedy) from error
+        status.update(f"compiling {what}")
+        extra: dict[str, Any] = {"target": target} if target else {}
+        try:
+            with torch.set_grad_enabled(not no_grad):
+                return explain(function, *given, fxwrap_options=options or None, calls=calls, **extra, **by_name)
+        except FxwrapError:
+            raise
+        except Exception as error:
+            raise FxwrapError(f"{what} cannot run with ({args})", got=_described(error)) from error
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise FxwrapError(f"--option {one}", expected="a name and a value, as in capture=always")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="what explain --json has written", exists=True, dir_okay=False)],
+    after: Annotated[Path, typer.Argument(help="another such file", exists=True, dir_okay=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="as data")] = False,
+) -> None:
+    """Show what changed between two reports: graphs, partitions, memory, kernels, counters, versions.
+
+    The exit code is 0 if nothing changed, 1 if something did, 2 if a file cannot be read. Times do not count.
+
+    Examples:
+
+        python -m fxwrap diff before.json after.json
+        python -m fxwrap diff before.json after.json --json
+    """
+    with _told(2), _errors.status("comparing"):
+        from .difference import difference
+
+        found = difference(_report_in(before), _report_in(after))
+    print(dumps(found.to_dict(), indent=1) if as_json else found)
+    raise typer.Exit(bool(found))
+
+
+def _report_in(path: Path) -> Any:
+    try:
+        return loads(path.read_text())
+    except ValueError as error:
+        remedy = "python -m fxwrap explain --json writes one"
+        raise FxwrapError(f"{path} is no report", got=_described(error), remedy=remedy) from error
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="as data")] = False) -> None:
+    """Look at torch, compilers, Triton, devices and caches, and say what is missing and what to do.
+
+    The exit code is 0 if all that is needed is there (warnings are allowed), else 1.
+
+    Examples:
+
+        python -m fxwrap doctor
+        python -m fxwrap doctor --json
+    """
+    with _errors.status("importing"):
+        found = examine()
+    if as_json:
+        print(dumps(found.to_dict(), indent=1))
+    else:
+        _console.print(found)
+    raise typer.Exit(not found.ok)
 
 
 @app.command()
@@ -54,34 +246,29 @@ def save(
 ) -> None:
     """Compile methods and save them in one file.
 
-    Example: python -m fxwrap save examples.decoder:methods -o decoder.fxw
+    Example:
+
+        python -m fxwrap save examples.decoder:methods -o decoder.fxw
     """
     with _told():
-        function = _function(source)
+        function, _ = _named(source, "methods")
         from ..artifacts.save import save as write
 
         with _errors.status("importing") as status:
             path = write(output, function(), weights=weights, compile=compile, progress=status.update)
-    _console.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False)
-
-
-def _function(source: str) -> Any:
-    module, _, name = source.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name or "methods")
-    except (ImportError, AttributeError) as error:
-        raise FxwrapError(
-            f"{source} cannot be imported", expected="package.module:function", got=f"{type(error).__name__}: {error}"
-        ) from error
+    _console.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
 
 
 @app.command()
 def inspect(file: _File) -> None:
     """Show methods, signatures, memory, partitions, kernels and versions of a file. Nothing in it runs.
 
-    Example: python -m fxwrap inspect decoder.fxw
+    Example:
+
+        python -m fxwrap inspect decoder.fxw
     """
+    from ..artifacts.contents import Contents
+
     with _told():
         contents = Contents.of(file)
     for name, value in contents.versions.items():
@@ -117,8 +304,12 @@ def run(
 ) -> None:
     """Load a file and call a method.
 
-    Example: python -m fxwrap run decoder.fxw decode --random --trust
+    Example:
+
+        python -m fxwrap run decoder.fxw decode --random --trust
     """
+    from ..artifacts import load as loading
+
     with _told():
         if not random:
             raise FxwrapError("no inputs", expected="--random", got="nothing")
@@ -145,6 +336,8 @@ def _sizes(signature: Signature, given: list[str]) -> dict[str, int]:
 
 
 def _random_inputs(signature: Signature, sizes: dict[str, int]) -> list[Any]:
+    from ..artifacts.signature import NumberInput, TensorInput
+
     def number(size: Any) -> int:
         return int(size if isinstance(size, int) else size.subs({s: sizes[s.name] for s in size.free_symbols}))
 

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import io
+import itertools
+import json
+import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
 from torch.fx import GraphModule
 
 from ..backend import fxwrap as backend
-from ..codegen.dynamo import compilations_of, with_own_code
+from ..codegen.dynamo import with_own_code
+from ..codegen.dynamo_story import DynamoStory, known_of
+from ..codegen.torch_runtime import allocations
+from ..codegen.torch_versions import own_caches
 from ..compilation import Compilation, live_compilations
 from ..errors import FxwrapError
 from ..graphs.program import Program
-from ..graphs.units import PYTHON
-from ..host_graph.listing import list_graph
-from ..host_graph.nodes import Kernel, constants, kind_of, operator_name, user_line
-from ..passes.analysis.sizes import bytes_expression
-from ..passes.partition.capturability import is_work
-from ..plan import MemoryPlan, Origin, Partition, Prediction, ProgramPlan, Verdict
-
-_WIDTH = 118
+from ..host_graph.nodes import Kernel
+from ..plan import MemoryPlan, Partition, Prediction
+from .difference import Difference, difference
+from .document import CallData, Document, Facts, checked, document_of, graph_data, kernels_of, unit_of
+from .text import text_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class GraphReport:
 
     @property
     def graph(self) -> GraphModule:
+        """The host graph: it runs as it is, ``graph(*inputs)``; ``graph.code`` is readable."""
         return self.program.plan.graph
 
     @property
@@ -68,146 +68,198 @@ class GraphReport:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels, with their source; those of branches and loops, too."""
-        graphs = [module for module in self.graph.modules() if isinstance(module, GraphModule)]
-        found = (value for gm in graphs for value in constants(gm).values())
-        return tuple(dict.fromkeys(kernel for kernel in found if isinstance(kernel, Kernel)))
+        return tuple(kernels_of(self.graph))
 
     @property
     def unit(self) -> str:
         """What the newest recording runs natively, a line for each step; empty if there is none that does."""
-        listings = [recording.listing for recording in self.program.specializations.recordings() if recording.unit]
-        return "\n".join(listings[-1]) if listings else ""
+        return "\n".join(unit_of(self.program))
 
     @property
     def counters(self) -> dict[str, Any]:
         return self.program.counters.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        memory = self.memory
-        return {
-            "phase": self.phase,
-            "graph": list_graph(self.graph),
-            "partitions": [
-                {
-                    "index": p.index,
-                    "verdict": p.verdict.value,
-                    "launches": p.launches,
-                    "extern_calls": p.externs,
-                    "device": str(p.device),
-                    "reason": p.reason,
-                    "benefit_us": None if p.benefit is None else dataclasses.asdict(p.benefit),
-                    "nodes": list(p.nodes),
-                }
-                for p in self.partitions
-            ],
-            "cut": {
-                "captured": self.program.plan.cut.captured,
-                "fewest_possible": self.program.plan.cut.fewest,
-                "in_program_order": self.program.plan.cut.in_program_order,
-                "peak_bytes": self.program.plan.cut.peak,
-                "peak_bytes_in_program_order": self.program.plan.cut.program_order_peak,
-            },
-            "nodes": {
-                name: {
-                    "kind": kind_of(node).value,
-                    "operator": operator_name(node) if is_work(node) else "",
-                    "verdict": v.verdict.value,
-                    "reason": v.reason,
-                    "to_capture_it": v.remedy,
-                    "user_line": user_line(node),
-                }
-                for name, v in self.program.plan.verdicts.items()
-                for node in [self.program.plan.nodes[name]]
-            },
-            "memory": None
-            if memory is None
-            else {
-                "arena_bytes": memory.size,
-                "peak_bytes": memory.peak,
-                "lower_bound_bytes": memory.lower_bound,
-                "without_reuse_bytes": memory.plain,
-                "output_bytes": output_bytes(memory),
-                "predicted": [
-                    {**dataclasses.asdict(one), "device": str(one.device), "total": one.total}
-                    for one in self.predicted
-                ],
-                "bytes": sizes_in_symbols(self.program.plan),
-                "outside_the_plan": outside_the_plan(self.program.plan),
-            },
-            "kernels": {kernel.name: kernel.source for kernel in self.kernels},
-            "unit": self.unit.splitlines(),
-            "counters": self.counters,
-        }
+        """As plain data: ``document.GraphData``."""
+        return dict(graph_data(self.program))
 
 
-@dataclass
 class Explanation:
-    """Everything decided while a function was compiled and run once. Print it, or read ``graphs``.
+    """Everything decided about a function. Print it, read ``graphs``, or take it along as data.
 
     Attributes:
-        graphs: one report per host graph, in the order in which they were compiled.
-        fallbacks: graphs that run through Inductor's own wrapper, with the reason.
-        not_stored: why no cache could hold what was compiled; empty where nobody asked for it.
+        graphs: one report per host graph, in the order in which they were compiled; empty if the explanation was read
+            from a file: ``to_dict()["graphs"]`` has all that is known of them.
     """
 
-    graphs: list[GraphReport] = field(default_factory=list)
-    fallbacks: list[str] = field(default_factory=list)
-    not_stored: list[str] = field(default_factory=list)
+    def __init__(self, programs: Sequence[Program], about: Facts | None = None) -> None:
+        self.graphs = list(map(GraphReport, programs))
+        self._about = about if about is not None else Facts()
+        self._document: Document | None = None
 
     @classmethod
-    def of(cls, compilations: Sequence[Compilation]) -> Explanation:
-        graphs = [GraphReport(program) for one in compilations for program in one.programs]
-        fallbacks = [reason for one in compilations for reason in one.fallbacks]
-        return cls(graphs, fallbacks, [reason for one in compilations for reason in one.not_stored])
+    def of(
+        cls,
+        compilations: Sequence[Compilation],
+        dynamo: DynamoStory | None = None,
+        calls: Sequence[CallData] = (),
+    ) -> Explanation:
+        """What is known of compilations, what Dynamo made of their function, and calls that were measured."""
+        facts = Facts.of(compilations, dynamo, calls)
+        return cls([program for one in compilations for program in one.programs], facts)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Explanation:
+        """What ``to_dict`` gave, perhaps in another process.
+
+        Raises:
+            InputError: it is something else, or of another version of fxwrap.
+        """
+        known = checked(document)
+        found = cls([], Facts(dynamo=DynamoStory.from_dict(known["dynamo"])))
+        found._document = known
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> Explanation:
+        """Read what ``save`` wrote. Raises InputError if it is something else."""
+        return cls.from_dict(json.loads(Path(path).read_text()))
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Graphs that run through Inductor's own wrapper, with the reason."""
+        return self.to_document()["fallbacks"]
+
+    @property
+    def not_stored(self) -> list[str]:
+        """Why no cache could hold what was compiled; empty where nobody asked for it."""
+        return self.to_document()["not_stored"]
+
+    @property
+    def dynamo(self) -> DynamoStory:
+        """Graph breaks and functions that were not compiled, with Dynamo's reasons; nothing of them where all
+        programs were asked for."""
+        return self._about.dynamo
+
+    def to_document(self) -> Document:
+        if self._document is not None:
+            return self._document
+        return document_of([graph.program for graph in self.graphs], self._about)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON, as it is at this moment: ``fxwrap.inspection.document.Document``."""
+        return dict(self.to_document())
+
+    def diff(self, other: Explanation) -> Difference:
+        """What is different in ``other``: print it; it is false if nothing is."""
+        return difference(self.to_document(), other.to_document())
+
+    def save(self, path: str | Path) -> None:
+        """Write the data as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+    def to_html(self, path: str | Path, title: str = "fxwrap") -> None:
+        """Write a page to look through: memory, partitions, the host graph, kernels. One file; it needs no network.
+
+        Raises:
+            FxwrapError: the library that draws is missing (``pip install 'fxwrap[page]'``).
+        """
+        from .page import page_of
+
+        Path(path).write_text(page_of(self.to_document(), title), encoding="utf-8")
+
+    def memory_picture(self, path: str | Path, graph: int = 0, width: int = 900, height: int = 360) -> None:
+        """Write the memory picture of one graph, as SVG or PNG, by the ending of the name.
+
+        Args:
+            graph: its number in ``to_dict()["graphs"]``.
+            width, height: pixels of the part with the storages.
+
+        Raises:
+            InputError: another ending, or a graph without a plan.
+            FxwrapError: the library that draws is missing.
+        """
+        from .page.memory_picture import write_picture
+
+        write_picture(self.to_document(), Path(path), graph, width, height)
+
+    def memory_snapshot(self, path: str | Path, graph: int = 0) -> None:
+        """Write the plan of one graph as a pickled snapshot for pytorch.org/memory_viz: a microsecond is a step.
+
+        Raises:
+            InputError: the graph has no plan.
+        """
+        from .memory_snapshot import snapshot_of
+
+        Path(path).write_bytes(pickle.dumps(snapshot_of(self.to_document()["graphs"][graph])))
 
     def __str__(self) -> str:
-        file = io.StringIO()
-        self._print(Console(file=file, width=_WIDTH, color_system=None, highlight=False))
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        return text_of(self.to_document())
 
     __repr__ = __str__
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
-        graphs = [report.to_dict() for report in self.graphs]
-        return {"graphs": graphs, "fallbacks": list(self.fallbacks), "not_stored": list(self.not_stored)}
-
-    def to_html(self, path: str) -> None:
-        """Write the printed form as a page."""
-        console = Console(file=io.StringIO(), width=_WIDTH, record=True, highlight=False)
-        self._print(console)
-        console.save_html(path)
-
-    def _print(self, console: Console) -> None:
-        if not self.graphs and not self.fallbacks:
-            console.print("nothing was compiled: the function has no tensor operations")
-        for number, report in enumerate(self.graphs):
-            console.print(_render(number, report))
-        for reason in self.fallbacks:
-            console.print(Text(f"runs through Inductor's own wrapper: {reason}"))
-        for reason in self.not_stored:
-            console.print(Text(f"compiled again in every process: no cache can hold {reason}"))
-
 
 def explain(
-    fn: Callable[..., Any], *args: Any, fxwrap_options: Mapping[str, Any] | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    fxwrap_options: Mapping[str, Any] | None = None,
+    calls: int = 1,
+    target: str | torch.device | None = None,
+    **kwargs: Any,
 ) -> Explanation:
-    """Compile ``fn`` afresh, run it once on the arguments and return everything that was decided.
+    """Compile ``fn`` afresh, run it on the arguments and return everything that was decided.
 
     Args:
         fn: a function or module; one that is compiled already is unwrapped.
         fxwrap_options: options as for ``torch.compile(..., options=...)``.
+        calls: how often it runs. A single call only warms up; from the third on most programs replay. The time and
+            the memory of each call but the first, which compiles, are measured.
+        target: another device than that of the arguments, also one that is not there ("cuda:90", "xpu"): the function
+            is compiled for it, in another process, and never runs (``docs/cuda_target.md``). A training graph has its
+            backward graph with it.
     """
     compilation = Compilation()
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
     fn = getattr(fn, "_orig_mod", fn)
+    if target is not None:
+        from .target import explain_for
+
+        return explain_for(target, fn, args, kwargs, fxwrap_options, calls)
     compiled = torch.compile(
         with_own_code(fn),
         backend=functools.partial(backend, compilation=compilation),
         options=dict(fxwrap_options) if fxwrap_options else None,
+        **own_caches(),
     )
     compiled(*args, **kwargs)
-    return Explanation.of([compilation])
+    measured = [_measured(functools.partial(compiled, *args, **kwargs)) for _ in range(1, calls)]
+    compilations, story = known_of(compiled)
+    return Explanation.of(list(dict.fromkeys([compilation, *compilations])), story, measured)
+
+
+def _measured(run: Callable[[], Any]) -> CallData:
+    """Time and memory of a call."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    before = _reset_peak() if accelerator is not None else None
+    begin = time.perf_counter()
+    if accelerator is None:
+        changes = allocations(run)
+        allocated = {"cpu": max(itertools.accumulate(changes), default=0)} if changes is not None else {}
+    else:
+        run()
+        torch.accelerator.synchronize()
+        peak = torch.accelerator.memory.max_memory_allocated() if before is not None else 0
+        allocated = {str(accelerator): peak - before} if before is not None else {}
+    return {"us": (time.perf_counter() - begin) * 1e6, "allocated_bytes": allocated}
+
+
+def _reset_peak() -> int | None:
+    """Bytes of the accelerator that are allocated now; None where it does not tell."""
+    try:
+        torch.accelerator.memory.reset_peak_memory_stats()
+        return torch.accelerator.memory.memory_allocated()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
 
 
 def report(fn: Callable[..., Any] | None = None) -> Explanation:
@@ -220,144 +272,18 @@ def report(fn: Callable[..., Any] | None = None) -> Explanation:
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
-    compilations = live_compilations() if fn is None else compilations_of(fn)
-    if fn is not None and not compilations:
+    if fn is None:
+        return Explanation.of(live_compilations())
+    compilations, story = known_of(fn)
+    if not compilations:
         raise FxwrapError(
             f"{fn!r} has no program",
             expected='a function compiled with backend="fxwrap" that was called at least once',
-            remedy="leave the argument out for all programs: what it calls may have been compiled for another caller",
+            got=story.why_nothing,
+            remedy="fxwrap.explain(fn, ...) compiles it and tells more; torch.compile(fn, fullgraph=True) raises at "
+            "what cannot be compiled; without an argument all programs are shown",
         )
-    return Explanation.of(compilations)
-
-
-def output_bytes(memory: MemoryPlan) -> int:
-    return sum(memory.sizes.get(index, 0) for index in memory.outputs)
-
-
-def sizes_in_symbols(plan: ProgramPlan) -> dict[str, str]:
-    """Bytes of every allocation, in the symbols of the graph: they are planned for each shape anew."""
-    storages = plan.facts.storages
-    values = {s.name: plan.nodes[s.node].meta.get("val") for s in storages if s.origin is Origin.ALLOCATION}
-    return {name: bytes_expression(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
-def outside_the_plan(plan: ProgramPlan) -> dict[str, str]:
-    """Storages that operators allocate by themselves: name -> operator and why it cannot be given memory."""
-    return {
-        storage.name: f"{operator_name(maker)}: " + maker.meta.get("outside_plan", "nothing tells what it returns")
-        for storage, maker in ((storage, plan.nodes[storage.node]) for storage in plan.facts.storages)
-        if storage.origin is Origin.EXTERN
-    }
-
-
-def _render(number: int, report: GraphReport) -> RenderableType:
-    parts: list[RenderableType] = [
-        Rule(f"graph {number}: {report.phase} on {report.program.plan.device}", align="left", characters="-"),
-        Text(list_graph(report.graph)),
-        Text(),
-        _partition_table(report.partitions),
-        *_cut_lines(report.program.plan),
-        Text(),
-    ]
-    memory = report.memory
-    if memory is not None:
-        parts += [_memory_table(report, memory), Text()]
-    else:
-        parts += [Text("memory: planned when a shape is recorded"), Text()]
-    parts.append(_counter_lines(report.counters))
-    if steps := report.unit.splitlines():
-        python = sum(step.endswith(PYTHON) for step in steps)
-        parts.append(Text(f"replayed natively: {len(steps)} steps, {python} of them in Python (GraphReport.unit)"))
-    return Group(*parts, Text())
-
-
-def _partition_table(partitions: tuple[Partition, ...]) -> Table:
-    table = Table("partition", "verdict", "launches", "extern calls", "reason", box=None, pad_edge=False)
-    for p in partitions:
-        reason = p.reason or (f"estimate: {p.benefit}" if p.benefit is not None else "-")
-        table.add_row(str(p.index), p.verdict.value, str(p.launches), str(p.externs), Text(reason))
-    return table
-
-
-def _cut_lines(plan: ProgramPlan) -> list[Text]:
-    """How good the cut is, and what would have to change for more to be captured."""
-    lines = []
-    cut = plan.cut
-    if cut.in_program_order > 1 or cut.fewest > 1:
-        reordered = f"{cut.fewest} is the least that dependencies allow, program order has {cut.in_program_order}"
-        lines.append(f"captured partitions: {cut.captured}; {reordered}")
-    if cut.partitions_cost_memory:
-        lines.append(
-            f"peak_budget={cut.peak_budget} decided: fewer partitions need more than {cut.peak:,} bytes, program "
-            f"order {cut.program_order_peak:,}"
-        )
-    remedies = dict.fromkeys(
-        f"{operator_name(node)}: {plan.verdicts[node.name].remedy}"
-        for p in plan.partitions
-        if p.verdict is Verdict.EAGER
-        for node in plan.work_in(p)
-        if plan.verdicts[node.name].remedy and not plan.verdicts[node.name].inherited and is_work(node)
-    )
-    if remedies:
-        lines += ["to have more captured:", *(f"  {remedy}" for remedy in remedies)]
-    return [Text(line) for line in lines]
-
-
-def _memory_table(report: GraphReport, memory: MemoryPlan) -> RenderableType:
-    table = Table("memory", "storages", "bytes", "lower bound", "without reuse", box=None, pad_edge=False)
-    for device, arena in memory.arenas.items():
-        table.add_row(
-            f"arena on {device}",
-            str(len(memory.inside(arena))),
-            f"{arena.size:,}",
-            f"{arena.lower_bound:,}",
-            f"{arena.plain:,}",
-        )
-    if not memory.arenas:
-        shared = sum(len(memory.inside(region)) for region in memory.regions)
-        regions = f"{sum(region.size for region in memory.regions):,}"
-        bounds = f"{memory.peak:,}", f"{memory.lower_bound:,}", f"{memory.plain:,}"
-        table.add_row("comes and goes with each call", str(shared + len(memory.per_call)), *bounds)
-        table.add_row(f"  of which in {len(memory.regions)} region(s)", str(shared), regions, "", "")
-    outside = outside_the_plan(report.program.plan)
-    table.add_row("  of which outputs", str(len(memory.outputs)), f"{output_bytes(memory):,}", "", "")
-    table.add_row("allocated by operators", str(len(outside)), "not planned", "", "")
-    why = [Text(f"  {count} by {reason}") for reason, count in Counter(outside.values()).items()]
-    symbolic = {name: n for name, n in sizes_in_symbols(report.program.plan).items() if not n.isdigit()}
-    sizes = [Text(f"bytes by shape: {', '.join(f'{name} {n}' for name, n in symbolic.items())}")] if symbolic else []
-    return Group(table, *why, *sizes, *_prediction_lines(report))
-
-
-def _prediction_lines(report: GraphReport) -> list[Text]:
-    estimate = report.program.estimate
-    if estimate is None:
-        return []
-    if estimate.follows:
-        return [Text("predicted with the forward graph")]
-    lines = []
-    together = report.phase == "forward" and estimate.successor is not None
-    who = "forward and backward take" if together else "a call takes"
-    for one in report.predicted:
-        parts = [f"arena {one.arena:,}"] if one.arena or not one.outside else []
-        if one.outside:
-            parts.append(f"allocated when needed {one.outside:,}, by operators {one.operators:,} of it")
-        lines.append(f"predicted on {one.device}: {who} {one.total:,} bytes ({'; '.join(parts)})")
-        kept = f"{one.outputs:,} bytes are the caller's in the end"
-        stay = f", and {estimate.static_inputs:,} bytes of inputs stay where they are"
-        lines.append(f"  {kept}{stay if estimate.static_inputs else ''}")
-    return [Text(line) for line in lines]
-
-
-def _counter_lines(counters: Mapping[str, Any]) -> Text:
-    def many(counts: Mapping[str, int]) -> str:
-        return ", ".join(f"{count} ({reason})" for reason, count in counts.items()) or "0"
-
-    return Text(
-        f"replays: {counters['replays']}\n"
-        f"recordings: {many(counters['recordings'])}\n"
-        f"eager runs: {many(counters['eager'])}"
-        + (f"\nevents: {many(counters['events'])}" if counters["events"] else "")
-    )
+    return Explanation.of(compilations, story)
 
 
 def total(programs: list[Program]) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor import codecache, config
 from torch._inductor.codecache import FxGraphCache, PyCodeCache
+from torch._logging._internal import trace_log
 
 import fxwrap
 from fxwrap.codegen.inductor import _EMISSION
@@ -227,6 +230,29 @@ def test_every_change_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
             settings = change(patch)
             assert compile_and_run(**settings) == [0, 0], f"{name} was served another's entry"
             assert compile_and_run(**change(patch)) == [1, 1], f"{name} does not find its own entry"
+
+
+@pytest.mark.usefixtures("caches")
+def test_what_is_found_is_traced_as_what_is_compiled(caches: Path) -> None:
+    heard: list[tuple[str, Any]] = []
+    listener = logging.Handler(logging.DEBUG)
+    listener.emit = lambda record: heard.append((record.metadata.get("artifact", {}).get("name"), record))  # type: ignore
+    level = trace_log.level
+    trace_log.addHandler(listener)
+    trace_log.setLevel(logging.DEBUG)
+    try:
+        found = []
+        for _ in range(2):
+            compile_anew(constants)(torch.randn(4, 16))
+            found.append([(name, one) for name, one in heard if name in ("fxwrap_host_graph", "fxwrap_partitions")])
+            heard.clear()
+    finally:
+        trace_log.removeHandler(listener)
+        trace_log.setLevel(level)
+    assert hits()[1] > 0
+    compiled, restored = ([(name, re.sub(r"fxwrap \d+", "", one.payload)) for name, one in told] for told in found)
+    assert restored == compiled and len(compiled) == 2
+    assert all(one.metadata["frame_compile_id"] == 0 for _, one in found[1])
 
 
 @pytest.mark.usefixtures("caches")

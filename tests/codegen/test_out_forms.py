@@ -170,7 +170,7 @@ def test_what_stays_outside_the_plan_is_named_with_its_reason() -> None:
     explanation = fxwrap.explain(lambda x: torch.fft.fft(x * 2), torch.randn(8))
     (graph,) = explanation.to_dict()["graphs"]
     reason = "its out= form computes elsewhere and copies"
-    assert list(graph["memory"]["outside_the_plan"].values()) == [f"aten::_fft_r2c: {reason}"]
+    assert list(graph["outside_the_plan"].values()) == [f"aten::_fft_r2c: {reason}"]
     assert f"aten::_fft_r2c: {reason}" in str(explanation)
 
 
@@ -178,4 +178,4 @@ def test_a_size_that_data_decides_stays_outside() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         explanation = fxwrap.explain(lambda x: torch.nonzero(x > 0).sum(0), torch.randn(8))
     (graph,) = explanation.to_dict()["graphs"]
-    assert "aten::nonzero: the size of its result depends on data" in graph["memory"]["outside_the_plan"].values()
+    assert "aten::nonzero: the size of its result depends on data" in graph["outside_the_plan"].values()

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
 import functools
 import gc
-import linecache
-import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import Compiled, freezes, tensors_in
+from faults import AtLine
+from threads import in_threads
 
 from fxwrap.graphs.locks import LockOwner, TryLock
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.shared_state import SHARED
-
-
-def _in_threads(work: list[Callable[[], None]]) -> None:
-    """Run functions at one time, on the device of the test; raise the first error."""
-    errors: list[BaseException] = []
-
-    def run(one: Callable[[], None]) -> None:
-        try:
-            with torch.no_grad():
-                one()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=contextvars.copy_context().run, args=(run, one)) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _calls(
@@ -68,7 +47,7 @@ def test_four_threads_and_one_program(compiled: Any, device: torch.device, own_a
     with torch.no_grad():
         f(torch.randn(32, 32, device=device))  # torch compiles once
     barrier = threading.Barrier(4, lambda: before.append(f.program.counters.replays))
-    _in_threads([functools.partial(_calls, f, model, device, barrier, seed) for seed in range(4)])
+    in_threads([functools.partial(_calls, f, model, device, barrier, seed) for seed in range(4)])
     counters = f.program.counters
     assert counters.replays - before[0] >= 0.9 * 4 * 180, counters.to_dict()
     assert sum(counters.recordings.values()) <= 4 * 4, counters.to_dict()
@@ -83,7 +62,7 @@ def test_three_threads_and_three_programs(compiled: Any, device: torch.device, o
         with torch.no_grad():
             f(torch.randn(32, 32, device=device))
     barrier = threading.Barrier(3, lambda: before.append([f.program.counters.replays for f in programs]))
-    _in_threads(
+    in_threads(
         [
             functools.partial(_calls, f, function, device, barrier, seed)
             for seed, (f, function) in enumerate(zip(programs, functions, strict=True))
@@ -114,7 +93,7 @@ def test_threads_that_train(compiled: Any, device: torch.device, own_arenas: Any
             for mine, theirs in zip(*found, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
-    _in_threads(
+    in_threads(
         [functools.partial(steps, *both, seed) for seed, both in enumerate(zip(models, functions, strict=True))]
     )
     for program in (program for f in functions for program in f.programs):
@@ -171,41 +150,6 @@ def test_interrupt_during_recording(compiled: Any, monkeypatch: pytest.MonkeyPat
     assert f.program.counters.replays == 2
 
 
-def interrupted_at(position: int, call: Callable[[], Any], times: int) -> Any:
-    """Run ``call`` with an interrupt at its ``position``-th line of fxwrap.graphs; INTERRUPTED if it came so far.
-
-    A line that is reached again and again counts so many ``times``.
-
-    No interrupt comes between the end of a ``with`` block and the exit of its context: Python looks for signals
-    before and after, while a tracer could raise there, too.
-    """
-    left, reached = position, Counter[tuple[str, int]]()
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if "fxwrap/graphs/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            reached[here := (frame.f_code.co_filename, frame.f_lineno)] += 1
-            if not line.lstrip().startswith("with ") and reached[here] <= times:
-                left -= 1
-                if left < 0:
-                    raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        return call()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    finally:
-        sys.settrace(None)
-
-
-INTERRUPTED = object()
-
-
 # At the first time that a line is reached; and, in minutes, at every time of up to a hundred.
 @pytest.mark.parametrize("times", [1, pytest.param(100, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("what", ["replay", "replay in Python", "recording"])
@@ -222,20 +166,23 @@ def test_an_interrupt_at_any_line_leaves_nothing_taken(
     f(x)
     del program.run
     run = functools.partial(program, *calls[0])
-    outcome, position = INTERRUPTED, 0
-    while outcome is INTERRUPTED:
+    interrupted, position = True, 0
+    while interrupted:
         if what == "recording":
             program.specializations.clear()
             run()
         if what == "replay in Python":
             program.specializations.units = ()
-        outcome = interrupted_at(position, run, times)
-        position += 1
+        interrupt = AtLine(position, times=times)
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            run()
+        interrupted, position = interrupt.happened, position + 1
         assert not any(lock.locked() for lock in SHARED.capturing.values())
         for recording in program.specializations.recordings():
             assert not any(lock.locked() for lock in recording._locks)
         (y,) = tensors_in(run())
         torch.testing.assert_close(y, expected)
+        del y
     assert position > {"replay": 5, "replay in Python": 30, "recording": 200}[what]
     before = program.counters.replays
     for _ in range(3):

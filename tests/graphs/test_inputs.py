@@ -311,15 +311,17 @@ def test_inference_mode_and_back(compiled: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("model", ["planned", "of an operator", "a view"])
+@pytest.mark.parametrize("model", ["planned", "of an operator", "of eager work", "a view"])
 def test_outputs_of_inference_mode(compiled: Any, device: torch.device, keep: bool, model: str) -> None:
     """Inference tensors while it is on, whoever made them: warm-up, the call that records, replays, copies."""
     functions: dict[str, Callable[[torch.Tensor], Any]] = {
         "planned": lambda x: (x.sin() @ x + 1, x.sum()),
         "of an operator": lambda x: x.sin().cumsum(0).sort(),
+        "of eager work": lambda x: torch.nn.functional.conv2d(x.sin()[None, None], x[None, None, :3, :3]),
         "a view": lambda x: (x.sin() @ x).t()[1:],
     }
-    f: Compiled = compiled(functions[model])
+    options = {"eager_ops": "aten::convolution"} if model == "of eager work" else {}
+    f: Compiled = compiled(functions[model], options=options)
     kept = []
     for on in (True, False, True, False, True):
         for _ in range(5):

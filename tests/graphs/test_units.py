@@ -26,6 +26,7 @@ from conftest import Compiled, assert_same, tensors_in
 from hypothesis import given, settings
 from models import MODELS
 from random_graphs import PROPERTY, GraphMaker, Recipe, build, compile_request, kernel, recipes
+from threads import in_threads
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxwrap.codegen.native_library import native_replay
@@ -635,24 +636,6 @@ def test_warnings_of_operators_come_through(compiled: Any) -> None:
 # -- threads ------------------------------------------------------------------------------------------------
 
 
-def _in_threads(*work: Callable[[], object]) -> None:
-    errors = list[BaseException]()
-
-    def run(one: Callable[[], object]) -> None:
-        try:
-            one()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(one,)) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 @native
 def test_a_call_while_another_thread_is_in_the_unit(compiled: Any) -> None:
     """
@@ -709,7 +692,7 @@ def test_two_threads_call_one_program(compiled: Any) -> None:
             torch.testing.assert_close(y, g(x), rtol=1e-4, atol=1e-4)
 
     with natively(f.program):
-        _in_threads(lambda: calls(1), lambda: calls(2))
+        in_threads([lambda: calls(1), lambda: calls(2)])
 
 
 @native

@@ -46,9 +46,11 @@ comes and goes with each call  3         512          512          768
   of which in 2 region(s)      2         512
   of which outputs             1         256
 allocated by operators         0         not planned
+most is alive at mm_1 (test_explain.py, line 24: return (hidden @ w).sin() @ w): buf0 256, buf2 256
 predicted on cpu: a call takes 512 bytes (allocated when needed 512, by operators 0 of it)
   256 bytes are the caller's in the end
 
+in logs and profiles: fxwrap N inference
 replays: 0
 recordings: 0
 eager runs: 1 (warm-up)
@@ -61,6 +63,7 @@ memory                  storages  bytes        lower bound  without reuse
 arena on cpu            3         512          512          768
   of which outputs      1         256
 allocated by operators  0         not planned
+most is alive at mm_1 (test_explain.py, line 24: return (hidden @ w).sin() @ w): buf0 256, buf2 256
 predicted on cpu: a call takes 512 bytes (arena 512)
   256 bytes are the caller's in the end, and 512 bytes of inputs stay where they are
 """
@@ -68,7 +71,7 @@ predicted on cpu: a call takes 512 bytes (arena 512)
 
 def test_golden_text() -> None:
     explanation = fxwrap.explain(_function, torch.randn(8, 8), torch.randn(8, 8))
-    assert str(explanation).strip() == GOLDEN.strip()
+    assert re.sub(r"fxwrap \d+ inference", "fxwrap N inference", str(explanation)).strip() == GOLDEN.strip()
 
 
 def test_golden_text_of_an_arena() -> None:
@@ -167,7 +170,7 @@ def test_sizes_are_shown_in_symbols() -> None:
     explanation = fxwrap.explain(_function, x, torch.randn(8, 8))
     (graph,) = explanation.to_dict()["graphs"]
     rows = next(iter(set(re.findall(r"s\d+", graph["graph"]))))
-    assert graph["memory"]["bytes"] == {name: f"32*{rows}" for name in ("buf0", "buf2", "buf4")}
+    assert graph["sizes"] == {name: f"32*{rows}" for name in ("buf0", "buf2", "buf4")}
     assert f"bytes by shape: buf0 32*{rows}, buf2 32*{rows}, buf4 32*{rows}" in str(explanation)
 
 
@@ -183,8 +186,9 @@ def test_plain_data_and_page(tmp_path: Path) -> None:
         "device": "cpu", "arena": 0, "operators": 0, "outside": 512, "outputs": 256, "total": 512
     }  # fmt: skip
     assert graph["partitions"][0]["verdict"] == "captured"
-    assert all(node["verdict"] in ("captured", "eager") for node in graph["nodes"].values())
-    assert any("void kernel" in source or "cpp" in source for source in graph["kernels"].values())
+    work = [node for node in graph["nodes"].values() if node["operator"]]
+    assert work and all(node["verdict"] == "captured" and node["partition"] == 0 for node in work)
+    assert all("cpp" in kernel["source"] and kernel["launches"] for kernel in graph["kernels"])
     explanation.to_html(str(tmp_path / "page.html"))
     assert "aten.mm.out" in (tmp_path / "page.html").read_text()
 
@@ -288,6 +292,8 @@ def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
     torch._dynamo.reset()
     torch.manual_seed(3)
     f = torch.compile(fn, backend="fxwrap")
-    assert all(torch.equal(f(x, w), value) for value in expected)
-    schedule = fxwrap.report(f).graphs[0].program.plan.schedule
-    assert measure_workspace(schedule, lambda run: None)
+    for value in expected:
+        assert torch.equal(f(x, w), value)
+        (report,) = fxwrap.report(f).graphs
+        assert report.predicted  # this is what measures; calls do not
+    assert measure_workspace(report.program.plan.schedule, lambda run: None)

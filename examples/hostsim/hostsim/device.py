@@ -223,6 +223,19 @@ def get_per_process_memory_fraction(device: Device = None) -> float:
     return _C.memory_fraction(_index(device))
 
 
+def fail_allocations(at: int = -1, all_after: bool = False) -> None:
+    """The allocation ``at``, counted from now and from 0, raises ``torch.OutOfMemoryError``; none if negative.
+
+    With ``all_after`` those that follow it do, too.
+    """
+    _C.fail_allocations(at, all_after)
+
+
+def allocations_wanted() -> int:
+    """How many there were since ``fail_allocations`` was called."""
+    return _C.allocations_wanted()
+
+
 def empty_cache() -> None:
     torch.accelerator.empty_cache()
 

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import gc
 
@@ -226,3 +227,15 @@ def test_storages_grow_and_keep_what_they_hold(mode, device):
     assert tensor.untyped_storage().nbytes() == 0
     tensor.untyped_storage().resize_(8000)
     assert_equal(tensor.zero_(), torch.zeros(2, 1000))
+
+
+def test_an_allocation_that_is_chosen_finds_no_memory(mode, device):
+    for all_after in (False, True):
+        device.fail_allocations(1, all_after)
+        kept = [on_device(4)]
+        for fails in (True, all_after):
+            with pytest.raises(torch.OutOfMemoryError) if fails else contextlib.nullcontext():
+                kept.append(torch.empty_like(kept[0]))
+        assert device.allocations_wanted() == 3
+        device.fail_allocations()
+        assert_equal(kept[0] + 0, kept[0].cpu())

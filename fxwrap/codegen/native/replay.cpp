@@ -5,6 +5,7 @@
 //
 // Everything here runs with the interpreter's lock but the steps of a unit that need no Python.
 
+#include <ATen/record_function.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -28,6 +29,8 @@ struct UnitState {
   std::vector<ResizeStep*> regions;
   std::vector<size_t> cleared;  // slots, at the end of a call
   std::optional<Value> result;
+  std::string name;                                      // of the range in profiles that a call is
+  std::vector<std::pair<size_t, std::string>> ranges;    // inside of it: the first step, up to the next range
   Guards guards;
   std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> below =
       std::make_shared<std::optional<at::AutoDispatchBelowAutograd>>();
@@ -78,27 +81,38 @@ class Call {
     Py_DECREF(unit_);
   }
 
-  py::object run() {
+  py::object run(bool profiled) {
     for (const auto& [position, slot] : state_.loads) state_.slots[slot].set(PyList_GET_ITEM(inputs_, position));
     if (state_.empties_inputs && PyList_SetSlice(inputs_, 0, PY_SSIZE_T_MAX, nullptr) != 0) throw python_error();
-    Py_ssize_t at = 0;
+    size_t at = 0;
     try {
       InterpreterLock lock;
       struct Below {  // wherever the call ends
         std::optional<at::AutoDispatchBelowAutograd>& state;
         ~Below() { state.reset(); }
       } below{*state_.below};
-      for (auto& step : state_.steps) {
-        const auto wanted = step->lock();
-        if (wanted == Step::Lock::Needed)
-          lock.acquire();
-        else if (wanted == Step::Lock::InTheWay)
-          lock.release();
-        step->run(state_.slots);
-        ++at;
+      auto run_until = [&](size_t end) {
+        for (; at < end; ++at) {
+          auto& step = state_.steps[at];
+          const auto wanted = step->lock();
+          if (wanted == Step::Lock::Needed)
+            lock.acquire();
+          else if (wanted == Step::Lock::InTheWay)
+            lock.release();
+          step->run(state_.slots);
+        }
+      };
+      if (C10_UNLIKELY(profiled)) {
+        std::optional<at::RecordFunction> range;
+        for (const auto& [begin, name] : state_.ranges) {
+          run_until(begin);
+          range.reset();
+          if (!name.empty()) range.emplace(at::RecordScope::USER_SCOPE).before(name);
+        }
       }
+      run_until(state_.steps.size());
     } catch (...) {
-      unit_->failed = at;
+      unit_->failed = static_cast<Py_ssize_t>(at);
       tell_of_error();
       throw;
     }
@@ -128,10 +142,15 @@ PyObject* replay(Unit* unit, PyObject* inputs) {
   HANDLE_TH_ERRORS
   auto& state = *unit->state;
   py::object returned;
+  const bool profiled = !(state.name.empty() && state.ranges.empty()) &&
+                        at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value();
   {
+    std::optional<at::RecordFunction> range;
+    if (profiled && !state.name.empty())
+      range.emplace(at::RecordScope::USER_SCOPE).before(state.name);
     Call call(unit, inputs);
     if (state.clock != nullptr) state.used = ++*state.clock;
-    returned = call.run();
+    returned = call.run(profiled);
     if (state.counter != nullptr) ++*state.counter;
   }
   return returned.release().ptr();
@@ -270,6 +289,8 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   state->cleared = py::cast<std::vector<size_t>>(described["cleared"]);
   for (auto step : described["steps"]) state->steps.push_back(made(*state, py::cast<py::tuple>(step)));
   state->result.emplace(described["result"]);
+  state->name = py::cast<std::string>(described["name"]);
+  state->ranges = py::cast<std::vector<std::pair<size_t, std::string>>>(described["ranges"]);
   auto& guards = state->guards;
   for (auto one : described["addresses"]) {
     auto [position, address] = py::cast<std::pair<Py_ssize_t, uint64_t>>(one);

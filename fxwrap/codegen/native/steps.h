@@ -352,76 +352,71 @@ class PythonStep : public Step {
   std::vector<PyObject*> given_;
 };
 
-// Looks at a tensor, and has Python say what is wrong, if anything.
-class LayoutStep : public Step {
+// What a step can do natively as a rule; Python does the rest, or says what is wrong.
+class OrPythonStep : public Step {
  public:
-  LayoutStep(Operand operand, Sizes size, Sizes stride, std::unique_ptr<PythonStep> say)
-      : operand_(std::move(operand)), size_(std::move(size)), stride_(std::move(stride)), say_(std::move(say)) {}
-  void run(Slots& slots) override {
-    const auto& tensor = operand_.in(slots);
-    if (tensor.defined() && tensor.sizes() == size_.in(slots) && tensor.strides() == stride_.in(slots)) return;
-    py::gil_scoped_acquire locked;
-    say_->run(slots);
-  }
-
- private:
-  Operand operand_;
-  Sizes size_, stride_;
-  std::unique_ptr<PythonStep> say_;
-
- public:
-  int traverse(visitproc visit, void* arg) const override { return say_->traverse(visit, arg); }
-};
-
-class AlignmentStep : public Step {
- public:
-  AlignmentStep(Operand operand, uint64_t bytes, std::unique_ptr<PythonStep> say)
-      : operand_(std::move(operand)), bytes_(bytes), say_(std::move(say)) {}
-  void run(Slots& slots) override {
-    const auto& tensor = operand_.in(slots);
-    if (tensor.defined() && reinterpret_cast<uint64_t>(tensor.const_data_ptr()) % bytes_ == 0) return;
-    py::gil_scoped_acquire locked;
-    say_->run(slots);
-  }
-
- private:
-  Operand operand_;
-  uint64_t bytes_;
-  std::unique_ptr<PythonStep> say_;
-
- public:
-  int traverse(visitproc visit, void* arg) const override { return say_->traverse(visit, arg); }
-};
-
-class CheckStep : public Step {
- public:
-  CheckStep(Number condition, std::unique_ptr<PythonStep> say) : condition_(condition), say_(std::move(say)) {}
-  void run(Slots& slots) override {
-    if (condition_.there(slots) && condition_.in(slots) != 0) return;
-    py::gil_scoped_acquire locked;
-    say_->run(slots);
-  }
-
- private:
-  Number condition_;
-  std::unique_ptr<PythonStep> say_;
-
- public:
-  int traverse(visitproc visit, void* arg) const override { return say_->traverse(visit, arg); }
-};
-
-// Arithmetic of sizes. What does not fit in 64 bits, and other numbers than integers, are Python's.
-class IntegerStep : public Step {
- public:
-  IntegerStep(size_t slot, const std::string& operation, Number first, Number second, std::unique_ptr<PythonStep> python)
-      : slot_(slot), compute_(function(operation)), first_(first), second_(second), python_(std::move(python)) {}
-  void run(Slots& slots) override {
-    if (first_.there(slots) && second_.there(slots) && compute_(first_.in(slots), second_.in(slots), slots[slot_])) return;
+  explicit OrPythonStep(std::unique_ptr<PythonStep> python) : python_(std::move(python)) {}
+  int traverse(visitproc visit, void* arg) const override { return python_->traverse(visit, arg); }
+  void run(Slots& slots) final {
+    if (natively(slots)) return;
     py::gil_scoped_acquire locked;
     python_->run(slots);
   }
 
  private:
+  virtual bool natively(Slots& slots) = 0;
+  std::unique_ptr<PythonStep> python_;
+};
+
+class LayoutStep : public OrPythonStep {
+ public:
+  LayoutStep(Operand operand, Sizes size, Sizes stride, std::unique_ptr<PythonStep> say)
+      : OrPythonStep(std::move(say)), operand_(std::move(operand)), size_(std::move(size)), stride_(std::move(stride)) {}
+
+ private:
+  bool natively(Slots& slots) override {
+    const auto& tensor = operand_.in(slots);
+    return tensor.defined() && tensor.sizes() == size_.in(slots) && tensor.strides() == stride_.in(slots);
+  }
+  Operand operand_;
+  Sizes size_, stride_;
+};
+
+class AlignmentStep : public OrPythonStep {
+ public:
+  AlignmentStep(Operand operand, uint64_t bytes, std::unique_ptr<PythonStep> say)
+      : OrPythonStep(std::move(say)), operand_(std::move(operand)), bytes_(bytes) {}
+
+ private:
+  bool natively(Slots& slots) override {
+    const auto& tensor = operand_.in(slots);
+    return tensor.defined() && reinterpret_cast<uint64_t>(tensor.const_data_ptr()) % bytes_ == 0;
+  }
+  Operand operand_;
+  uint64_t bytes_;
+};
+
+class CheckStep : public OrPythonStep {
+ public:
+  CheckStep(Number condition, std::unique_ptr<PythonStep> say) : OrPythonStep(std::move(say)), condition_(condition) {}
+
+ private:
+  bool natively(Slots& slots) override { return condition_.there(slots) && condition_.in(slots) != 0; }
+  Number condition_;
+};
+
+// Arithmetic of sizes. What does not fit in 64 bits, and other numbers than integers, are Python's.
+class IntegerStep : public OrPythonStep {
+ public:
+  IntegerStep(size_t slot, const std::string& operation, Number first, Number second, std::unique_ptr<PythonStep> python)
+      : OrPythonStep(std::move(python)), slot_(slot), compute_(function(operation)), first_(first), second_(second) {}
+
+ private:
+  bool natively(Slots& slots) override {
+    return first_.there(slots) && second_.there(slots) &&
+           compute_(first_.in(slots), second_.in(slots), slots[slot_]);
+  }
+
   // False where Python has to compute.
   using Function = bool (*)(int64_t, int64_t, Slot&);
 
@@ -470,10 +465,6 @@ class IntegerStep : public Step {
   size_t slot_;
   Function compute_;
   Number first_, second_;
-  std::unique_ptr<PythonStep> python_;
-
- public:
-  int traverse(visitproc visit, void* arg) const override { return python_->traverse(visit, arg); }
 };
 
 class ItemStep : public Step {

@@ -237,12 +237,29 @@ void fill_with_poison(const Block& block, bool captured, bool fresh) {
   }
 }
 
+// Allocations that are left before one fails; negative once it has, or where none shall.
+std::atomic<int64_t> left_before_failure{-1};
+std::atomic<bool> all_after_fail{false};
+std::atomic<int64_t> wanted{0};
+
+void fail_if_planted(size_t bytes) {
+  ++wanted;
+  if (left_before_failure < 0 || left_before_failure-- > 0) {
+    return;
+  }
+  if (all_after_fail) {
+    left_before_failure = 0;
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, false, DEVICE_NAME, ": planted: ", bytes, " bytes are not to be had");
+}
+
 c10::DataPtr CachingAllocator::allocate(size_t bytes) {
   const c10::DeviceIndex index = current_device();
   const c10::Device device(kDevice, index);
   if (bytes == 0) {
     return {nullptr, nullptr, &delete_block, device};
   }
+  fail_if_planted(bytes);
   if (void* data = take_offered(bytes)) {
     return {data, new Placed{data, placing}, &leave_place, device};
   }
@@ -680,6 +697,16 @@ PoolStatistics pool_statistics(MempoolId_t pool) {
 
 void set_memory_fraction(double fraction, c10::DeviceIndex device) {
   allocator().set_memory_fraction(fraction, device);
+}
+
+void fail_allocations(int64_t at, bool all_after) {
+  all_after_fail = all_after;
+  wanted = 0;
+  left_before_failure = at;
+}
+
+int64_t allocations_wanted() {
+  return wanted;
 }
 
 double memory_fraction(c10::DeviceIndex device) {

@@ -44,6 +44,11 @@ PoolStatistics pool_statistics(MempoolId_t pool);
 void set_memory_fraction(double fraction, c10::DeviceIndex device);
 double memory_fraction(c10::DeviceIndex device);
 
+// The allocation `at`, counted from now and from 0, fails, and all after it if so said; a negative number: none does.
+void fail_allocations(int64_t at, bool all_after);
+// How many were wanted since.
+int64_t allocations_wanted();
+
 // The block that an address lies in, told apart from any other that ever had the same address; 0 outside of all.
 uint64_t block_at(const void* address);
 MempoolId_t pool_at(const void* address);

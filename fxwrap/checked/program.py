@@ -1,0 +1,413 @@
+"""A program that checks itself: the same calls, and beside some of them eager work on copies of their inputs.
+
+Nothing of this is on the way of a program that is not checked (``pipeline._program`` chooses).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import CheckError
+from ..graphs.arenas import has_address, tensors_in
+from ..graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
+from ..graphs.program import Program
+from ..graphs.recording import Recording, next_use
+from ..graphs.shared_state import SHARED
+from ..host_graph.nodes import communicates, only_computes, operator_name, output_values, user_line
+from ..plan import Origin, Verdict
+from .copies import Copies, Generators, all_bytes, difference, without_gradients
+from .memory import Difference, check_memory, first_difference
+from .operators import check_operators
+from .replays import GATE, alone_with, locate
+from .through import through_capture
+from .walk import OwnMemory, Walk
+
+log = logging.getLogger(__name__)
+
+# Calls from one check to the next.
+_EVERY = 10
+# Outputs that are looked at, whether they are overwritten while somebody has them.
+_REMEMBERED = 64
+
+
+class CheckedProgram(Program):
+    """Compares what it hands out with eager work, after each recording and at every so many calls.
+
+    Operators run more than once for one call: what they do beside computing, they do more than once.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        checked = self.options.checked
+        # Others take part in a communication, and do not know of a second one.
+        alone = not any(map(communicates, self.plan.schedule))
+        self._every = (_EVERY if checked is True else int(checked)) if alone else 0
+        if checked and not alone:
+            self._count("events", "not checked: it communicates with other processes")
+        self._calls = itertools.count(1)
+        self._checking = threading.local()
+        self._handed_out = deque[StorageWeakRef](maxlen=_REMEMBERED)
+        self._runtimes: dict[DeviceRuntime, DeviceRuntime] = {}
+
+    def run(self, inputs: list[Any]) -> Any:
+        with GATE.passed():
+            return self._run_checked(inputs)
+
+    def _run_checked(self, inputs: list[Any]) -> Any:
+        due = self._every and next(self._calls) % self._every == 0
+        if not due or self._is_checking() or self._caller_captures():
+            outputs = super().run(inputs)
+        else:
+            with self._in_place():
+                check = _Check(self, inputs)
+                with self._check_under_way():
+                    outputs = super().run(inputs)
+                    recorded = self._checking.recorded
+                check.compare(outputs, recorded)
+        if self._every:
+            self._handed_out.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(outputs))
+        return outputs
+
+    def _record(self, cut: Any, specialization: Any, inputs: list[Any], decision: Any, owner: Any) -> Any:
+        def record() -> Any:
+            with self._recording_runtime():
+                return Program._record(self, cut, specialization, inputs, decision, owner)
+
+        if not self._every:
+            return record()
+        generators, copies = Generators(self.plan.device), Copies(inputs)
+        numbers = self._planner.sizes(dict(zip(cut.placeholders, inputs, strict=True)))
+        try:
+            check_operators(cut.plan, numbers, copies.make(), self._freezes_addresses, self.functions.below_modes)
+        finally:
+            generators.set()
+        del copies
+        if self._is_checking():
+            self._checking.recorded = True
+            return record()
+        check = _Check(self, inputs)
+        with self._check_under_way():
+            outputs = record()
+        check.compare(outputs, recorded=True)
+        return outputs
+
+    @contextlib.contextmanager
+    def _recording_runtime(self) -> Iterator[None]:
+        if not self.options.through_capture:
+            yield
+            return
+        runtime = runtime_for(self.plan.device)
+        if runtime not in self._runtimes:
+            self._runtimes[runtime] = through_capture(runtime)
+        with using_runtime(self._runtimes[runtime]):
+            yield
+
+    def _is_checking(self) -> bool:
+        return getattr(self._checking, "active", False)
+
+    @contextlib.contextmanager
+    def _check_under_way(self) -> Iterator[None]:
+        self._checking.active, self._checking.recorded = True, False
+        try:
+            yield
+        finally:
+            self._checking.active = False
+
+    def _in_place(self) -> contextlib.AbstractContextManager[Any]:
+        return self._guard() if self._on_accelerator else contextlib.nullcontext()
+
+    def still_there(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
+        """Outputs that somebody has, and what is in them; not those that a call gets."""
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
+        arenas = SHARED.arenas.alive()
+        watched = {o.storage._cdata: o.storage for a in arenas for live in a.live_outputs for o in live.outputs}
+        held = {output.storage._cdata for arena in arenas for output in arena.held()}
+        found = {}
+        for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in held)):
+            storage = self.functions.alive(reference)
+            # What lies in an arena is always there, whether anybody has it or not.
+            if storage is not None and storage.nbytes() and reference.cdata not in given:
+                if reference.cdata not in held and SHARED.arenas.owns(storage.data_ptr()):
+                    continue
+                found[reference.cdata] = reference, all_bytes(storage).clone()
+            del storage
+        return list(found.values())
+
+
+class _Check:
+    """One call: what it is given, taken down before it is made, and what comes of it, compared afterwards."""
+
+    def __init__(self, program: CheckedProgram, inputs: Sequence[Any]) -> None:
+        self._program, self._inputs = program, list(inputs)
+        with without_gradients():
+            self._copies, self._live = Copies(inputs), program.still_there(inputs)
+        self._alone = GATE.alone_since()
+        self._before, self._clock = Generators(program.plan.device), next_use()
+
+    def compare(self, outputs: Any, recorded: bool) -> None:
+        """Raise unless the call has done what eager work does.
+
+        Args:
+            recorded: whether it made a recording: then that is looked at more closely.
+        """
+        program = self._program
+        after = Generators(program.plan.device)
+        used = [r for r in program.specializations.recordings() if r.used > self._clock]
+        recording = max(used, key=lambda one: one.used, default=None)
+        try:
+            with without_gradients():
+                self._outputs_stay(outputs)
+                if recording is not None and not recording.without_graphs:
+                    if recorded:  # first: a fault of the plan has a name of its own
+                        self._look_at_memory(recording)
+                    self._compare_with_eager(recording, outputs, after)
+                    if recorded:
+                        self._look_at_addresses(recording)
+                    self._compare_changed(recording, recorded)
+        finally:
+            after.set()
+
+    # -- what is looked at ----------------------------------------------------------------------------------
+
+    def _outputs_stay(self, outputs: Any) -> None:
+        """Nothing that somebody has of earlier calls was overwritten."""
+        # Another thread may have dropped it, and been given its memory.
+        for reference, before in self._live if self._alone() else ():
+            storage = self._program.functions.alive(reference)
+            if storage is not None and not torch.equal(all_bytes(storage), before):
+                raise CheckError(
+                    f"{self._program.name}: a call has overwritten an output of an earlier call that somebody has",
+                    fault="live output overwritten",
+                    expected="its memory to be left alone until nobody has it",
+                    got=f"{int(all_bytes(storage).ne(before).sum())} of {before.numel()} bytes changed",
+                    remedy="this is a bug of fxwrap, unless another thread wrote to it: please report it",
+                )
+            del storage
+
+    def _compare_with_eager(self, recording: Recording, outputs: Any, after: Generators) -> None:
+        cut = self._program._cut
+        given = self._copies.make()
+        self._before.set()
+        expected = cut.eager(list(given))
+        same_numbers = Generators(cut.plan.device).same(after)
+        where = self._first_of(outputs, expected, self._inputs, given)
+        if where is not None:
+            self._raise(recording, *where)
+        if not same_numbers:
+            self._raise(recording, "random numbers", "the next random numbers", "another state", None)
+
+    def _first_of(self, outputs: Any, expected: Any, inputs: Sequence[Any], given: Sequence[Any]) -> Any:
+        """The first output, or input, that is not as eager work leaves it: fault, subject, difference, node."""
+        plan = self._program.plan
+        facts, nodes = plan.facts, output_values(plan.graph)
+        written = frozenset[int]().union(*facts.written.values())
+        mine, theirs = _several(outputs), _several(expected)
+        for position, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            node = nodes[position] if position < len(nodes) else None
+            behind = facts.of(node) if isinstance(node, Node) else frozenset[int]()
+            empty = [i for i in behind - written if facts.storages[i].origin is Origin.ALLOCATION]
+            if not empty and (got := difference(a, b)):
+                return "wrong replay", f"output {position}", got, node
+            if not empty and (alias := _alias(a, inputs)) != _alias(b, given):
+                got = f"memory of input {alias}" if alias is not None else "memory of its own"
+                return "wrong replay", f"whose memory output {position} is", got, node
+        for position, (a, b) in enumerate(zip(inputs, given, strict=True)):
+            if position not in plan.donated and (got := difference(a, b)):
+                return "wrong input", f"input {position} after the call", got, self._placeholder(position)
+        return None
+
+    def _look_at_memory(self, recording: Recording) -> None:
+        request = recording.request
+        self._before.set()
+        planned = request.planned
+        try:
+            check_memory(planned.program, planned.numbers, request.memory, self._copies.make(), self._copies.make())
+        except CheckError:
+            if not self._differs_from_itself(recording):
+                raise
+
+    def _look_at_addresses(self, recording: Recording) -> None:
+        """Calls whose static inputs are elsewhere are not replayed."""
+        for position in recording.request.static_inputs:
+            moved = list(self._inputs)
+            moved[position] = self._copies.make()[position]
+            elsewhere = moved[position].data_ptr() != recording.static_addresses[position]
+            if not elsewhere or not moved[position].numel():
+                continue
+            unit = recording.unit
+            if recording.same_addresses(moved) or (
+                unit is not None and unit(list(moved)) is not self._program._missed
+            ):
+                node = self._placeholder(position)
+                raise CheckError(
+                    f"{self._program.name}: a replay takes input {position} ({node.name}) to lie where it once lay",
+                    fault="input baked in",
+                    operator=_first_reader(self._program, node),
+                    expected="an input that has moved to be noticed",
+                    got="a call with it elsewhere would be replayed on the memory that it had",
+                    remedy="this is a bug of fxwrap: please report it",
+                )
+
+    def _compare_changed(self, recording: Recording, statics: bool) -> None:
+        """Replay on other numbers, which lie elsewhere; in static inputs only if these shall hold others, too."""
+        stream, now = self._program._owner().stream, Copies(self._inputs)
+        stays = () if statics else recording.request.static_inputs
+        everything = [p for p in range(len(self._inputs)) if p not in stays]
+        with alone_with(recording, stream, now) as owner, GATE.closed():
+            if owner is None:
+                return
+            where = self._replay_changed(recording, owner, everything)
+            if where is None:
+                return
+            alone = [p for p in everything if self._replay_changed(recording, owner, [p]) is not None]
+        fault = "input baked in" if alone else "wrong replay"
+        which = alone[:1] or everything
+        self._raise(recording, fault, where[1], where[2], where[3], which)
+
+    def _replay_changed(self, recording: Recording, owner: Any, changed: Collection[int]) -> Any:
+        """What differs when inputs hold other numbers."""
+        static, cut = recording.request.static_inputs, self._program._cut
+        self._copies.restore(static)
+        if GATE.is_closed():
+            self._copies.change([p for p in static if p in changed])
+        inputs = self._copies.make(changed, static)
+        given = Copies(inputs).make()
+        self._before.set()
+        try:
+            expected = cut.eager(list(given))
+        except Exception:
+            return None  # these numbers do not suit the program
+        self._before.set()
+        try:
+            outputs = recording.run(list(inputs), owner)
+        except Exception as error:
+            return "wrong replay", "what it returns", f"{type(error).__name__}: {error}", None
+        return self._first_of(outputs, expected, inputs, given)
+
+    # -- what is said ---------------------------------------------------------------------------------------
+
+    def _raise(
+        self,
+        recording: Recording,
+        fault: str,
+        subject: str,
+        got: str,
+        node: Node | None,
+        changed: Collection[int] = (),
+    ) -> None:
+        """Find the operator that is the first to go wrong, and raise, unless eager work differs from itself."""
+        program = self._program
+        if self._differs_from_itself(recording):
+            return
+        found, alone_right = None, False
+        static = recording.request.static_inputs
+        with alone_with(recording, program._owner().stream, Copies(self._inputs)) as owner:
+            if owner is not None:
+                self._copies.restore(static)
+                self._before.set()
+                try:
+                    found = locate(recording, static, self._copies, changed)
+                    alone_right = found is None
+                except Exception as error:
+                    log.info("%s: where a replay goes wrong cannot be found: %s", program.name, error)
+        at = _last_writer(program, node)
+        how = "recorded step by step it is right" if alone_right else "the step cannot be told"
+        if found is not None:
+            walk, first = found
+            at, how = walk.schedule[first.step], _tell(walk, first)
+        whose = "a replay" if not changed else f"a replay on other numbers in input(s) {_listed(changed)}"
+        raise CheckError(
+            f"{program.name}: {whose} differs from eager work in {subject}; {how}",
+            fault=fault,
+            operator=operator_name(at) if at is not None else "",
+            line=user_line(at) if at is not None else "",
+            expected="the numbers of eager work, bit for bit",
+            got=got,
+            remedy="options={'through_capture': True} tells whether capturing is at fault; "
+            "'eager_ops' keeps the operator out of captures; docs/checked.md says more",
+        )
+
+    def _differs_from_itself(self, recording: Recording) -> bool:
+        """Whether eager work does not do the same twice: then nothing can be compared.
+
+        Raises:
+            CheckError: an operator does not that is captured where graphs freeze what it does on the host.
+        """
+        planned = recording.request.planned
+        self._before.set()
+        first, second = self._copies.make(), self._copies.make()
+        walks = [Walk(planned.program, planned.numbers, inputs, OwnMemory()) for inputs in (first, second)]
+        found = first_difference(walks[0], walks[1], planned.program.device)
+        if found is None:
+            return False
+        node, program = walks[0].schedule[found.step], self._program
+        captured = {n for p in planned.program.partitions if p.verdict is Verdict.CAPTURED for n in p.nodes}
+        if node.name in captured and not only_computes(node) and program._freezes_addresses:
+            raise walks[0].fault(
+                node,
+                "not the same twice",
+                f"{operator_name(node)} gives other results for the same operands",
+                expected="an operator that is captured to do the same at every call",
+                got=found.got,
+                remedy=f"options={{'eager_ops': ['{operator_name(node)}']}} has it called every time",
+            )
+        program._count("events", f"not compared: {operator_name(node)} does not compute the same twice")
+        return True
+
+    def _placeholder(self, position: int) -> Node:
+        return self._program._cut.placeholders[position]
+
+
+def _tell(walk: Walk, found: Difference) -> str:
+    node = walk.schedule[found.step]
+    if found.index < 0:
+        return f"{operator_name(node)} raises {found.got}"
+    name = walk.facts.storages[found.index].name
+    if found.before:
+        return f"{name} is already wrong when {operator_name(node)} reads it: {found.got}"
+    return f"{operator_name(node)} is the first that leaves something else, in {name}: {found.got}"
+
+
+def _listed(positions: Collection[int]) -> str:
+    few = [str(position) for position in itertools.islice(positions, 8)]
+    return ", ".join(few) + (", ..." if len(positions) > 8 else "")
+
+
+def _last_writer(program: Program, node: Node | None) -> Node | None:
+    """Who writes the last to what a value lies in."""
+    facts = program.plan.facts
+    changes = (one for one in reversed(program.plan.schedule) if node is not None)
+    return next((one for one in changes if (facts.writes(one) | facts.of(one)) & facts.of(node)), None)  # type: ignore[arg-type]
+
+
+def _first_reader(program: Program, node: Node) -> str:
+    facts = program.plan.facts
+    readers = (one for one in program.plan.schedule if facts.touched(one) & facts.of(node))
+    return next(map(operator_name, readers), "")
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else [value]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if has_address(tensor)]
+
+
+def _alias(value: Any, inputs: Sequence[Any]) -> int | None:
+    """The first input whose memory a value lies in."""
+    if not isinstance(value, torch.Tensor) or not has_address(value) or not value.numel():
+        return None
+    handle = value.untyped_storage()._cdata
+    found = (p for p, one in enumerate(inputs) if isinstance(one, torch.Tensor) and has_address(one))
+    return next((p for p in found if inputs[p].untyped_storage()._cdata == handle), None)

@@ -1,0 +1,224 @@
+"""Replays a recording on inputs of the checker's, and finds the step at which a replay goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..graphs.arenas import has_address, tensors_in
+from ..graphs.locks import LockOwner
+from ..graphs.ranges import copies_after, partition_range
+from ..graphs.recording import Recording, fill
+from ..graphs.recording_builder import RecordingBuilder
+from ..host_graph.nodes import Kind, kind_of
+from ..plan import Cut, Origin, Partition, ProgramPlan
+from .copies import Copies, without_gradients
+from .memory import Difference, first_difference
+from .walk import OwnMemory, Walk
+
+# Seconds to wait for another call that uses the recording.
+_WAIT_S = 5.0
+
+
+@contextlib.contextmanager
+def alone_with(recording: Recording, stream: Any, statics: Copies) -> Iterator[LockOwner | None]:
+    """Have a recording, its arenas and static inputs for oneself; in the end they hold what they held before.
+
+    Yields the owner of its locks; None where another call has one of them.
+
+    Args:
+        statics: what inputs hold now.
+    """
+    owner = LockOwner(stream)
+    try:
+        if not all(lock.acquire(owner, _WAIT_S) for lock in recording._locks) or recording.ended:
+            yield None
+            return
+        blocks = [arena.block for arena in recording.request.arenas.values() if arena.block is not None]
+        before = [(block, block.clone()) for block in blocks]
+        try:
+            yield owner
+        finally:
+            for block, held in before:
+                block.copy_(held)
+            statics.restore(recording.request.static_inputs)
+    finally:
+        recording.release(owner)
+
+
+class Gate:
+    """Where calls of checked programs pass; closed while inputs hold other numbers for a moment.
+
+    It closes only if no other thread is in a call: then these inputs keep their numbers.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._inside = threading.Condition(), Counter[int]()
+        self._closed_by = self._passes = 0
+
+    @contextlib.contextmanager
+    def passed(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed_by in (0, me), _WAIT_S)
+            self._inside[me] += 1
+            self._passes += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside[me] -= 1
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._changed:
+            others = any(count for thread, count in self._inside.items() if thread != me)
+            self._closed_by = me if not others and not self._closed_by else self._closed_by
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed_by = 0 if self._closed_by == me else self._closed_by
+                self._changed.notify_all()
+
+    def alone_since(self) -> Callable[[], bool]:
+        """Makes a function that tells whether no other thread has been in a call since, nor is in one now."""
+        me, passes = threading.get_ident(), self._passes
+
+        def alone() -> bool:
+            with self._changed:
+                return self._passes == passes and not any(n for thread, n in self._inside.items() if thread != me)
+
+        return alone
+
+    def is_closed(self) -> bool:
+        """Whether this thread has closed it."""
+        return self._closed_by == threading.get_ident()
+
+
+GATE = Gate()
+
+
+def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
+    """The same schedule with a partition for each step; and the partition of each step, by the node that tells it."""
+    found, where, compiled, calls = list[Partition](), dict[Node, int](), {}, {}
+    for partition in plan.partitions:
+        groups: list[list[Node]] = []
+        for node in plan.work_in(partition):
+            if groups and (kind_of(node) is Kind.CHECK or partition.index in plan.compiled):
+                groups[-1].append(node)
+            else:
+                groups.append([node])
+        for group in groups:
+            names, index = tuple(node.name for node in group), len(found)
+            where[group[-1] if partition.index in plan.compiled else group[0]] = index
+            if partition.index in plan.compiled:
+                compiled[index], calls[index] = plan.compiled[partition.index], plan.calls[partition.index]
+            found.append(dataclasses.replace(partition, index=index, nodes=names))
+    cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(found))
+    return dataclasses.replace(plan, cut=cut, compiled=compiled, calls=calls), where
+
+
+class _Noting(RecordingBuilder):
+    """Remembers where things lie that are there at every call."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noted: dict[Node, Any] = {}
+
+    def _keep(self, node: Node, value: Any, known: Any) -> None:
+        super()._keep(node, value, known)
+        self.noted[node] = value
+
+    def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        found = super()._take_inputs(inputs)
+        self.noted.update(found)
+        return found
+
+
+class _Stepwise:
+    """A recording of single steps, replayed step by step."""
+
+    def __init__(self, builder: _Noting, recording: Recording, where: dict[Node, int], inputs: list[Any]) -> None:
+        assert recording._replay is not None
+        self._builder, self._replay, self._where = builder, recording._replay, where
+        self._facts, self.plan = builder.plan.facts, builder.plan
+        name = builder.request.name
+        steps = list(self._replay.steps)
+        self._steps = {
+            index: [step for n, step in steps if n in (partition_range(name, index), copies_after(name, index))]
+            for index in where.values()
+        }
+        self._inputs = inputs
+        self._schedule: Sequence[Node] = ()
+
+    def start(self, walk: Walk) -> None:
+        self._schedule, replay = walk.schedule, self._replay
+        replay.registers[: replay.inputs_end] = self._inputs
+        if replay.input_buffers:
+            fill(replay.input_buffers, self._inputs)
+
+    def begin(self, step: int) -> None:
+        """Memory comes with the step that needs it."""
+
+    def run(self, step: int) -> None:
+        index = self._where.get(self._schedule[step])
+        for one in self._steps[index] if index is not None else ():
+            one()
+
+    def end(self, step: int) -> None:
+        """... and goes with the last."""
+
+    def tensors(self, index: int) -> list[torch.Tensor]:
+        storage, maker = self._facts.storages[index], self.plan.maker(index)
+        value: Any = self._builder.noted.get(maker)
+        if value is None:
+            value = self._builder._memory.get(maker)
+        if value is None and storage.origin is Origin.INPUT:
+            value = self._inputs[[n for n in self.plan.graph.graph.nodes if n.op == "placeholder"].index(maker)]
+        if value is None and maker in self._builder._registers.numbers:
+            value = self._replay.registers[self._builder._registers.numbers[maker]]
+        if storage.element is not None and isinstance(value, (tuple, list)):
+            value = value[storage.element] if storage.element < len(value) else None
+        return [t for t in tensors_in(value) if has_address(t) and t.numel() and t.untyped_storage().nbytes()]
+
+
+def locate(
+    recording: Recording, statics: Collection[int], copies: Copies, changed: Collection[int]
+) -> tuple[Walk, Difference] | None:
+    """Record single steps, and compare what each leaves with eager work. None where all is as it should be.
+
+    Args:
+        statics: positions of inputs that are taken as they are.
+        changed: positions of inputs that hold other numbers at the replay than when the steps are recorded; else it
+            is the other way round.
+    """
+    request = recording.request
+    plan, where = in_single_steps(request.planned.program)
+    planned = dataclasses.replace(request.planned, program=plan)
+    request = dataclasses.replace(request, planned=planned)
+    everything = [p for p in range(len(copies)) if p not in statics]
+    first = copies.make(() if changed else everything, statics)
+    inputs = copies.make(changed, statics)
+    twins = Copies(inputs).make()
+    builder = _Noting(request)
+    made = builder.record(first).recording
+    try:
+        if made.ended or made.eager_reasons:
+            return None
+        with without_gradients():
+            walk = Walk(plan, planned.numbers, twins, OwnMemory())
+            steps = _Stepwise(builder, made, where, inputs)
+            steps.start(walk)
+            found = first_difference(walk, steps, plan.device)
+        return (walk, found) if found is not None else None
+    finally:
+        made.end("it was made to find where a replay goes wrong")

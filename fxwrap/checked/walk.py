@@ -1,0 +1,366 @@
+"""Runs a program's schedule node by node, each storage in memory that the checker knows."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import CheckError
+from ..graphs.arenas import reach, tensor_over, tensors_in
+from ..graphs.flat import flat_subgraph
+from ..graphs.placed_results import PlacedResults
+from ..host_graph.nodes import (
+    Kind,
+    constants,
+    kernel_of,
+    kind_of,
+    only_computes,
+    operator_name,
+    output_node,
+    user_line,
+)
+from ..plan import Home, MemoryPlan, Origin, ProgramPlan
+from .copies import all_bytes, bytes_of
+
+# Bytes before and after each storage: a multiple of every alignment.
+_GUARD = 512
+# What lies in memory that nobody has written: as floating numbers NaN, or small ones.
+NAN, ODD = 0xFF, 0xAB
+
+
+class Memory(Protocol):
+    """Where storages lie in a walk.
+
+    Attributes:
+        fill: what lies in memory that nobody has written: a byte.
+    """
+
+    fill: int
+
+    def allocate(self, walk: Walk, index: int, nbytes: int) -> torch.UntypedStorage:
+        """Memory of a storage."""
+
+    def begin(self, walk: Walk, step: int) -> None: ...
+
+    def end(self, walk: Walk, step: int) -> None: ...
+
+
+class Walk:
+    """One run of the schedule, on inputs that are its own.
+
+    ::
+
+        for step, node in enumerate(walk.schedule):
+            walk.begin(step)
+            walk.run(step)
+            walk.end(step)         # lets go of what nobody reads any more
+        walk.outputs()
+
+    Attributes:
+        schedule: a partition that somebody else compiled is one step, told by its last node.
+        first, last: the steps in which a storage is first and last named, by index; an output's last one is the end.
+    """
+
+    def __init__(self, plan: ProgramPlan, numbers: Mapping[Node, Any], inputs: list[Any], memory: Memory) -> None:
+        self.plan, self.facts, self.memory = plan, plan.facts, memory
+        self.placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+        self._known: dict[Node, Any] = {**constants(plan.graph), **numbers}
+        self.values: dict[Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
+        inputs.clear()
+        self._compiled = {plan.work_in(p)[-1]: p for p in plan.partitions if p.index in plan.compiled}
+        inside = {n for p in self._compiled.values() for n in plan.work_in(p)[:-1]}
+        self.schedule = [node for node in plan.schedule if node not in inside]
+        self._subgraphs: dict[GraphModule, Callable[..., Any]] = {}
+        self.first, self.last = dict[int, int](), dict[int, int]()
+        for step, node in enumerate(self.schedule):
+            for index in self.named(node):
+                self.first.setdefault(index, step)
+                self.last[index] = step
+        self.end_step = len(self.schedule)
+        output = output_node(plan.graph)
+        written = frozenset[int]().union(*self.facts.written.values())
+        inputs_written = written & self.facts.behind(self.placeholders)
+        for index in self.facts.behind(output.all_input_nodes) | inputs_written:
+            self.last[index] = self.end_step
+        self._ending: dict[int, list[int]] = defaultdict(list)
+        for index, step in self.last.items():
+            self._ending[step].append(index)
+        # Values by the storages that they live in, to be let go of with the last of these.
+        self._goes: dict[int, list[Node]] = defaultdict(list)
+        for node in plan.graph.graph.nodes:
+            known = [self.last[index] for index in self.facts.of(node) if index in self.last]
+            if known and node.op != "get_attr":
+                self._goes[max(known)].append(node)
+        self.results = PlacedResults()
+        self._seen: dict[int, list[StorageWeakRef]] = defaultdict(list)
+        for node in self.placeholders:
+            self._note(self.facts.of(node))
+
+    def nodes_of(self, node: Node) -> Sequence[Node]:
+        """What a step runs."""
+        return self.plan.work_in(self._compiled[node]) if node in self._compiled else (node,)
+
+    def named(self, node: Node) -> frozenset[int]:
+        return self.facts.named_in(self.nodes_of(node))
+
+    def reads(self, node: Node) -> frozenset[int]:
+        return frozenset().union(*map(self.facts.reads, self.nodes_of(node)))
+
+    def changes(self, node: Node) -> frozenset[int]:
+        """Storages that a step writes or makes."""
+        return frozenset().union(*(self.facts.writes(one) | self.facts.of(one) for one in self.nodes_of(node)))
+
+    def begin(self, step: int) -> None:
+        self.memory.begin(self, step)
+
+    def run(self, step: int, call: Callable[..., Any] | None = None) -> None:
+        """Run a step.
+
+        Args:
+            call: what operators are called with: ``(operator, *args, **kwargs)``.
+        """
+        node = self.schedule[step]
+        partition = self._compiled.get(node)
+        if partition is not None:
+            signature = self.plan.compiled[partition.index]
+            inputs = [self.value(self.plan.nodes[name]) for name in signature.inputs]
+            results = self.plan.calls[partition.index](*inputs)
+            self.values.update(zip((self.plan.nodes[name] for name in signature.outputs), results, strict=True))
+            return
+        if kind_of(node) is Kind.CHECK:
+            return
+        if kind_of(node) is Kind.ALLOCATION:  # one whose size depends on data
+            self.value(node)
+            return
+        landing = self.results.landings([node], set()).get(node)
+        made = self._call(node, call)
+        self.values[node] = landing([made]) if landing is not None else made
+        del made
+        self._note(self.facts.of(node))
+
+    def _note(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._seen[index] += (StorageWeakRef(tensor.untyped_storage()) for tensor in self.tensors(index))
+
+    def end(self, step: int) -> None:
+        for node in self._goes.get(step, ()):
+            self.values.pop(node, None)
+        self.memory.end(self, step)
+
+    def ending(self, step: int) -> Sequence[int]:
+        """Storages that nobody names after a step."""
+        return self._ending.get(step, ())
+
+    def finish(self) -> list[int]:
+        """Let go of everything that is left; returns the storages that somebody has all the same."""
+        self.values.clear()
+        self.memory.end(self, self.end_step)
+        for again in (False, True):
+            kept = [index for index, seen in self._seen.items() if not all(one.expired() for one in seen)]
+            if kept and not again:
+                gc.collect()  # a cycle of Python's objects has them, perhaps
+        return kept
+
+    def _call(self, node: Node, call: Callable[..., Any] | None = None) -> Any:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.value)
+        kernel = kernel_of(node)
+        if kernel is not None:
+            return kernel.call(*args[1:])
+        if call is not None and isinstance(node.target, torch._ops.OpOverload):
+            return call(node.target, *args, **kwargs)
+        return node.meta.get("call", node.target)(*args, **kwargs)
+
+    def value(self, node: Node) -> Any:
+        if node in self.values:
+            return self.values[node]
+        if node in self._known:
+            value = self._known[node]
+            return self._flat(value) if isinstance(value, GraphModule) else value
+        if kind_of(node) is Kind.ALLOCATION:
+            self.values[node] = self._allocate(node)
+            self._note(self.facts.of(node))
+            return self.values[node]
+        if kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC):
+            raise AssertionError(f"{node.name} is used before it has run")
+        return self._call(node)  # made again wherever it is used
+
+    def _flat(self, gm: GraphModule) -> Callable[..., Any]:
+        if gm not in self._subgraphs:
+            self._subgraphs[gm] = flat_subgraph(gm)
+        return self._subgraphs[gm]
+
+    def _allocate(self, node: Node) -> torch.Tensor:
+        laid_out: Any = torch.fx.map_arg(node.args[:2], self.value)
+        size, stride = laid_out
+        options: Any = node.kwargs
+        (index,) = self.facts.of(node)
+        meta = torch.empty_strided(size, stride, dtype=options["dtype"], device="meta")
+        if options.get("pin_memory") or str(options.get("device")) == "meta":
+            return torch.empty_strided(size, stride, **options)
+        storage = self.memory.allocate(self, index, reach(meta))
+        return tensor_over(storage, tuple(size), tuple(stride), options["dtype"])
+
+    def tensors(self, index: int) -> list[torch.Tensor]:
+        """What stands for a storage now; nothing if it is not there."""
+        storage = self.facts.storages[index]
+        maker = self.plan.maker(index)
+        value = self.values.get(maker)
+        if storage.element is not None and isinstance(value, (tuple, list)):
+            value = value[storage.element] if storage.element < len(value) else None
+        return [tensor for tensor in tensors_in(value) if tensor.numel()]
+
+    def device_of(self, index: int) -> torch.device:
+        device = self.plan.maker(index).kwargs.get("device", self.plan.device)
+        return torch.device(device)  # type: ignore[arg-type]
+
+    def fault(self, node: Node | None, name: str, subject: str, **texts: str) -> CheckError:
+        operator, line = (operator_name(node), user_line(node)) if node is not None else ("", "")
+        return CheckError(subject, fault=name, operator=operator, line=line, **texts)
+
+
+def block(nbytes: int, device: torch.device, fill: int) -> tuple[torch.Tensor, torch.UntypedStorage]:
+    """Memory with guards around it: all of it, and what is inside."""
+    whole = torch.full((nbytes + 2 * _GUARD,), ODD, dtype=torch.uint8, device=device)
+    if whole.device.type == "cpu" and (off := -whole.data_ptr() % 64):
+        whole = torch.full((nbytes + 2 * _GUARD + 64,), ODD, dtype=torch.uint8)[off : off + nbytes + 2 * _GUARD]
+    low = whole.storage_offset() + _GUARD
+    inside = whole.untyped_storage()[low : low + nbytes] if nbytes else torch.UntypedStorage(0, device=whole.device)
+    if nbytes:
+        whole[_GUARD : _GUARD + nbytes].fill_(fill)
+    return whole, inside  # type: ignore[return-value]
+
+
+def guards_changed(whole: torch.Tensor) -> str:
+    """Where bytes around a storage have changed; empty if they have not."""
+    for name, guard in (("before", whole[:_GUARD]), ("after", whole[-_GUARD:])):
+        changed = guard.ne(ODD)
+        if bool(changed.any()):
+            where = changed.nonzero().flatten()
+            at = _GUARD - int(where[-1]) if name == "before" else int(where[0]) + 1
+            return f"{len(where)} byte(s) {name} it, {at} from its {'start' if name == 'before' else 'end'}"
+    return ""
+
+
+class OwnMemory:
+    """Each storage has memory of its own, with guards around it."""
+
+    def __init__(self, fill: int = NAN) -> None:
+        self.fill = fill
+        self._blocks: dict[int, torch.Tensor] = {}
+
+    def allocate(self, walk: Walk, index: int, nbytes: int) -> torch.UntypedStorage:
+        self._blocks[index], storage = block(nbytes, walk.device_of(index), self.fill)
+        return storage
+
+    def begin(self, walk: Walk, step: int) -> None:
+        """Memory is there when it is asked for."""
+
+    def end(self, walk: Walk, step: int) -> None:
+        node = walk.schedule[step] if step < walk.end_step else None
+        for index in walk.named(node) if node is not None else ():
+            if index in self._blocks and (where := guards_changed(self._blocks[index])):
+                name = walk.facts.storages[index].name
+                raise walk.fault(
+                    node,
+                    "writes outside of a storage",
+                    f"bytes next to {name} have changed",
+                    expected="an operator to write its operands, and nothing beside them",
+                    got=where,
+                    remedy="look at the bounds of what it writes: elsewhere these bytes are another tensor's",
+                )
+        for index in walk.ending(step):
+            self._blocks.pop(index, None)
+
+
+class PlannedMemory:
+    """Storages lie where a memory plan says, in memory that is nobody else's.
+
+    What is not alive is filled with what nobody has written.
+    """
+
+    def __init__(self, plan: MemoryPlan, fill: int = ODD) -> None:
+        self.fill, self.plan = fill, plan
+        self._blocks: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+        self._own: dict[int, torch.Tensor] = {}
+
+    def lay_out(self, walk: Walk) -> None:
+        """Have inputs that have a static buffer lie there, and results of operators in their places."""
+        for storage, place in zip(walk.facts.storages, self.plan.places, strict=True):
+            maker = walk.plan.maker(storage.index)
+            if place.home is not Home.REGION:
+                continue
+            if storage.origin is Origin.EXTERN:
+                there = self.allocate(walk, storage.index, self.plan.sizes[storage.index])
+                walk.results.add(maker, storage.element, there)
+            elif storage.origin is Origin.INPUT and isinstance(value := walk.values[maker], torch.Tensor):
+                there = self.allocate(walk, storage.index, reach(value))
+                static = tensor_over(there, tuple(value.size()), value.stride(), value.dtype)
+                if value.numel():
+                    bytes_of(static).copy_(bytes_of(value))
+                walk.values[maker] = static
+
+    def allocate(self, walk: Walk, index: int, nbytes: int) -> torch.UntypedStorage:
+        place = self.plan.places[index]
+        if place.home is not Home.REGION:
+            self._own[index], storage = block(nbytes, walk.device_of(index), self.fill)
+            return storage
+        region = self.plan.regions[place.region]
+        if place.region not in self._blocks:
+            self._blocks[place.region] = block(region.size, region.device, self.fill)
+        _, storage = self._blocks[place.region]
+        if not nbytes:
+            return torch.UntypedStorage(0, device=region.device)
+        return storage[place.offset : place.offset + nbytes]  # type: ignore[return-value]
+
+    def begin(self, walk: Walk, step: int) -> None:
+        """What comes to life now holds nothing that anybody has written."""
+        for index in walk.named(walk.schedule[step]):
+            if walk.first[index] == step and self._is_planned(walk, index):
+                self._poison(walk, index)
+
+    def end(self, walk: Walk, step: int) -> None:
+        for index in walk.ending(step) if step < walk.end_step else ():
+            if self._is_planned(walk, index, inputs=True):
+                self._poison(walk, index)
+
+    def _is_planned(self, walk: Walk, index: int, inputs: bool = False) -> bool:
+        """Whether a storage lies in a region, and shall hold nothing when it is not alive."""
+        storage = walk.facts.storages[index]
+        if self.plan.places[index].home is not Home.REGION:
+            return False
+        return storage.origin is not Origin.INPUT or (inputs and not self._written(walk, index))
+
+    @staticmethod
+    def _written(walk: Walk, index: int) -> bool:
+        return any(index in storages for storages in walk.facts.written.values())
+
+    def _poison(self, walk: Walk, index: int) -> None:
+        nbytes = self.plan.sizes.get(index, 0)
+        if nbytes:
+            all_bytes(self.allocate(walk, index, nbytes)).fill_(self.fill)
+
+    def over(self, walk: Walk, index: int) -> list[int]:
+        """The storages that share bytes with one, by the plan."""
+        mine = self.plan.places[index]
+        low, high = mine.offset, mine.offset + self.plan.sizes.get(index, 0)
+        return [
+            other
+            for other, place in enumerate(self.plan.places)
+            if other != index
+            and (place.home, place.region) == (Home.REGION, mine.region)
+            and place.offset < high
+            and low < place.offset + self.plan.sizes.get(other, 0)
+        ]
+
+
+def may_keep(walk: Walk, index: int) -> list[Node]:
+    """The operators that were given a storage, or made it, and of which nobody knows whether they keep it."""
+    nodes = [node for step in walk.schedule for node in walk.nodes_of(step)]
+    given = [node for node in nodes if index in walk.facts.touched(node) | walk.facts.of(node)]
+    return [node for node in given if not only_computes(node)]

@@ -1,0 +1,137 @@
+"""Decisions for torch's own tools: structured traces, which tlparse shows, and the files of TORCH_COMPILE_DEBUG."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._guards import CompileContext, compile_context
+from torch._logging import trace_structured
+
+from ..graphs.devices.device_graph import DeviceGraph
+from ..host_graph.listing import list_graph
+from ..passes.partition.capturability import is_work
+from ..plan import MemoryPlan, ProgramPlan, Verdict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProgramTraces:
+    """What is told of one program: ``graphs.torch_functions.Traces``. Made while it is compiled.
+
+    Attributes:
+        trace_id: of the compilation, so that what is planned later is shown with it; None outside of any.
+        folder: where Inductor writes debug files of the compilation; None where nobody wants any.
+    """
+
+    program: str
+    trace_id: Any
+    folder: Path | None
+
+    @classmethod
+    def of(cls, program: str) -> ProgramTraces:
+        # Without Inductor (a saved program) there are no files of its.
+        virtualized: Any = sys.modules.get("torch._inductor.virtualized")
+        folder = getattr(virtualized.V.debug, "_path", None) if virtualized is not None else None
+        return cls(program, CompileContext.current_trace_id(), Path(folder) if folder else None)
+
+    def compiled(self, plan: ProgramPlan) -> None:
+        self._tell("fxwrap_host_graph", lambda: list_graph(plan.graph))
+        self._tell("fxwrap_partitions", lambda: {"program": self.program, **partitions_data(plan)})
+
+    def planned(self, plan: ProgramPlan, memory: MemoryPlan) -> None:
+        self._tell("fxwrap_memory_plan", lambda: {"program": self.program, **memory_data(plan, memory)})
+
+    def _tell(self, name: str, make: Callable[[], Any]) -> None:
+        """Tell an artefact: a text, or data for JSON."""
+
+        def text() -> str:
+            made = make()
+            return made if isinstance(made, str) else json.dumps(made, indent=1)
+
+        encoding = "string" if name == "fxwrap_host_graph" else "json"
+        with self._compilation():
+            trace_structured(
+                "artifact",
+                metadata_fn=lambda: {"name": name, "encoding": encoding},
+                payload_fn=text,
+                expect_trace_id=False,
+            )
+        if self.folder is not None:
+            file = self.folder / f"{name}.{'txt' if encoding == 'string' else 'json'}"
+            try:
+                file.write_text(text() + "\n", encoding="utf-8")
+            except OSError as error:
+                log.warning("%s cannot be written: %s", file, str(error))
+
+    def _compilation(self) -> contextlib.AbstractContextManager[Any]:
+        """Torch's own context of the compilation."""
+        if self.trace_id is None:
+            return contextlib.nullcontext()
+        context = CompileContext(self.trace_id.compile_id)
+        context.attempt = self.trace_id.attempt
+        return compile_context(context)
+
+    def capturing(self, graph: DeviceGraph) -> None:
+        """A graph is about to capture: it keeps what ``captured`` writes."""
+        if self.folder is not None:
+            with contextlib.suppress(Exception):  # not every device can
+                graph.enable_debug_mode()
+
+    def captured(self, graph: DeviceGraph, partition: int) -> None:
+        """Write the captured graph of a partition, in the device's own form."""
+        if self.folder is None or not hasattr(graph, "debug_dump"):
+            return
+        paths = (self.folder / f"fxwrap_partition_{partition}_graph_{n}.dot" for n in itertools.count())
+        path = next(path for path in paths if not path.exists())
+        try:
+            graph.debug_dump(str(path))
+        except Exception as error:  # whatever a device raises: the graph is as good without it
+            log.warning("%s cannot be written: %s", path, str(error))
+
+
+def partitions_data(plan: ProgramPlan) -> dict[str, Any]:
+    """The partitions of a program, and why each of its nodes is where it is, for JSON."""
+    return {
+        "phase": plan.phase,
+        "device": str(plan.device),
+        "partitions": [one.to_dict() for one in plan.partitions],
+        "eager_nodes": {
+            name: {"reason": verdict.reason, "to_capture_it": verdict.remedy}
+            for name, verdict in plan.verdicts.items()
+            if verdict.verdict is Verdict.EAGER and is_work(plan.nodes[name])
+        },
+    }
+
+
+def memory_data(plan: ProgramPlan, memory: MemoryPlan) -> dict[str, Any]:
+    """Where every storage of a program lies, in bytes, for JSON."""
+    return {
+        "arena_bytes": memory.size,
+        "peak_bytes": memory.peak,
+        "lower_bound_bytes": memory.lower_bound,
+        "without_reuse_bytes": memory.plain,
+        "regions": [
+            {"device": str(one.device), "begin": one.begin, "end": one.end, "bytes": one.size, "arena": one.arena}
+            for one in memory.regions
+        ],
+        "storages": [
+            {
+                "name": storage.name,
+                "bytes": memory.sizes.get(storage.index),
+                "home": place.home.value,
+                "region": place.region,
+                "offset": place.offset,
+                "output": storage.index in memory.outputs,
+            }
+            for storage, place in zip(plan.facts.storages, memory.places, strict=True)
+        ],
+    }

@@ -1,0 +1,409 @@
+"""What changed between two reports: before and after an edit, for two shapes, on two versions of torch.
+
+Names of nodes and kernels shift when anything is added before them. So lines are compared without names: first what
+they do, then, along the lines that are the same, whether they work on the same. Times differ at every run: they are
+shown, and are no difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from ..graphs.units import PYTHON
+from .document import Document, GraphData, KernelData, NodeData, checked, short_line
+
+SCHEMA = "fxwrap.difference/1"
+_WIDTH = 118
+# Lines of each kind that are printed; ``to_dict`` has all of them.
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is not what it was; ``before`` or ``after`` is None where it is not there at all."""
+
+    what: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class GraphDifference:
+    """What changed in one host graph.
+
+    Attributes:
+        title: its number, phase and device.
+        before, after: its position in the reports; None where it has no counterpart.
+        lines: inputs, launches and library calls that went, came, or work on something else (then both lines are
+            there); "what" is the user's line.
+        others: how many allocations, views and outputs went and came.
+        partitions: counts of partitions and of work in them, and work that is captured no more, or now, with reasons.
+        memory: bytes.
+        kernels: sources that went, came, or changed, by name.
+        counters: what calls were, and how much of a replay is native.
+    """
+
+    title: str
+    before: int | None
+    after: int | None
+    lines: tuple[Change, ...] = ()
+    others: tuple[int, int] = (0, 0)
+    partitions: tuple[Change, ...] = ()
+    memory: tuple[Change, ...] = ()
+    kernels: tuple[Change, ...] = ()
+    counters: tuple[Change, ...] = ()
+
+    def __bool__(self) -> bool:
+        changes = self.lines or self.partitions or self.memory or self.kernels or self.counters
+        return None in (self.before, self.after) or bool(changes) or self.others != (0, 0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What changed between two reports; false if nothing did. Print it, or read it.
+
+    Attributes:
+        versions: of torch, fxwrap and Python.
+        graphs: those that changed, went or came.
+        other: fallbacks, what no cache can hold, what calls were measured to allocate.
+        times: microseconds of compiling and of calls, which are no difference.
+    """
+
+    versions: tuple[Change, ...]
+    graphs: tuple[GraphDifference, ...]
+    other: tuple[Change, ...]
+    times: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.versions or self.graphs or self.other)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        return {"schema": SCHEMA, "different": bool(self), **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        file = io.StringIO()
+        self._print(Console(file=file, width=_WIDTH, color_system=None, highlight=False))
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def _print(self, console: Console) -> None:
+        if not self:
+            console.print("no difference")
+        for change in (*self.versions, *self.other):
+            console.print(_line(change))
+        for graph in self.graphs:
+            console.print(Rule(graph.title, align="left", characters="-"))
+            for line in _graph_lines(graph):
+                console.print(line)
+        if self.times:
+            console.print("times, which are no difference:")
+        for change in self.times:
+            console.print(_line(change, " us"))
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
+    """What changed between two reports, as ``Explanation.to_dict`` gives them.
+
+    Raises:
+        InputError: one of them is something else, or of another version of fxwrap.
+    """
+    old, new = checked(before), checked(after)
+    graphs = [_graphs(old["graphs"], new["graphs"], *pair) for pair in _pairs(old["graphs"], new["graphs"])]
+    lists: list[Change] = []
+    for what in ("fallbacks", "not_stored", "limits"):
+        gone, come = Counter(old[what]), Counter(new[what])  # type: ignore[literal-required]
+        lists += [Change(what, one, None) for one in gone - come] + [Change(what, None, one) for one in come - gone]
+    times = _changes(_times(old), _times(new))
+    measured = _changes(_allocated(old), _allocated(new))
+    return Difference(
+        _changes(old["versions"], new["versions"]), tuple(filter(None, graphs)), (*lists, *measured), times
+    )
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
+    names = dict.fromkeys((*before, *after))
+    return tuple(Change(n, before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n))
+
+
+def _times(document: Document) -> dict[str, int]:
+    stages = sum(stage["us"] for graph in document["graphs"] for stage in graph["stages"])
+    found = {"compiling": document["compile_us"], "fxwrap's stages in it": stages}
+    if document["calls"]:
+        found["the last call"] = document["calls"][-1]["us"]
+    return {name: round(us) for name, us in found.items()}
+
+
+def _allocated(document: Document) -> dict[str, int]:
+    last = document["calls"][-1]["allocated_bytes"] if document["calls"] else {}
+    return {f"bytes that a call allocates on {device}, measured": nbytes for device, nbytes in last.items()}
+
+
+# -- graphs ---------------------------------------------------------------------------------------------------------
+
+
+def _pairs(before: Sequence[GraphData], after: Sequence[GraphData]) -> list[tuple[int | None, int | None]]:
+    """Which graph is which: the same lines in the same order, and between them by phase and order."""
+    old_keys, new_keys = (
+        [(graph["phase"], *_keys(graph).values()) for graph in graphs] for graphs in (before, after)
+    )
+    pairs: list[tuple[int | None, int | None]] = []
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False).get_opcodes():
+        if tag == "equal":
+            pairs += zip(range(a, b), range(c, d), strict=True)
+            continue
+        left = list(range(c, d))
+        for old in range(a, b):
+            new = next((one for one in left if after[one]["phase"] == before[old]["phase"]), None)
+            pairs.append((old, new))
+            if new is not None:
+                left.remove(new)
+        pairs += [(None, new) for new in left]
+    return pairs
+
+
+def _graphs(
+    befores: Sequence[GraphData], afters: Sequence[GraphData], old: int | None, new: int | None
+) -> GraphDifference:
+    graph = befores[old] if old is not None else afters[new or 0]
+    what = f"{graph['phase']} on {graph['device']}"
+    if old is None or new is None:
+        where = "added" if old is None else "gone"
+        work = sum(bool(node["operator"]) for node in graph["nodes"].values())
+        number = new if old is None else old
+        return GraphDifference(f"graph {number}: {what}, {where} ({work} launches and library calls)", old, new)
+    before, after = befores[old], afters[new]
+    numbers = f"graph {old}" if old == new else f"graph {old}, now {new}"
+    same, gone, come = _aligned(before, after)
+    others = [
+        sum(not _told(graph["nodes"][name]) for name in names) for graph, names in ((before, gone), (after, come))
+    ]
+    return GraphDifference(
+        f"{numbers}: {what}",
+        old,
+        new,
+        _lines(before, after, same, gone, come),
+        (others[0], others[1]),
+        (*_changes(_counts(before), _counts(after)), *_verdicts(before, after, same)),
+        _changes(_memory(before), _memory(after)),
+        _kernels(before["kernels"], after["kernels"]),
+        _changes(_counters(before), _counters(after)),
+    )
+
+
+_WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*(?![\w.(=])")
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+def _without_number(kernel: str) -> str:
+    return re.sub(r"_\d+$", "", kernel)
+
+
+def _keys(graph: GraphData) -> dict[str, str]:
+    """What each node does, without names: by node."""
+    nodes = graph["nodes"]
+
+    def key(node: NodeData) -> str:
+        text = _WORD.sub(lambda word: "%" if word[0] in nodes else word[0], node["line"])
+        if node["kind"] == "launch":
+            text = text.replace(node["operator"], _without_number(node["operator"]))
+        return f"{node['kind']} {_SYMBOL.sub('s', text)}"
+
+    return {name: key(node) for name, node in nodes.items() if node["line"]}
+
+
+def _aligned(before: GraphData, after: GraphData) -> tuple[dict[str, str], list[str], list[str]]:
+    """Nodes that do the same, by name, and the names of those that went and came."""
+    old, new = _keys(before), _keys(after)
+    inputs, as_inputs = _inputs(before), _inputs(after)
+    # As many inputs are the same inputs, whatever their sizes.
+    same = dict(zip(inputs, as_inputs, strict=True)) if len(inputs) == len(as_inputs) else {}
+    gone, come = list[str](), list[str]()
+    names, named = [name for name in old if name not in same], [name for name in new if name not in same.values()]
+    matcher = difflib.SequenceMatcher(None, [old[n] for n in names], [new[n] for n in named], autojunk=False)
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag == "equal":
+            same.update(zip(names[a:b], named[c:d], strict=True))
+        else:
+            gone += names[a:b]
+            come += named[c:d]
+    return same, gone, come
+
+
+def _inputs(graph: GraphData) -> list[str]:
+    return [name for name, node in graph["nodes"].items() if node["kind"] == "placeholder" and node["line"]]
+
+
+def _told(node: NodeData) -> bool:
+    """Whether a line is shown by itself."""
+    return bool(node["operator"]) or node["kind"] == "placeholder"
+
+
+def _lines(
+    before: GraphData, after: GraphData, same: Mapping[str, str], gone: Sequence[str], come: Sequence[str]
+) -> tuple[Change, ...]:
+    old, new = before["nodes"], after["nodes"]
+    found = [Change(old[n]["user_line"], old[n]["line"], None) for n in gone if _told(old[n])]
+    found += [Change(new[n]["user_line"], None, new[n]["line"]) for n in come if _told(new[n])]
+    old_keys, new_keys = _keys(before), _keys(after)
+    for name, now in same.items():
+        # What has no counterpart has been told already.
+        inputs = zip(old[name]["inputs"], new[now]["inputs"], strict=False)
+        on_others = old[name]["operator"] and any(same.get(one, other) != other for one, other in inputs)
+        if on_others or old_keys[name] != new_keys[now]:
+            found.append(Change(new[now]["user_line"], old[name]["line"], new[now]["line"]))
+    return tuple(found)
+
+
+def _counts(graph: GraphData) -> dict[str, int]:
+    partitions = graph["partitions"]
+    verdicts = Counter(one["verdict"] for one in partitions)
+    return {
+        **{f"{verdict} partitions": verdicts[verdict] for verdict in ("captured", "eager")},
+        "launches": sum(one["launches"] for one in partitions),
+        "library calls": sum(one["extern_calls"] for one in partitions),
+    }
+
+
+def _verdict(graph: GraphData, name: str) -> tuple[str, str]:
+    """Whether a node is captured, and why not."""
+    node = graph["nodes"][name]
+    partition = next((one for one in graph["partitions"] if one["index"] == node["partition"]), None)
+    if partition is None:
+        return node["verdict"], node["reason"]
+    return partition["verdict"], "" if partition["verdict"] == "captured" else node["reason"] or partition["reason"]
+
+
+def _verdicts(before: GraphData, after: GraphData, same: Mapping[str, str]) -> tuple[Change, ...]:
+    found = Counter[tuple[str, str, str]]()
+    for name, now in same.items():
+        node, (was, why_not), (became, why) = after["nodes"][now], _verdict(before, name), _verdict(after, now)
+        if node["operator"] and was != became:
+            texts = (f"{was}: {why_not}" if why_not else was), (f"{became}: {why}" if why else became)
+            found[(_without_number(node["operator"]), *texts)] += 1
+    return tuple(
+        Change(f"{count} x {operator}" if count > 1 else operator, was, became)
+        for (operator, was, became), count in found.items()
+    )
+
+
+def _memory(graph: GraphData) -> dict[str, int]:
+    memory = graph["memory"]
+    if memory is None:
+        return {}
+    copies = Counter[str]()
+    for copy in memory["copies"]:
+        copies[f"copied at every replay: {copy['what']}s"] += copy["bytes"]
+    return {
+        "peak": memory["peak_bytes"],
+        "lower bound": memory["lower_bound_bytes"],
+        "Inductor's peak": memory["inductor_peak_bytes"],
+        "without reuse": memory["without_reuse_bytes"],
+        "arenas": memory["arena_bytes"],
+        "outputs": memory["output_bytes"],
+        "allocated by operators": memory["operator_bytes"],
+        "inputs that stay in place": memory["static_input_bytes"],
+        **{f"predicted on {one['device']}": one["total"] for one in memory["predicted"]},
+        **copies,
+    }
+
+
+def _kernels(before: Sequence[KernelData], after: Sequence[KernelData]) -> tuple[Change, ...]:
+    left = list(after)
+
+    def take(old: KernelData, key: Callable[[KernelData], Hashable]) -> KernelData | None:
+        new = next((one for one in left if key(one) == key(old)), None)
+        if new is not None:
+            left.remove(new)
+        return new
+
+    pairs = [(old, take(old, _source)) for old in before]
+    found = []
+    for old, new in pairs:
+        if new is not None:
+            if old["configurations"] != new["configurations"]:
+                what = f"configuration of {old['name']}"
+                found.append(Change(what, str(old["configurations"]), str(new["configurations"])))
+            continue
+        now = take(old, lambda kernel: _without_number(kernel["name"]))
+        found.append(Change(f"kernel {old['name']}", old["source"], now["source"] if now is not None else None))
+    return (*found, *(Change(f"kernel {one['name']}", None, one["source"]) for one in left))
+
+
+def _source(kernel: KernelData) -> tuple[str, str]:
+    """Without the kernel's own name, and where torch keeps its headers."""
+    source = kernel["source"].replace(kernel["name"], "kernel")
+    return kernel["language"], re.sub(r'(#include ")/.*/', r"\1", source)
+
+
+def _counters(graph: GraphData) -> dict[str, int]:
+    counters = graph["counters"]
+    kinds = {"recordings": "recordings", "eager": "eager runs", "events": "events"}
+    return {
+        "replays": counters["replays"],
+        **{f"{kind}, {why}": count for key, kind in kinds.items() for why, count in counters[key].items()},
+        "native steps of a replay": len(graph["unit"]),
+        "of them in Python": sum(step.endswith(PYTHON) for step in graph["unit"]),
+    }
+
+
+# -- as text --------------------------------------------------------------------------------------------------------
+
+
+def _line(change: Change, unit: str = "") -> Text:
+    def said(value: Any) -> str:
+        return f"{value:,}{unit}" if isinstance(value, int) else str(value)
+
+    if change.before is None:
+        return Text(f"+ {change.what}: {said(change.after)}")
+    if change.after is None:
+        return Text(f"- {change.what}: {said(change.before)}")
+    text = f"  {change.what}: {said(change.before)} -> {said(change.after)}"
+    if isinstance(change.before, int) and isinstance(change.after, int) and change.before:
+        text += f" ({(change.after / change.before - 1) * 100:+.0f}%)"
+    return Text(text)
+
+
+def _graph_lines(graph: GraphDifference) -> Iterator[Text]:
+    yield from map(_line, graph.partitions)
+    for change in graph.memory:
+        yield _line(change, " bytes")
+    yield from map(_line, graph.counters)
+    yield from _some(list(map(_kernel_line, graph.kernels)))
+    yield from _some([line for change in graph.lines for line in _node_lines(change)])
+    if graph.others != (0, 0):
+        yield Text("  allocations, views and outputs: {} gone, {} new".format(*graph.others))
+
+
+def _some(lines: list[Text]) -> Iterator[Text]:
+    yield from lines[:_SHOWN]
+    if len(lines) > _SHOWN:
+        yield Text(f"  and {len(lines) - _SHOWN} lines more (to_dict() has them)")
+
+
+def _kernel_line(change: Change) -> Text:
+    if change.before is None or change.after is None:
+        return Text(f"{'+' if change.before is None else '-'} {change.what}")
+    if not change.what.startswith("kernel"):
+        return _line(change)
+    lines = list(difflib.unified_diff(change.before.splitlines(), change.after.splitlines(), n=0, lineterm=""))[2:]
+    new, gone = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    return Text(f"  {change.what}: another source ({new} lines new, {gone} gone)")
+
+
+def _node_lines(change: Change) -> list[Text]:
+    lines = ((sign, line) for sign, line in (("-", change.before), ("+", change.after)) if line is not None)
+    where = f"   [{short_line(change.what)}]" if change.what else ""
+    return [Text(f"{sign} {line}{where}") for sign, line in lines]

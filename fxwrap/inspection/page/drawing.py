@@ -1,0 +1,167 @@
+"""The host graph as drawings to step into: partitions, the modules in each, the nodes in each of these.
+
+A drawing has few boxes, however large the graph: what belongs together is one box until somebody opens it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict
+
+import networkx as nx
+
+from ..document import GraphData, NodeData
+
+# Boxes of one drawing: a module with more nodes is cut into runs of them.
+_MOST = 60
+
+
+class Box(TypedDict):
+    """``opens`` is the drawing behind it, or empty; ``node`` the node of the host graph that it stands for, or empty;
+    ``x`` and ``y`` are its place in rows and columns."""
+
+    id: str
+    label: str
+    about: str
+    opens: str
+    node: str
+    verdict: str
+    x: float
+    y: float
+
+
+class Drawing(TypedDict):
+    """``up`` is the drawing that it was opened from."""
+
+    title: str
+    up: str
+    boxes: list[Box]
+    edges: list[dict[str, float]]
+
+
+def drawings(graph: GraphData) -> dict[str, Drawing]:
+    """All drawings of a graph by name; the first is named "top"."""
+    nodes, found = graph["nodes"], dict[str, Drawing]()
+    work = [name for partition in graph["partitions"] for name in partition["nodes"]]
+    edges = _edges(nodes, work)
+    partition_of = {name: partition["index"] for partition in graph["partitions"] for name in partition["nodes"]}
+    verdicts = {partition["index"]: partition["verdict"] for partition in graph["partitions"]}
+
+    def draw(name: str, title: str, up: str, members: list[str], key: Callable[[str], Any]) -> None:
+        groups = _grouped(members, key)
+        group_of = {member: group for group, inside in groups.items() for member in inside}
+        boxes: dict[Any, Box] = {}
+        for number, (group, inside) in enumerate(groups.items()):
+            alone = len(inside) == 1
+            node = nodes[inside[0]]
+            about = node["line"] if alone else _about(nodes, inside)
+            boxes[group] = {
+                "id": f"{name}/{number}",
+                "label": _short(node) if alone else group[0],
+                "about": f"{about}\n{node['user_line']}" if alone else about,
+                "opens": "" if alone else f"{name}/{number}",
+                "node": inside[0] if alone else "",
+                "verdict": verdicts[partition_of[inside[0]]],
+                "x": 0.0,
+                "y": 0.0,
+            }
+        between = nx.DiGraph()
+        between.add_nodes_from(groups)
+        between.add_edges_from(
+            (group_of[a], group_of[b])
+            for a, b in edges
+            if a in group_of and b in group_of and group_of[a] != group_of[b]
+        )
+        for group, (x, y) in _places(between).items():
+            boxes[group]["x"], boxes[group]["y"] = x, y
+        places = {group: (box["x"], box["y"]) for group, box in boxes.items()}
+        found[name] = {
+            "title": title,
+            "up": up,
+            "boxes": list(boxes.values()),
+            "edges": [
+                dict(zip(("x", "y", "x2", "y2"), (*places[a], *places[b]), strict=True)) for a, b in between.edges
+            ],
+        }
+        for group, inside in groups.items():
+            if boxes[group]["opens"]:
+                draw(boxes[group]["opens"], f"{title} / {group[0]}", name, inside, _next_key(nodes, inside))
+
+    by_partition: Callable[[str], Any] = lambda name: f"partition {partition_of[name]}"  # noqa: E731
+    one = len(graph["partitions"]) == 1
+    draw("top", "host graph", "", work, _next_key(nodes, work) if one else by_partition)
+    return found
+
+
+def _grouped(members: list[str], key: Callable[[str], Any]) -> dict[tuple[str, int], list[str]]:
+    """Members by key and number. What runs one after the other is one group: so that groups do not need each other,
+    as those of a module that is used twice would; but in that case, if there were too many."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for number, (name, inside) in enumerate(itertools.groupby(members, key)):
+        groups[str(name), number] = list(inside)
+    if len(groups) <= _MOST:
+        return groups
+    merged: dict[tuple[str, int], list[str]] = {}
+    for (name, _), several in groups.items():
+        merged.setdefault((name, 0), []).extend(several)
+    return merged if len(merged) > 1 else groups
+
+
+def _next_key(nodes: Mapping[str, NodeData], members: list[str]) -> Callable[[str], Any]:
+    """How to split members further: by the next part of their modules' paths, at last into runs, and single nodes."""
+    paths = {name: tuple(filter(None, nodes[name]["module"].split("."))) for name in members}
+    depth = 0
+    while len({paths[name][:depth] for name in members}) == 1 and any(len(paths[name]) > depth for name in members):
+        depth += 1
+    if len({paths[name][:depth] for name in members}) > 1:
+        return lambda name: ".".join(paths[name][:depth]) or "outside of modules"
+    if len(members) > _MOST:
+        size = max(_MOST // 2, -(-len(members) // _MOST))
+        runs = {name: number // size for number, name in enumerate(members)}
+        return lambda name: f"nodes {runs[name] * size} to {min((runs[name] + 1) * size, len(members)) - 1}"
+    return lambda name: name
+
+
+def _edges(nodes: Mapping[str, NodeData], work: Iterable[str]) -> set[tuple[str, str]]:
+    """Which work needs which work before it: the last that wrote a storage, for whoever reads or writes it."""
+    last_writer: dict[str, str] = {}
+    found: set[tuple[str, str]] = set()
+    for name in work:
+        node = nodes[name]
+        found |= {(last_writer[s], name) for s in (*node["reads"], *node["writes"]) if s in last_writer}
+        last_writer.update(dict.fromkeys(node["writes"], name))
+    return found
+
+
+def _places(graph: nx.DiGraph) -> dict[Any, tuple[float, float]]:
+    """A layer for each box, below all that it needs, and near to them: columns and rows.
+
+    Groups may need each other (two branches of a model, in turn): these are one layer.
+    """
+    order = {name: number for number, name in enumerate(graph)}
+    condensed = nx.condensation(graph)
+    places: dict[Any, tuple[float, float]] = {}
+    for row, layer in enumerate(nx.topological_generations(condensed)):
+        members = sorted((m for c in layer for m in condensed.nodes[c]["members"]), key=order.__getitem__)
+
+        def wish(name: Any) -> float:
+            above = [places[other][0] for other in graph.predecessors(name) if other in places]
+            return sum(above) / len(above) if above else 0.0
+
+        wishes = {name: wish(name) for name in members}
+        members.sort(key=lambda name: (wishes[name], order[name]))
+        middle = sum(wishes.values()) / len(wishes)
+        for column, name in enumerate(members):
+            places[name] = middle + column - (len(members) - 1) / 2, float(row)
+    return places
+
+
+def _about(nodes: Mapping[str, NodeData], inside: list[str]) -> str:
+    launches = sum(nodes[name]["kind"] == "launch" for name in inside)
+    calls = len(inside) - launches
+    return f"{launches} launch{'es' * (launches != 1)}, {calls} library call{'s' * (calls != 1)}"
+
+
+def _short(node: NodeData) -> str:
+    return node["operator"].removeprefix("aten::") if node["operator"] else node["kind"]

@@ -1,0 +1,216 @@
+"""The memory picture: time across, address up, a rectangle for each storage; as a Vega-Lite specification.
+
+One specification makes the picture of the page, the SVG and the PNG.
+"""
+
+from __future__ import annotations
+
+import bisect
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError
+from ..document import Document, GraphData
+from ..memory_map import MemoryData
+
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name: nothing is fetched
+# Colours that are told apart by those who see no red or no green, too (Okabe and Ito).
+_USES = {
+    "temporary": "#56b4e9",
+    "output": "#e69f00",
+    "saved for backward": "#cc79a7",
+    "copy of an input": "#009e73",
+    "result of an operator": "#999999",
+    "workspace": "#d0c98a",
+}
+_LEGEND = {"title": None, "orient": "top", "columns": 6, "symbolLimit": 24}
+# What the colour of a rectangle tells.
+COLOURS: dict[str, dict[str, Any]] = {
+    "use": {
+        "field": "use",
+        "type": "nominal",
+        "legend": _LEGEND,
+        "scale": {"domain": [*_USES], "range": [*_USES.values()]},
+    },
+    "partition": {
+        "field": "partition",
+        "type": "nominal",
+        "legend": _LEGEND,
+        "scale": {"scheme": "tableau20"},
+        "sort": None,
+    },
+}
+
+
+def memory_spec(graph: GraphData, width: int = 900, height: int = 380, colour_by: str = "use") -> dict[str, Any]:
+    """The picture of a graph whose memory is planned.
+
+    Args:
+        width, height: pixels of the part with the storages.
+        colour_by: a key of ``COLOURS``.
+    """
+    memory = graph["memory"]
+    assert memory is not None
+    scale, unit = _unit(memory)
+    return {
+        "$schema": SCHEMA,
+        "params": [
+            {"name": "search", "value": ""},
+            {
+                "name": "zoom",
+                "select": {"type": "interval", "encodings": ["x"]},
+                "bind": "scales",
+                "views": ["storages", "partitions"],
+            },
+        ],
+        "vconcat": [
+            _strip(graph, width),
+            {
+                "height": height,
+                "width": width,
+                "layer": [_storages(graph, scale, unit, colour_by), _lines(memory, scale)],
+                "resolve": {"scale": {"color": "independent"}},
+            },
+        ],
+        "spacing": 4,
+        "resolve": {"scale": {"color": "independent"}},
+        "config": {"view": {"stroke": None}, "font": "system-ui, sans-serif"},
+    }
+
+
+def _strip(graph: GraphData, width: int) -> dict[str, Any]:
+    """The partitions, over the steps that they take."""
+    assert graph["memory"] is not None
+    verdicts = {"domain": ["captured", "eager"], "range": ["#4c9f70", "#d1495b"]}
+    return {
+        "name": "partitions",
+        "height": 22,
+        "width": width,
+        "data": {"values": _partitions(graph)},
+        "mark": {"type": "rect", "stroke": "white", "clip": True},
+        "encoding": {
+            "x": {"field": "begin", "type": "quantitative", "axis": None, "scale": _steps(graph["memory"])},
+            "x2": {"field": "end"},
+            "color": {
+                "field": "verdict",
+                "type": "nominal",
+                "scale": verdicts,
+                "legend": {"title": None, "orient": "top", "direction": "horizontal"},
+            },
+            "tooltip": [{"field": name} for name in ("partition", "verdict", "work", "reason")],
+        },
+    }
+
+
+def _storages(graph: GraphData, scale: float, unit: str, colour_by: str) -> dict[str, Any]:
+    memory = graph["memory"]
+    assert memory is not None
+    values = [
+        {
+            **one,
+            "low": one["address"] / scale,
+            "high": (one["address"] + one["bytes"]) / scale,
+            "size": f"{one['bytes']:,} bytes",
+            "alive": f"steps {one['begin']} to {one['end'] - 1}",
+            "partition": "before the first" if one["partition"] is None else f"{one['partition']}",
+            "text": " ".join((one["name"], one["use"], one["user_line"], graph["nodes"][one["node"]]["module"])),
+        }
+        for one in memory["storages"]
+    ]
+    shown = [{"field": name} for name in ("name", "use", "size", "alive", "partition", "user_line")]
+    return {
+        "name": "storages",
+        "data": {"values": values},
+        "mark": {"type": "rect", "stroke": "white", "strokeWidth": 0.5, "clip": True, "cursor": "pointer"},
+        "encoding": {
+            "x": {
+                "field": "begin",
+                "type": "quantitative",
+                "title": f"step (of {memory['steps']})",
+                "axis": {"grid": False, "tickMinStep": 1, "format": "d"},
+                "scale": _steps(memory),
+            },
+            "x2": {"field": "end"},
+            "y": {"field": "low", "type": "quantitative", "title": f"address, {unit}"},
+            "y2": {"field": "high"},
+            "color": COLOURS[colour_by],
+            "opacity": {
+                "condition": {"test": "!search || indexof(lower(datum.text), lower(search)) >= 0", "value": 1},
+                "value": 0.12,
+            },
+            "tooltip": shown,
+        },
+    }
+
+
+def _lines(memory: MemoryData, scale: float) -> dict[str, Any]:
+    bounds = {
+        "lower bound": memory["lower_bound_bytes"],
+        "Inductor's peak": memory["inductor_peak_bytes"],
+    }
+    values = [{"line": f"{name}: {size:,} bytes", "at": size / scale} for name, size in bounds.items() if size]
+    return {
+        "name": "bounds",
+        "data": {"values": values},
+        "mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 1.5, "clip": True},
+        "encoding": {
+            "y": {"field": "at", "type": "quantitative"},
+            "color": {
+                "field": "line",
+                "type": "nominal",
+                "scale": {"range": ["#d55e00", "#0072b2"]},
+                "legend": {"title": None, "orient": "top"},
+            },
+        },
+    }
+
+
+def _steps(memory: MemoryData) -> dict[str, Any]:
+    return {"domain": [0, memory["steps"] + 1], "nice": False}
+
+
+def _partitions(graph: GraphData) -> list[dict[str, Any]]:
+    begin, values = 0, []
+    for one in graph["partitions"]:
+        end = begin + len(one["nodes"])
+        work = f"{one['launches']} launches, {one['extern_calls']} library calls"
+        reason = one["reason"] or "-"
+        values.append(
+            {
+                "begin": begin,
+                "end": end,
+                "partition": one["index"],
+                "verdict": one["verdict"],
+                "work": work,
+                "reason": reason,
+            }
+        )
+        begin = end
+    return values
+
+
+_UNITS = (1, "bytes"), (1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB")
+
+
+def _unit(memory: MemoryData) -> tuple[int, str]:
+    top = max((one["address"] + one["bytes"] for one in memory["storages"]), default=0)
+    return _UNITS[max(0, bisect.bisect_right([scale for scale, _ in _UNITS], top) - 1)]
+
+
+def write_picture(document: Document, path: Path, number: int, width: int, height: int) -> None:
+    """See ``Explanation.memory_picture``."""
+    from . import converter
+
+    if path.suffix not in (".svg", ".png"):
+        raise InputError("a picture's file", expected="a name that ends with .svg or .png", got=path.name)
+    graphs = document["graphs"]
+    graph = graphs[number] if 0 <= number < len(graphs) else None
+    if graph is None or graph["memory"] is None or not graph["memory"]["storages"]:
+        got = f"one of {len(graphs)} graphs, without a plan" if graph is not None else f"number {number}"
+        raise InputError("there is no memory to draw", expected=f"a planned graph below {len(graphs)}", got=got)
+    spec = memory_spec(graph, width, height)
+    spec["config"]["background"] = "white"
+    if path.suffix == ".svg":
+        path.write_text(converter().vegalite_to_svg(spec))
+    else:
+        path.write_bytes(converter().vegalite_to_png(spec, scale=2))
