@@ -258,6 +258,17 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
     )
 
 
+def overlapped(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same sizes, with inputs of one type in one piece of memory, each a few elements after another."""
+    found = list(inputs)
+    for dtype in {value.dtype for value in inputs}:
+        chosen = [position for position, value in enumerate(inputs) if value.dtype is dtype]
+        base = torch.cat([inputs[position].flatten() for position in chosen])
+        for step, position in enumerate(chosen):
+            found[position] = base[16 * step :][: inputs[position].numel()].view(inputs[position].shape)
+    return found
+
+
 def expected_of(gm: GraphModule, inputs: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
     """Outputs, and then the inputs, some of which the graph updates: what any other way of running it must give."""
     inputs = [value.clone() for value in inputs]

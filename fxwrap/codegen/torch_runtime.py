@@ -65,6 +65,12 @@ def layout_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[l
     return lambda now: guards.check(*choose(now))
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors over one storage share an element; True if in doubt."""
+    overlapping: Any = getattr(torch._C._dynamo.guards, "compute_overlapping_tensors", None)
+    return overlapping is None or bool(overlapping([one, other], symbolic=False))
+
+
 # (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are
 # plain tuples: some versions take nothing else.
 lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
@@ -173,6 +179,7 @@ def device_guard(device_type: str) -> Callable[[int], Any] | None:
 def torch_functions() -> TorchFunctions:
     return TorchFunctions(
         use_counter=use_counter,
+        overlap=overlap,
         pointer_check=pointer_check,
         layout_check=layout_check,
         storage_at=storage_at,

@@ -38,6 +38,7 @@ from .devices.runtime import capture_check, current_stream, freezes_addresses, r
 from .flat import FlatBuilder, FlatFunction
 from .locks import LockOwner
 from .memory_provider import Estimate, MemoryProvider, Planner, Saved
+from .overlaps import WrittenInputs
 from .ranges import partition_range
 from .ranges import recording as recording_range
 from .recording import Recording, RecordingRequest, next_use
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _MISSED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
+_OVERLAP = "an input that is written overlaps another one"
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
 # Most programs run eagerly once, before they are recorded.
@@ -104,6 +106,7 @@ class Program:
         self._cut = self._adopt(plan)
         self._dynamic = _dynamic_positions(self._cut.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
+        self._written_inputs = WrittenInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
         self._warm_ups = max(options.warmup, int(self._on_accelerator))
@@ -231,7 +234,7 @@ class Program:
     def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
         specialization = self.specializations.get(key) or self.specializations.add(key, Specialization())
         specialization.calls.append(next_use())
-        cut, reason = self._cut, self._eager_reason(specialization)
+        cut, reason = self._cut, self._eager_reason(specialization, inputs)
         if reason:
             return self._run_eagerly(cut, inputs, reason, specialization)
         owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
@@ -266,11 +269,13 @@ class Program:
         finally:
             recording.release(owner)
 
-    def _eager_reason(self, specialization: Specialization) -> str:
+    def _eager_reason(self, specialization: Specialization, inputs: Sequence[Any]) -> str:
         if self._caller_captures():
             return _CAPTURED
         if self._never_recorded:
             return self._never_recorded
+        if self._written_inputs is not None and not self._written_inputs.are_apart(inputs):
+            return _OVERLAP
         # Hardware cannot capture what happens once only: kernels load and are tuned for sizes, libraries make a
         # handle for each thread.
         if self._on_accelerator and not getattr(self._thread, "warm", False):
@@ -409,6 +414,7 @@ class Program:
                 own.reused_inputs,
                 static,
                 copied,
+                self._written_inputs.with_static(inputs, static) if self._written_inputs is not None else None,
                 weakref.ref(specialization),
             )
             with record_function(recording_range(self.name)):

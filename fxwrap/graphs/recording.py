@@ -22,6 +22,7 @@ from .devices.device_graph import DeviceGraph
 from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import LivenessGuard, LiveOutputs, OutputStorage, SharedMemory
 from .locks import LockOwner, TryLock
+from .overlaps import WrittenInputs
 from .placement import MemoryKeptError, PlacementHints
 from .ranges import copies_of_inputs, copies_to_inputs
 from .regions import Regions
@@ -42,6 +43,7 @@ class RecordingRequest:
         reused_inputs: positions of donated inputs whose memory is used again after their last use.
         static_inputs: positions of the inputs whose address is taken to stay.
         copied: storages of outputs that are copied when handed out.
+        written_inputs: what tells whether inputs that are written lie apart from others; None where none can overlap.
         policy: is told of outputs that are live when their memory is needed.
     """
 
@@ -55,6 +57,7 @@ class RecordingRequest:
     reused_inputs: tuple[int, ...]
     static_inputs: list[int]
     copied: frozenset[int]
+    written_inputs: WrittenInputs | None
     policy: weakref.ref[Policy]
 
 
@@ -232,6 +235,9 @@ class Recording:
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
+        if (written := self.request.written_inputs) is not None:
+            spans = written.fixed, written.fixed_written
+            guards = dataclasses.replace(guards, moving=written.moving, fixed=spans[0], fixed_written=spans[1])
         hints = self._held.hints if self._held is not None else None
         on_error = hints.in_use if hints is not None else None
         described = Description(
@@ -261,6 +267,8 @@ class Recording:
     def may_run(self, inputs: list[Any], owner: LockOwner) -> bool:
         """Whether it suits a call that has its locks: static inputs are where they were, and its memory is free."""
         if self.superseded or not self.same_addresses(inputs):
+            return False
+        if (written := self.request.written_inputs) is not None and not written.are_apart(inputs):
             return False
         return not self._arenas or (self.is_idle_for(owner) and self.is_free())
 

@@ -47,6 +47,7 @@ class TorchFunctions:
             ``pointers[p]`` for every ``p`` in ``positions``.
         layout_check: ``(inputs, positions)``: makes a function that tells whether the tensors at these positions look
             as they do now: size, stride, dtype, device; False if in doubt.
+        overlap: whether two tensors over one storage share an element; True if in doubt.
         storage_at: ``(address, device, bytes)``: a storage over memory that somebody else owns and keeps.
         alive: what a weak reference refers to; None if that is gone.
         lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
@@ -66,6 +67,7 @@ class TorchFunctions:
     use_counter: Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
     pointer_check: Callable[[Sequence[Any], Sequence[int]], InputCheck]
     layout_check: Callable[[Sequence[Any], Sequence[int]], InputCheck]
+    overlap: Callable[[torch.Tensor, torch.Tensor], bool]
     storage_at: Callable[[int, torch.device, int], torch.UntypedStorage]
     alive: Callable[[StorageWeakRef], torch.UntypedStorage | None]
     lay_out: Callable[..., torch.Tensor]

@@ -122,13 +122,11 @@ class Text:
     Attributes:
         source: defines a class ``Program``.
         writes_inputs: whether x or y may be written.
-        writes_cache: whether the buffer ``cache`` may be.
         pure: whether equal inputs give equal outputs and nothing else happens: two threads may call it at one time.
     """
 
     source: str
     writes_inputs: bool
-    writes_cache: bool
     pure: bool
 
     def make(self, seed: int, device: torch.device) -> torch.nn.Module:
@@ -171,7 +169,7 @@ class _Writer:
         self.from_inputs = {"x", "y"}  # lie in the memory of an input, or may
         self.of_buffers = set[str]()
         self.also_returned = list[str]()
-        self.writes_inputs = self.writes_cache = False
+        self.writes_inputs = False
         self.pure = True
 
     def text(self) -> Text:
@@ -182,7 +180,7 @@ class _Writer:
         chosen = [everything[-1 - pick % len(everything)] for pick in self.recipe.outputs] + self.also_returned
         self.lines.append(f"return {', '.join(chosen)},")
         body = "".join(f"        {line}\n" for line in self.lines)
-        return Text(_HEAD.format(rows=ROWS_OF_CACHE) + body, self.writes_inputs, self.writes_cache, self.pure)
+        return Text(_HEAD.format(rows=ROWS_OF_CACHE) + body, self.writes_inputs, self.pure)
 
     # -- words
 
@@ -214,7 +212,7 @@ class _Writer:
         if name in self.from_inputs:
             self.writes_inputs, self.pure = True, False
         if name in self.of_buffers:
-            self.writes_cache, self.pure = True, False
+            self.pure = False
         return name
 
     # -- compiled kernels and library calls
@@ -289,7 +287,7 @@ class _Writer:
         self.lines.append(f"self.total.add_({self.pick('row', a)}.detach())")
 
     def _op_cache_(self, a: int, b: int, c: int) -> None:
-        self.writes_cache, self.pure = True, False
+        self.pure = False
         self.lines.append(f"self.cache[{a % ROWS_OF_CACHE}] = {self.pick('row', b)}.detach()")
 
     # -- random numbers, branches, operators of one's own

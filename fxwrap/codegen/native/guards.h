@@ -5,11 +5,17 @@
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
 #include <optional>
 
 #include "values.h"
 
 namespace fxwrap {
+
+// Addresses [begin, end), in order.
+using Spans = std::vector<std::pair<uint64_t, uint64_t>>;
 
 struct Guards {
   struct Address {
@@ -38,6 +44,9 @@ struct Guards {
   };
   py::object packed;  // a dictionary
   std::vector<Py_ssize_t> overwritten;
+  // Inputs of which no written one may overlap another one, and where the others lie: graphs/overlaps.py.
+  std::vector<std::pair<Py_ssize_t, bool>> moving;
+  Spans fixed, fixed_written;
   bool no_hooks = false;          // nobody packs what autograd saves
   std::optional<at::Device> device;
   std::vector<const int64_t*> streams;
@@ -92,6 +101,45 @@ struct Guards {
     return PyDict_Contains(packed.ptr(), handle.ptr()) != 0;
   }
 
+  // Bytes from a tensor's first element to its last.
+  static uint64_t reach(const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return 0;
+    int64_t last = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    return static_cast<uint64_t>(last + 1) * tensor.element_size();
+  }
+
+  static bool touches(const Spans& spans, uint64_t begin, uint64_t end) {
+    auto after = std::lower_bound(spans.begin(), spans.end(), end, [](const auto& span, uint64_t at) { return span.first < at; });
+    return after != spans.begin() && std::prev(after)->second > begin;
+  }
+
+  // Whether no input that is written may share bytes with another one.
+  bool apart(PyObject* inputs) const {
+    struct Span {
+      uint64_t begin, end;
+      bool written;
+    };
+    c10::SmallVector<Span, 16> spans;
+    for (const auto& [position, written] : moving) {
+      const auto* tensor = tensor_at(inputs, position);
+      if (tensor == nullptr) return false;
+      const auto begin = reinterpret_cast<uint64_t>(tensor->const_data_ptr());
+      const auto end = begin + reach(*tensor);
+      if (begin == end) continue;
+      if (touches(written ? fixed : fixed_written, begin, end)) return false;
+      spans.push_back({begin, end, written});
+    }
+    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    uint64_t reached = 0, reached_written = 0;
+    for (const auto& span : spans) {
+      if (span.begin < reached_written || (span.written && span.begin < reached)) return false;
+      reached = std::max(reached, span.end);
+      if (span.written) reached_written = std::max(reached_written, span.end);
+    }
+    return true;
+  }
+
   bool hold(PyObject* inputs) const {
     if (!is_free()) return false;
     if (!overwritten.empty() && PyDict_GET_SIZE(packed.ptr()) != 0)
@@ -112,6 +160,7 @@ struct Guards {
       const auto* tensor = tensor_at(inputs, position);
       if (tensor == nullptr || reinterpret_cast<uint64_t>(tensor->const_data_ptr()) != address) return false;
     }
+    if (!moving.empty() && !apart(inputs)) return false;
     return !no_hooks || !at::SavedTensorDefaultHooks::get_hooks(true).has_value();
   }
 };

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,20 @@ def analyse_storages(gm: GraphModule) -> StorageFacts:
     taken to write all its tensor operands and to return views of them, so that nothing is missed.
     """
     return _Analysis(gm).run()
+
+
+def inputs_that_may_overlap(gm: GraphModule, facts: StorageFacts) -> Mapping[int, frozenset[int]]:
+    """For each input's storage, those of all inputs on its device, where one of them is written.
+
+    Inputs that did not overlap when the program was compiled may do so at a call: nothing guards that. Inductor runs
+    its program in one order, which is what such a call means.
+    """
+    written = _NONE.union(*facts.written.values())
+    on_device: dict[str, set[int]] = defaultdict(set)
+    for node in gm.graph.nodes:
+        if kind_of(node) is Kind.PLACEHOLDER and isinstance(val := node.meta.get("val"), torch.Tensor):
+            on_device[str(val.device)] |= facts.of(node)
+    return {index: frozenset(group) for group in on_device.values() if group & written for index in group}
 
 
 class _Analysis:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
 from ...plan import StorageFacts
+from .aliasing import inputs_that_may_overlap
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -27,6 +28,8 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     war    it writes a storage after reads of it
     order  random numbers are drawn, and effects happen, in program order
     ====== =========================================================================
+
+    Inputs on one device count as one storage: at a call they may overlap.
     """
     import networkx as nx  # a tenth of a second, which a program from a cache does without
 
@@ -34,6 +37,11 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     last_write: dict[int, Node] = {}
     reads_since: dict[int, list[Node]] = defaultdict(list)
     last_in_order: dict[str, Node] = {}
+    # One number for the inputs on a device, beside those of their storages.
+    groups = {index: -1 - min(group) for index, group in inputs_that_may_overlap(gm, facts).items()}
+
+    def with_groups(storages: frozenset[int]) -> frozenset[int]:
+        return storages.union(groups[index] for index in storages if index in groups)
 
     def edge(before: Node, after: Node, kind: str) -> None:
         if before is not after and not graph.has_edge(before, after):
@@ -43,8 +51,8 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
         graph.add_node(node)
         for operand in node.all_input_nodes:
             edge(operand, node, "data")
-        writes = facts.writes(node)
-        for storage in facts.reads(node):
+        writes = with_groups(facts.writes(node))
+        for storage in with_groups(facts.reads(node)):
             if storage in last_write:
                 edge(last_write[storage], node, "raw")
             if storage not in writes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...host_graph.nodes import (
     schema_of,
 )
 from ...plan import Origin, StorageFacts
-from ..analysis.aliasing import analyse_storages
+from ..analysis.aliasing import analyse_storages, inputs_that_may_overlap
 
 # What kernels for accelerators take for granted of the buffers that they are given, in bytes.
 _ALIGNMENT = 16
@@ -71,7 +71,7 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
     A copy may share its operand's memory if all of this holds:
 
     * nothing writes into the copy, nor into the operand between the copy and its last use: after such a write the
-      two differ, while earlier writes are seen by both;
+      two differ, while earlier writes are seen by both. (A write to an input may be one to any other.)
     * it is not handed to the caller, who may write into it and keep it as long as they like;
     * the view has the copy's layout, for which the kernels that read it were compiled: sizes, strides, type, no
       pending conjugation or negation, and alignment where it is relied upon;
@@ -107,6 +107,7 @@ class _Uses:
     position: dict[Node, int]
     writes: dict[int, list[int]]
     last_read: dict[int, int]
+    may_overlap: Mapping[int, frozenset[int]]
 
     @classmethod
     def of(cls, gm: GraphModule, facts: StorageFacts) -> _Uses:
@@ -118,13 +119,14 @@ class _Uses:
                 writes[storage].append(index)
             for storage in facts.reads(node):
                 last_read[storage] = index
-        return cls(position, writes, last_read)
+        return cls(position, writes, last_read, inputs_that_may_overlap(gm, facts))
 
     def tell_apart(self, copy: Node, own: frozenset[int], base: frozenset[int]) -> bool:
         """Whether a write makes a difference between a copy and a view."""
         begin = self.position[copy]
         end = max((self.last_read.get(index, begin) for index in own), default=begin)
-        between = any(begin < write <= end for index in base for write in self.writes.get(index, ()))
+        sources = base.union(*(self.may_overlap.get(index, _NONE) for index in base))
+        between = any(begin < write <= end for index in sources for write in self.writes.get(index, ()))
         return between or any(self.writes.get(index) for index in own)
 
 

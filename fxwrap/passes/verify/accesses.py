@@ -200,6 +200,20 @@ class Accesses:
                 found[root].append((node, root in written))
         return found
 
+    def accesses_to_inputs(self, work: Sequence[Node]) -> dict[str, list[tuple[Node, bool]]]:
+        """The same for all inputs on a device together, which may lie in the same bytes."""
+        found: dict[str, list[tuple[Node, bool]]] = defaultdict(list)
+        device_of = {
+            node: str(node.meta["val"].device)
+            for node in self.graph.nodes
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+        }
+        for node in work:
+            written = {device_of[maker] for maker, _ in self.written(node) if maker in device_of}
+            for device in {device_of[maker] for maker, _ in self.touched(node) if maker in device_of} | written:
+                found[device].append((node, device in written))
+        return found
+
     def written(self, node: Node) -> frozenset[Root]:
         if node.target is launch:
             kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]

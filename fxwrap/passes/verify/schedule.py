@@ -34,20 +34,26 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
             if position[before] >= position[after]:
                 _wrong_order(before, after, position, "random numbers and effects keep program order")
     for root, accesses in memory.accesses(required).items():
-        # Program order: reads between two writes form a group; no access may cross a write.
-        last_writer: Node | None = None
-        group: list[Node] = []
-        for node, writes in accesses:
-            step = position[node]
-            if last_writer is not None and step <= position[last_writer]:
-                _wrong_order(last_writer, node, position, f"{last_writer.name} writes {name_of(root)} first")
-            if writes:
-                for reader in group:
-                    if position[reader] >= step:
-                        _wrong_order(reader, node, position, f"{reader.name} reads {name_of(root)} first")
-                last_writer, group = node, []
-            else:
-                group.append(node)
+        _verify_accesses(name_of(root), accesses, position)
+    for device, accesses in memory.accesses_to_inputs(required).items():
+        _verify_accesses(f"an input on {device}, where another may lie", accesses, position)
+
+
+def _verify_accesses(what: str, accesses: Sequence[tuple[Node, bool]], position: Mapping[Node, int]) -> None:
+    """Program order: reads between two writes form a group; no access may cross a write."""
+    last_writer: Node | None = None
+    group: list[Node] = []
+    for node, writes in accesses:
+        step = position[node]
+        if last_writer is not None and step <= position[last_writer]:
+            _wrong_order(last_writer, node, position, f"{last_writer.name} writes {what} first")
+        if writes:
+            for reader in group:
+                if position[reader] >= step:
+                    _wrong_order(reader, node, position, f"{reader.name} reads {what} first")
+            last_writer, group = node, []
+        else:
+            group.append(node)
 
 
 def _wrong_order(before: Node, after: Node, position: Mapping[Node, int], why: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_graphs import (
     CPU,
@@ -21,6 +21,7 @@ from random_graphs import (
     build,
     expected_of,
     halve,
+    overlapped,
     recipes,
     reordered,
     run_schedule,
@@ -28,9 +29,12 @@ from random_graphs import (
 )
 from torch.fx import GraphModule
 
+from fxwrap.errors import PlanError
+from fxwrap.host_graph.nodes import communicates
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.partition.capturability import is_work
+from fxwrap.passes.verify import verify_schedule
 from fxwrap.plan import StorageFacts
 
 
@@ -116,6 +120,29 @@ def test_waw_writes_of_one_storage_stay_in_order() -> None:
     assert edges_between_work(gm, only_written) == {("first", "second"): "waw"}
 
 
+def test_inputs_count_as_one_storage_where_one_is_written() -> None:
+    """
+    ::
+
+        read: b <- f(y) --war--> write: x <- g(y, x) --raw--> again: c <- f(y)        at a call, x and y may overlap
+
+    They cannot on two devices, and two that are read need no order.
+    """
+    maker = GraphMaker()
+    x, y = maker.input("x"), maker.input("y")
+    b, c = maker.allocate(), maker.allocate()
+    maker.launch("mix", y, y, b, name="read")
+    maker.launch("update", b, x, name="write")
+    maker.launch("mix", y, y, c, name="again")
+    edges = edges_between_work(gm := maker.finish([b, c]))
+    assert edges == {("read", "write"): "raw", ("write", "again"): "raw"}  # ``write`` reads b, too
+    schedule = [node for node in gm.graph.nodes if is_work(node)]
+    verify_schedule(gm, schedule)
+    with pytest.raises(PlanError, match="again runs before write") as told:
+        verify_schedule(gm, [schedule[0], schedule[2], schedule[1]])
+    assert "where another may lie" in str(told.value)
+
+
 def test_order_random_numbers_are_drawn_in_program_order() -> None:
     """
     ::
@@ -130,8 +157,8 @@ def test_order_random_numbers_are_drawn_in_program_order() -> None:
 def test_order_effects_happen_in_program_order() -> None:
     """Functions without a schema may print, communicate or count: they keep their order, whatever they work on."""
     maker = GraphMaker()
-    first = maker.extern(halve, maker.input("x"), name="first")
-    second = maker.extern(halve, maker.input("y"), name="second")
+    first = maker.extern(halve, maker.allocate(), name="first")
+    second = maker.extern(halve, maker.allocate(), name="second")
     assert edges_between_work(maker.finish([first, second])) == {("first", "second"): "order"}
 
 
@@ -282,6 +309,27 @@ def test_every_topological_order_computes_the_same(recipe: Recipe, shuffle: int)
         torch.manual_seed(shuffle)
         outputs = run_schedule(graph.gm, schedule, inputs)
         assert same([*outputs, *inputs], expected)
+
+
+@PROPERTY
+@given(recipes(), st.integers(0, 1000))
+def test_every_order_computes_the_same_where_inputs_overlap(recipe: Recipe, shuffle: int) -> None:
+    """Any two inputs may lie in the same bytes at a call; what is computed then is what program order computes."""
+    graph = build(recipe)
+    gm, inputs, twins = graph.gm, overlapped(graph.inputs(shuffle)), overlapped(graph.inputs(shuffle))
+    # What a communication reads while others write is anybody's guess.
+    assume(not any(communicates(node) for node in gm.graph.nodes))
+    torch.manual_seed(shuffle)
+    try:
+        expected = run_schedule(gm, [node for node in gm.graph.nodes if is_work(node)], twins)
+    except RuntimeError as error:
+        assume("single memory location" not in str(error))
+        raise
+    schedule = [node for node in nx.topological_sort(reordered(dependencies_of(gm))) if is_work(node)]
+    verify_schedule(gm, schedule)
+    torch.manual_seed(shuffle)
+    outputs = run_schedule(gm, schedule, inputs)
+    assert same([*outputs, *inputs], [*expected, *twins])
 
 
 @PROPERTY

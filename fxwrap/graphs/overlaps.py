@@ -1,0 +1,109 @@
+"""Inputs that lie in the same bytes at a call, one of which is written.
+
+A replay copies inputs to their buffers before anything runs, so that a write to one is never seen in another. Nothing
+guards this: Dynamo and AOTAutograd ask about inputs that shared memory when the program was compiled.
+
+::
+
+    def f(x, y): x.mul_(2); return y @ w          f(a, b) is recorded; f(base[:3], base[1:]) must not be replayed
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..plan import ProgramPlan
+from .arenas import has_address, reach
+
+# Addresses [begin, end).
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class WrittenInputs:
+    """What tells whether the inputs of a call lie apart from those that are written.
+
+    Attributes:
+        moving: (position, whether it is written) of inputs that may lie elsewhere at every call.
+        fixed: where the others lie: spans that do not touch each other, in order.
+        fixed_written: the same of those that are written.
+        overlap: whether two tensors in one storage share an element.
+    """
+
+    moving: Sequence[tuple[int, bool]]
+    fixed: Sequence[Span]
+    fixed_written: Sequence[Span]
+    overlap: Callable[[torch.Tensor, torch.Tensor], bool]
+
+    @classmethod
+    def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> WrittenInputs | None:
+        """Those of a program, wherever they lie; None if it writes none, or has but one."""
+        written = frozenset[int]().union(*plan.facts.written.values())
+        placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+        moving = [
+            (p, bool(plan.facts.of(node) & written))
+            for p, node in enumerate(placeholders)
+            if _lies_on(plan.device, node.meta.get("val"))
+        ]
+        return cls(moving, (), (), overlap) if len(moving) > 1 and any(writes for _, writes in moving) else None
+
+    def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> WrittenInputs | None:
+        """The same where some inputs lie where they lie now; None where nothing can go wrong any more: a replay works
+        on static inputs themselves."""
+        fixed = [(_span(inputs[p]), writes) for p, writes in self.moving if p in static]
+        moving = [(p, writes) for p, writes in self.moving if p not in static]
+        if not moving:
+            return None
+        spans = _joined(span for span, _ in fixed), _joined(span for span, writes in fixed if writes)
+        return WrittenInputs(moving, *spans, self.overlap)
+
+    def are_apart(self, inputs: Sequence[Any]) -> bool:
+        """Whether no input that is written shares bytes with another one."""
+        spans = sorted((*_span(inputs[p]), p, writes) for p, writes in self.moving)
+        reached: list[tuple[int, int, bool]] = []  # (end, position, whether it is written): what began before
+        for begin, end, position, writes in spans:
+            if begin == end:
+                continue
+            if _touches(self.fixed if writes else self.fixed_written, begin, end):
+                return False
+            reached = [one for one in reached if one[0] > begin]
+            for _, other, other_writes in reached:
+                if (writes or other_writes) and self._share(inputs[position], inputs[other]):
+                    return False
+            reached.append((end, position, writes))
+        return True
+
+    def _share(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Of two tensors whose spans overlap. Columns of one matrix do not share an element."""
+        same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        return not same or one.dtype != other.dtype or self.overlap(one, other)
+
+
+def _lies_on(device: torch.device, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and has_address(value) and value.device.type == device.type
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    begin = tensor.data_ptr()
+    return begin, begin + reach(tensor)
+
+
+def _joined(spans: Any) -> list[Span]:
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif begin < end:
+            found.append((begin, end))
+    return found
+
+
+def _touches(spans: Sequence[Span], begin: int, end: int) -> bool:
+    """Whether ``[begin, end)`` overlaps one of the spans."""
+    after = bisect.bisect_left(spans, (end, 0))
+    return after > 0 and spans[after - 1][1] > begin
