@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -24,10 +25,10 @@ _UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, 
 
 
 def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
-    """Write a file in one step: whoever reads ``path`` finds the old one or the new one."""
+    """Write a file in one step: whoever reads ``path`` finds the old one or the new one, whoever else writes it."""
     known = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in members.items()}
     text = json.dumps({"format": FORMAT, **manifest, "members": known}, indent=1)
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
     try:
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
             file.writestr(MANIFEST, text, zipfile.ZIP_DEFLATED)

@@ -443,7 +443,7 @@ class Program:
             self._note_recording(recorded, inputs, why, time.perf_counter() - begin)
             return outputs
         # Whoever ended for it will be back; whoever got what this call returns will let go of it.
-        specialization.short = short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device))
+        specialization.falls_short(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
         if short_of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
         if outputs is _MISSED:  # by now nobody has what was made for the recording

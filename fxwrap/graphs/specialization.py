@@ -11,7 +11,8 @@ an output is live                  run eagerly; found live twice, it is copied f
                                    warm-up that are live when the first recording is made: at once)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
 there are ``max_recordings``       the least recently used one goes, if this shape is called more often
-there is too little memory         run eagerly, until there is more
+there is too little memory         run eagerly, until there is more; where the device was short of it, try again after
+                                   ever more calls, too: not all that is in the way can be seen
 ================================== ==================================================================================
 
 Live outputs are an event where graphs freeze addresses only: elsewhere what the caller gets is allocated at the call.
@@ -30,7 +31,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..plan import MemoryPlan
-from .arenas import AT_ONE_TIME, Arena, has_address
+from .arenas import AT_ONE_TIME, OUT_OF_MEMORY, Arena, has_address
 from .locks import LockOwner
 from .memory_provider import Estimate
 from .recording import Recording
@@ -49,6 +50,8 @@ _ELSEWHERE = 3
 BLOCKED = 3
 # A shape evicts another after so many calls since the other's last use: at first, and at most.
 _PATIENCE, _MOST_PATIENCE = 2, 64
+# Calls after which a device that was out of memory is asked again, though it tells of no more: at first, and at most.
+ASKED_AGAIN, _MOST_CALLS = 32, 2048
 # Shapes that are remembered, as a multiple of ``max_recordings``.
 _KNOWN = 8
 
@@ -127,6 +130,8 @@ class Specialization:
         calls: when it was called lately and could not be replayed, as numbers that grow.
         evicted: whether its last recording was ended in favour of another shape.
         short: why there was too little memory, and how much was in the way then (``ArenaPool.pressure``).
+        waited: calls since then.
+        patience: after how many of them the device is asked again.
     """
 
     recordings: tuple[Recording, ...] = ()
@@ -145,6 +150,8 @@ class Specialization:
     calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
     short: tuple[str, int] | None = None
+    waited: int = 0
+    patience: int = ASKED_AGAIN
 
     # -- what a call finds ------------------------------------------------------------------------------
 
@@ -301,9 +308,19 @@ class Specialization:
 
     def waits_for_memory(self, device: torch.device) -> str:
         """Why there is too little memory to record; empty if there may be enough by now."""
-        if self.short is not None and SHARED.arenas.pressure(self.short[0], device) < self.short[1]:
+        if self.short is None:
+            return ""
+        why, before = self.short
+        self.waited += 1
+        if SHARED.arenas.pressure(why, device) < before:
             self.short = None
-        return self.short[0] if self.short is not None else ""
+        elif why == OUT_OF_MEMORY and self.waited >= self.patience:
+            self.short, self.patience = None, min(2 * self.patience, _MOST_CALLS)
+        return why if self.short is not None else ""
+
+    def falls_short(self, why: str, pressure: int) -> None:
+        """There was too little memory to record, with so many bytes in the way."""
+        self.short, self.waited = (why, pressure), 0
 
 
 class Specializations:

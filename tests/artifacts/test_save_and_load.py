@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import copy
 import json
 import os
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fxwrap
+from fxwrap.artifacts import package
 from fxwrap.errors import InputError, OptionError, StorageError
 
 TOKENS, WIDTH, LONGEST = 32, 16, 24
@@ -401,3 +404,14 @@ def test_a_damaged_file_is_refused(saved: Path, tmp_path: Path, seed: int) -> No
     token, at = torch.ones(1, 1, dtype=torch.long), torch.tensor([0])
     expected = fxwrap.load(saved, trust=True).decode(token, at)["logits"]
     torch.testing.assert_close(loaded.decode(token, at)["logits"], expected, rtol=0, atol=0)
+
+
+def test_two_write_one_file_at_one_time(tmp_path: Path) -> None:
+    """Each has a file of its own until it is whole: the last one stays, and nothing of the other."""
+    path, members = tmp_path / "one.fxw", {"a": bytes(1 << 20), "b": bytes(range(256)) * 4096}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        writes = [pool.submit(package.write, path, {"number": number}, members) for number in range(24)]
+    assert not [error for write in writes if (error := write.exception())]
+    with contextlib.closing(package.Package(path)) as written:
+        written.check_all()
+    assert [file.name for file in tmp_path.iterdir()] == ["one.fxw"]

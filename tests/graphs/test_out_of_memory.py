@@ -28,6 +28,7 @@ from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.memory_provider import MemoryProvider
 from fxwrap.graphs.placement import _CapturedOffer
 from fxwrap.graphs.recording_builder import RecordingBuilder
+from fxwrap.graphs.specialization import ASKED_AGAIN
 from fxwrap.graphs.static_buffers import StaticBuffers
 from fxwrap.testing.simulated import Rules, SimulatedGraph, SimulatedRuntime, simulated
 
@@ -520,6 +521,31 @@ def test_a_simulated_capture(
             torch.testing.assert_close(f(x), f.fn(x))
     assert f.program.counters.replays >= 2 and f.program.counters.recordings == {"first": 1}
     assert f.program.counters.eager == {"warm-up": 1, **waiting} and not f.program._refused
+
+
+@torch.no_grad()
+def test_a_shortage_that_left_no_trace_is_over_after_some_calls(
+    compiled: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process, or a driver, was in the way: nothing tells when it is gone, so the device is asked again.
+
+    ::
+
+        captures    fails twice                    fails twice                    holds
+        calls       eager, 32 of them, the last of which tries;  64 the next time;       replays
+    """
+    monkeypatch.setattr(ShortGraph, "failures", 4)
+    x = torch.randn(16, 16)
+    with using_runtime(_short(simulated())):
+        f: Compiled = compiled(lambda x: (x.sin() @ x).cos() @ x)
+        for call in range(1 + ASKED_AGAIN + 1 + 2 * ASKED_AGAIN + 4):
+            torch.testing.assert_close(f(x), f.fn(x))
+            if call == ASKED_AGAIN:
+                assert ShortGraph.failures == 2
+        assert not ShortGraph.failures
+    counters = f.program.counters
+    assert counters.eager == {"warm-up": 1, OUT_OF_MEMORY: 3 * ASKED_AGAIN} and counters.recordings == {"first": 1}
+    assert counters.replays == 4
 
 
 @torch.no_grad()
