@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch._inductor import codecache, config
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..devices import device_support
+from ..graphs.arenas import has_address
 from ..options import Options
 
 _LINES = ("compile_graph", "compile_partition", "passes", "stages", "writeline", "_generate")
@@ -48,6 +50,27 @@ def cache_key(options: Options, devices: Iterable[torch.device], *others: Any) -
     supports = [device_support(kind) for kind in sorted({device.type for device in devices})]
     parts = [_sources(), torch.get_num_threads(), *others, _described(options), _described(supports)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def sharing(inputs: Iterable[Any]) -> list[tuple[int, ...]]:
+    """The positions of inputs that lie in one storage, for each storage with several.
+
+    AOTAutograd compiles such inputs as views of one, if any is written; its own key tells of no more than the offset
+    and the size of each (torch 2.15; pytorch/pytorch#184694).
+    """
+    known: dict[int, list[int]] = {}
+    for position, value in enumerate(inputs):
+        for tensor in _plain_tensors(value):
+            known.setdefault(tensor.untyped_storage()._cdata, []).append(position)
+    return [tuple(positions) for positions in known.values() if len(positions) > 1]
+
+
+def _plain_tensors(value: Any) -> list[torch.Tensor]:
+    """Those with memory: a tensor itself, or what one of a subclass is made of."""
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return [tensor for name in names for tensor in _plain_tensors(getattr(value, name))]
+    return [value] if isinstance(value, torch.Tensor) and has_address(value) else []
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelEr
 from ..options import Options
 from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
 from . import torch_versions as versions
-from .caches import cache_key, cached_as, forget, without_uuid
+from .caches import cache_key, cached_as, forget, sharing, without_uuid
 from .emission import FxwrapCodegen
 from .library_calls import prepare
 from .request import requesting
@@ -81,7 +81,7 @@ def compile_with_inductor(
     common.init_backend_registration()  # from torch 2.15 on it calls a device's own hook, which registers it
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
-    key = cache_key(options, devices)
+    key = cache_key(options, devices, sharing(example_inputs))
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         request = CompileRequest(

@@ -295,6 +295,35 @@ class Failing(fxwrap.FxwrapCodegen):
         raise EmissionError("it cannot be emitted")
 
 
+def _overlapping() -> tuple[Tensor, Tensor]:
+    base = torch.arange(16.0).view(4, 4)
+    return base[:3], base[1:]
+
+
+def _separate() -> tuple[Tensor, Tensor]:
+    return torch.arange(16.0).view(4, 4)[:3], torch.arange(16.0).view(4, 4)[1:]
+
+
+@pytest.mark.usefixtures("caches")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("order", [(_overlapping, _separate), (_separate, _overlapping)])
+def test_inputs_of_one_storage_are_not_taken_for_others(order: tuple[Any, ...], training: bool) -> None:
+    """Torch's own key does not tell them apart: with Inductor the second program is the first one's, and wrong."""
+
+    def program(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        x.mul_(2)
+        return (y + x).sin() @ w
+
+    for make in (*order, *order):
+        f, before = compile_anew(program, dynamic=False), hits()
+        for _ in range(3):
+            w = torch.eye(4, requires_grad=training)
+            (x, y), (a, b) = make(), make()
+            torch.testing.assert_close(f(x, y, w), program(a, b, w))
+            assert torch.equal(x, a) and torch.equal(y, b)
+    assert hits() != before, "the second of a kind is found"
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_what_falls_back_is_not_stored(caches: Path, training: bool) -> None:
     for _ in range(2):
