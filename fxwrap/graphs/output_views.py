@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .arenas import has_address
+from .arenas import has_address, tensors_in
 from .static_buffers import copy_tensors
 
 
@@ -45,6 +45,20 @@ def relay(views: Any, base: torch.Tensor) -> Any:
         return tuple(view and relay(view, base) for view in views)
     typed = base if base.dtype is views.dtype else base.view(views.dtype)
     return typed.as_strided(views.size, views.stride, typed.storage_offset() + views.shift)
+
+
+def shares_storage(seen: torch.Tensor, value: Any) -> bool:
+    """Whether all tensors in ``value`` lie in the storage of ``seen``, and there are any.
+
+    By its handle: in an arena another storage may be at the same address.
+    """
+    tensors, storage = tensors_in(value), seen.untyped_storage()._cdata
+    return bool(tensors) and all(tensor.untyped_storage()._cdata == storage for tensor in tensors)
+
+
+def relay_shared(seen: torch.Tensor, value: Any, base: torch.Tensor) -> Any:
+    """The same views over ``base`` of what shares ``seen``'s storage; an operator may return new memory next time."""
+    return relay(views_of(value, seen.data_ptr()), base) if shares_storage(seen, value) else value
 
 
 def copy_out(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from .devices.runtime import GraphPool
 from .flat import FlatBuilder, FlatFunction, Landings
 from .flat_lines import AnyLine, Bound, Call, Line, Range, Register, Store
 from .live_outputs import OutputStorage
-from .output_views import copy_out, each, relay, views_of
+from .output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
 from .placed_results import PlacedResults
 from .placement import PlacementHints
 from .ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
@@ -477,10 +477,12 @@ class RecordingBuilder:
                 continue
             elif (position := self._input_behind(node)) is not None:
                 # An operator returned an input's memory: what the caller gets is the caller's own.
-                value, owned = builder.register(self._placeholders[position]), []
-                template = common[node] if self._frozen and node in common else self._r[self._registers.numbers[node]]
-                base = self._as_seen[position]
-                builder.assign(node, functools.partial(relay, views_of(template, base.data_ptr())), value)
+                given, seen = builder.register(self._placeholders[position]), self._as_seen[position]
+                if self._frozen:
+                    views = views_of(self._r[self._registers.numbers[node]], seen.data_ptr())
+                    builder.assign(node, functools.partial(relay, views), given)
+                else:
+                    builder.assign(node, functools.partial(relay_shared, seen), builder.register(node), given)
                 continue
             elif self._frozen and node in common:
                 # In a place, where it stays like planned outputs; or in the pool.
@@ -506,17 +508,9 @@ class RecordingBuilder:
         return builder.build(output.args[0])
 
     def _input_behind(self, node: Node) -> int | None:
-        """The input in whose memory, or static buffer, an operator's result lies."""
-        makers = map(self.plan.maker, self.plan.facts.of(node))
-        tensors = tensors_in(self._r[self._registers.numbers[node]])
-        for maker in makers:
-            if maker.op != "placeholder" or not tensors:
-                continue
-            position = self._registers.numbers[maker]  # the first registers are the inputs
-            base = self._as_seen.get(position)
-            if base is not None and 0 <= tensors[0].data_ptr() - base.data_ptr() <= reach(base):
-                return position
-        return None
+        """The input in whose memory, or static buffer, an operator's result lies, whether it declares that or not."""
+        value = self._r[self._registers.numbers[node]]
+        return next((p for p, seen in self._as_seen.items() if shares_storage(seen, value)), None)
 
     def _watch(self, tensors: Sequence[torch.Tensor], indices: frozenset[int]) -> None:
         known = {output.storage.data_ptr() for output in self._watched}

@@ -36,13 +36,11 @@ class Surroundings:
 
     Attributes:
         raising: whether ``raises`` does.
-        kept: what ``keeps`` has been given.
-        copies: whether ``keeps`` has to copy it.
+        kept: copies of what ``keeps`` has been given: Inductor's buffers are written again, too.
     """
 
     raising: bool = False
     kept: list[Tensor] = field(default_factory=list)
-    copies: bool = False
 
 
 AROUND = Surroundings()
@@ -61,7 +59,8 @@ def _raises(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("fxwrap_fuzz::keeps", mutates_args=())
 def _keeps(x: Tensor) -> Tensor:
-    AROUND.kept.append(x.clone() if AROUND.copies else x)
+    with torch.inference_mode(False):  # the call that records runs outside of the caller's mode
+        AROUND.kept.append(x.clone())
     return x * 2
 
 

@@ -594,7 +594,6 @@ def run(sequence: Sequence_, pool: Pool, device: torch.device) -> int:
     """
     pairs = [pool.get(number) for number in dict.fromkeys(sequence.programs)]
     with alone(pairs), torch.random.fork_rng(devices=[]):
-        AROUND.copies = runtime_for(device).frozen_addresses
         torch.manual_seed(0)
         ours, theirs = (Side([pair[side] for pair in pairs], not side, device) for side in (0, 1))
         for number, step in enumerate(sequence.steps):

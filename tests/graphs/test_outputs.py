@@ -8,7 +8,7 @@ import gc
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -455,3 +455,55 @@ def test_saved_activations_that_others_have(
     assert (forward, backward) == (before[0] + 6, before[1] + 6 * backwards), "in the end every call is replayed"
     # Activations that are copied are new tensors at every call: a recording is made for some of them, and for all.
     assert f.programs[-1].counters.recordings.get("inputs moved", 0) <= 2
+
+
+@pytest.fixture
+def same() -> Iterator[Callable[..., Any]]:
+    """An operator that returns its operand, or a part of it, although it declares new memory."""
+    library = torch.library.Library("returns_its_operand", "FRAGMENT")
+    library.define("same(Tensor x, bool new) -> Tensor")
+    library.impl("same", lambda x, new: x.clone() if new else x, "CompositeExplicitAutograd")
+    torch.library.register_fake("returns_its_operand::same", lambda x, new: torch.empty_like(x), lib=library)
+    library.define("sometimes(Tensor x) -> Tensor")
+    calls = iter(range(1 << 30))
+    library.impl("sometimes", lambda x: x if next(calls) % 2 else x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake("returns_its_operand::sometimes", torch.empty_like, lib=library)
+    # With CI in the environment AOTAutograd raises where it warns elsewhere.
+    with torch._functorch.config.patch(error_on_custom_op_aliasing=False):
+        yield torch.ops.returns_its_operand.same
+    library._destroy()
+
+
+@pytest.mark.filterwarnings("ignore:.*may not alias any inputs")
+@pytest.mark.parametrize("kept", [True, False], ids=["static", "new"])
+def test_an_operator_returns_its_operand_and_does_not_say_so(
+    compiled: Any, device: torch.device, same: Any, kept: bool
+) -> None:
+    """What the caller gets is the caller's own tensor, as without fxwrap: also where graphs work on a copy of it."""
+    f: Compiled = compiled(lambda x, y: (same(x, False), same(y, True) + 1))
+    x, y = torch.randn(3, 4, device=device), torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        for call in range(8):
+            x = x if kept else torch.randn(3, 4, device=device)
+            given, made = f(x, y)
+            assert torch.equal(given, x) and torch.equal(made, y + 1)
+            given.add_(1)
+            assert torch.equal(given, x), call
+    assert f.program.counters.replays >= 4
+    expected = x.clone()
+    del x
+    torch.randn(1000, device=device)
+    assert torch.equal(given, expected), "it is held by what was returned"
+
+
+@pytest.mark.filterwarnings("ignore:.*may not alias any inputs")
+def test_an_operator_returns_its_operand_now_and_then(compiled: Any, same: Any) -> None:
+    """On the CPU every call asks anew."""
+    f: Compiled = compiled(torch.ops.returns_its_operand.sometimes)
+    x, own = torch.randn(3, 4), list[bool]()
+    with torch.no_grad():
+        for _ in range(8):
+            y = f(x)
+            assert torch.equal(x, y)
+            own.append(y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr())
+    assert f.program.counters.replays >= 4 and own in ([False, True] * 4, [True, False] * 4)
