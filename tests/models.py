@@ -140,4 +140,11 @@ def clip() -> Model:
     }
 
 
+# A second layer, or more steps of a scan, are more of the same; GPT-2 has two layers in every run.
+SMALLER: dict[str, dict[str, int]] = {
+    "bert": {"layers": 1},
+    "llama": {"layers": 1},
+    "vit": {"layers": 1},
+    "mamba": {"length": 2},
+}
 MODELS = {make.__name__: make for make in (gpt2, bert, llama, t5, vit, mixtral, mamba, whisper, resnet, clip)}

@@ -8,21 +8,30 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled, assert_same, tensors_in
-from models import MODELS
+from models import MODELS, SMALLER
 
-# A second layer, or more steps of a scan, are more of the same; GPT-2 has two layers in every run.
-SMALLER = {"bert": {"layers": 1}, "llama": {"layers": 1}, "vit": {"layers": 1}, "mamba": {"length": 2}}
-SIZES = pytest.mark.parametrize(
-    "small", [True, pytest.param(False, marks=pytest.mark.sweep)], ids=["small", "as in benchmarks"]
-)
+# In every run of the tests, and small: attention, convolutions, an encoder and a decoder, experts. A sweep has all ten,
+# and as large as the benchmarks have them.
+OFTEN = {("llama", "training"), ("t5", "inference"), ("mixtral", "inference"), ("resnet", "training")}
+
+
+def all_ten(mode: str) -> Any:
+    return pytest.mark.parametrize(
+        ("name", "small"),
+        [
+            pytest.param(name, small, marks=() if small and (name, mode) in OFTEN else pytest.mark.sweep)
+            for name in MODELS
+            for small in (True, False)
+        ],
+        ids=[f"{name}-{size}" for name in MODELS for size in ("small", "as in benchmarks")],
+    )
 
 
 def _loss(output: Any) -> torch.Tensor:
     return sum(t.float().square().mean() for t in tensors_in(output) if t.requires_grad)
 
 
-@SIZES
-@pytest.mark.parametrize("name", MODELS)
+@all_ten("inference")
 def test_inference(name: str, small: bool, compiled: Any) -> None:
     model, fresh_inputs = MODELS[name](**SMALLER.get(name, {}) if small else {})
     model.eval()
@@ -39,8 +48,7 @@ def test_inference(name: str, small: bool, compiled: Any) -> None:
     _assert_all_replayed(ours, before)
 
 
-@SIZES
-@pytest.mark.parametrize("name", MODELS)
+@all_ten("training")
 def test_training(name: str, small: bool, compiled: Any) -> None:
     model, fresh_inputs = MODELS[name](**SMALLER.get(name, {}) if small else {})
     model.train()

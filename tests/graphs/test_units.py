@@ -24,7 +24,7 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, tensors_in
 from hypothesis import given, settings
-from models import MODELS
+from models import MODELS, SMALLER
 from random_graphs import PROPERTY, GraphMaker, Recipe, build, compile_request, kernel, recipes
 from threads import in_threads
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -281,7 +281,6 @@ def test_the_listing_where_addresses_are_frozen(compiled: Any, own_arenas: Any) 
 
 # -- the same numbers ---------------------------------------------------------------------------------------
 
-_SMALLER = {"bert": {"layers": 1}, "llama": {"layers": 1}, "vit": {"layers": 1}, "mamba": {"length": 2}}
 _SAMPLE = {("llama", "training"), ("resnet", "inference"), ("mixtral", "inference")}
 
 
@@ -296,7 +295,7 @@ _SAMPLE = {("llama", "training"), ("resnet", "inference"), ("mixtral", "inferenc
 )
 def test_models_compute_the_same_both_ways(compiled: Any, name: str, mode: str) -> None:
     """One recording of each program, called through its unit and without it: outputs, gradients and statistics."""
-    model, fresh_inputs = MODELS[name](**_SMALLER.get(name, {}))
+    model, fresh_inputs = MODELS[name](**SMALLER.get(name, {}))
     training = mode == "training"
     model.train(training)
     f: Compiled = compiled(model)

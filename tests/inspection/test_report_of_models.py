@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled
-from models import MODELS
+from models import MODELS, SMALLER
 
 import fxwrap
 from fxwrap.codegen.torch_runtime import allocations
 
-SAMPLE = [("gpt2", "training"), ("resnet", "inference")]
+SAMPLE = [("llama", "training"), ("resnet", "inference")]
 CASES = [
     pytest.param(name, mode, marks=() if (name, mode) in SAMPLE else pytest.mark.sweep)
     for name in MODELS
@@ -26,7 +26,7 @@ CALLS = 5
 @pytest.mark.parametrize("name, mode", CASES)
 def test_a_report_of_a_model(compiled: Any, name: str, mode: str) -> None:
     torch.manual_seed(0)
-    model, inputs = MODELS[name]()
+    model, inputs = MODELS[name](**SMALLER.get(name, {}) if (name, mode) in SAMPLE else {})
     given = inputs()
 
     def loss(**given: Any) -> torch.Tensor:
