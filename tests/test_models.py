@@ -10,7 +10,7 @@ import torch
 from conftest import Compiled, assert_same, tensors_in
 from models import MODELS, SMALLER
 
-# In every run of the tests, and small: attention, convolutions, an encoder and a decoder, experts. A sweep has all ten,
+# In every run of the tests, and small: attention, convolutions, an encoder and a decoder, experts. A sweep has ten,
 # and as large as the benchmarks have them.
 OFTEN = {("llama", "training"), ("t5", "inference"), ("mixtral", "inference"), ("resnet", "training")}
 
