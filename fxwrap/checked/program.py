@@ -28,7 +28,7 @@ from ..plan import Origin, Verdict
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference
 from .operators import check_operators
-from .replays import GATE, alone_with, locate
+from .replays import GATE, alone_with, check_steps, locate
 from .through import through_capture
 from .walk import OwnMemory, Walk
 
@@ -168,7 +168,8 @@ class _Check:
             with without_gradients():
                 self._outputs_stay(outputs)
                 if recording is not None and not recording.without_graphs:
-                    if recorded:  # first: a fault of the plan has a name of its own
+                    if recorded:  # first: faults of the recording, and of the plan, have names of their own
+                        check_steps(recording)
                         self._look_at_memory(recording)
                     self._compare_with_eager(recording, outputs, after)
                     if recorded:

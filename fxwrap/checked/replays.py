@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..errors import CheckError
 from ..graphs.arenas import has_address, tensors_in
 from ..graphs.locks import LockOwner
 from ..graphs.ranges import copies_after, partition_range
 from ..graphs.recording import Recording, fill
 from ..graphs.recording_builder import RecordingBuilder
-from ..host_graph.nodes import Kind, kind_of
+from ..host_graph.nodes import Kind, kind_of, operator_name
 from ..plan import Cut, Origin, Partition, ProgramPlan
 from .copies import Copies, without_gradients
 from .memory import Difference, first_difference
@@ -125,6 +126,50 @@ def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
             found.append(dataclasses.replace(partition, index=index, nodes=names))
     cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(found))
     return dataclasses.replace(plan, cut=cut, compiled=compiled, calls=calls), where
+
+
+def check_steps(recording: Recording) -> None:
+    """Compare what a replay consists of with the plan: graphs and eager work in its order, and copies of inputs.
+
+    Raises:
+        CheckError: something is missing, or in another order.
+    """
+    replay, request = recording._replay, recording.request
+    assert replay is not None
+    plan = request.planned.program
+    expected = [partition_range(request.name, partition.index) for partition in plan.partitions]
+    steps = [name for name, _ in replay.steps if name in expected]
+    remedy = "this is a bug of fxwrap, or of who changes its recordings: please report it"
+    if steps != expected:
+        missing = [name for name in expected if name not in steps]
+        at = expected.index(missing[0]) if missing else next(i for i, name in enumerate(expected) if steps[i] != name)
+        raise CheckError(
+            f"{request.name}: a replay {'leaves out' if missing else 'does not keep to the order of'} its partitions",
+            fault="partition not replayed" if missing else "partitions in the wrong order",
+            operator=operator_name(plan.work_in(plan.partitions[at])[0]),
+            expected=", ".join(expected),
+            got=", ".join(steps),
+            remedy=remedy,
+        )
+    placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+    copied = {p for p, node in enumerate(placeholders) if node.name in request.planned.input_buffers}
+    filled = {position for _, positions in replay.input_buffers for position in positions}
+    written = frozenset[int]().union(*plan.facts.written.values())
+    updated = {p for p in copied - plan.donated if plan.facts.of(placeholders[p]) & written}
+    for fault, forgotten in (
+        ("input not copied in", copied - filled),
+        ("input not copied back", updated - {position for position, _ in replay.mutated}),
+    ):
+        for position in sorted(forgotten):
+            touched = (n for n in plan.schedule if plan.facts.touched(n) & plan.facts.of(placeholders[position]))
+            raise CheckError(
+                f"{request.name}: a replay leaves out the copy of input {position} ({placeholders[position].name})",
+                fault=fault,
+                operator=next(map(operator_name, touched), ""),
+                expected="a copy at every call",
+                got="none",
+                remedy=remedy,
+            )
 
 
 class _Noting(RecordingBuilder):
