@@ -1,9 +1,11 @@
 // A device with memory, copies and graphs, and no operator of its own: the CPU's run, on the same memory.
 
+#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/GraphImplInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/Resize.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -24,7 +26,7 @@ using Memory = std::shared_ptr<void>;
 struct Capture {
   c10::StreamId stream;
   c10::MempoolId_t pool;
-  std::vector<std::pair<std::string, std::function<void()>>> work;
+  std::vector<std::function<void()>> work;
   std::vector<Memory> memory; // What was allocated stays where it is.
   at::Tensor generator; // What the CPU's generator was before: a draw that is captured is none yet.
   std::string failure;
@@ -50,34 +52,13 @@ struct Allocator final : c10::Allocator {
     if (auto* here = capture()) {
       here->memory.push_back(memory);
     }
-    void* data = memory.get();
-    return {data, new Memory(memory), [](void* held) { delete static_cast<Memory*>(held); }, {kDevice, 0}};
+    return {memory.get(), new Memory(memory), [](void* held) { delete static_cast<Memory*>(held); }, {kDevice, 0}};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 } allocator;
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype) {
   return at::detail::empty_strided_generic(size, stride, &allocator, kKeys, c10::dtype_or_default(dtype));
-}
-
-const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
-  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
-  auto* storage = self.storage().unsafeGetStorageImpl();
-  const size_t bytes = (self.storage_offset() + self.numel()) * self.element_size();
-  if (bytes > storage->nbytes()) {
-    auto larger = allocator.allocate(bytes);
-    std::memcpy(larger.get(), storage->data(), storage->nbytes());
-    storage->set_data_ptr(std::move(larger));
-    storage->set_nbytes(bytes);
-  }
-  return self;
-}
-
-at::Tensor& set(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
-  at::native::checkSetStorage(self, std::move(source), offset, size, stride);
-  self.unsafeGetTensorImpl()->set_storage_offset(offset);
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
-  return self;
 }
 
 // Operators -----------------------------------------------------------------------------------------------------------
@@ -118,30 +99,19 @@ c10::IValue with_tensors(const c10::IValue& value, Change change) {
   if (value.isTensor() && value.toTensor().defined()) {
     return change(value.toTensor());
   }
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> changed;
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      changed.push_back(tensor.defined() ? change(tensor) : tensor);
-    }
-    return changed;
+  if (!value.isTensorList() && !value.isOptionalTensorList()) {
+    return value;
   }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> changed;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      changed.push_back(tensor ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
-    }
-    return changed;
+  auto changed = value.toList().copy();
+  for (size_t i = 0; i < changed.size(); ++i) {
+    changed.set(i, with_tensors(changed.get(i), change));
   }
-  return value;
+  return changed;
 }
 
 // Run work now, or record it.
-void issue(const std::string& name, std::function<void()> work) {
-  if (auto* here = capture()) {
-    here->work.emplace_back(name, std::move(work));
-  } else {
-    work();
-  }
+void issue(std::function<void()> work) {
+  capture() ? capture()->work.push_back(std::move(work)) : work();
 }
 
 at::Tensor copy(const at::Tensor& source, const at::Tensor& target, bool) {
@@ -149,7 +119,7 @@ at::Tensor copy(const at::Tensor& source, const at::Tensor& target, bool) {
   if (!source.is_privateuseone() || !target.is_privateuseone()) {
     refuse_in_capture("a copy");
   }
-  issue("copy", [from = on_cpu(source), to = on_cpu(target)] { to.copy_(from); });
+  issue([from = on_cpu(source), to = on_cpu(target)] { to.copy_(from); });
   return target;
 }
 
@@ -157,7 +127,6 @@ at::Tensor copy(const at::Tensor& source, const at::Tensor& target, bool) {
 void run(const c10::OperatorHandle& op, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto& schema = op.schema();
-  const auto name = c10::toString(op.operator_name());
   const auto on_host = [](const c10::Argument& result) {
     return !result.type()->isSubtypeOf(*c10::TensorType::get()) && result.type()->kind() != c10::TypeKind::ListType;
   };
@@ -167,7 +136,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   const bool view = std::any_of(schema.arguments().begin(), schema.arguments().end(), is_viewed);
   if (op.hasTag(at::Tag::dynamic_output_shape) ||
       std::any_of(schema.returns().begin(), schema.returns().end(), on_host)) {
-    refuse_in_capture(name);
+    refuse_in_capture(schema.name());
   }
   const bool recorded = capture() && !view;
   Stack arguments = torch::jit::pop(*stack, schema.arguments().size()), trial;
@@ -208,7 +177,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     }));
   }
   if (recorded) {
-    issue(name, [op, arguments, targets] {
+    issue([op, arguments, targets] {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       Stack results = arguments;
       op.callBoxed(&results);
@@ -252,7 +221,7 @@ class Graph final : public at::GraphImplInterface {
   void instantiate() override {}
   void replay() override {
     TORCH_CHECK(captured_ && !capture(), "nothing to replay, or a capture is under way");
-    for (const auto& [name, work] : captured_->work) {
+    for (const auto& work : captured_->work) {
       work();
     }
   }
@@ -260,9 +229,7 @@ class Graph final : public at::GraphImplInterface {
   c10::MempoolId_t pool() const override { return captured_ ? captured_->pool : c10::MempoolId_t{0, 0}; }
   void enable_debug_mode() override {}
   void debug_dump(const std::string& path) override {
-    for (std::ofstream file(path); const auto& [name, work] : captured_->work) {
-      file << name << std::endl;
-    }
+    std::ofstream(path) << captured_->work.size() << " operations\n";
   }
 
  private:
@@ -319,8 +286,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   });
   m.impl("empty_strided", [](IntArrayRef size, IntArrayRef stride, optional<ScalarType> dtype, optional<Layout>,
                              optional<Device>, optional<bool>) { return minimal::empty_strided(size, stride, dtype); });
-  m.impl("resize_", &minimal::resize);
-  m.impl("set_.source_Storage_storage_offset", &minimal::set);
+  // The CPU's ask a storage for its allocator.
+  m.impl("resize_", &at::native::resize_);
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("_copy_from", &minimal::copy);
   // Torch would compose these of operators that only its own devices have.
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&minimal::run>());
