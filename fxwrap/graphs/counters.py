@@ -52,8 +52,9 @@ class Counters:
         """Count one of ``replays``, ``recordings``, ``eager``, ``events``; returns how often this thread has."""
         thread = threading.get_ident()
         mine = self._by_thread.get(thread) or self._by_thread.setdefault(thread, Counter())
-        mine[kind, reason] += 1
-        return mine[kind, reason]
+        what = kind, reason
+        mine[what] = count = mine[what] + 1
+        return count
 
     def cell(self) -> ctypes.c_int64:
         """What a unit counts its replays in."""

@@ -201,11 +201,13 @@ class Program:
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
         found = self.specializations.get(key)
-        if found is not None and found.recordings:
+        if found is None:
+            found = self.specializations.add(key, Specialization())
+        elif found.recordings:
             outputs = self._replay(found, inputs)
             if outputs is not _MISSED:
                 return outputs
-        return self._not_replayed(key, inputs)
+        return self._not_replayed(found, inputs)
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
@@ -231,8 +233,7 @@ class Program:
     def _owner(self) -> LockOwner:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
-    def _not_replayed(self, key: Any, inputs: list[Any]) -> Any:
-        specialization = self.specializations.get(key) or self.specializations.add(key, Specialization())
+    def _not_replayed(self, specialization: Specialization, inputs: list[Any]) -> Any:
         specialization.calls.append(next_use())
         cut, reason = self._cut, self._eager_reason(specialization, inputs)
         if reason:
@@ -324,13 +325,15 @@ class Program:
         self._count("eager", reason)
         if reason != _WARM_UP:
             return cut.eager(inputs)
-        self._expect(cut, inputs, specialization)
+        if specialization.estimate is None:
+            self._expect(cut, inputs, specialization)
         # What is recorded at the next call wants to know what moved since this one.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.note(inputs)
         outputs = cut.eager(inputs)
-        self._thread.warm = True
+        if self._on_accelerator:
+            self._thread.warm = True
         specialization.eager_runs += 1
         if last:
             specialization.warm_outputs = _weak_outputs(cut, outputs)
@@ -338,8 +341,7 @@ class Program:
 
     def _expect(self, cut: _Cut, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
-        known = self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full())
-        if specialization.estimate is not None or known:
+        if self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full()):
             return
         try:
             specialization.estimate, memory = cut.provider.expect(cut.plan, inputs, self.newest_plan, self._saved())
@@ -361,7 +363,8 @@ class Program:
         """Plan memory for a call with such inputs, which is not made."""
         key = self._key(inputs) if self._dynamic else None
         found = self.specializations.get(key) or self.specializations.add(key, Specialization())
-        self._expect(self._cut, inputs, found)
+        if found.estimate is None:
+            self._expect(self._cut, inputs, found)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
         """Be the backward of ``forward``.
@@ -530,10 +533,11 @@ class EagerRuns:
         self._missed: Any = None
 
     def __call__(self, inputs: list[Any]) -> Any:
-        self._calls += 1
-        if self._calls == _WORTH_A_UNIT:
-            self._make_unit()
-        if self._unit is not None and (outputs := self._unit(inputs)) is not self._missed:
+        if (unit := self._unit) is None:
+            self._calls += 1
+            if self._calls == _WORTH_A_UNIT:
+                self._make_unit()
+        elif (outputs := unit(inputs)) is not self._missed:
             return outputs
         return (self._flat.profiled if self._functions.profiling() else self._flat.function)(inputs)
 
