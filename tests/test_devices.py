@@ -240,15 +240,6 @@ def test_the_contract_before_there_is_a_graph() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch.accelerator.Graph: torch 2.13 or later")
-@pytest.mark.parametrize("chosen", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
-def test_a_device_without_kernels(chosen: str) -> None:
-    """Memory, copies and graphs are enough: models are captured and replayed."""
-    folder = ROOT / "examples" / "minimal"
-    done = processes.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, "test_minimal.py", cwd=folder)
-    assert done.returncode == 0, done.stdout
-
-
 @pytest.mark.skipif(
     not hasattr(common, "_privateuse1_backend_init_in_progress"), reason="torch 2.15 and later have the hook"
 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
+import os
+import platform
+import threading
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -28,7 +30,9 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
     """Write a file in one step: whoever reads ``path`` finds the old one or the new one, whoever else writes it."""
     known = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in members.items()}
     text = json.dumps({"format": FORMAT, **manifest, "members": known}, indent=1)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+    _remove_left(path)
+    mine = f"{os.getpid()}.{threading.get_ident()}"
+    unfinished = path.with_name(f"{_unfinished(path)}.{mine}.unfinished")
     try:
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
             file.writestr(MANIFEST, text, zipfile.ZIP_DEFLATED)
@@ -37,6 +41,24 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> str:
+    """How the names of files begin that processes of this machine write."""
+    return f".{path.name}.{platform.node()}"
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what processes have left that were killed while they wrote the same file."""
+    begin = _unfinished(path)
+    for left in path.parent.iterdir() if os.name == "posix" else ():
+        if left.name.startswith(begin) and left.name.endswith(".unfinished"):
+            try:
+                os.kill(int(left.name.split(".")[-3]), 0)  # no signal: asks whether it is there
+            except ProcessLookupError:
+                left.unlink(missing_ok=True)
+            except PermissionError:
+                continue
 
 
 class Package:

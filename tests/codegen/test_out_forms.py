@@ -98,7 +98,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("count", [250, pytest.param(None, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [100, pytest.param(None, marks=pytest.mark.sweep)])
 def test_both_forms_of_torch_s_own_operators_agree_and_out_saves_memory(count: int | None) -> None:
     """So many entries of torch's table, seeded, or all of them."""
     from torch.testing._internal.common_methods_invocations import op_db

@@ -281,7 +281,7 @@ def test_the_listing_where_addresses_are_frozen(compiled: Any, own_arenas: Any) 
 
 # -- the same numbers ---------------------------------------------------------------------------------------
 
-_SAMPLE = {("llama", "training"), ("resnet", "inference"), ("mixtral", "inference")}
+_SAMPLE = {("mixtral", "inference"), ("resnet", "training")}
 
 
 @native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -79,25 +80,23 @@ MODELS: dict[str, Callable[[], Made]] = {
     "convolutions": lambda: (Convolutions().eval(), torch.randn(2, 3, 16, 16)),
     "training": lambda: (Convolutions(), torch.randn(2, 3, 16, 16)),
 }
+# On hostsim, too: one in every run.
+HERE_TOO = [pytest.param(name, marks=() if name == "training" else pytest.mark.sweep) for name in MODELS]
 needs_hostsim = pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="hostsim needs torch >= 2.13")
 
 
-def explained(target: str) -> dict[str, Any]:
-    """What is said of each of the models."""
-    found = {}
-    for name, make in MODELS.items():
-        model, x = make()
-        with torch.set_grad_enabled(name == "training"):
-            found[name] = fxwrap.explain(model, x, target=target).to_dict()
-    return found
+def explained(name: str, target: str) -> dict[str, Any]:
+    model, x = MODELS[name]()
+    with torch.set_grad_enabled(name == "training"):
+        return fxwrap.explain(model, x, target=target).to_dict()
 
 
-def _with_hostsim() -> None:
+def _with_hostsim(name: str) -> None:
     """In a process of its own: what is said for CUDA and for hostsim, and after a backward."""
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(HOSTSIM))
     with importlib.import_module("hostsim.inductor").register():
-        found = {target: explained(target) for target in ("cuda:90", "hostsim")}
+        found = {target: explained(name, target) for target in ("cuda:90", "hostsim")}
         torch.ones(1, device="hostsim", requires_grad=True).sum().backward()
         model, x = MODELS["training"]()
         said = []
@@ -109,18 +108,18 @@ def _with_hostsim() -> None:
     print(json.dumps([found, said]))
 
 
-@pytest.fixture(scope="module")
-def with_hostsim() -> Any:
+@functools.cache
+def with_hostsim(name: str) -> Any:
     here = Path(__file__).stem
-    done = processes.run("-c", f"from {here} import _with_hostsim; _with_hostsim()", timeout=600)
+    done = processes.run("-c", f"from {here} import _with_hostsim; _with_hostsim({name!r})", timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @needs_hostsim
-@pytest.mark.parametrize("name", MODELS)
-def test_every_kernel_is_machine_code_in_the_partitions_of_a_device_that_runs(with_hostsim: Any, name: str) -> None:
-    there, here = (with_hostsim[0][target][name] for target in ("cuda:90", "hostsim"))
+@pytest.mark.parametrize("name", HERE_TOO)
+def test_every_kernel_is_machine_code_in_the_partitions_of_a_device_that_runs(name: str) -> None:
+    there, here = (with_hostsim(name)[0][target] for target in ("cuda:90", "hostsim"))
     phases = ["forward", "backward"] if name == "training" else ["inference"]
     assert [graph["phase"] for graph in there["graphs"]] == [graph["phase"] for graph in here["graphs"]] == phases
     for graph, same in zip(there["graphs"], here["graphs"], strict=True):
@@ -148,8 +147,8 @@ def test_every_kernel_is_machine_code_in_the_partitions_of_a_device_that_runs(wi
 
 
 @needs_hostsim
-def test_what_cannot_be_forked_is_told(with_hostsim: Any) -> None:
-    after_a_backward, on_a_device = with_hostsim[1]
+def test_what_cannot_be_forked_is_told() -> None:
+    after_a_backward, on_a_device = with_hostsim("training")[1]
     assert "cannot be traced for 'cuda:90' in a fork" in after_a_backward[1] and "hostsim" in after_a_backward[1]
     assert on_a_device[0] == "UnsupportedModelError" and "got: hostsim:0" in on_a_device[1]
 

@@ -518,7 +518,7 @@ def peak_of_a_step(compiled_model: Any, model: torch.nn.Module, rows: int) -> in
     return max(itertools.accumulate(changes))
 
 
-@pytest.mark.parametrize("make", [Net, Attention])
+@pytest.mark.parametrize("make", [pytest.param(Net, marks=pytest.mark.sweep), Attention])
 def test_a_training_step_takes_what_is_alive_at_most(make: type[torch.nn.Module]) -> None:
     """Backward frees what was saved for it while it runs, and its regions leave room for that."""
     model = make()
@@ -531,7 +531,7 @@ def test_a_training_step_takes_what_is_alive_at_most(make: type[torch.nn.Module]
     assert backward.plan.donated and backward.newest_plan.regions
 
 
-@pytest.mark.parametrize("make", [Net, Attention])
+@pytest.mark.parametrize("make", [Net, pytest.param(Attention, marks=pytest.mark.sweep)])
 def test_a_training_step_of_any_size_takes_what_is_alive_at_most(make: type[torch.nn.Module]) -> None:
     """Whatever the sizes were that the program was compiled for."""
     model = make()
