@@ -149,6 +149,22 @@ def device_support(device_type: str) -> DeviceSupport:
 _unregistered = functools.cache(DeviceSupport)
 
 
+def device_function(device_type: str, name: str) -> Any:
+    """A function of ``torch.<device_type>``; where its module leaves it out, what torch has for every accelerator."""
+    module = torch.get_device_module(device_type)
+    return getattr(module, name) if hasattr(module, name) else OF_ANY_ACCELERATOR[name]
+
+
+# Streams belong to the guard, in C++: a module has these for its users' sake.
+OF_ANY_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "current_stream": torch.accelerator.current_stream,
+    "set_stream": torch.accelerator.set_stream,
+    "synchronize": torch.accelerator.synchronize,
+    "Stream": torch.Stream,
+    "stream": lambda stream: stream,  # a context, which makes it current
+}
+
+
 def capture_cost(device_type: str) -> CaptureCost:
     """What issuing work costs on a device."""
     return device_support(device_type).cost or (_HOST_COST if device_type == "cpu" else CaptureCost())

@@ -18,8 +18,9 @@ from torch._inductor.codegen import common
 from torch.fx import Node
 
 import fxwrap
+from fxwrap.codegen.registration import _interface, _OpOverrides
 from fxwrap.codegen.torch_versions import CPP_DEVICE_NAMES
-from fxwrap.devices import device_support, registered_devices
+from fxwrap.devices import device_function, device_support, registered_devices
 from fxwrap.host_graph.nodes import kernel_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,6 +220,20 @@ def test_an_option_against_the_devices_settings(compiled: Any) -> None:
         pytest.raises(Exception, match="option 'split_reductions' cannot be set on this device"),
     ):
         compiled(lambda x: x.sin(), options={"split_reductions": True})(torch.randn(4))
+
+
+def test_streams_that_a_device_module_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has them for every accelerator whose guard has streams (examples/minimal has none of its own)."""
+    module = torch.get_device_module("mtia")
+    assert device_function("mtia", "current_stream") is module.current_stream
+    for name in ("current_stream", "synchronize", "stream"):
+        monkeypatch.delattr(module, name)
+    assert device_function("mtia", "current_stream") is torch.accelerator.current_stream
+    interface = _interface("mtia", triton=False)
+    assert interface.synchronize is torch.accelerator.synchronize  # type: ignore[attr-defined]
+    assert _OpOverrides("mtia", "at::kMTIA").synchronize() == "torch.accelerator.synchronize()"
+    with pytest.raises(KeyError):
+        device_function("mtia", "no_such_function")
 
 
 def test_a_device_in_plain_python() -> None:

@@ -20,11 +20,9 @@ _pools = itertools.count(1)
 
 
 class Runtime:
-    """The module ``torch.minimal``: there is one device. Random numbers are the CPU's, which torch itself seeds."""
+    """The module ``torch.minimal``: there is one device. Streams are torch's own, which ask the guard in minimal.cpp;
+    random numbers are the CPU's, which torch itself seeds."""
 
-    Stream, Event = torch.Stream, torch.Event
-    current_stream = staticmethod(torch.accelerator.current_stream)
-    synchronize = staticmethod(torch.accelerator.synchronize)
     is_available = is_initialized = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
@@ -32,7 +30,6 @@ class Runtime:
     _lazy_init = staticmethod(lambda: None)
     _is_in_bad_fork = staticmethod(lambda: False)
     device = staticmethod(lambda device: torch.accelerator.device_index(0))
-    stream = staticmethod(lambda stream: stream)
     is_current_stream_capturing = staticmethod(lambda: torch.accelerator.current_stream().is_capturing())
     graph_pool_handle = staticmethod(lambda: (0, next(_pools)))
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())

@@ -16,7 +16,16 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 
-from ..devices import CaptureCost, DeviceSupport, KernelKind, PlaceAllocations, PutRight, registered_devices
+from ..devices import (
+    OF_ANY_ACCELERATOR,
+    CaptureCost,
+    DeviceSupport,
+    KernelKind,
+    PlaceAllocations,
+    PutRight,
+    device_function,
+    registered_devices,
+)
 from ..eager_rules import EagerRule
 from ..errors import DeviceError
 from .emission import FxwrapCodegen
@@ -291,7 +300,8 @@ class _OpOverrides(common.DeviceOpOverrides):
         return f"torch.{self._name}.set_device({device_idx})"
 
     def synchronize(self) -> str:
-        return f"torch.{self._name}.synchronize()"
+        named = hasattr(torch.get_device_module(self._name), "synchronize")
+        return f"torch.{self._name if named else 'accelerator'}.synchronize()"
 
     def device_guard(self, device_idx: int) -> str:
         return f"torch.{self._name}.device({device_idx})"
@@ -325,7 +335,7 @@ def _interface(device_type: str, triton: bool) -> type:
         return exchange_device(index) if index >= 0 else module.current_device()
 
     def get_raw_stream(index: int) -> int:
-        stream = module.current_stream(index)
+        stream = device_function(device_type, "current_stream")(index)
         return getattr(stream, "native_handle", None) or stream.stream_id
 
     found: dict[str, Any] = {
@@ -343,8 +353,9 @@ def _interface(device_type: str, triton: bool) -> type:
     }
     names = "current_device set_device device stream current_stream set_stream synchronize memory_allocated"
     for name in names.split():
-        if hasattr(module, name):
-            found[name] = module.device if name == "device" else staticmethod(getattr(module, name))
+        if hasattr(module, name) or name in OF_ANY_ACCELERATOR:
+            function = device_function(device_type, name)
+            found[name] = function if name == "device" else staticmethod(function)
     for name in ("Event", "Stream"):
         found[name] = getattr(module, name, getattr(torch, name))
     return type(f"{device_type.capitalize()}Interface", (interfaces.DeviceInterface,), found)

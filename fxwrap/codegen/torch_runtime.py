@@ -16,6 +16,7 @@ from torch.autograd import profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..devices import device_function
 from ..graphs.torch_functions import TorchFunctions
 from .native_library import native_replay
 from .traces import ProgramTraces
@@ -127,7 +128,7 @@ def share_copies(storage: torch.UntypedStorage) -> None:
     def share() -> Any:
         copy = storage_at(*where).clone()
         # A queue sends from a thread with a stream of its own, for which the next replay would not wait.
-        torch.get_device_module(copy.device).current_stream(copy.device).synchronize()
+        device_function(copy.device.type, "current_stream")(copy.device).synchronize()
         return copy._share_cuda_()
 
     setattr(storage, "_share_cuda_", share)  # noqa: B010

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from ..devices import device_function
+
 
 @dataclass(frozen=True)
 class Device:
@@ -40,12 +42,25 @@ class Device:
         """``torch.<type>``."""
         return torch.get_device_module(self.type)
 
+    def current_stream(self) -> Any:
+        return device_function(self.type, "current_stream")(self.first)
+
+    def new_stream(self) -> Any:
+        return device_function(self.type, "Stream")(self.first)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a stream is the current one."""
+        return device_function(self.type, "stream")(stream)
+
+    def synchronize(self) -> None:
+        device_function(self.type, "synchronize")()
+
     @contextlib.contextmanager
     def side_stream(self, side: Any = None) -> Iterator[Any]:
         """Make a stream current, by default a new one: it waits for the one before, which waits for it afterwards."""
-        current, side = self.module.current_stream(self.first), side or self.module.Stream(self.first)
+        current, side = self.current_stream(), side or self.new_stream()
         side.wait_stream(current)
-        with self.module.stream(side):
+        with self.on(side):
             yield side
         current.wait_stream(side)
 
@@ -54,7 +69,7 @@ class Device:
         if self.delay is not None:
             self.delay(stream, seconds)
             return
-        with self.module.stream(stream):
+        with self.on(stream):
             a = torch.randn(1024, 1024, device=self.first)
             for _ in range(int(seconds * 2000)):
                 a = (a @ a).clamp(-1, 1)
@@ -80,7 +95,7 @@ class Suite:
         torch.manual_seed(0)
         with self.contract.asynchronous() if mode == "asynchronous" else contextlib.nullcontext():
             yield self.contract
-            self.contract.module.synchronize()
+            self.contract.synchronize()
 
     @pytest.fixture
     def registered(self, device: Device) -> Iterator[Device]:

@@ -104,8 +104,8 @@ class Graphs(GraphSuite):
         x = torch.zeros(8, device=device.first)
         graph, y = capture(device, lambda: x + 1)
         torch.accelerator.synchronize()
-        stream = device.module.Stream(device.first)
-        with device.module.stream(stream):
+        stream = device.new_stream()
+        with device.on(stream):
             device.keep_busy(stream)
             x.fill_(6)
             graph.replay()
@@ -117,11 +117,11 @@ class Graphs(GraphSuite):
         x = torch.zeros(8, device=device.first)
         graph = torch.accelerator.Graph()
         with device.side_stream() as main:
-            other = device.module.Stream(device.first)
+            other = device.new_stream()
             graph.capture_begin()
             y = x + 1
             other.wait_stream(main)
-            with device.module.stream(other):
+            with device.on(other):
                 z = y * 3
             main.wait_stream(other)
             result = z - x
@@ -191,7 +191,7 @@ class Graphs(GraphSuite):
         size = 1 << 21
         x = torch.ones(size, device=device.first)
         pool = device.module.graph_pool_handle()
-        stream = device.module.Stream(device.first)  # memory is reused in the order of one stream
+        stream = device.new_stream()  # memory is reused in the order of one stream
 
         def work() -> torch.Tensor:
             return ((x + 1) * 2)[:8].clone()  # two large temporaries, a small result
@@ -243,7 +243,7 @@ class Graphs(GraphSuite):
             "copy to pageable memory": x.cpu,
             "nonzero": lambda: torch.nonzero(x),
             "synchronize": torch.accelerator.synchronize,
-            "stream synchronize": lambda: device.module.current_stream(device.first).synchronize(),
+            "stream synchronize": lambda: device.current_stream().synchronize(),
             "event synchronize": lambda: record_and_wait(event),
         }
         graph = torch.accelerator.Graph()
@@ -288,10 +288,10 @@ class Graphs(GraphSuite):
         x = torch.ones(4, device=device.first)
         graph = torch.accelerator.Graph()
         with device.side_stream() as main:
-            other = device.module.Stream(device.first)
+            other = device.new_stream()
             graph.capture_begin()
             other.wait_stream(main)
-            with device.module.stream(other):
+            with device.on(other):
                 x.add_(1)
             with pytest.raises(RuntimeError):
                 graph.capture_end()

@@ -54,7 +54,7 @@ class Registration(Suite):
             assert not any(at <= tensor.data_ptr() < at + 256 for tensor in (other, small))
             one.fill_(1)
             large.fill_(2)
-            registered.module.synchronize()
+            registered.synchronize()
             assert whole.cpu().tolist() == [1.0] * 16 + [0.0] * 16 + [2.0] * 32
             del one, large
             again = empty(16)

@@ -16,16 +16,16 @@ class Streams(Suite):
         return "asynchronous"
 
     def test_streams_are_made_and_made_current(self, device: Device) -> None:
-        default = device.module.current_stream(device.first)
-        stream = device.module.Stream(device.first)
+        default = device.current_stream()
+        stream = device.new_stream()
         assert stream != default and stream.device == device.first
-        with device.module.stream(stream):
-            assert device.module.current_stream(device.first) == stream
-        assert device.module.current_stream(device.first) == default
+        with device.on(stream):
+            assert device.current_stream() == stream
+        assert device.current_stream() == default
 
     def test_work_on_one_stream_is_in_order(self, device: Device) -> None:
-        stream = device.module.Stream(device.first)
-        with device.module.stream(stream):
+        stream = device.new_stream()
+        with device.on(stream):
             x = torch.zeros(8, device=device.first)
             device.keep_busy(stream)
             for _ in range(5):
@@ -34,29 +34,29 @@ class Streams(Suite):
         assert x.cpu().tolist() == [62.0] * 8
 
     def test_a_stream_waits_for_another(self, device: Device) -> None:
-        first, second = device.module.Stream(device.first), device.module.Stream(device.first)
+        first, second = device.new_stream(), device.new_stream()
         x = torch.zeros(8, device=device.first)
         torch.accelerator.synchronize()
-        with device.module.stream(first):
+        with device.on(first):
             device.keep_busy(first)
             x.fill_(3)
         second.wait_stream(first)
-        with device.module.stream(second):
+        with device.on(second):
             y = x * 2
         second.synchronize()
         assert y.cpu().tolist() == [6.0] * 8
 
     def test_events(self, device: Device) -> None:
-        first, second = device.module.Stream(device.first), device.module.Stream(device.first)
+        first, second = device.new_stream(), device.new_stream()
         x = torch.zeros(8, device=device.first)
         torch.accelerator.synchronize()
         event = torch.Event(device=device.type)
-        with device.module.stream(first):
+        with device.on(first):
             device.keep_busy(first)
             x.fill_(4)
             event.record(first)
         event.wait(second)
-        with device.module.stream(second):
+        with device.on(second):
             y = x + 1
         event.synchronize()
         assert event.query() and x.cpu().tolist() == [4.0] * 8
@@ -65,8 +65,8 @@ class Streams(Suite):
 
     def test_pinned_copies_are_in_the_order_of_their_stream(self, device: Device) -> None:
         host, back = torch.full((64,), 3.0).pin_memory(), torch.zeros(64).pin_memory()
-        stream = device.module.Stream(device.first)
-        with device.module.stream(stream):
+        stream = device.new_stream()
+        with device.on(stream):
             x = host.to(device.first, non_blocking=True)
             y = x * 2
             back.copy_(y + 1, non_blocking=True)  # nothing is given time to be late in
@@ -74,7 +74,7 @@ class Streams(Suite):
         assert back.tolist() == [7.0] * 64
 
     def test_reading_a_number_waits(self, device: Device) -> None:
-        stream = device.module.current_stream(device.first)
+        stream = device.current_stream()
         x = torch.zeros(8, device=device.first)
         device.keep_busy(stream)
         x.fill_(9)
@@ -82,10 +82,10 @@ class Streams(Suite):
 
     def test_memory_is_not_reused_while_a_stream_uses_it(self, device: Device) -> None:
         """``record_stream``: freed on the host, still read on another stream."""
-        side = device.module.Stream(device.first)
+        side = device.new_stream()
         x = torch.full((1024,), 5.0, device=device.first)
-        side.wait_stream(device.module.current_stream(device.first))
-        with device.module.stream(side):
+        side.wait_stream(device.current_stream())
+        with device.on(side):
             device.keep_busy(side)
             y = x + 1
         x.record_stream(side)

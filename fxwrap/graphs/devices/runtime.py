@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...devices import DeviceSupport, PlaceAllocations, PutRight, device_support
+from ...devices import DeviceSupport, PlaceAllocations, PutRight, device_function, device_support
 from ...errors import CaptureError
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
 from .host_graph import HostGraph, capturing_graph
@@ -105,16 +105,16 @@ class DeviceRuntime:
         if side is None:
             yield
             return
-        module, current = torch.get_device_module(self.device), current_stream(self.device)
+        current = current_stream(self.device)
         side.wait_stream(current)
-        with module.stream(side):
+        with device_function(self.device.type, "stream")(side):
             yield
         current.wait_stream(side)
 
 
 def current_stream(device: torch.device) -> Any:
     """The stream on which this thread issues work; None on the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+    return None if device.type == "cpu" else device_function(device.type, "current_stream")(device)
 
 
 _pools = weakref.WeakSet[GraphPool]()
@@ -128,7 +128,7 @@ def _side_stream(device: torch.device) -> Any:
         return None
     taken = [current_stream(device), *(pool.stream for pool in _pools)]
     for _ in range(_STREAMS):
-        stream = torch.get_device_module(device).Stream(device)
+        stream = device_function(device.type, "Stream")(device)
         if stream not in taken:
             break
     return stream
