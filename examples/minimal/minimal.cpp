@@ -289,6 +289,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // The CPU's ask a storage for its allocator.
   m.impl("resize_", &at::native::resize_);
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("_copy_from", &minimal::copy);
   // Torch would compose these of operators that only its own devices have.
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&minimal::run>());

@@ -18,7 +18,8 @@ from models import MODELS
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch.accelerator.Graph: torch 2.13")
 DEVICE = "minimal"
-SAMPLE = {("llama", "training"), ("resnet", "inference")}
+# T5 saves views of views for its backward, and nothing else holds what they are views of.
+SAMPLE = {("t5", "training"), ("resnet", "inference")}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -505,7 +505,25 @@ class RecordingBuilder:
                 builder.assign(node, functools.partial(each, functools.partial(_alias, lay_out)), value)
             if not copy:
                 self._watch(owned, indices)
+                if self._frozen and isinstance(value, Bound):
+                    self._lay_out_views(builder, node, value.value, output)
         return builder.build(output.args[0])
+
+    def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> None:
+        """Have outputs that are views of a value be laid over its memory, which stays where it is.
+
+        What a view operator returns holds more than the caller can see: the tensors that it is a view of. Whether
+        somebody has an output is told by how many have its storage.
+        """
+        known, lay_out = {**builder.bound, node: value}, self.request.functions.lay_out
+        for view in _views_in(node, output):
+            if not all(arg in known for arg in view.all_input_nodes):
+                continue
+            args, kwargs = torch.fx.map_arg((view.args, view.kwargs), known.__getitem__)
+            call = view.meta.get("call", view.target)
+            known[view] = made = call(*args, **kwargs)
+            if call is not lay_out and isinstance(made, torch.Tensor) and output in view.users and has_address(made):
+                builder.assign(view, lay_out, Bound(made), tuple(made.size()), made.stride(), 0)
 
     def _input_behind(self, node: Node) -> int | None:
         """The input in whose memory, or static buffer, an operator's result lies, whether it declares that or not."""
@@ -548,6 +566,17 @@ def _made_of(output: Node) -> dict[Node, list[Node]]:
                 users.append(node)
             found.setdefault(node, []).append(user)
     return {node: users for node, users in found.items() if kind_of(node) is not Kind.VIEW}
+
+
+def _views_in(node: Node, output: Node) -> list[Node]:
+    """The views of a value that an output is, or is made of, each after what it is a view of."""
+    found, wanted = [node], {output}
+    for one in found:
+        found += [user for user in one.users if kind_of(user) is Kind.VIEW and user not in found]
+    for one in reversed(found):
+        if not wanted.isdisjoint(one.users):
+            wanted.add(one)
+    return [one for one in found[1:] if one in wanted]
 
 
 class _Bound:

@@ -458,7 +458,7 @@ def test_saved_activations_that_others_have(
 
 
 @pytest.fixture
-def same() -> Iterator[Callable[..., Any]]:
+def as_is() -> Iterator[Callable[..., Any]]:
     """An operator that returns its operand, or a part of it, although it declares new memory."""
     library = torch.library.Library("returns_its_operand", "FRAGMENT")
     library.define("same(Tensor x, bool new) -> Tensor")
@@ -477,10 +477,10 @@ def same() -> Iterator[Callable[..., Any]]:
 @pytest.mark.filterwarnings("ignore:.*may not alias any inputs")
 @pytest.mark.parametrize("kept", [True, False], ids=["static", "new"])
 def test_an_operator_returns_its_operand_and_does_not_say_so(
-    compiled: Any, device: torch.device, same: Any, kept: bool
+    compiled: Any, device: torch.device, as_is: Any, kept: bool
 ) -> None:
     """What the caller gets is the caller's own tensor, as without fxwrap: also where graphs work on a copy of it."""
-    f: Compiled = compiled(lambda x, y: (same(x, False), same(y, True) + 1))
+    f: Compiled = compiled(lambda x, y: (as_is(x, False), as_is(y, True) + 1))
     x, y = torch.randn(3, 4, device=device), torch.randn(3, 4, device=device)
     with torch.no_grad():
         for call in range(8):
@@ -497,7 +497,7 @@ def test_an_operator_returns_its_operand_and_does_not_say_so(
 
 
 @pytest.mark.filterwarnings("ignore:.*may not alias any inputs")
-def test_an_operator_returns_its_operand_now_and_then(compiled: Any, same: Any) -> None:
+def test_an_operator_returns_its_operand_now_and_then(compiled: Any, as_is: Any) -> None:
     """On the CPU every call asks anew."""
     f: Compiled = compiled(torch.ops.returns_its_operand.sometimes)
     x, own = torch.randn(3, 4), list[bool]()
