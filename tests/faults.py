@@ -391,6 +391,7 @@ class Faulty:
             raised = True
         finally:
             self.fault = None
+            torch.set_grad_enabled(True)  # an interrupt may come when torch.no_grad() is about to do that
         gc.collect()
         if raised:
             bytes_in_use(self.device)  # waits for the device

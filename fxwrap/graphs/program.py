@@ -186,8 +186,10 @@ class Program:
 
     def _failed(self, error: BaseException, unit: Unit | None = None) -> None:
         self._count("events", f"a call raised {type(error).__name__}")
-        for recording in self.specializations.recordings() if unit is not None else ():
-            if recording.unit is unit:
+        for recording in self.specializations.recordings():
+            if unit is None:
+                recording.forget_inputs()
+            elif recording.unit is unit:
                 recording.failed_natively(error, self._owner())
 
     def _count(self, kind: str, reason: str) -> None:

@@ -357,6 +357,15 @@ class Recording:
         finally:
             r[:] = self._blank
 
+    def forget_inputs(self) -> None:
+        """Let go of what a call was given that was interrupted just before it did so itself."""
+        owner = LockOwner()
+        try:
+            if self.acquire(owner) and self._replay is not None:
+                self._replay.registers[:] = self._blank
+        finally:
+            self.release(owner)
+
     def failed(self, error: BaseException) -> None:
         """A replay has raised."""
         if self._held is not None:

@@ -154,13 +154,21 @@ _KNOWN = weakref.WeakKeyDictionary[Planned, Requirements]()
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     """``[first step that touches a storage, last step + 1)``, in steps of the schedule.
 
-    A step is one work node. Views do not touch storage; what they are used for does.
+    A step is one work node. Views do not touch storage; what they are used for does. A partition that somebody else
+    has compiled may do its work in any order: what it touches is there all the time.
     """
     ranges: dict[int, tuple[int, int]] = {}
     for step, node in enumerate(program.schedule):
         for index in program.facts.touched(node):
             begin, _ = ranges.get(index, (step, step))
             ranges[index] = (begin, step + 1)
+    steps = {node.name: step for step, node in enumerate(program.schedule)} if program.compiled else {}
+    for partition in program.partitions:
+        if partition.index in program.compiled:
+            first, last = steps[partition.nodes[0]], steps[partition.nodes[-1]]
+            for index in frozenset().union(*map(program.facts.touched, program.work_in(partition))):
+                begin, end = ranges[index]
+                ranges[index] = min(begin, first), max(end, last + 1)
     return ranges
 
 

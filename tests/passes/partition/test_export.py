@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, inductor, tensors_in
+from conftest import assert_same, inductor, on_simulated, tensors_in
 
 import fxwrap
 from fxwrap.plan import PartitionGraph, Verdict
@@ -90,6 +91,34 @@ def test_what_leaves_and_what_dies_inside(compiled: Any, device: torch.device) -
     assert len(first.temporaries) == 2
     assert all(plan.maker(index).target is torch.empty_strided for index in first.temporaries)
     assert first.symbols and all(plan.nodes[first.inputs[i]].meta["val"] > 0 for i in first.symbols)
+
+
+def test_what_a_partition_is_given_shares_no_bytes(compiled: Any) -> None:
+    """Whoever compiles it may write a result before the last input is read.
+
+    ::
+
+        mm        x, w -> y       x dies here ...
+        relu+sum  y -> y, n       ... and n could lie in its bytes, if nodes ran one after the other
+    """
+    spans: list[list[tuple[int, int]]] = []
+
+    def note(graph: PartitionGraph) -> Any:
+        def run(*inputs: Any) -> Any:
+            tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+            spans.append(sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors))
+            return graph.module(*inputs)
+
+        return run
+
+    codegen, _ = handing_over(note)
+    with on_simulated():
+        f = compiled(split_by_item, options={"codegen": codegen})
+        w = torch.randn(4, 4)
+        for _ in range(4):
+            f(torch.randn(4, 4), w)
+    assert f.program.counters.replays and len(spans) > 3
+    assert all(end <= begin for one in spans for (_, end), (begin, _) in itertools.pairwise(one))
 
 
 @pytest.mark.parametrize("case", CASES)
