@@ -276,7 +276,8 @@ def _check_schedule(state: Any) -> None:
 
 def _check_memory(state: Any) -> None:
     planned, program = state.planned, state.planned.program
-    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers)
+    together = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
+    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers, together)
 
 
 REWRITES = (

@@ -26,10 +26,14 @@ def verify_memory(
     facts: StorageFacts,
     plan: MemoryPlan,
     numbers: Mapping[Node, Any],
+    together: Sequence[Sequence[str]] = (),
 ) -> None:
     """Prove that no two storages that are live at one time share a byte of an arena.
 
     Of ``facts`` only the numbering of storages is used, to read the plan.
+
+    Args:
+        together: nodes that are one call of what somebody else made of them, and may work in any order.
 
     Raises:
         PlanError: naming the two storages, the step and the byte ranges; or the storage that is misaligned,
@@ -43,7 +47,7 @@ def verify_memory(
             f"plan: a communication on {names} is under way beyond the program",
             expected="every collective to be waited for in the graph that begins it",
         )
-    spans = _spans(memory, schedule)
+    spans = _spans(memory, schedule, together)
     nodes = {node.name: node for node in gm.graph.nodes}
     position = {node.name: step for step, node in enumerate(schedule)}
     end = len(schedule) + 1
@@ -240,13 +244,19 @@ def _check_overlap(items: list[_Interval], schedule: Sequence[Node] = ()) -> Non
         live.append(item)
 
 
-def _spans(memory: Accesses, schedule: Sequence[Node]) -> dict[Root, tuple[int, int]]:
+def _spans(
+    memory: Accesses, schedule: Sequence[Node], together: Sequence[Sequence[str]]
+) -> dict[Root, tuple[int, int]]:
+    steps = {node.name: step for step, node in enumerate(schedule)}
+    calls = {name: (steps[names[0]], steps[names[-1]] + 1) for names in together for name in names}
     spans: dict[Root, tuple[int, int]] = {}
     for step, node in enumerate(schedule):
         if not memory.works(node):
             continue  # a view or a size touches no bytes
+        begin, end = calls.get(node.name, (step, step + 1))
         for root in memory.touched(node):
-            spans[root] = (spans.get(root, (step, step))[0], step + 1)
+            first, last = spans.get(root, (begin, end))
+            spans[root] = min(first, begin), max(last, end)
     return spans
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from conftest import assert_same, inductor, on_simulated, tensors_in
 
 import fxwrap
+from fxwrap.passes.memory import requirements
 from fxwrap.plan import PartitionGraph, Verdict
 
 
@@ -93,7 +96,10 @@ def test_what_leaves_and_what_dies_inside(compiled: Any, device: torch.device) -
     assert first.symbols and all(plan.nodes[first.inputs[i]].meta["val"] > 0 for i in first.symbols)
 
 
-def test_what_a_partition_is_given_shares_no_bytes(compiled: Any) -> None:
+@pytest.mark.parametrize("planted", [False, True])
+def test_what_a_partition_is_given_shares_no_bytes(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
     """Whoever compiles it may write a result before the last input is read.
 
     ::
@@ -102,6 +108,10 @@ def test_what_a_partition_is_given_shares_no_bytes(compiled: Any) -> None:
         relu+sum  y -> y, n       ... and n could lie in its bytes, if nodes ran one after the other
     """
     spans: list[list[tuple[int, int]]] = []
+    if planted:
+        ranges = requirements.live_ranges
+        without = functools.partial(dataclasses.replace, compiled={})
+        monkeypatch.setattr(requirements, "live_ranges", lambda program: ranges(without(program)))
 
     def note(graph: PartitionGraph) -> Any:
         def run(*inputs: Any) -> Any:
@@ -117,6 +127,12 @@ def test_what_a_partition_is_given_shares_no_bytes(compiled: Any) -> None:
         w = torch.randn(4, 4)
         for _ in range(4):
             f(torch.randn(4, 4), w)
+    if planted:
+        refused = [
+            reason for reason in f.program.counters.eager if reason.startswith("plan: arg0_1 and buf1 overlap")
+        ]
+        assert refused and not f.program.counters.replays
+        return
     assert f.program.counters.replays and len(spans) > 3
     assert all(end <= begin for one in spans for (_, end), (begin, _) in itertools.pairwise(one))
 
