@@ -117,7 +117,7 @@ def test_both_forms_of_torch_s_own_operators_agree_and_out_saves_memory(count: i
                     op.op(sample.input, *sample.args, **sample.kwargs)
                 except Exception as error:  # an entry that does not run on this machine
                     assert "out" not in str(error), op.name
-    assert len(comparing.compared) > 100
+    assert len(comparing.compared) > 50
     assert not comparing.different
     assert not comparing.wasteful
     assert not comparing.resized

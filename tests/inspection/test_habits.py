@@ -123,7 +123,7 @@ def test_ranges_of_eager_runs_natively(compiled: Any) -> None:
             with _profiled() as events:
                 f(*_inputs(torch.device("cpu"), w))
             found.append(_names(events))
-    assert f.program.counters.replays == 0 and f.program._cut.eager._calls == 5
+    assert f.program.counters.replays == 0 and f.program._cut.eager._unit is not None
     name = f.program.name
     assert found == [[name, *(f"{name}, partition {index}" for index in range(3))]] * 5
 
