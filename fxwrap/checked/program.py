@@ -162,7 +162,9 @@ class _Check:
         """
         program = self._program
         after = Generators(program.plan.device)
-        used = [r for r in program.specializations.recordings() if r.used > self._clock]
+        # Other threads may have used others meanwhile, for other sizes.
+        found = program.specializations.get(program._key(self._inputs) if program._dynamic else None)
+        used = [r for r in (found.recordings if found is not None else ()) if r.used > self._clock]
         recording = max(used, key=lambda one: one.used, default=None)
         try:
             with without_gradients():
