@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import threading
 import zipfile
 import zlib
@@ -31,8 +32,7 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
     known = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in members.items()}
     text = json.dumps({"format": FORMAT, **manifest, "members": known}, indent=1)
     _remove_left(path)
-    mine = f"{os.getpid()}.{threading.get_ident()}"
-    unfinished = path.with_name(f"{_unfinished(path)}.{mine}.unfinished")
+    unfinished = path.with_name(f"{_unfinished(path)}.{os.getpid()}.{threading.get_ident()}.unfinished")
     try:
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
             file.writestr(MANIFEST, text, zipfile.ZIP_DEFLATED)
@@ -50,14 +50,14 @@ def _unfinished(path: Path) -> str:
 
 def _remove_left(path: Path) -> None:
     """Remove what processes have left that were killed while they wrote the same file."""
-    begin = _unfinished(path)
+    name = re.compile(re.escape(_unfinished(path)) + r"\.(\d+)\.\d+\.unfinished")
     for left in path.parent.iterdir() if os.name == "posix" else ():
-        if left.name.startswith(begin) and left.name.endswith(".unfinished"):
+        if (found := name.fullmatch(left.name)) is not None:
             try:
-                os.kill(int(left.name.split(".")[-3]), 0)  # no signal: asks whether it is there
+                os.kill(int(found[1]), 0)  # no signal: asks whether it is there
             except ProcessLookupError:
                 left.unlink(missing_ok=True)
-            except PermissionError:
+            except (PermissionError, OverflowError):
                 continue
 
 

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import os
+import platform
 import random
 import shutil
 import subprocess
@@ -415,3 +416,17 @@ def test_two_write_one_file_at_one_time(tmp_path: Path) -> None:
     with contextlib.closing(package.Package(path)) as written:
         written.check_all()
     assert [file.name for file in tmp_path.iterdir()] == ["one.fxw"]
+
+
+def test_only_what_a_dead_process_of_this_machine_has_left_is_removed(tmp_path: Path) -> None:
+    path, gone = tmp_path / "one.fxw", subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = (
+        f".one.fxw.{platform.node()}{rest}.unfinished"
+        for rest in (f".{gone.pid}.1", f".{os.getpid()}.1", "2.1.1", "")
+    )
+    left, ours, another_machine, unknown = (tmp_path / name for name in names)
+    for file in (left, ours, another_machine, unknown):
+        file.touch()
+    package.write(path, {}, {"a": b"1"})
+    assert sorted(tmp_path.iterdir()) == sorted([path, ours, another_machine, unknown])
