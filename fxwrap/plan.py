@@ -124,6 +124,10 @@ class StorageFacts:
     def writes(self, node: Node) -> frozenset[int]:
         return self.written.get(node.name, _NONE)
 
+    def written_by_any(self) -> frozenset[int]:
+        """Storages that some node writes."""
+        return _NONE.union(*self.written.values())
+
     def behind(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Storages that any of these values lives in."""
         return _NONE.union(*map(self.of, nodes))

@@ -236,8 +236,9 @@ class Recording:
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
         if (written := self.request.written_inputs) is not None:
-            spans = written.fixed, written.fixed_written
-            guards = dataclasses.replace(guards, moving=written.moving, fixed=spans[0], fixed_written=spans[1])
+            guards = dataclasses.replace(
+                guards, moving=written.moving, fixed=written.fixed, fixed_written=written.fixed_written
+            )
         hints = self._held.hints if self._held is not None else None
         on_error = hints.in_use if hints is not None else None
         described = Description(

@@ -248,7 +248,7 @@ class RecordingBuilder:
     def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Lay out static input buffers, and fill them."""
         found: dict[Node, Any] = {}
-        written = frozenset().union(*self.plan.facts.written.values())
+        written = self.plan.facts.written_by_any()
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         for position, node in enumerate(self._placeholders):
             if node.name not in self.request.planned.input_buffers:

@@ -336,7 +336,7 @@ def test_a_storage_is_freed_too_early(
 # -- recordings -------------------------------------------------------------------------------------------------
 
 
-def test_an_input_is_not_copied_in(compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None) -> None:
+def _copy_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     take = RecordingBuilder._take_inputs
 
     def planted(self: RecordingBuilder, inputs: Any) -> Any:
@@ -345,6 +345,10 @@ def test_an_input_is_not_copied_in(compiled: Any, monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr(RecordingBuilder, "_take_inputs", planted)
+
+
+def test_an_input_is_not_copied_in(compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None) -> None:
+    _copy_no_inputs(monkeypatch)
     error = fault_in(compiled(chain, **CHECKED), square, square)
     assert error.fault == "input not copied in" and error.operator
 
@@ -352,14 +356,7 @@ def test_an_input_is_not_copied_in(compiled: Any, monkeypatch: pytest.MonkeyPatc
 def test_an_input_baked_in_is_found_on_the_run_that_records(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None
 ) -> None:
-    take = RecordingBuilder._take_inputs
-
-    def planted(self: RecordingBuilder, inputs: Any) -> Any:
-        found, parts = take(self, inputs), len(self._parts)
-        self._input_buffers, self._parts = [], self._parts[: parts - 1]
-        return found
-
-    monkeypatch.setattr(RecordingBuilder, "_take_inputs", planted)
+    _copy_no_inputs(monkeypatch)
     monkeypatch.setattr("fxwrap.checked.program.check_steps", lambda recording: None)
     f: Compiled = compiled(lambda t: (t + 1).sin() @ t, **CHECKED)
     error = fault_in(f, square, calls=2)

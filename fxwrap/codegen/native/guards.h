@@ -2,9 +2,9 @@
 
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -101,14 +101,6 @@ struct Guards {
     return PyDict_Contains(packed.ptr(), handle.ptr()) != 0;
   }
 
-  // Bytes from a tensor's first element to its last.
-  static uint64_t reach(const at::Tensor& tensor) {
-    if (tensor.numel() == 0) return 0;
-    int64_t last = 0;
-    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-    return static_cast<uint64_t>(last + 1) * tensor.element_size();
-  }
-
   static bool touches(const Spans& spans, uint64_t begin, uint64_t end) {
     auto after = std::lower_bound(spans.begin(), spans.end(), end, [](const auto& span, uint64_t at) { return span.first < at; });
     return after != spans.begin() && std::prev(after)->second > begin;
@@ -125,7 +117,8 @@ struct Guards {
       const auto* tensor = tensor_at(inputs, position);
       if (tensor == nullptr) return false;
       const auto begin = reinterpret_cast<uint64_t>(tensor->const_data_ptr());
-      const auto end = begin + reach(*tensor);
+      const auto end =
+          begin + at::detail::computeStorageNbytes(tensor->sizes(), tensor->strides(), tensor->element_size());
       if (begin == end) continue;
       if (touches(written ? fixed : fixed_written, begin, end)) return false;
       spans.push_back({begin, end, written});

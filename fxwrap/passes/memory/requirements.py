@@ -86,7 +86,7 @@ class Requirements:
             )
         ranges = live_ranges(program)
         results, step_of = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
-        written = frozenset[int]().union(*program.facts.written.values())
+        written = program.facts.written_by_any()
         handed_out = _handed_out(program)
         outputs = output_storages(program) | (handed_out & results.keys())
         end = len(program.schedule) + 1
