@@ -55,8 +55,9 @@ class WrittenInputs:
     def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> WrittenInputs | None:
         """The same where some inputs lie where they lie now; None where nothing can go wrong any more: a replay works
         on static inputs themselves."""
-        fixed = [(_span(inputs[p]), writes) for p, writes in self.moving if p in static]
-        moving = [(p, writes) for p, writes in self.moving if p not in static]
+        stay = frozenset(static)
+        fixed = [(_span(inputs[p]), writes) for p, writes in self.moving if p in stay]
+        moving = [(p, writes) for p, writes in self.moving if p not in stay]
         if not moving:
             return None
         spans = _joined(span for span, _ in fixed), _joined(span for span, writes in fixed if writes)
