@@ -69,9 +69,8 @@ def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) ->
             for a, b in zip(compiled(*batch), model(*batch), strict=True):
                 torch.testing.assert_close(a.cpu(), b.cpu())
             a = b = None
-        program = [p for c in live_compilations() for p in c.programs if len(p._cut.placeholders) == static + copied][
-            -1
-        ]
+        programs = [program for compilation in live_compilations() for program in compilation.programs]
+        program = [one for one in programs if len(one._prepared.placeholders) == static + copied][-1]
         run, program.run = program.run, lambda inputs: (caught.append(list(inputs)), run(inputs))[1]
         for batch in batches:
             compiled(*batch)

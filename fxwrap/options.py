@@ -11,8 +11,15 @@ from .eager_rules import EagerRule, check_names
 from .errors import OptionError
 
 
-def _option(default: Any, doc: str, *, minimum: int | None = None, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"doc": doc, "minimum": minimum, "choices": choices})
+def _option(
+    default: Any, doc: str, *, minimum: int | None = None, choices: tuple[str, ...] = (), compiling: bool = False
+) -> Any:
+    """
+    Args:
+        compiling: nobody asks for it once a program is compiled: a saved program does not keep it.
+    """
+    known = {"doc": doc, "minimum": minimum, "choices": choices, "compiling": compiling}
+    return field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
@@ -34,20 +41,27 @@ class Options:
         minimum=0,
     )
     eager_ops: tuple[str | EagerRule, ...] = _option(
-        (), "operators that must not be captured, such as 'aten::nonzero' or 'mylib::lookup', and fxwrap.EagerRule"
+        (),
+        "operators that must not be captured, such as 'aten::nonzero' or 'mylib::lookup', and fxwrap.EagerRule",
+        compiling=True,
     )
     capture: str = _option(
         "auto",
         "'auto' captures partitions that an estimate says are worth it, 'always' all that can be, 'never' none",
         choices=("auto", "always", "never"),
+        compiling=True,
     )
     min_launches: int = _option(
-        1, "launches and library calls that a captured partition has at least; smaller ones run eagerly", minimum=1
+        1,
+        "launches and library calls that a captured partition has at least; smaller ones run eagerly",
+        minimum=1,
+        compiling=True,
     )
     peak_budget: float = _option(
         1.1,
         "how many times the memory of program order fewer partitions may take, at the sizes compiled for",
         minimum=1,
+        compiling=True,
     )
     copy_outputs: bool = _option(
         False,
@@ -63,7 +77,13 @@ class Options:
     through_capture: bool = _option(
         False, "run what a recording would capture at every call, in the recording's memory, without a device graph"
     )
-    codegen: type | None = _option(None, "a subclass of fxwrap.FxwrapCodegen to emit and compile with")
+    codegen: type | None = _option(
+        None, "a subclass of fxwrap.FxwrapCodegen to emit and compile with", compiling=True
+    )
+
+    def at_run(self) -> dict[str, Any]:
+        """The options that running a compiled program asks for, by name."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if not spec.metadata["compiling"]}
 
 
 def parse_options(

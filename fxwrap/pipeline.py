@@ -312,8 +312,6 @@ class HostGraphPlanner:
         return self.state.took
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
-        if self.state.plan is not None and not refused:
-            return self.state.plan
         state = dataclasses.replace(self.state, refused=refused)
         if state.dependencies is None:  # a restored program: its graph is what rewrites have left
             run_stages([stage for stage in self.stages if "graph" not in stage.provides], state, Scope.GRAPH)
@@ -365,7 +363,9 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequenc
         PipelineError: a stage does not get what it requires, or does not provide what it declares.
         PlanError: the verifier refused the schedule.
     """
-    state = run_stages(stages, State(gm, request), Scope.GRAPH)
+    state = State(gm, request)
+    for scope in (Scope.GRAPH, Scope.PARTITION):
+        run_stages(stages, state, scope)
     return _entered(_program(HostGraphPlanner(stages, state), request), request)
 
 
@@ -390,11 +390,12 @@ def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence
 
 
 def _program(planner: HostGraphPlanner, request: CompileRequest) -> Program:
+    plan = _result(planner.state, "plan")
     if not (request.options.checked or request.options.through_capture):
-        return Program(planner, request.options, request.torch)
+        return Program(plan, planner, request.options, request.torch)
     from .checked.program import CheckedProgram  # only who asks for it pays for it
 
-    return CheckedProgram(planner, request.options, request.torch)
+    return CheckedProgram(plan, planner, request.options, request.torch)
 
 
 def _entered(program: Program, request: CompileRequest) -> Program:

@@ -472,29 +472,29 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
 
     A forward is planned by itself, and again with the backward that gets what it saves.
     """
-    forward: tuple[Any, Any, Any] | None = None
+    forward: tuple[Any, Any] | None = None
     for program in programs:
-        provider, plan = program._cut.provider, program.plan
+        provider, plan = program._prepared.provider, program.plan
         inputs = example_inputs(plan.graph)
         saved = None
         if plan.phase == "backward" and forward is not None:
-            (first, before, _), received = forward, program._forward[1]
-            own_outputs = [i for p, i in first._cut.outputs if p in first.plan.saved]
+            (first, before), received = forward, program._forward[1]
+            own_outputs = [i for p, i in first._prepared.outputs if p in first.plan.saved]
             assert received or not own_outputs, "backward gets nothing of its forward"
             saved = Saved(before, received)
-        estimate, memory = provider.expect(plan, inputs, None, saved)
-        _note_plan(memory, outcome)
+        estimate = provider.expect(plan, inputs, None, saved)
+        _note_plan(estimate.memory, outcome)
         if plan.phase == "forward":
-            forward = program, estimate, memory
+            forward = program, estimate
         elif saved is not None and forward is not None:
-            first, before, memory_before = forward
-            provider_before = first._cut.provider
+            first, before = forward
+            provider_before = first._prepared.provider
             hint = provider_before._with_successor(before.planned, before)
             for own, planned, hinted in (
                 (provider_before, before.planned, hint),
                 (provider, estimate.planned, estimate.hint),
             ):
-                _note_plan(own.planner.plan(planned, lambda device: (), hinted, memory_before), outcome)
+                _note_plan(own.planner.plan(planned, lambda device: (), hinted, before.memory), outcome)
             forward = None
 
 

@@ -59,7 +59,8 @@ def test_the_hook_sees_every_stage_in_order(compiled: Any) -> None:
     names = [name for name, _ in seen]
     assert names[:3] == ["host scalars", "launches", "needless copies"]
     assert names[3:9] == ["shared views", "aliasing", "dependencies", "capturability", "cut", "cost model"]
-    assert names[9] == "partitions compiled elsewhere" and set(names[10:]) == {"memory"}
+    # The warm-up plans, and the recording takes that plan.
+    assert names[9:] == ["partitions compiled elsewhere", "memory"]
     count = len(seen)
     g = compiled(lambda x: (x @ x).cos())
     g(torch.randn(4, 4))

@@ -92,17 +92,10 @@ def save(
     members["constants.safetensors"] = tensors.serialized("constants")
     if weights:
         members["weights.safetensors"] = tensors.serialized("weights")
-    plain = {name: getattr(own, name) for name in _PLAIN_OPTIONS}
-    found = {**where, "options": plain, "methods": described, "tensors": tensors.described}
+    found = {**where, "options": own.at_run(), "methods": described, "tensors": tensors.described}
     target = Path(path)
     package.write(target, found, members)
     return target
-
-
-# What running a program asks of the options; the others are for compiling it.
-_PLAIN_OPTIONS = (
-    "strict", "warmup", "max_recordings", "max_memory", "copy_outputs", "checked", "through_capture",
-)  # fmt: skip
 
 
 def _exported(name: str, method: Any) -> torch.export.ExportedProgram:

@@ -78,17 +78,19 @@ class CheckedProgram(Program):
             self._handed_out.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(outputs))
         return outputs
 
-    def _record(self, cut: Any, specialization: Any, inputs: list[Any], decision: Any, owner: Any) -> Any:
+    def _record(self, prepared: Any, specialization: Any, inputs: list[Any], decision: Any, owner: Any) -> Any:
         def record() -> Any:
             with self._recording_runtime():
-                return Program._record(self, cut, specialization, inputs, decision, owner)
+                return Program._record(self, prepared, specialization, inputs, decision, owner)
 
         if not self._every:
             return record()
         generators, copies = Generators(self.plan.device), Copies(inputs)
-        numbers = self._planner.sizes(dict(zip(cut.placeholders, inputs, strict=True)))
+        numbers = self._planner.sizes(dict(zip(prepared.placeholders, inputs, strict=True)))
         try:
-            check_operators(cut.plan, numbers, copies.make(), self._freezes_addresses, self.functions.below_modes)
+            check_operators(
+                prepared.plan, numbers, copies.make(), self._freezes_addresses, self.functions.below_modes
+            )
         finally:
             generators.set()
         del copies
@@ -198,11 +200,11 @@ class _Check:
             del storage
 
     def _compare_with_eager(self, recording: Recording, outputs: Any, after: Generators) -> None:
-        cut = self._program._cut
+        prepared = self._program._prepared
         given = self._copies.make()
         self._before.set()
-        expected = cut.eager(list(given))
-        same_numbers = Generators(cut.plan.device).same(after)
+        expected = prepared.eager(list(given))
+        same_numbers = Generators(prepared.plan.device).same(after)
         where = self._first_of(outputs, expected, self._inputs, given)
         if where is not None:
             self._raise(recording, *where)
@@ -279,7 +281,7 @@ class _Check:
 
     def _replay_changed(self, recording: Recording, owner: Any, changed: Collection[int]) -> Any:
         """What differs when inputs hold other numbers."""
-        static, cut = recording.request.static_inputs, self._program._cut
+        static, prepared = recording.request.static_inputs, self._program._prepared
         self._copies.restore(static)
         if GATE.is_closed():
             self._copies.change([p for p in static if p in changed])
@@ -287,7 +289,7 @@ class _Check:
         given = Copies(inputs).make()
         self._before.set()
         try:
-            expected = cut.eager(list(given))
+            expected = prepared.eager(list(given))
         except Exception:
             return None  # these numbers do not suit the program
         self._before.set()
@@ -368,7 +370,7 @@ class _Check:
         return True
 
     def _placeholder(self, position: int) -> Node:
-        return self._program._cut.placeholders[position]
+        return self._program._prepared.placeholders[position]
 
 
 def _tell(walk: Walk, found: Difference) -> str:

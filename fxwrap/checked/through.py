@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..graphs.devices.host_graph import HostGraph
+from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
 from ..graphs.static_buffers import copy_tensors
 
 
-class IssuedAgain(HostGraph):
-    """Keeps calls as a host graph does; what they store stays where it was when they were kept, as on hardware."""
+class IssuedAgain(CPUGraph):
+    """Keeps calls as a CPU graph does; what they store stays where it was when they were kept, as on hardware."""
 
     def __init__(self) -> None:
         super().__init__()

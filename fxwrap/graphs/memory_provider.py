@@ -68,16 +68,22 @@ class Estimate:
     Attributes:
         planned: the program at the sizes.
         successor: the estimate of the program that gets what this one saves, and its inputs by storage of this one.
+        memory: the first plan for it.
         hint: from a plan for this program and the one before.
         static_inputs: bytes of inputs that stay where they are.
         follows: it is the successor of another.
     """
 
     planned: Planned
+    memory: MemoryPlan
     static_inputs: int = 0
     follows: bool = False
     successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
     hint: PlacementHint | None = None
+
+    def is_for(self, planned: Planned) -> bool:
+        """Whether a recording at the same sizes, whose graphs call again, is planned alike."""
+        return self.planned.program is planned.program and self.planned.donated == planned.donated
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class MemoryProvider:
 
     def expect(
         self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None
-    ) -> tuple[Estimate, MemoryPlan]:
+    ) -> Estimate:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
 
         Args:
@@ -136,14 +142,14 @@ class MemoryProvider:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planner.plan(planned, lambda device: (), None, like)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs])))
-        estimate = Estimate(planned, static_inputs, follows=saved is not None)
+        estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
             SHARED.arenas.withdraw(saved.estimate)  # what both need together is found when the first is recorded
         elif plan.phase != "backward":
             for device, arena in memory.arenas.items():
                 SHARED.arenas.expect(device, estimate, arena.size)
-        return estimate, memory
+        return estimate
 
     def predict(self, estimate: Estimate) -> list[Prediction]:
         """The memory of a specialization's calls, with that of the program that gets what they save, by device."""
@@ -158,7 +164,6 @@ class MemoryProvider:
         inputs: Sequence[Any],
         static: Collection[int],
         estimate: Estimate | None,
-        known: MemoryPlan | None,
         like: MemoryPlan | None,
         owner: LockOwner,
         held: list[Arena],
@@ -168,7 +173,7 @@ class MemoryProvider:
 
         Args:
             static: positions of inputs whose addresses stay.
-            known, like: plans for the same sizes, and for others.
+            like: a plan for other sizes.
             held: the arenas are entered here, to be given back.
             but: tells which arenas will not do.
 
@@ -178,11 +183,13 @@ class MemoryProvider:
             PlanError: the verifier refused the plan.
         """
         planned = self._planned(plan, inputs, static)
+        if not planned.frozen:
+            # Such a plan depends on no addresses: what the warm-up has planned still holds.
+            if estimate is not None and estimate.is_for(planned):
+                return RecordingMemory(planned, estimate.memory)
+            return RecordingMemory(planned, self.planner.plan(planned, lambda device: (), None, None))
         if estimate is not None:
             estimate.planned = planned  # it is known by now which inputs stay
-        if not planned.frozen:
-            memory = known or self.planner.plan(planned, lambda device: (), None, None)
-            return RecordingMemory(planned, memory)
         hint = self._with_successor(planned, estimate)
         donated: dict[int, list[int]] = defaultdict(list)  # positions by storage
         for position in plan.donated.intersection(static):

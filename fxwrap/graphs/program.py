@@ -63,7 +63,7 @@ _serial_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Prepared:
     """A plan, and what is made of it once."""
 
     plan: ProgramPlan
@@ -86,6 +86,7 @@ class Program:
 
     def __init__(
         self,
+        plan: ProgramPlan,
         planner: Planner,
         options: Options,
         functions: TorchFunctions,
@@ -99,12 +100,11 @@ class Program:
         self.newest_plan: MemoryPlan | None = None
         self.newest_planned: Planned | None = None
         self._never_recorded = ""
-        plan = planner.partition({})
         self.name = f"fxwrap {next(_serial_numbers)} {plan.phase}"
         self._traces = functions.traces(self.name)
         self._traces.compiled(plan)
-        self._cut = self._adopt(plan)
-        self._dynamic = _dynamic_positions(self._cut.placeholders)
+        self._prepared = self._adopt(plan)
+        self._dynamic = _dynamic_positions(self._prepared.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
         self._written_inputs = WrittenInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
         self._is_forward = self.plan.phase == "forward"
@@ -118,9 +118,9 @@ class Program:
 
     @property
     def plan(self) -> ProgramPlan:
-        return self._cut.plan
+        return self._prepared.plan
 
-    def _adopt(self, plan: ProgramPlan) -> _Cut:
+    def _adopt(self, plan: ProgramPlan) -> _Prepared:
         log.info("%s: %d partition(s) on %s", self.name, len(plan.partitions), plan.device)
         for one in plan.partitions:
             what = partition_range(self.name, one.index), one.verdict.value, one.launches, one.externs
@@ -134,7 +134,7 @@ class Program:
             self.options.max_memory,
         )
         outputs = _tensor_outputs(plan)
-        return _Cut(
+        return _Prepared(
             plan,
             placeholders,
             EagerRuns(self.name, _eager_function(plan, placeholders, self.name), len(placeholders), self.functions),
@@ -161,15 +161,15 @@ class Program:
                 return outputs
         inputs, caller_s = list(inputs), inputs
         caller_s.clear()
-        if len(inputs) != len(self._cut.placeholders):
+        if len(inputs) != len(self._prepared.placeholders):
             raise InputError(
                 "program called with the wrong number of inputs",
-                expected=str(len(self._cut.placeholders)),
+                expected=str(len(self._prepared.placeholders)),
                 got=str(len(inputs)),
             )
         try:
-            if self._cut.overwritten:
-                SHARED.packed.copy_from(inputs, self._cut.overwritten)
+            if self._prepared.overwritten:
+                SHARED.packed.copy_from(inputs, self._prepared.overwritten)
             key = self._key(inputs) if self._dynamic else None
             run = self._run_in_range if self._profiling() else self._run
             if self._on_accelerator:
@@ -237,13 +237,13 @@ class Program:
 
     def _not_replayed(self, specialization: Specialization, inputs: list[Any]) -> Any:
         specialization.calls.append(next_use())
-        cut, reason = self._cut, self._eager_reason(specialization, inputs)
+        prepared, reason = self._prepared, self._eager_reason(specialization, inputs)
         if reason:
-            return self._run_eagerly(cut, inputs, reason, specialization)
+            return self._run_eagerly(prepared, inputs, reason, specialization)
         owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
         # Before anything is decided: what another thread records may be what this call needs.
         if self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
-            return self._run_eagerly(cut, inputs, "another capture is under way", specialization)
+            return self._run_eagerly(prepared, inputs, "another capture is under way", specialization)
         try:
             decision = specialization.decide(inputs, owner, self.specializations.is_full())
             if decision.event:
@@ -254,12 +254,12 @@ class Program:
             elif decision.record and not self.specializations.make_room(specialization, owner):
                 reason = f"{self.options.max_recordings} other recordings are used more often (max_recordings)"
             elif decision.record:
-                return self._record(cut, specialization, inputs, decision, owner)
+                return self._record(prepared, specialization, inputs, decision, owner)
         finally:
             capturing.release(owner)
         if decision.replay is not None:
             return self._run_recording(decision.replay, inputs, owner)
-        return self._run_eagerly(cut, inputs, reason, specialization)
+        return self._run_eagerly(prepared, inputs, reason, specialization)
 
     def _run_recording(self, recording: Recording, inputs: list[Any], owner: LockOwner) -> Any:
         try:
@@ -306,7 +306,7 @@ class Program:
 
     def predict(self) -> list[Prediction]:
         """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
-        return self._cut.provider.predict(self.estimate) if self.estimate is not None else []
+        return self._prepared.provider.predict(self.estimate) if self.estimate is not None else []
 
     def release(self) -> None:
         """End every recording, but those that another call uses at this moment; the next call records again."""
@@ -323,31 +323,33 @@ class Program:
 
     # -- eager ------------------------------------------------------------------------------------------
 
-    def _run_eagerly(self, cut: _Cut, inputs: list[Any], reason: str, specialization: Specialization) -> Any:
+    def _run_eagerly(
+        self, prepared: _Prepared, inputs: list[Any], reason: str, specialization: Specialization
+    ) -> Any:
         self._count("eager", reason)
         if reason != _WARM_UP:
-            return cut.eager(inputs)
+            return prepared.eager(inputs)
         if specialization.estimate is None:
-            self._expect(cut, inputs, specialization)
+            self._expect(prepared, inputs, specialization)
         # What is recorded at the next call wants to know what moved since this one.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.note(inputs)
-        outputs = cut.eager(inputs)
+        outputs = prepared.eager(inputs)
         if self._on_accelerator:
             self._thread.warm = True
         specialization.eager_runs += 1
         if last:
-            specialization.warm_outputs = _weak_outputs(cut, outputs)
+            specialization.warm_outputs = _weak_outputs(prepared, outputs)
         return outputs
 
-    def _expect(self, cut: _Cut, inputs: Sequence[Any], specialization: Specialization) -> None:
+    def _expect(self, prepared: _Prepared, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
         if self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full()):
             return
         try:
-            specialization.estimate, memory = cut.provider.expect(cut.plan, inputs, self.newest_plan, self._saved())
-            self._note_plan(specialization.estimate.planned, memory)
+            specialization.estimate = prepared.provider.expect(prepared.plan, inputs, self.newest_plan, self._saved())
+            self._note_plan(specialization.estimate.planned, specialization.estimate.memory)
         except PlanError as error:
             if self.options.strict:
                 raise
@@ -366,7 +368,7 @@ class Program:
         key = self._key(inputs) if self._dynamic else None
         found = self.specializations.get(key) or self.specializations.add(key, Specialization())
         if found.estimate is None:
-            self._expect(self._cut, inputs, found)
+            self._expect(self._prepared, inputs, found)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
         """Be the backward of ``forward``.
@@ -376,7 +378,7 @@ class Program:
         """
         self._forward = weakref.ref(forward), inputs
         names = {name for several in inputs.values() for name in several}
-        self._saved_tensors = frozenset(p for p, node in enumerate(self._cut.placeholders) if node.name in names)
+        self._saved_tensors = frozenset(p for p, node in enumerate(self._prepared.placeholders) if node.name in names)
 
     def _saved(self) -> Saved | None:
         if self._forward is None:
@@ -388,9 +390,14 @@ class Program:
     # -- recording --------------------------------------------------------------------------------------
 
     def _record(
-        self, cut: _Cut, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
+        self,
+        prepared: _Prepared,
+        specialization: Specialization,
+        inputs: list[Any],
+        decision: Decision,
+        owner: LockOwner,
     ) -> Any:
-        why, held, device = decision.record, list[Arena](), cut.plan.device
+        why, held, device = decision.record, list[Arena](), prepared.plan.device
         short_of, outputs, begin = "", _MISSED, time.perf_counter()
         if why == "first":
             specialization.look_at_the_warm_up()
@@ -398,16 +405,15 @@ class Program:
         before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
             runtime = runtime_for(device)
-            frozen, backward = runtime.frozen_addresses, cut.plan.phase == "backward"
-            static = specialization.static(inputs, cut.plan.static_inputs, frozen, backward, self._saved_tensors)
-            estimate, plans = specialization.estimate, (specialization.plan, self.newest_plan)
+            frozen, backward = runtime.frozen_addresses, prepared.plan.phase == "backward"
+            static = specialization.static(inputs, prepared.plan.static_inputs, frozen, backward, self._saved_tensors)
+            estimate = specialization.estimate
             decision.apart |= specialization.apart
-            provide, which = cut.provider.provide, decision.will_not_do
-            own = provide(cut.plan, inputs, static, estimate, *plans, owner, held, which)
+            provide, which = prepared.provider.provide, decision.will_not_do
+            own = provide(prepared.plan, inputs, static, estimate, self.newest_plan, owner, held, which)
             self._note_plan(own.planned, own.memory)
-            specialization.plan = own.memory
-            specialization.estimate = estimate or Estimate(own.planned)
-            copied = specialization.copied_of(index for _, index in cut.outputs) | cut.copied
+            specialization.estimate = estimate or Estimate(own.planned, own.memory)
+            copied = specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied
             request = RecordingRequest(
                 self.name,
                 self._traces,
@@ -439,7 +445,7 @@ class Program:
                 specialization.apart = True  # it may be what is in the arena now
             else:
                 self._never_recorded = str(error.subject)
-            return self._run_eagerly(cut, inputs, str(error.subject), specialization)
+            return self._run_eagerly(prepared, inputs, str(error.subject), specialization)
         finally:
             for arena in held:
                 arena.lock.release(owner)
@@ -452,7 +458,7 @@ class Program:
         if short_of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
         if outputs is _MISSED:  # by now nobody has what was made for the recording
-            return self._run_eagerly(cut, inputs, short_of, specialization)
+            return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
         return outputs
 
@@ -475,7 +481,7 @@ class Program:
         self._refused.update(recorded.refused)
         for operator, failure in recorded.refused.items():
             log.info("%s: is cut again around %s: %s", self.name, operator, failure)
-        self._cut = self._adopt(self._planner.partition(self._refused))
+        self._prepared = self._adopt(self._planner.partition(self._refused))
         for known in self.specializations.values():
             known.cut_again()
 
@@ -484,7 +490,7 @@ class Program:
         copied = request.copied if request.memory.arenas else ()  # elsewhere outputs are new tensors
         copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
         copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
-        values = [self._cut.placeholders[p].meta["val"] for p, *_ in self._dynamic]
+        values = [self._prepared.placeholders[p].meta["val"] for p, *_ in self._dynamic]
         names = (
             val if how is None else (val.size(dim) if how == "size" else val.stride(dim))
             for (_, how, dim), val in zip(self._dynamic, values, strict=True)
@@ -515,7 +521,7 @@ class Program:
             numbers=numbers,
             dimensions=dimensions,
             packed=SHARED.packed.known,
-            overwritten=self._cut.overwritten,
+            overwritten=self._prepared.overwritten,
             no_hooks=self._is_forward,
             caller_captures=self._caller_captures,
         )
@@ -589,10 +595,10 @@ def _inputs_counted_from_their_storage(plan: ProgramPlan) -> dict[Node, str]:
     return found
 
 
-def _weak_outputs(cut: _Cut, outputs: Any) -> list[tuple[int, StorageWeakRef]]:
+def _weak_outputs(prepared: _Prepared, outputs: Any) -> list[tuple[int, StorageWeakRef]]:
     values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     found = []
-    for position, index in cut.outputs:
+    for position, index in prepared.outputs:
         value = values[position]
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             found.append((index, StorageWeakRef(value.untyped_storage())))

@@ -17,8 +17,8 @@ from ..errors import MemoryLimitError
 from ..host_graph.nodes import Kind, checks_layout, checks_on, constants, kind_of, operator_name, output_node
 from ..plan import Home, Origin, Partition, Place, Verdict
 from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_over, tensors_in
+from .devices.cpu_graph import issue
 from .devices.device_graph import DeviceGraph
-from .devices.host_graph import issue
 from .devices.runtime import GraphPool
 from .flat import FlatBuilder, FlatFunction, Landings
 from .flat_lines import AnyLine, Bound, Call, Line, Range, Register, Store
@@ -272,7 +272,7 @@ class RecordingBuilder:
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Bind inputs whose address stays, without holding them: their owner may free them, and asks who holds them.
 
-        Hardware keeps the address alone; a host graph keeps what its calls are bound to.
+        Hardware keeps the address alone; a CPU graph keeps what its calls are bound to.
         """
         found: dict[Node, Any] = {}
         for position in self.request.static_inputs:

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..plan import MemoryPlan
 from .arenas import AT_ONE_TIME, OUT_OF_MEMORY, Arena, has_address
 from .locks import LockOwner
 from .memory_provider import Estimate
@@ -126,7 +125,6 @@ class Specialization:
         blocked: how often another program's outputs were live in the memory that every recording needs.
         apart: whether a plan around live outputs was refused: then it is recorded in an arena without any.
         why: why the last recording ended, which is why the next one is made.
-        plan: the memory plan, where it depends on nothing but sizes.
         calls: when it was called lately and could not be replayed, as numbers that grow.
         evicted: whether its last recording was ended in favour of another shape.
         short: why there was too little memory, and how much was in the way then (``ArenaPool.pressure``).
@@ -146,7 +144,6 @@ class Specialization:
     apart: bool = False
     why: str = ""
     estimate: Estimate | None = None
-    plan: MemoryPlan | None = None
     calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
     short: tuple[str, int] | None = None
@@ -254,7 +251,7 @@ class Specialization:
 
     def cut_again(self) -> None:
         """The program was cut around an operator that could not be captured."""
-        self.recordings, self.why, self.plan = (), "cut anew around what could not be captured", None
+        self.recordings, self.why = (), "cut anew around what could not be captured"
 
     def look_at_the_warm_up(self) -> None:
         """Copy outputs that are still live after the eager run: the caller's loop will keep later ones, too."""

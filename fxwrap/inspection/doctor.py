@@ -324,7 +324,7 @@ def _available(device_type: str) -> bool:
 
 def _devices(_: str) -> Iterator[Finding]:
     graph = runtime_for(torch.device("cpu")).implementation
-    how = "a flat list of calls" if graph == "host graph" else graph
+    how = "a flat list of calls" if graph == "CPU graph" else graph
     yield Finding("device cpu", "ok", f"captured as {how}; {torch.get_num_threads()} thread(s)")
     for kind in ("cuda", "xpu", "mtia", "mps"):
         if _available(kind):

@@ -1,6 +1,6 @@
 """A simulated accelerator on the CPU: graphs with frozen addresses, and CUDA's rules, without hardware.
 
-The host graph takes new tensors at every replay. Hardware does not: a captured call reads and writes the
+The CPU graph takes new tensors at every replay. Hardware does not: a captured call reads and writes the
 addresses it was captured with. This device behaves like hardware, so that everything that follows from frozen
 addresses (static input buffers, copies between eager and captured work, outputs in the graph's own memory) and from
 hardware's rules (pools that die, captures that fail and leave traces) runs, and can be tested, on any machine.
@@ -23,7 +23,7 @@ import torch
 
 from ..errors import CaptureError
 from ..graphs.arenas import tensor_over, tensors_in
-from ..graphs.devices.host_graph import HostGraph
+from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
 
 
@@ -160,7 +160,7 @@ class Simulator:
 _WAITS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
 
-class SimulatedGraph(HostGraph):
+class SimulatedGraph(CPUGraph):
     """Replays calls on the very values they were captured with, and fills no registers: as hardware does.
 
     What an operator allocates lands in the memory it had when it was captured.

@@ -234,6 +234,16 @@ def test_a_wrong_call_is_refused_before_anything_runs(program: Any, name: str) -
     program.prefill(TOKEN, AT)
 
 
+def test_what_a_call_asks_of_the_options_is_saved(tmp_path: Path) -> None:
+    """Options that only compiling asks for are not: they need not be JSON."""
+    asked = {"warmup": 3, "max_recordings": 5, "max_memory": 1 << 30, "copy_outputs": True, "checked": 7}
+    compiling = {"capture": "always", "eager_ops": ("aten::sin",), "codegen": fxwrap.FxwrapCodegen}
+    double = nn.Linear(4, 4), (torch.ones(2, 4),)
+    path = fxwrap.save(tmp_path / "double.fxw", {"double": double}, options={**asked, **compiling})
+    loaded = fxwrap.load(path, trust=True).double.program.options
+    assert {name: getattr(loaded, name) for name in asked} == asked and loaded.codegen is None
+
+
 def test_gradients_are_not_asked_for(tmp_path: Path) -> None:
     path = fxwrap.save(tmp_path / "linear.fxw", {"forward": (nn.Linear(4, 4), (torch.randn(2, 4),))})
     loaded = fxwrap.load(path, trust=True)

@@ -10,7 +10,7 @@ import torch
 
 from fxwrap.errors import CaptureError
 from fxwrap.graphs.devices import runtime as device_graph
-from fxwrap.graphs.devices.host_graph import HostGraph, issue
+from fxwrap.graphs.devices.cpu_graph import CPUGraph, issue
 from fxwrap.graphs.devices.runtime import runtime_for
 
 METHODS = (
@@ -18,7 +18,7 @@ METHODS = (
 )  # fmt: skip
 
 
-def _captured(graph: HostGraph, call: Any) -> HostGraph:
+def _captured(graph: CPUGraph, call: Any) -> CPUGraph:
     graph.capture_begin()
     issue(call)
     graph.capture_end()
@@ -27,7 +27,7 @@ def _captured(graph: HostGraph, call: Any) -> HostGraph:
 
 def test_capture_runs_and_replay_runs_again() -> None:
     x, out = torch.ones(3), torch.zeros(3)
-    graph = _captured(HostGraph(), lambda: torch.add(x, 1, out=out))
+    graph = _captured(CPUGraph(), lambda: torch.add(x, 1, out=out))
     assert torch.equal(out, torch.full((3,), 2.0))
     x.fill_(5)
     graph.replay()
@@ -36,21 +36,21 @@ def test_capture_runs_and_replay_runs_again() -> None:
 
 def test_outside_of_a_capture_a_call_only_runs() -> None:
     calls: list[int] = []
-    graph = _captured(HostGraph(), lambda: calls.append(1))
+    graph = _captured(CPUGraph(), lambda: calls.append(1))
     issue(lambda: calls.append(2))
     graph.replay()
     assert calls == [1, 2, 1]
 
 
 def test_misuse_is_refused() -> None:
-    graph = HostGraph()
+    graph = CPUGraph()
     with pytest.raises(CaptureError, match="nothing was captured"):
         graph.replay()
     with pytest.raises(CaptureError, match="without capture_begin"):
         graph.capture_end()
     graph.capture_begin()
     with pytest.raises(CaptureError, match="under way"):
-        HostGraph().capture_begin()
+        CPUGraph().capture_begin()
     graph.capture_end()
     with pytest.raises(CaptureError, match="already captured"):
         graph.capture_begin()
@@ -69,7 +69,7 @@ def test_debug_dump_lists_the_calls(tmp_path: Path, compiled: Any) -> None:
     assert text.startswith("def flat(r):") and text.count("\n") >= 4
 
 
-@pytest.mark.parametrize("kind", [HostGraph, device_graph.CUDAGraphAdapter, device_graph.XPUGraphAdapter])
+@pytest.mark.parametrize("kind", [CPUGraph, device_graph.CUDAGraphAdapter, device_graph.XPUGraphAdapter])
 def test_every_graph_has_the_methods_of_the_unified_one(kind: type) -> None:
     assert all(callable(getattr(kind, method)) for method in METHODS)
     unified = getattr(torch.accelerator, "Graph", None)
@@ -78,7 +78,7 @@ def test_every_graph_has_the_methods_of_the_unified_one(kind: type) -> None:
 
 
 def test_the_unified_graph_is_preferred_and_the_adapter_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unified(HostGraph):
+    class Unified(CPUGraph):
         def __init__(self, pool: Any = None, capture_error_mode: str = "") -> None:
             super().__init__()
 
@@ -86,7 +86,7 @@ def test_the_unified_graph_is_preferred_and_the_adapter_is_the_fallback(monkeypa
         def __init__(self, **_: Any) -> None:
             raise RuntimeError("Graph is not supported on device type: cuda")
 
-    class Adapter(HostGraph):
+    class Adapter(CPUGraph):
         def __init__(self, pool: Any = None) -> None:
             super().__init__()
 

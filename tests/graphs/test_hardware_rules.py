@@ -22,7 +22,7 @@ import fxwrap
 from fxwrap.codegen import torch_runtime
 from fxwrap.errors import CaptureError
 from fxwrap.graphs.arenas import Arena, ArenaPool
-from fxwrap.graphs.devices.host_graph import issue
+from fxwrap.graphs.devices.cpu_graph import issue
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
 from fxwrap.graphs.program import Program
 from fxwrap.testing.simulated import SIMULATED, Rules, SimulatedGraph, SimulatedRuntime, simulated
@@ -103,7 +103,7 @@ class Programs:
         fxwrap.release()
         for f in (self.small, self.large, self.huge, self.refused):
             for program in f.programs:
-                program.__init__(program._planner, program.options, program.functions)
+                program.__init__(program._planner.partition({}), program._planner, program.options, program.functions)
         self.used = [self.small]
 
     def run(self, f: Compiled, n: int, calls: int = 4) -> None:

@@ -11,8 +11,8 @@ from conftest import Compiled
 
 import fxwrap
 from fxwrap.graphs import program
+from fxwrap.graphs.devices.cpu_graph import CPUGraph, issue
 from fxwrap.graphs.devices.device_graph import DeviceGraph
-from fxwrap.graphs.devices.host_graph import HostGraph, issue
 from fxwrap.graphs.devices.runtime import runtime_for
 
 REASON = "called while the caller captures"
@@ -123,7 +123,7 @@ def test_a_program_called_while_another_is_recorded_is_recorded_later(
     if device.type != "cpu":
         pytest.skip("on accelerators the stream tells: the tests above")
     f: Compiled = compiled(lambda x: (x @ x).sin())
-    x, graph, results = torch.randn(8, 8), HostGraph(), list[torch.Tensor]()
+    x, graph, results = torch.randn(8, 8), CPUGraph(), list[torch.Tensor]()
     with torch.no_grad():
         f(x)
         graph.capture_begin()

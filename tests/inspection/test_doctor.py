@@ -261,7 +261,7 @@ def test_every_extra_of_the_package_is_looked_for() -> None:
 def test_a_device_and_its_graph(device: torch.device) -> None:
     finding = fxwrap.doctor().about(f"device {device.type}")
     name = runtime_for(device).implementation
-    assert finding.state == "ok" and ("a flat list of calls" if name == "host graph" else name) in finding.what
+    assert finding.state == "ok" and ("a flat list of calls" if name == "CPU graph" else name) in finding.what
     if device.type == "hostsim":
         program = "import json, hostsim, fxwrap; print(json.dumps(fxwrap.doctor().to_dict()))"
         done = processes.run("-c", program, PYTHONPATH=os.pathsep.join((str(ROOT), str(EXAMPLES / "hostsim"))))

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fxwrap
 from fxwrap.codegen.traces import ProgramTraces
 from fxwrap.graphs import flat_lines, program, recording
-from fxwrap.graphs.devices.host_graph import HostGraph
+from fxwrap.graphs.devices.cpu_graph import CPUGraph
 from fxwrap.graphs.devices.runtime import runtime_for
 
 # -- ranges in profiles -------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_ranges_of_eager_runs_natively(compiled: Any) -> None:
             with _profiled() as events:
                 f(*_inputs(torch.device("cpu"), w))
             found.append(_names(events))
-    assert f.program.counters.replays == 0 and f.program._cut.eager._unit is not None
+    assert f.program.counters.replays == 0 and f.program._prepared.eager._unit is not None
     name = f.program.name
     assert found == [[name, *(f"{name}, partition {index}" for index in range(3))]] * 5
 
@@ -367,7 +367,7 @@ def test_a_graph_that_cannot_be_dumped_is_recorded_all_the_same(
     def refuse(self: Any, path: str) -> None:
         raise RuntimeError("no driver writes graphs here")
 
-    graph = HostGraph if device.type == "cpu" else type(runtime_for(device).new_graph(None))
+    graph = CPUGraph if device.type == "cpu" else type(runtime_for(device).new_graph(None))
     monkeypatch.setattr(graph, "debug_dump", refuse, raising=False)
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos())
     x = torch.randn(8, 8).to(device)

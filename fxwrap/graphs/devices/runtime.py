@@ -14,8 +14,8 @@ import torch
 
 from ...devices import DeviceSupport, PlaceAllocations, PutRight, device_function, device_support
 from ...errors import CaptureError
+from .cpu_graph import CPUGraph, capturing_graph
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
-from .host_graph import HostGraph, capturing_graph
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class DeviceRuntime:
         new_pool: makes what graphs share memory by; None where there is no such thing.
         frozen_addresses: a captured call always reads and writes the addresses it was captured with, and
             what an operator allocates during capture keeps its address. Hardware graphs are like this; the
-            host graph calls again and so takes new tensors.
+            CPU graph calls again and so takes new tensors.
         runs_while_capturing: capturing also computes, so that no replay is needed to get the first result.
         place_allocations: tells the allocator where what operators allocate shall lie; None where nobody can.
         after_failed_capture: puts the allocator right; None where torch's own functions do.
@@ -134,7 +134,7 @@ def _side_stream(device: torch.device) -> Any:
     return stream
 
 
-_HOST = DeviceRuntime(torch.device("cpu"), lambda pool: HostGraph(), False, True, "host graph")
+_CPU = DeviceRuntime(torch.device("cpu"), lambda pool: CPUGraph(), False, True, "CPU graph")
 _override: ContextVar[DeviceRuntime | None] = ContextVar("fxwrap_runtime", default=None)
 
 
@@ -148,7 +148,7 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
     if chosen is not None and chosen.device.type == device.type:
         return chosen
     if device.type == "cpu":
-        return _HOST
+        return _CPU
     return _accelerator_runtime(device, device_support(device.type))
 
 
@@ -166,7 +166,7 @@ def places_results(device: torch.device) -> bool:
 
 def capture_check(device: torch.device) -> Callable[[], bool]:
     """Makes a function that tells whether somebody captures what is issued now: on the device's current stream, or to
-    a host graph on this thread. False where nobody can tell."""
+    a CPU graph on this thread. False where nobody can tell."""
     if device.type == "cpu":
         return lambda: capturing_graph() is not None
     return getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)

@@ -10,15 +10,15 @@ from typing import Any
 from ...errors import CaptureError
 
 # A weak reference: a capture that an interrupt cut short ends with its graph.
-_capturing: ContextVar[weakref.ref[HostGraph] | None] = ContextVar("fxwrap_capturing", default=None)
+_capturing: ContextVar[weakref.ref[CPUGraph] | None] = ContextVar("fxwrap_capturing", default=None)
 
 
-def capturing_graph() -> HostGraph | None:
+def capturing_graph() -> CPUGraph | None:
     reference = _capturing.get()
     return reference() if reference is not None else None
 
 
-class HostGraph:
+class CPUGraph:
     """The device graph of the CPU: a flat list of calls whose arguments are bound.
 
     Between ``capture_begin`` and ``capture_end`` every call issued with ``issue`` on this thread runs and is
@@ -31,14 +31,14 @@ class HostGraph:
 
     def capture_begin(self) -> None:
         if self._captured:
-            raise CaptureError("host graph: already captured", remedy="call reset() before capturing again")
+            raise CaptureError("CPU graph: already captured", remedy="call reset() before capturing again")
         if capturing_graph() is not None:
-            raise CaptureError("host graph: another capture is under way on this thread")
+            raise CaptureError("CPU graph: another capture is under way on this thread")
         _capturing.set(weakref.ref(self))
 
     def capture_end(self) -> None:
         if capturing_graph() is not self:
-            raise CaptureError("host graph: capture_end() without capture_begin()")
+            raise CaptureError("CPU graph: capture_end() without capture_begin()")
         self._captured = True
         _capturing.set(None)
 
@@ -52,7 +52,7 @@ class HostGraph:
 
     def replay(self) -> None:
         if not self._captured:
-            raise CaptureError("host graph: nothing was captured", remedy="capture before replay()")
+            raise CaptureError("CPU graph: nothing was captured", remedy="capture before replay()")
         for call in self._calls:
             call()
 
@@ -72,7 +72,7 @@ class HostGraph:
 
 
 def issue(call: Callable[[], Any]) -> None:
-    """Run ``call`` now; if a host graph is capturing on this thread, it keeps the call.
+    """Run ``call`` now; if a CPU graph is capturing on this thread, it keeps the call.
 
     On an accelerator the work that ``call`` launches is what the device's graph captures.
     """
