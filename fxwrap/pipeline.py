@@ -101,6 +101,7 @@ class State:
 
     Attributes:
         sizes: bytes of storages at the sizes the program was compiled for.
+        workspace: bytes that library calls allocate beyond what they return, by node.
         refused: names of operators that a capture has failed at, and how.
         reserved_in: what live outputs of other recordings have in a device's arena.
         hint: from a plan for this program and another.
@@ -114,6 +115,7 @@ class State:
     facts: StorageFacts | None = None
     dependencies: nx.DiGraph | None = None
     sizes: Mapping[int, int] | None = None
+    workspace: Mapping[str, int] | None = None
     # Scope.PARTITION
     refused: Mapping[str, str] = field(default_factory=dict)
     verdicts: Mapping[str, NodeVerdict] | None = None
@@ -229,6 +231,15 @@ def _analyse(state: Any) -> None:
     state.sizes = hinted_sizes(state.graph, state.facts)
 
 
+def _measure_workspace(state: Any) -> None:
+    """Where memory comes and goes with each call, the plan leaves room for what library calls take."""
+    state.workspace = {}
+    if state.device.type == "cpu" and not freezes_addresses(state.device):
+        work = (node for node in state.graph.graph.nodes if node.op == "call_function")
+        with state.request.torch.without_modes():
+            state.workspace = measure_workspace(work, state.request.torch.allocations)
+
+
 def _find_dependencies(state: Any) -> None:
     state.dependencies = build_dependency_graph(state.graph, state.facts)
 
@@ -248,7 +259,8 @@ def _cut(state: Any) -> None:
 def _apply_cost_model(state: Any) -> None:
     request, options, device = state.request, state.request.options, state.device
     known = frozenset(request.static_inputs), request.phase, request.donated, request.saved, request.inputs
-    plan = ProgramPlan(state.graph, state.facts, state.verdicts, state.cut, device, *known)
+    workspace = state.workspace
+    plan = ProgramPlan(state.graph, state.facts, state.verdicts, state.cut, device, *known, workspace=workspace)
     told = places_results(device)  # the device's allocator is told where results shall lie
     placed = placeable_results(state.facts, state.graph, device, captured(state.verdicts)) if told else {}
     sizes, least = state.sizes, options.min_launches
@@ -287,10 +299,11 @@ REWRITES = (
 )
 DECISIONS = (
     Stage("aliasing", Scope.GRAPH, _analyse, ("graph",), ("device", "facts", "sizes")),
+    Stage("workspace", Scope.GRAPH, _measure_workspace, ("device", "request"), ("workspace",)),
     Stage("dependencies", Scope.GRAPH, _find_dependencies, ("facts",), ("dependencies",)),
     Stage("capturability", Scope.PARTITION, _judge, ("device", "refused", "request"), ("verdicts",)),
     Stage("cut", Scope.PARTITION, _cut, ("dependencies", "verdicts", "facts", "sizes"), ("cut",)),
-    Stage("cost model", Scope.PARTITION, _apply_cost_model, ("cut",), ("plan",), _check_schedule),
+    Stage("cost model", Scope.PARTITION, _apply_cost_model, ("cut", "workspace"), ("plan",), _check_schedule),
     Stage("partitions compiled elsewhere", Scope.PARTITION, _compile_elsewhere, ("plan",), ("plan",)),
     Stage("memory", Scope.SIZES, _plan_memory, ("planned",), ("memory",), _check_memory),
 )
@@ -333,18 +346,10 @@ class HostGraphPlanner:
         return plan_pair(first, second, saved_as)
 
     def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
-        return predict_memory([self.measured(program) for program in programs], saved_as)
+        return predict_memory(programs, saved_as)
 
     def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
         return evaluate_sizes(self.state.graph, inputs)
-
-    def measured(self, planned: Planned) -> Planned:
-        if planned.frozen:
-            return planned
-        request = self.state.request
-        assert request is not None
-        work = [node for node in planned.program.graph.graph.nodes if node.op == "call_function"]
-        return dataclasses.replace(planned, workspace=measure_workspace(work, request.torch.allocations))
 
 
 def _result(state: State, name: str) -> Any:

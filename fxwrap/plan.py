@@ -391,6 +391,7 @@ class ProgramPlan:
         donated: positions of inputs that AOTAutograd marks as donated: nobody needs them after their last use.
         saved: outputs that are for backward alone, which the caller does not get: AOTAutograd's names, by position.
         inputs: AOTAutograd's names of the inputs.
+        workspace: bytes that library calls allocate beyond what they return, by node, where that was measured.
         compiled: the partitions, by index, that somebody else compiled.
         calls: what runs in their place: ``call(*inputs)`` returns the outputs of the signature in order.
     """
@@ -405,6 +406,7 @@ class ProgramPlan:
     donated: frozenset[int] = frozenset()
     saved: Mapping[int, str] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+    workspace: Mapping[str, int] = field(default_factory=dict)
     compiled: Mapping[int, Signature] = field(default_factory=dict)
     calls: Mapping[int, Callable[..., Sequence[Any]]] = field(default_factory=dict, metadata=_NOT_STORED)
 
@@ -444,7 +446,6 @@ class Planned:
         numbers: concrete sizes (``evaluate_sizes``).
         input_buffers: inputs that are copied to a static buffer in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else memory comes and goes with each call.
-        workspace: bytes that calls allocate beyond what they return, if it was measured: for reports alone.
         places_results: whether the device's allocator is told where what operators return shall lie.
         donated: inputs that are freed after their last use: bytes of a storage, and the inputs that share it.
     """
@@ -453,7 +454,6 @@ class Planned:
     numbers: Mapping[Node, Any]
     input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool = True
-    workspace: Mapping[str, int] = field(default_factory=dict)
     places_results: bool = False
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
 

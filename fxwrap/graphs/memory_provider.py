@@ -53,9 +53,6 @@ class Planner(Protocol):
     def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
         """The memory of one program, or of two that are planned together."""
 
-    def measured(self, planned: Planned) -> Planned:
-        """The same with what calls allocate beyond what they return, found by running some of them."""
-
     @property
     def took(self) -> Mapping[str, tuple[int, float]]:
         """How often each stage ran, and the seconds that it took."""

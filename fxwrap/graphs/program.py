@@ -300,10 +300,6 @@ class Program:
         """How often each stage of the pipeline ran for this program, and the seconds that it took."""
         return self._planner.took
 
-    def measured(self, planned: Planned) -> Planned:
-        """The same with the workspace of library calls, as far as it can be measured; some of them run for it."""
-        return self._planner.measured(planned)
-
     def predict(self) -> list[Prediction]:
         """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
         return self._prepared.provider.predict(self.estimate) if self.estimate is not None else []

@@ -98,7 +98,7 @@ def memory_data(program: Program, memory: MemoryPlan) -> MemoryData:
     if planned is None or planned.program is not plan:
         storages, operators, inductor_peak = list[StorageData](), 0, 0  # of an older cut
     else:
-        storages, operators = _storages(program.measured(planned), memory)
+        storages, operators = _storages(planned, memory)
         inductor_peak = _peak_in_order_of_lines(planned)
     predicted_with = "alone"
     if estimate is not None and (estimate.follows or estimate.successor is not None):

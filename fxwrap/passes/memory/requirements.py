@@ -237,7 +237,7 @@ def _unplanned(
     steps = {node.name: step for step, node in enumerate(program.schedule)}
     sizes = hinted_sizes(program.graph, program.facts)
     unplanned: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
-    for name, nbytes in planned.workspace.items():
+    for name, nbytes in program.workspace.items():
         buffer = Buffer(f"{name} workspace", nbytes, steps[name], steps[name] + 1)
         unplanned[program.device].append((None, buffer))
     ends = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}

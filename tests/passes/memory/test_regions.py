@@ -370,7 +370,9 @@ def test_an_operator_that_asks_whether_its_results_share_a_storage() -> None:
 Donated = Sequence[tuple[int, tuple[Node, ...]]]
 
 
-def taken_at_steps(case: Case, donated: Donated, plan: MemoryPlan | None = None) -> list[int]:
+def taken_at_steps(
+    case: Case, donated: Donated, plan: MemoryPlan | None = None, workspace: Mapping[str, int] | None = None
+) -> list[int]:
     """Bytes at each step, as a run of the graph shows them: donated inputs, and all that the program makes, but what
     lies in regions is replaced by them.
 
@@ -380,6 +382,7 @@ def taken_at_steps(case: Case, donated: Donated, plan: MemoryPlan | None = None)
         region      . r r r .
         new         . . o o o     what the caller gets, or an operator may keep
         operators   . x x . .
+        workspace   . . w . .     of the call at that step
     """
     index = {memory_of(storage): storage.index for storage in case.plan.facts.storages}
     regions = plan.regions if plan is not None else ()
@@ -391,6 +394,8 @@ def taken_at_steps(case: Case, donated: Donated, plan: MemoryPlan | None = None)
         # One that nobody uses is there as long as the call.
         ends = [case.uses.get((name, None), [case.end])[-1] + 1 for name in nodes]
         spans.append((range(0, max(ends)), nbytes))
+    step_of = {node.name: step for step, node in enumerate(case.plan.schedule)}
+    spans += [(range(step_of[name], step_of[name] + 1), nbytes) for name, nbytes in (workspace or {}).items()]
     return [sum(nbytes for life, nbytes in spans if step in life) for step in range(case.end)]
 
 
@@ -405,7 +410,8 @@ def random_donated(case: Case, draw: random.Random) -> Donated:
 # pytest -m sweep tests/passes/memory/test_regions.py
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.sweep)])
 def test_no_more_is_taken_at_any_step_than_is_alive_at_most(count: int) -> None:
-    """With regions, new storages, what operators allocate, and inputs that are freed after their last use."""
+    """With regions, new storages, what operators allocate and return, or take while they run, and inputs that are
+    freed after their last use."""
     seen = Counter[str]()
     for seed in range(count):
         draw = random.Random(seed)
@@ -413,10 +419,13 @@ def test_no_more_is_taken_at_any_step_than_is_alive_at_most(count: int) -> None:
         if not all(memory_of(s) in case.seen.nbytes for s in case.plan.facts.storages if s.origin is Origin.EXTERN):
             continue  # an operator without a schema might have returned memory of its own
         donated = random_donated(case, draw)
-        memory = plan_program(case.calls_again(donated=donated))
-        alive = taken_at_steps(case, donated)
+        work = [node.name for node in case.plan.schedule]
+        workspace = {name: 64 * draw.randint(1, 8) for name in work if draw.random() < 0.2}
+        planned = case.calls_again(donated=donated)
+        memory = plan_program(replace(planned, program=replace(case.plan, workspace=workspace)))
+        alive = taken_at_steps(case, donated, workspace=workspace)
         inside = [memory.inside(region) for region in memory.regions]
-        taken = taken_at_steps(case, donated, memory)
+        taken = taken_at_steps(case, donated, memory, workspace)
         assert max(taken, default=0) <= max(alive, default=0), f"seed {seed}"
         own = [memory_of(s) for s in case.plan.facts.storages if s.index in memory.per_call]
         assert {i for offsets in inside for i in offsets}.isdisjoint(memory.per_call)
@@ -434,8 +443,11 @@ def test_no_more_is_taken_at_any_step_than_is_alive_at_most(count: int) -> None:
         # Were inputs not counted, more would be taken in some programs.
         unaware = plan_program(case.calls_again())
         seen["more if donated inputs are forgotten"] += max(taken_at_steps(case, donated, unaware)) > max(alive)
+        unaware = plan_program(planned)
+        more = max(taken_at_steps(case, donated, unaware, workspace)) > max(alive)
+        seen["more if workspace is forgotten"] += more
     print(f"\n{dict(seen)}")
-    assert len(seen) == 7 and min(seen.values()) >= count // 100, seen
+    assert len(seen) == 8 and min(seen.values()) >= count // 100, seen
 
 
 def needed(case: Case, memory: MemoryPlan) -> set[int]:
