@@ -287,11 +287,20 @@ REWRITES = (
 )
 DECISIONS = (
     Stage("aliasing", Scope.GRAPH, _analyse, ("graph",), ("device", "facts", "sizes")),
-    Stage("dependencies", Scope.GRAPH, _find_dependencies, ("facts",), ("dependencies",)),
-    Stage("capturability", Scope.PARTITION, _judge, ("device", "refused", "request"), ("verdicts",)),
-    Stage("cut", Scope.PARTITION, _cut, ("dependencies", "verdicts", "facts", "sizes"), ("cut",)),
-    Stage("cost model", Scope.PARTITION, _apply_cost_model, ("cut",), ("plan",), _check_schedule),
-    Stage("partitions compiled elsewhere", Scope.PARTITION, _compile_elsewhere, ("plan",), ("plan",)),
+    Stage("dependencies", Scope.GRAPH, _find_dependencies, ("graph", "facts"), ("dependencies",)),
+    Stage("capturability", Scope.PARTITION, _judge, ("graph", "request", "device", "refused"), ("verdicts",)),
+    Stage(
+        "cut", Scope.PARTITION, _cut, ("request", "device", "facts", "sizes", "dependencies", "verdicts"), ("cut",)
+    ),
+    Stage(
+        "cost model",
+        Scope.PARTITION,
+        _apply_cost_model,
+        ("graph", "request", "device", "facts", "sizes", "verdicts", "cut"),
+        ("plan",),
+        _check_schedule,
+    ),
+    Stage("partitions compiled elsewhere", Scope.PARTITION, _compile_elsewhere, ("request", "plan"), ("plan",)),
     Stage("memory", Scope.SIZES, _plan_memory, ("planned",), ("memory",), _check_memory),
 )
 STAGES = (*REWRITES, *DECISIONS)

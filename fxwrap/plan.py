@@ -124,7 +124,7 @@ class StorageFacts:
     def writes(self, node: Node) -> frozenset[int]:
         return self.written.get(node.name, _NONE)
 
-    def written_by_any(self) -> frozenset[int]:
+    def all_written(self) -> frozenset[int]:
         """Storages that some node writes."""
         return _NONE.union(*self.written.values())
 

@@ -215,7 +215,7 @@ class _Check:
         """The first output, or input, that is not as eager work leaves it: fault, subject, difference, node."""
         plan = self._program.plan
         facts, nodes = plan.facts, output_values(plan.graph)
-        written = facts.written_by_any()
+        written = facts.all_written()
         mine, theirs = _several(outputs), _several(expected)
         for position, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             node = nodes[position] if position < len(nodes) else None

@@ -154,7 +154,7 @@ def check_steps(recording: Recording) -> None:
     placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
     copied = {p for p, node in enumerate(placeholders) if node.name in request.planned.input_buffers}
     filled = {position for _, positions in replay.input_buffers for position in positions}
-    written = plan.facts.written_by_any()
+    written = plan.facts.all_written()
     updated = {p for p in copied - plan.donated if plan.facts.of(placeholders[p]) & written}
     for fault, forgotten in (
         ("input not copied in", copied - filled),

@@ -84,7 +84,7 @@ class Walk:
                 self.last[index] = step
         self.end_step = len(self.schedule)
         output = output_node(plan.graph)
-        written = self.facts.written_by_any()
+        written = self.facts.all_written()
         inputs_written = written & self.facts.behind(self.placeholders)
         for index in self.facts.behind(output.all_input_nodes) | inputs_written:
             self.last[index] = self.end_step

@@ -48,7 +48,11 @@ class FxwrapCodegen(WrapperFxCodegen):
         return compile_host_graph(gm, request, self.stages())
 
     def stages(self) -> Sequence[Stage]:
-        """What a host graph goes through, in order. Override it to insert, replace or leave out stages."""
+        """What a host graph goes through, in order. Override it to insert, replace or leave out stages.
+
+        Stages of ``Scope.TRACED`` ("host scalars") have run before, on the graph that Inductor got. They stand in the
+        list for completeness: leaving them out has no effect.
+        """
         # Launches are lowered first: torch does not know that a portable Triton call has an effect, and a pass that
         # drops dead code would drop it; of launches torch does know.
         lowered = rewrite("launches", lower_launches, lint=False)

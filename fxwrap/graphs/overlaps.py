@@ -43,7 +43,7 @@ class WrittenInputs:
     @classmethod
     def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> WrittenInputs | None:
         """Those of a program, wherever they lie; None if it writes none, or has but one."""
-        written = plan.facts.written_by_any()
+        written = plan.facts.all_written()
         placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
         moving = [
             (p, bool(plan.facts.of(node) & written))

@@ -126,7 +126,7 @@ class Program:
             what = partition_range(self.name, one.index), one.verdict.value, one.launches, one.externs
             log.info("%s: %s, %d launches, %d extern calls; %s", *what, one.reason or one.benefit)
         placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
-        written, frozen = plan.facts.written_by_any(), freezes_addresses(plan.device)
+        written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         provider = MemoryProvider(
             self._planner,
             placeholders,

@@ -248,7 +248,7 @@ class RecordingBuilder:
     def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Lay out static input buffers, and fill them."""
         found: dict[Node, Any] = {}
-        written = self.plan.facts.written_by_any()
+        written = self.plan.facts.all_written()
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         for position, node in enumerate(self._placeholders):
             if node.name not in self.request.planned.input_buffers:
@@ -318,7 +318,8 @@ class RecordingBuilder:
                 if (node := flat.node_at(error)) is not None:
                     self._refused[operator_name(node)] = failure
         if graph is None:
-            # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
+            # Earlier partitions have run. This one runs eagerly, now and in replays. Later ones are still captured,
+            # unless memory ran out.
             self._add_eager(partition, known)
             return
         if not runtime.runs_while_capturing:

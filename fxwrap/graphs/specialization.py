@@ -21,7 +21,6 @@ Live outputs are an event where graphs freeze addresses only: elsewhere what the
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +112,8 @@ class Decision:
 class Specialization:
     """The recordings for one set of sizes, and what was learnt about its inputs and outputs.
 
-    Several threads may use it at one time: an attribute is replaced as a whole.
+    Several threads may use it at one time, without a lock. Most attributes are replaced as a whole. ``moves``,
+    ``live`` and ``calls`` change in place; a count that is lost or late only delays a decision.
 
     Attributes:
         seen: where the inputs of the last eager run were.
@@ -371,16 +371,17 @@ class Specializations:
         while self.is_full():
             holders = ((r, holder) for holder in self.values() for r in holder.recordings if not r.ended)
             for oldest, holder in sorted(holders, key=lambda pair: pair[0].used):
-                recent = itertools.islice(reversed(wanted.calls), self._patience)
+                recent = list(wanted.calls)[-self._patience :]  # other threads append
                 if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:
                     return False
-                holder.why = "max_recordings: the least recently used"
+                why = "max_recordings: the least recently used"
                 try:
                     if not oldest.acquire(owner):
                         continue
-                    oldest.end(holder.why)
+                    oldest.end(why)
                 finally:
                     oldest.release(owner)
+                holder.why = why
                 holder.recordings = tuple(r for r in holder.recordings if r is not oldest)
                 holder.evicted = holder is not wanted
                 break

@@ -156,7 +156,7 @@ def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[
                 arena=plan_memory(planned, _alignment(device), SEARCH_S).size if frozen else 0,
                 operators=most_alive(unplanned),
                 outside=most_alive(unplanned if frozen else [*planned, *unplanned]),
-                outputs=sum(b.size for b in (*planned, *unplanned) if b.end == chain.end),
+                outputs=chain.outputs.get(device, 0),
             )
         )
     return found
@@ -170,18 +170,21 @@ class _Chain:
 
     Attributes:
         unplanned: what operators allocate themselves.
+        outputs: bytes of those that the caller has in the end: no input buffers, no static copies.
         end: the step after the last.
     """
 
     planned: dict[torch.device, list[Buffer]]
     unplanned: dict[torch.device, list[Buffer]]
+    outputs: Mapping[torch.device, int]
     end: int
 
     @classmethod
     def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]] | None = None) -> _Chain:
         planned: dict[torch.device, list[Buffer]] = defaultdict(list)
         unplanned: dict[torch.device, list[Buffer]] = defaultdict(list)
-        begin = 0
+        outputs: dict[torch.device, int] = defaultdict(int)
+        begin, last = 0, sum(own.end for own in requirements)
         for number, own in enumerate(requirements):
             after = requirements[number + 1] if number + 1 < len(requirements) else None
             both: Any = ((planned, own.planned), (unplanned, own.unplanned))
@@ -192,8 +195,10 @@ class _Chain:
                         if after is not None and index in own.handed_out:
                             end = own.end + after.end_of(Reserved(0, 0, nodes=tuple((saved_as or {}).get(index, ()))))
                         found[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
+                        if begin + end == last and own.is_output(index):
+                            outputs[device] += b.size
             begin += own.end
-        return cls(planned, unplanned, begin)
+        return cls(planned, unplanned, outputs, begin)
 
 
 def _lay_out(

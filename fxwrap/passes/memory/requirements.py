@@ -59,6 +59,10 @@ class Requirements:
     copies: int
     end: int
 
+    def is_output(self, index: int | None) -> bool:
+        """Whether the caller gets a storage that the program allocates."""
+        return index in self.handed_out and self.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN)
+
     def end_of(self, reserved: Reserved) -> int:
         """The first step in which the program may overwrite another program's output."""
         indices = self.facts.behind_named(reserved.nodes)
@@ -86,7 +90,7 @@ class Requirements:
             )
         ranges = live_ranges(program)
         results, step_of = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
-        written = program.facts.written_by_any()
+        written = program.facts.all_written()
         handed_out = _handed_out(program)
         outputs = output_storages(program) | (handed_out & results.keys())
         end = len(program.schedule) + 1

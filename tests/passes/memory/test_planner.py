@@ -480,6 +480,20 @@ def test_what_eager_work_returns_is_read_where_it_is() -> None:
         assert plan_program(planned).peak == 64
 
 
+def test_outputs_are_what_the_caller_gets() -> None:
+    """Neither the buffer of a mutated input, which lives to the end, nor the static copy of an eager result."""
+    maker = GraphMaker()
+    x, y, out = maker.input("x"), maker.input("y"), maker.allocate(name="out")
+    sort = maker.extern(aten.sort.default, y, name="sort")
+    values, again = (maker.getitem(sort, 0) for _ in range(2))  # handed out twice: the plan has no place for it
+    maker.launch("mix", values, values, x)
+    maker.launch("mix", x, values, out)
+    plan = program_plan(maker.finish([out, values, again]), ("aten::sort",))
+    (predicted,) = predict_memory([Planned(plan, {}, {"x": (CPU, 64)})], {})
+    assert (predicted.arena, predicted.outputs) == (128, 2 * 64)
+    assert predicted.outside == 64 + 128 + 64, "values and indices, and the copy that the launches read"
+
+
 def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
     """The caller gets it, too: nothing is copied."""
     maker = GraphMaker()
