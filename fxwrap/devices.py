@@ -1,4 +1,4 @@
-"""What the line knows about devices: one record for each, looked up where a device makes a difference.
+"""What the pipeline knows about devices: one record for each, looked up where a device makes a difference.
 
 ``fxwrap.register_device`` (codegen/registration.py) enters records. A device without one is treated by the general
 rules: CUDA and XPU need none.

@@ -292,7 +292,7 @@ class Region:
         arena: it is there all the time, and other recordings use it, too.
         lower_bound: bytes of storages that are alive at one time at most.
         plain: bytes that separate allocations without any reuse would take.
-        reserved: what live outputs of other recordings have in it.
+        reserved: the intervals of it that live outputs of other recordings occupy.
         workspace: bytes ``[low, high)`` that an operator may have while it runs, by operator.
     """
 
@@ -387,9 +387,9 @@ class ProgramPlan:
     """Everything decided about a host graph before shapes are known.
 
     Attributes:
-        static_inputs: positions of inputs whose address AOTAutograd expects to stay.
+        static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
         donated: positions of inputs that AOTAutograd marks as donated: nobody needs them after their last use.
-        saved: outputs that are for backward alone, which the caller does not get: AOTAutograd's names, by position.
+        saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
         compiled: the partitions, by index, that somebody else compiled.
         calls: what runs in their place: ``call(*inputs)`` returns the outputs of the signature in order.

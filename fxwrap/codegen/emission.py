@@ -28,7 +28,7 @@ class FxwrapCodegen(WrapperFxCodegen):
 
     Subclass it to see or transform what Inductor emits: ``compile_graph`` gets the whole host graph and
     returns what runs; ``passes`` adds graph passes and ``compile_partition`` compiles partitions some other way;
-    both keep the rest of the line.
+    both keep the rest of the pipeline.
 
     Attributes:
         uuid: of a subclass, says which version of it this is: what it has compiled is cached under that name. One

@@ -22,7 +22,7 @@ from .shared_state import SHARED
 # How many times what anybody needs an arena may be large.
 _SLACK = 2
 
-# What outputs of other recordings have in a device's arena.
+# Returns the intervals of a device's arena that live outputs of other recordings occupy.
 ReservedIn = Callable[[torch.device], Sequence[Reserved]]
 
 
@@ -30,7 +30,7 @@ class Planner(Protocol):
     """Decides about one host graph: ``pipeline.HostGraphPlanner``."""
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
-        """The plan before sizes are known, cut around operators that captures have failed at (and how)."""
+        """The plan before sizes are known, partitioned around operators whose capture failed (with the error)."""
 
     def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
         """The numbers of symbolic nodes, for the values of all placeholders."""
@@ -41,8 +41,8 @@ class Planner(Protocol):
         """Plan one recording around what is reserved, and verify the plan.
 
         Args:
-            hint: is tried first.
-            like: a plan for other sizes.
+            hint: offsets from a joint plan of forward and backward; tried first.
+            like: this program's plan for other sizes.
         """
 
     def plan_pair(
@@ -69,7 +69,7 @@ class Estimate:
         planned: the program at the sizes.
         successor: the estimate of the program that gets what this one saves, and its inputs by storage of this one.
         memory: the first plan for it.
-        hint: from a plan for this program and the one before.
+        hint: offsets from a joint plan of this program and its forward.
         static_inputs: bytes of inputs that stay where they are.
         follows: it is the successor of another.
     """

@@ -93,7 +93,7 @@ class Program:
     ) -> None:
         self.options, self.functions, self._planner = options, functions, planner
         self._profiling = functions.profiling
-        self._refused = dict[str, str]()  # operators that captures have failed at, and how
+        self._refused = dict[str, str]()  # operators whose capture failed, with the error
         self.counters = Counters()
         self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.specializations = Specializations(options.max_recordings)

@@ -36,11 +36,11 @@ from .units import Part
 
 @dataclass(frozen=True)
 class Recorded:
-    """What came of recording one call.
+    """The result of recording one call.
 
     Attributes:
-        outputs: of this call.
-        refused: operators that a capture has failed at, and how: the program can be cut anew around them.
+        outputs: outputs of that call.
+        refused: operators whose capture failed, with the error: the program can be partitioned again around them.
     """
 
     recording: Recording
@@ -49,7 +49,7 @@ class Recorded:
 
 
 class RecordingBuilder:
-    """Records one call of a program. It is gone afterwards: whatever a replay needs is in the recording."""
+    """Records one call of a program. It is used once; the recording holds all that a replay needs."""
 
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
@@ -61,7 +61,7 @@ class RecordingBuilder:
         self._r: list[Any] = [None] * len(self._registers.numbers)
         self._inputs_end = len(self._placeholders)
         captured = [p for p in self.plan.partitions if p.verdict is Verdict.CAPTURED]
-        # Storages that have to lie where they always do: graphs read them, or they have a place in the plan.
+        # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
         self._fixed = self.plan.facts.named_in(node for p in captured for node in self.plan.work_in(p))
         places = enumerate(request.memory.places)
         self._fixed |= {index for index, place in places if self._in_arena(place)}
@@ -74,14 +74,14 @@ class RecordingBuilder:
         self._input_buffers: list[tuple[Fill, list[int]]] = []
         self._mutated: list[tuple[int, torch.Tensor]] = []
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
-        # The tensors that stand for static and copied inputs.
+        # By position: the tensor that stands for a static or copied input.
         self._as_seen: dict[int, torch.Tensor] = {}
         self._steps: list[tuple[str, Callable[[], Any]]] = []
         self._parts: list[Part] = []  # the same, for native replay
         self._graphs: list[DeviceGraph] = []
         self._pools: list[GraphPool | None] = []
         self._kept: list[Any] = []
-        # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
+        # Nodes whose results lie in the graph pool. Outputs among them are copied: others may get the same bytes.
         self._pooled: set[Node] = set()
         self._watched: list[OutputStorage] = []
         self._eager_reasons: dict[int, str] = {}
@@ -92,7 +92,7 @@ class RecordingBuilder:
     def record(self, inputs: Sequence[Any]) -> Recorded:
         """Capture the program on ``inputs``, and run it once.
 
-        On any error nothing is kept. A recording for which memory became short after the first step has ended.
+        On an error nothing is kept. If memory runs out after the first step, the returned recording has ended.
 
         Raises:
             MemoryLimitError: the device is out of memory, and nothing has run yet.
@@ -116,7 +116,7 @@ class RecordingBuilder:
                 watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._watched]
                 recording.watch(watched, inputs, outputs)
             if self._hints is not None and self._hints.keeper:
-                self._leave_arenas(f"{self._hints.keeper} keeps memory that it was offered for a while")
+                self._leave_arenas(f"{self._hints.keeper} keeps memory that it was offered only while it ran")
         finally:
             self._forget_inputs()
             self._regions.empty()
@@ -124,7 +124,7 @@ class RecordingBuilder:
         return Recorded(recording, outputs, self._refused)
 
     def _in_inference_mode(self, outputs: Any, inputs: Sequence[Any]) -> Any:
-        """Outputs that are new at every call: the call that records, and no other, made them outside of that mode."""
+        """Outputs of this call as inference tensors. Recording runs outside inference mode; replays do not."""
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in(list(inputs))}
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class RecordingBuilder:
         return Recording(self.request, replay, Held(*kept, self._eager_reasons), self._static_addresses)
 
     def _leave_arenas(self, why: str) -> None:
-        """Whatever is recorded there ends; others get other memory."""
+        """End all recordings in the arenas, and drop the arenas' memory."""
         for arena in self.request.arenas.values():
             arena.clear(why)
 
@@ -151,7 +151,7 @@ class RecordingBuilder:
         return place.home is Home.REGION and self.request.memory.regions[place.region].arena
 
     def _take_memory(self) -> None:
-        """Lay out what is allocated for the recording; a static input buffer is laid out when the input is seen."""
+        """Make tensors over planned and per-recording memory. Static input buffers come later (``_take_inputs``)."""
         for storage, place in zip(self.plan.facts.storages, self.request.memory.places, strict=True):
             if storage.origin is not Origin.ALLOCATION:
                 continue
@@ -176,7 +176,7 @@ class RecordingBuilder:
                     self._hints.workspace[self.plan.nodes[name]] = storages
 
     def _planned(self, index: int) -> torch.UntypedStorage:
-        """A storage of its own where the plan wants it in an arena."""
+        """A new storage object over a storage's bytes in its arena."""
         place, memory = self.request.memory.places[index], self.request.memory
         device = memory.regions[place.region].device
         storage = self.request.arenas[device].storage(place.offset, memory.sizes[index])
@@ -205,16 +205,16 @@ class RecordingBuilder:
         return Replay(self._r, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts)
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
-        """Make the asserts on static inputs now, and return those that every call has to make."""
+        """Run the asserts on static inputs now. Return a function that runs the others at every call."""
         static = {self._placeholders[position] for position in self.request.static_inputs}
-        # An assert on a later value may name an input, too (a size): no work has run, so only inputs are there.
+        # An assert may also name values that no work has computed yet. Only inputs exist here.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
         once, layouts, others = (FlatBuilder(dict(known), registers) for _ in range(3))
         looked_at, count = set[int](), 0
         for node in filter(once.available, checks_on(self._placeholders)):
             inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
-            varying = [registers[arg] for arg in inputs if arg in registers]  # not sizes: they are known
+            varying = [registers[arg] for arg in inputs if arg in registers]  # sizes are constants of the recording
             if static.issuperset(inputs):
                 once.check(node)
             elif checks_layout(node) and all(isinstance(self._r[position], torch.Tensor) for position in varying):
@@ -234,14 +234,14 @@ class RecordingBuilder:
 
         def check(r: list[Any]) -> None:
             if not same(r):
-                assert_layouts(r)  # says what is wrong, if anything
+                assert_layouts(r)  # raises if a layout is wrong
             if count:
                 assert_others(r)
 
         return check
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
-        """Nothing is bound but numbers and constants: inputs are the caller's own."""
+        """Bind only numbers and constants. Everything else comes from registers."""
         bound = {**self._constants, **self.request.planned.numbers}
         return bound, {n: i for n, i in self._registers.numbers.items() if n not in bound}
 
@@ -270,9 +270,10 @@ class RecordingBuilder:
         return found
 
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        """Bind inputs whose address stays, without holding them: their owner may free them, and asks who holds them.
+        """Static inputs, without a reference to them: the owner may free one, or count references.
 
-        Hardware keeps the address alone; a CPU graph keeps what its calls are bound to.
+        A hardware graph keeps only addresses. The CPU's graph keeps tensors, so these are made over the same memory
+        without owning it.
         """
         found: dict[Node, Any] = {}
         for position in self.request.static_inputs:
@@ -300,7 +301,7 @@ class RecordingBuilder:
         capture = functools.partial(self._graph_of, call, partition.index)
         try:
             if runtime.runs_while_capturing:
-                graph = capture()  # what has run cannot be tried again
+                graph = capture()  # capture has already run the work; it cannot be retried
             else:
                 graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
         except Exception as error:
@@ -329,8 +330,8 @@ class RecordingBuilder:
         self._parts.append(_replay_part(graph, name) if self._frozen else Part(flat.lines, below_autograd=True))
         self._steps.append((name, graph.replay))
         if self._frozen:
-            # What operators allocated during capture keeps its address: from here on it is known. Held for as
-            # long as the recording lives, or a later capture in the same pool could be given its memory.
+            # Results that operators allocate during capture keep their addresses, so later work may bind them. The
+            # recording holds them: otherwise a later capture could get their memory.
             stable = self._stable_memory(known.inputs)
             for node in stores:
                 value = self._r[self._registers.numbers[node]]
@@ -348,7 +349,7 @@ class RecordingBuilder:
                 with self._as_replayed():
                     issue(call)
             except BaseException:
-                # Wherever it came from: a stream, or this thread, must not be left capturing.
+                # On any error, interrupts included: neither stream nor thread may be left capturing.
                 with contextlib.suppress(Exception):
                     runtime.end_capture(graph, pool, put_right)
                 raise
@@ -359,13 +360,13 @@ class RecordingBuilder:
         return graph
 
     def _forget(self, call: _Bound) -> None:
-        """Let go of what a capture has left."""
+        """Drop references that a failed capture left, before the retry."""
         self._stop_placing()
         for register in call.stores:
             self._r[register] = None
 
     def _give_up(self, partition: Partition) -> None:
-        """Memory is short: what graphs and their pools have is for the rest of this call, which runs eagerly."""
+        """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
         self._gave_up = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._steps, self._parts, self._pools = [], [], [], []
         self._leave_arenas(OUT_OF_MEMORY)
@@ -375,7 +376,7 @@ class RecordingBuilder:
             self._hints.in_use()
 
     def _pool(self) -> GraphPool | None:
-        """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
+        """The pool that captures share. It belongs to an arena: whoever holds the arena's lock may use it."""
         runtime = self.request.runtime
         arena = self.request.arenas.get(runtime.device)
         return arena.pool(runtime) if arena is not None else None
@@ -390,7 +391,8 @@ class RecordingBuilder:
         self._steps.append((partition_range(self.request.name, partition.index), call))
         if not self._frozen or self._gave_up:
             return
-        # Graphs read fixed addresses: what eager work allocates outside of the plan is copied to static buffers.
+        # Graphs read fixed addresses. Results of eager work that the plan does not place are copied to static
+        # buffers.
         buffers, r = StaticBuffers(self._stable_memory(known.inputs)), self._r
         nodes = [node for node in self._registers.complete.get(partition.index, ()) if self._needs_place(node)]
         registers = [self._registers.numbers[node] for node in nodes]
@@ -418,13 +420,13 @@ class RecordingBuilder:
                 self._parts.append(Part([Range(name), copy, Store(Register(register), Bound(place))]))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
-        """Where a graph calls again, it allocates now what it allocates at replays: inference tensors, too."""
+        """The CPU's graph allocates during capture as at replay: in the caller's inference mode."""
         if self._inference and not self._frozen:
             return torch.inference_mode()
         return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
 
     def _needs_place(self, node: Node) -> bool:
-        """Whether a value of eager work has to lie where it always does."""
+        """Whether a result of eager work needs a fixed address."""
         value = node.meta.get("val")
         if self.plan.verdicts[node.name].data_dependent or (
             isinstance(value, torch.Tensor) and not has_address(value)
@@ -454,12 +456,12 @@ class RecordingBuilder:
             before, landings = self._hints.around(work, captured, self._placed, landings)
         builder = FlatBuilder(bound, registers, last, before, self._regions.after, landings)
         builder.begin_range(partition_range(self.request.name, partition.index))
-        with self._regions.filled():  # views of them are made
+        with self._regions.filled():  # views over regions are made: they need memory
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
     def _outputs_function(self, common: dict[Node, Any]) -> FlatFunction:
-        """Build the function that hands out the outputs, and start watching their storages."""
+        """Build the function that returns the outputs; collect the storages to watch."""
         output = output_node(self.plan.graph)
         lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())
@@ -477,7 +479,7 @@ class RecordingBuilder:
             elif node.op == "placeholder" or node not in self._registers.numbers:
                 continue
             elif (position := self._input_behind(node)) is not None:
-                # An operator returned an input's memory: what the caller gets is the caller's own.
+                # The result aliases an input: the output is a view of the caller's own tensor.
                 given, seen = builder.register(self._placeholders[position]), self._as_seen[position]
                 if self._frozen:
                     views = views_of(self._r[self._registers.numbers[node]], seen.data_ptr())
@@ -486,19 +488,20 @@ class RecordingBuilder:
                     builder.assign(node, functools.partial(relay_shared, seen), builder.register(node), given)
                 continue
             elif self._frozen and node in common:
-                # In a place, where it stays like planned outputs; or in the pool.
+                # At a fixed address: a static buffer, a placed result, or the pool.
                 value, owned = Bound(common[node]), tensors_in(common[node])
             elif memory:
                 value, owned = builder.register(node), memory  # an operator returned planned memory
             else:
                 continue  # new at every call
             whole = node.meta.get("val")
-            sparse = isinstance(whole, torch.Tensor) and not has_address(whole)  # its parts are nobody's outputs
+            # A sparse tensor's components are not outputs themselves.
+            sparse = isinstance(whole, torch.Tensor) and not has_address(whole)
             copy = bool(indices & self.request.copied) or node in self._pooled or sparse
             if copy:
                 builder.assign(node, functools.partial(each, copy_out), value)
             elif planned and all(user.meta.get("call") is lay_out for user in users):
-                builder.stand_for(node, value)  # what is handed out is laid over it anyway
+                builder.stand_for(node, value)  # every user makes a new tensor over it
             elif planned:
                 tensor = self._memory[node]
                 builder.assign(node, lay_out, value, tuple(tensor.size()), tensor.stride(), 0)
@@ -511,10 +514,9 @@ class RecordingBuilder:
         return builder.build(output.args[0])
 
     def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> None:
-        """Have outputs that are views of a value be laid over its memory, which stays where it is.
+        """Make outputs that are views of ``value`` as new tensors over its memory, which does not move.
 
-        What a view operator returns holds more than the caller can see: the tensors that it is a view of. Whether
-        somebody has an output is told by how many have its storage.
+        A view operator's result also refers to its base, and would raise the use count by which an output is live.
         """
         known, lay_out = {**builder.bound, node: value}, self.request.functions.lay_out
         for view in _views_in(node, output):
@@ -527,7 +529,7 @@ class RecordingBuilder:
                 builder.assign(view, lay_out, Bound(made), tuple(made.size()), made.stride(), 0)
 
     def _input_behind(self, node: Node) -> int | None:
-        """The input in whose memory, or static buffer, an operator's result lies, whether it declares that or not."""
+        """Position of the input that a result aliases (its memory, or its static buffer), declared or not."""
         value = self._r[self._registers.numbers[node]]
         return next((p for p, seen in self._as_seen.items() if shares_storage(seen, value)), None)
 
@@ -543,7 +545,7 @@ class RecordingBuilder:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known while a recording is made.
+    """Values that flat functions may bind.
 
     Attributes:
         inputs: of the call that is recorded.
@@ -557,8 +559,8 @@ class _Known:
 
 
 def _made_of(output: Node) -> dict[Node, list[Node]]:
-    """What outputs, and the views among them, are made of: by value that is no view, the views of it, and
-    ``output`` itself where the value is an output."""
+    """For each value behind the outputs that is no view: its users on the way to ``output`` (views of it, or
+    ``output``)."""
     found: dict[Node, list[Node]] = {}
     users = [output]
     for user in users:
@@ -570,7 +572,7 @@ def _made_of(output: Node) -> dict[Node, list[Node]]:
 
 
 def _views_in(node: Node, output: Node) -> list[Node]:
-    """The views of a value that an output is, or is made of, each after what it is a view of."""
+    """The views of a value that outputs need, bases first."""
     found, wanted = [node], {output}
     for one in found:
         found += [user for user in one.users if kind_of(user) is Kind.VIEW and user not in found]
@@ -591,7 +593,7 @@ class _Bound:
     ) -> None:
         self.function, self.registers, self.source = flat.function, registers, flat.source
         self._context = context
-        self.inputs = 0  # so many registers, the first ones, hold inputs
+        self.inputs = 0  # number of input registers, which come first (SimulatedGraph reads it)
         self.stores: list[int] = []  # the registers it fills
 
     def __call__(self) -> None:
@@ -599,7 +601,7 @@ class _Bound:
             self.function(self.registers)
 
 
-# Not by torch.Tensor.copy_: a unit calls operators without Python.
+# The operator, not ``torch.Tensor.copy_``: a unit calls operators without Python.
 _COPY = Bound(torch.ops.aten.copy_.default)
 
 

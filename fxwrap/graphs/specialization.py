@@ -4,18 +4,19 @@
 no recording can be replayed, for  answer
 ================================== ==================================================================================
 every one is in use                record another: calls that run at one time have one each
-another stream works in its memory record another; with ``AT_ONE_TIME`` of them, replay after that work
+another stream works in its memory record another; with ``AT_ONE_TIME`` of them, or if no more may be recorded,
+                                   wait for that stream and replay
 they have ended                    record again (the arena moved, they were released or evicted)
-a static input is elsewhere        record for the new address; after a few moves it is static no more
-an output is live                  run eagerly; found live twice, it is copied from then on (the outputs of the
-                                   warm-up that are live when the first recording is made: at once)
+a static input is elsewhere        record for the new address; after ``_MOVES`` moves the input is no longer static
+an output is live                  run eagerly; an output found live twice is copied from then on (one of the warm-up
+                                   that is still live at the first recording: at once)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
-there are ``max_recordings``       the least recently used one goes, if this shape is called more often
-there is too little memory         run eagerly, until there is more; where the device was short of it, try again after
-                                   ever more calls, too: not all that is in the way can be seen
+there are ``max_recordings``       the least recently used one ends, if this shape is called more often
+there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
+                                   growing number of calls: not every holder of memory is visible
 ================================== ==================================================================================
 
-Live outputs are an event where graphs freeze addresses only: elsewhere what the caller gets is allocated at the call.
+Live outputs matter only where graphs freeze addresses. Elsewhere outputs are allocated per call.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ from .units import Unit
 
 log = logging.getLogger(__name__)
 
-# Moves after which an input is static no more; one that AOTAutograd does not call static may not move at all.
+# After so many moves an input is no longer static. One that AOTAutograd does not mark static may not move at all.
 _MOVES = 3
 # Bytes: up to this size, copying an output takes less time than finding out whether it is live.
 _SMALL = 1 << 20
-# Recordings for other addresses than those of the call that are kept.
+# How many recordings for other input addresses are kept.
 _ELSEWHERE = 3
-# Recordings made because other programs' outputs were live: from the second on in another arena, and no more of them.
+# At most so many recordings are made because of live outputs of other programs; from the second on, in an arena
+# without live outputs.
 BLOCKED = 3
-# A shape evicts another after so many calls since the other's last use: at first, and at most.
+# Calls of a shape, since another shape's last use, before it may evict the other: initial value, maximum.
 _PATIENCE, _MOST_PATIENCE = 2, 64
-# Calls after which a device that was out of memory is asked again, though it tells of no more: at first, and at most.
+# Calls after which recording is retried on a device that was out of memory and reports no more: initial value,
+# maximum.
 ASKED_AGAIN, _MOST_CALLS = 32, 2048
 # Shapes that are remembered, as a multiple of ``max_recordings``.
 _KNOWN = 8
@@ -56,10 +59,10 @@ _KNOWN = 8
 
 @dataclass(frozen=True)
 class Seen:
-    """Where an input was, without holding it.
+    """Address and storage of an input, without keeping it alive.
 
-    An address alone does not identify a tensor: a new one often gets the address of one that was freed. It is the
-    same one if its storage is still alive, too.
+    An address alone does not identify a tensor: a new one often gets a freed address. So the storage must still be
+    alive, too.
     """
 
     address: int
@@ -71,7 +74,7 @@ class Seen:
         if not isinstance(value, torch.Tensor) or not has_address(value):
             return None
         if value.is_conj() or value.is_neg():
-            return None  # the memory alone does not say what the value is
+            return None  # memory holds the value before conjugation or negation
         try:
             storage = value.untyped_storage()
             return cls(value.data_ptr(), StorageWeakRef(storage))
@@ -116,20 +119,20 @@ class Specialization:
     ``live`` and ``calls`` change in place; a count that is lost or late only delays a decision.
 
     Attributes:
-        seen: where the inputs of the last eager run were.
+        seen: where the inputs of the last warm-up run were.
         moves: how often a static input was found at another address, by position.
         live: how often an output was found live when its memory was needed, by storage.
         copied: storages of outputs that are copied when handed out.
         copies_all: whether all outputs are.
-        warm_outputs: outputs of the last eager run, by storage.
-        blocked: how often another program's outputs were live in the memory that every recording needs.
-        apart: whether a plan around live outputs was refused: then it is recorded in an arena without any.
-        why: why the last recording ended, which is why the next one is made.
-        calls: when it was called lately and could not be replayed, as numbers that grow.
+        warm_outputs: outputs of the last warm-up run, by storage.
+        blocked: how often live outputs of other programs blocked every recording that fits.
+        apart: the verifier refused a plan around live outputs; record in an arena without any.
+        why: why the last recording ended; the next one gives it as its reason.
+        calls: times of recent calls that were not replayed (``next_use``).
         evicted: whether its last recording was ended in favour of another shape.
-        short: why there was too little memory, and how much was in the way then (``ArenaPool.pressure``).
+        short: the shortage of memory, and ``ArenaPool.pressure`` at that time.
         waited: calls since then.
-        patience: after how many of them the device is asked again.
+        patience: calls after which recording is retried.
     """
 
     recordings: tuple[Recording, ...] = ()
@@ -199,7 +202,10 @@ class Specialization:
         return Decision(record=why or "first")
 
     def _moved(self, inputs: Sequence[Any]) -> Decision:
-        """No recording is for these addresses. An input that lies in an arena has few addresses: it may move."""
+        """No recording fits the addresses of the static inputs.
+
+        A move inside an arena is not counted: an arena has few addresses.
+        """
 
         def moved_from(recording: Recording) -> list[int]:
             return [p for p in recording.request.static_inputs if not recording.is_at(p, inputs[p])]
@@ -207,7 +213,7 @@ class Specialization:
         moved = min(map(moved_from, self.recordings), key=len)
         in_arena = [p for p in moved if SHARED.arenas.owns(inputs[p].data_ptr())]
         if len(in_arena) == len(moved):
-            return Decision(record="inputs from another recording of the program before")
+            return Decision(record="inputs lie elsewhere in an arena")
         self.moves.update(set(moved).difference(in_arena))
         return Decision(record="inputs moved", event="a static input has moved")
 
@@ -229,9 +235,10 @@ class Specialization:
         return Decision(record="around live outputs of other programs", event=event, apart=self.blocked > 2)
 
     def found_live(self, outputs: Collection[int]) -> bool:
-        """Note that outputs (storages) are live although their memory is needed. Returns whether more are copied now.
+        """Note that outputs (storages) were live although their memory was needed.
 
-        Those live twice are, and all small ones; when it happens again, all others. Few recordings are made for it.
+        Returns whether more are copied from now on. An output found live twice is copied, and all small ones with it;
+        the next time, all outputs. So few recordings are replaced.
         """
         self.live.update(outputs)
         twice = frozenset(index for index in outputs if self.live[index] > 1) - self.copied
@@ -250,11 +257,14 @@ class Specialization:
         return frozenset(outputs) if self.copies_all else self.copied.intersection(outputs)
 
     def cut_again(self) -> None:
-        """The program was cut around an operator that could not be captured."""
+        """The program has new partitions: an operator could not be captured."""
         self.recordings, self.why = (), "cut anew around what could not be captured"
 
     def look_at_the_warm_up(self) -> None:
-        """Copy outputs that are still live after the eager run: the caller's loop will keep later ones, too."""
+        """From now on copy outputs that are still live after the warm-up.
+
+        The caller will probably keep later ones, too.
+        """
         self.copied |= {index for index, storage in self.warm_outputs if not storage.expired()}
         self.warm_outputs = []
 
@@ -266,10 +276,10 @@ class Specialization:
         """Positions of the inputs that are static: whose addresses are expected to stay.
 
         Args:
-            expected: positions that AOTAutograd calls static. In a backward program these are all saved tensors:
-                parameters, which stay, and activations, which stay only if they lie in an arena.
-            copies: whether inputs that are not static are copied: then each one that has not moved is static.
-            saved: positions that the forward program allocates: new tensors at every call, unless in an arena.
+            expected: positions that AOTAutograd marks as static. In a backward program these are all saved tensors:
+                parameters stay; activations stay only in an arena.
+            copies: whether the other inputs are copied at every call. Then an input that has not moved is static.
+            saved: positions of tensors that the forward allocates: new at every call unless in an arena.
         """
         asked = range(len(inputs)) if copies else sorted(expected)
         return [p for p in asked if self._stays(p, inputs[p], p in expected and (copies or not backward), p in saved)]
@@ -296,7 +306,7 @@ class Specialization:
         """Add a recording; of those for other addresses only the most recently used are kept."""
         elsewhere = [r for r in self.recordings if not r.same_addresses(inputs)]
         dropped = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
-        # Most static inputs first: a recording with fewer of them fits other addresses, too, and copies more.
+        # Most static inputs first: a recording with fewer may fit, too, but copies more.
         kept = [r for r in self.recordings if r not in dropped]
         for one in dropped:
             log.info("%s: a recording goes: %d for other addresses are kept", one.request.name, _ELSEWHERE)
@@ -316,15 +326,15 @@ class Specialization:
         return why if self.short is not None else ""
 
     def falls_short(self, why: str, pressure: int) -> None:
-        """There was too little memory to record, with so many bytes in the way."""
+        """Note a shortage. ``pressure``: see ``ArenaPool.pressure``."""
         self.short, self.waited = (why, pressure), 0
 
 
 class Specializations:
-    """The specializations of a program by key. It decides which of them may have recordings.
+    """A program's specializations by sizes. Decides which may keep recordings.
 
     Attributes:
-        units: what replays recordings natively, in the order in which they are asked.
+        units: native units, in the order in which a call tries them.
     """
 
     def __init__(self, most: int) -> None:
@@ -352,7 +362,7 @@ class Specializations:
         return self._by_key.setdefault(key, new)
 
     def recordings(self) -> list[Recording]:
-        """Those that can be replayed; one that has ended stays in its specialization until the next call of that."""
+        """The recordings that have not ended. An ended one stays until its specialization is called again."""
         return [r for specialization in self.values() for r in specialization.recordings if not r.ended]
 
     def is_full(self) -> bool:
@@ -361,9 +371,9 @@ class Specializations:
     def make_room(self, wanted: Specialization, owner: LockOwner) -> bool:
         """If there are too many recordings, end the least recently used one. Returns whether there is room.
 
-        That of another shape ends only if ``wanted`` was called ``_patience`` times since its last use: or too many
-        shapes, called in turn, would be recorded at every call. A call of a shape that was evicted shows that the
-        patience was too short: it doubles.
+        A recording of another shape is evicted only if ``wanted`` was called ``_patience`` times since that one's
+        last use. Otherwise shapes called alternately would evict each other at every call. A call of an evicted shape
+        shows that the threshold was too low; it doubles.
         """
         if wanted.evicted:
             wanted.evicted = False

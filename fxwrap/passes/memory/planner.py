@@ -1,4 +1,4 @@
-"""PLAN: live ranges, and offsets into one arena per device."""
+"""PLAN: a home for every storage: offsets in arenas, or regions and per-call allocations (CPU)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .free_spans import free_spans_of
 from .regions import share_regions
 from .requirements import Requirements
 
-# Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
+# Alignment in bytes. CPU: a cache line, for wide vector loads. Accelerators: that of their caching allocators.
 _ALIGNMENT = {"cpu": 64}
 _ACCELERATOR_ALIGNMENT = 512
 
@@ -30,12 +30,12 @@ def plan_program(
     """Plan one recording of a program.
 
     Args:
-        reserved_in: what live outputs of other recordings have in a device's arena.
-        hint: from a plan for this program and another: followed where what is reserved allows it.
-        like: a plan for other sizes: the order of its offsets is tried first.
+        reserved_in: returns the intervals of a device's arena that live outputs of other recordings occupy.
+        hint: offsets from a joint plan; used where nothing reserved is in the way.
+        like: a plan for other sizes; its order of offsets is tried first.
 
     Raises:
-        PlanError: a communication is under way before the program begins or after it ends.
+        PlanError: a communication is in flight when the program begins or ends.
     """
     requirements = Requirements.of(planned)
     if planned.frozen:
@@ -50,7 +50,7 @@ def _plan_arenas(
     hint: PlacementHint | None,
     like: MemoryPlan | None,
 ) -> MemoryPlan:
-    """One region on each device, which is there all the time."""
+    """One arena per device. It exists between calls, too."""
     reserved = {d: [replace(r, end=requirements.end_of(r)) for r in reserved_in(d)] for d in requirements.planned}
     found = {d: _lay_out(requirements, d, reserved[d], (hint or {}).get(d), like) for d in requirements.planned}
     regions, offsets = list[Region](), list[Mapping[int, int]]()
@@ -70,9 +70,9 @@ def _plan_arenas(
 
 
 def _plan_calls(requirements: Requirements) -> MemoryPlan:
-    """Memory that comes and goes with each call: regions for temporaries, the rest allocated where it is needed.
+    """Memory of one call: temporaries share regions; the rest is allocated per call.
 
-    With them no more is taken at any time than if every storage came with its first use and went with its last.
+    The peak is no higher than if each storage were allocated separately, from first to last use.
     """
     own = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
@@ -89,11 +89,11 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
 def _plan(
     requirements: Requirements, regions: Sequence[Region], offsets: Sequence[Mapping[int, int]], otherwise: Home
 ) -> MemoryPlan:
-    """A home for every storage.
+    """Give every storage a home.
 
     Args:
-        offsets: of what lies in each region, by storage.
-        otherwise: the home of other allocations of known size.
+        offsets: by region: offsets of its storages.
+        otherwise: home of allocations of known size that lie in no region.
     """
     homes = {Origin.INPUT: Home.INPUT, Origin.CONSTANT: Home.CONSTANT, Origin.EXTERN: Home.OPERATOR}
     places = [
@@ -109,7 +109,7 @@ def _plan(
 def plan_pair(
     first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
 ) -> tuple[PlacementHint, PlacementHint]:
-    """Plan memory for two programs, of which the second gets what the first saves for it, and nobody else does.
+    """Plan two programs together. Only the second gets what the first saves for it.
 
     ::
 
@@ -117,7 +117,7 @@ def plan_pair(
         saved          s s s s s|s s s              one live range, up to the last use in the second
 
     Args:
-        saved_as: inputs of the second program by storage of the first.
+        saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
     chain = _Chain.of([Requirements.of(first), Requirements.of(second)], saved_as)
     placements = {}
@@ -137,10 +137,10 @@ def plan_pair(
 
 
 def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
-    """The memory of a program, or of two that are planned together, by device.
+    """Predict the memory of one program, or of two planned together, by device.
 
     Args:
-        saved_as: inputs of the second program by storage of the first.
+        saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
     requirements = [Requirements.of(program) for program in programs]
     chain, copies = _Chain.of(requirements, saved_as), sum(own.copies for own in requirements)
@@ -164,9 +164,9 @@ def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[
 
 @dataclass(frozen=True)
 class _Chain:
-    """Storages of one program, or of two of which the second gets what the first saves; steps count on.
+    """Buffers of one program, or of two in sequence; the second's steps follow the first's.
 
-    Names begin with the number of their program.
+    Names are prefixed with the program's number.
 
     Attributes:
         unplanned: what operators allocate themselves.

@@ -1,4 +1,4 @@
-"""CHECK: prove a memory plan safe, from the host graph alone: overlap comes from a sweep over steps."""
+"""CHECK: prove a memory plan safe, from the host graph alone. A sweep over steps finds overlaps."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ def verify_memory(
 ) -> None:
     """Prove that no two storages that are live at one time share a byte of an arena.
 
-    Of ``facts`` only the numbering of storages is used, to read the plan.
+    ``facts`` only says which storage each number is. Aliasing and accesses are derived again from the graph.
 
     Args:
-        together: nodes that are one call of what somebody else made of them, and may work in any order.
+        together: groups of nodes that ``compile_partition`` replaced by one call; they may work in any order.
 
     Raises:
-        PlanError: naming the two storages, the step and the byte ranges; or the storage that is misaligned,
-            outside of its arena, or smaller than what is accessed, or one that a communication works on beyond
-            the program.
+        PlanError: two live storages overlap (the error names them, the step, the bytes); a storage is misaligned,
+            out of bounds or too small; or a communication is in flight at the program's begin or end.
     """
     memory = Accesses(gm.graph)
     if memory.in_flight:
@@ -93,7 +92,10 @@ _HOMES = {
 
 
 def _check_home(storage: Storage, maker: Node, place: Place, plan: MemoryPlan, handed_out: bool, used: bool) -> None:
-    """Every storage has memory, and what comes and goes is an allocation that nobody can have after the call."""
+    """Each storage has a home that its origin allows.
+
+    A storage in a per-call region is an allocation that is not handed out.
+    """
     planned = not maker.kwargs.get("pin_memory") and str(maker.kwargs.get("device")) != "meta"
     forgotten = place.home is Home.RECORDING and planned and (used or handed_out)
     if place.home not in _HOMES[storage.origin] or forgotten:
@@ -119,8 +121,10 @@ def _check_workspace(
     position: Mapping[str, int],
     nodes: Mapping[str, Node],
 ) -> None:
-    """What an operator may have while it runs has to be free then, and the program's at some time: else it is not
-    looked whether somebody else has it."""
+    """Workspace offered to an operator is free in that step, and inside the program's footprint.
+
+    The liveness guard looks for live outputs of others only there.
+    """
     for name, spans in region.workspace.items():
         step = position[name]
         live = [item for item in items if item.begin <= step < item.end]
@@ -129,12 +133,12 @@ def _check_workspace(
                 if low < other.high and other.low < high:
                     raise fault(
                         f"plan: workspace of {name} overlaps {other.name} at step {step}, {line_of(nodes[name])}",
-                        expected="bytes that nobody has while it runs",
+                        expected="bytes without a live storage at that step",
                         got=f"bytes [{low}, {high}) and [{other.low}, {other.high})",
                     )
             if not any(begin <= low and high <= stop for begin, stop in footprint):
                 raise fault(
-                    f"plan: workspace of {name} is not the program's",
+                    f"plan: workspace of {name} lies outside the program's footprint",
                     expected="bytes in which the program has storages at other steps",
                     got=f"bytes [{low}, {high})",
                 )
@@ -143,7 +147,7 @@ def _check_workspace(
 def _size_there(
     storage: Storage, maker: Node, plan: MemoryPlan, numbers: Mapping[Node, Any], offset: int, region: Region
 ) -> int:
-    """Bytes that are accessed of a storage, which has to lie within its region."""
+    """Bytes of a storage that are accessed. Raises unless it is aligned and lies within its region."""
     made = storage.origin is Origin.EXTERN
     size = _returned(storage, maker) if made else _needed(maker, numbers)
     known = plan.sizes.get(storage.index, 0)
@@ -164,7 +168,7 @@ def _size_there(
 
 
 def _check_steps(memory: Accesses, schedule: Sequence[Node], placed: Mapping[Root, Place], plan: MemoryPlan) -> None:
-    """What lies in a region that comes and goes is named in its steps only, by nobody who may keep it."""
+    """A storage in a per-call region is named only in the region's steps, and only by nodes that cannot keep it."""
     regions = {root: plan.regions[place.region] for root, place in placed.items()}
     for step, node in enumerate(schedule if regions else ()):
         named = regions.keys() & (memory.touched(node) | memory.roots(node))
@@ -201,7 +205,10 @@ def _others(
     handed_out: Collection[Root],
     end: int,
 ) -> Iterator[_Interval]:
-    """What other recordings have in an arena: for the whole call, or until the last use of what is donated."""
+    """Live outputs of other recordings in an arena.
+
+    A donated one is live until its last use here, any other for the whole call.
+    """
     for one in reserved:
         roots = {root for name in one.nodes for root in memory.roots(nodes[name])}
         stays = not roots or not roots.isdisjoint(handed_out)
@@ -218,7 +225,7 @@ class _Interval:
     """Bytes ``[low, high)`` of an arena, live in steps ``[begin, end)``.
 
     Attributes:
-        planned: whether this plan put it there; what others have is where it is.
+        planned: whether this plan chose its offset.
     """
 
     name: str

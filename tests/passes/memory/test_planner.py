@@ -535,7 +535,11 @@ def test_captured_operators_may_have_what_is_free() -> None:
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     # Planted faults: what is alive, and what is not the program's.
     outside = arena.size, arena.size + 64
-    for spans, complaint in ((at["a"], "overlaps a"), (at["b"], "overlaps b"), (outside, "not the program's")):
+    for spans, complaint in (
+        (at["a"], "overlaps a"),
+        (at["b"], "overlaps b"),
+        (outside, "outside the program's footprint"),
+    ):
         faulty = changed(memory, workspace={"b": (spans,)})
         with pytest.raises(PlanError, match=complaint):
             verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
