@@ -25,7 +25,6 @@ from .graphs.devices.runtime import freezes_addresses, places_results
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
-from .packing import Reserved
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
@@ -42,9 +41,6 @@ from .passes.rewrites.host_scalars import copy_host_scalars
 from .passes.rewrites.shared_views import share_views
 from .passes.rewrites.view_copies import view_needless_copies
 from .passes.verify import verify_memory, verify_schedule
-
-if TYPE_CHECKING:
-    import networkx as nx
 from .plan import (
     Cut,
     MemoryPlan,
@@ -54,9 +50,14 @@ from .plan import (
     Planned,
     Prediction,
     ProgramPlan,
+    ReservedIn,
     Signature,
     StorageFacts,
+    nothing_reserved,
 )
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class State:
     plan: ProgramPlan | None = None
     # Scope.SIZES
     planned: Planned | None = None
-    reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: ()
+    reserved_in: ReservedIn = nothing_reserved
     hint: PlacementHint | None = None
     like: MemoryPlan | None = None
     memory: MemoryPlan | None = None
@@ -332,7 +333,7 @@ class HostGraphPlanner:
     def plan(
         self,
         planned: Planned,
-        reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: (),
+        reserved_in: ReservedIn = nothing_reserved,
         hint: PlacementHint | None = None,
         like: MemoryPlan | None = None,
     ) -> MemoryPlan:

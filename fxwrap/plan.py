@@ -431,6 +431,24 @@ class ProgramPlan:
         """For nodes that wait, the communications that are over then."""
         return {self.nodes[n]: tuple(map(self.nodes.__getitem__, over)) for n, over in self.facts.awaited.items()}
 
+    @functools.cached_property
+    def placeholders(self) -> tuple[Node, ...]:
+        """The inputs, in order."""
+        return tuple(node for node in self.graph.graph.nodes if node.op == "placeholder")
+
+    @functools.cached_property
+    def captured_work(self) -> frozenset[Node]:
+        """The work nodes of captured partitions."""
+        return self._work_of(partition for partition in self.partitions if partition.verdict is Verdict.CAPTURED)
+
+    @functools.cached_property
+    def replaced_work(self) -> frozenset[Node]:
+        """The work nodes of partitions that somebody else compiled."""
+        return self._work_of(partition for partition in self.partitions if partition.index in self.compiled)
+
+    def _work_of(self, partitions: Iterable[Partition]) -> frozenset[Node]:
+        return frozenset(node for partition in partitions for node in self.work_in(partition))
+
     def maker(self, index: int) -> Node:
         """The node that makes a storage."""
         return self.nodes[self.facts.storages[index].node]
@@ -456,6 +474,15 @@ class Planned:
     workspace: Mapping[str, int] = field(default_factory=dict)
     places_results: bool = False
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+
+# Returns the intervals of a device's arena that live outputs of other recordings occupy.
+ReservedIn = Callable[[torch.device], Sequence[Reserved]]
+
+
+def nothing_reserved(device: torch.device) -> Sequence[Reserved]:
+    """For a plan ahead of any recording, and for one without an arena."""
+    return ()
 
 
 # Offsets by name in the arena of each device, for one of two programs: size and lower bound are those of both.

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graphs.arenas import tensors_in
 from ..host_graph.nodes import Kind, control_flow_of, kind_of, only_computes, operator_name, schema_of
-from ..plan import Origin, ProgramPlan, Verdict
+from ..plan import Origin, ProgramPlan
 from .copies import all_bytes, without_gradients
 from .walk import OwnMemory, Walk, may_keep
 
@@ -34,7 +34,7 @@ def check_operators(
     Raises:
         CheckError: what an operator does would make replays wrong.
     """
-    captured = {name for p in plan.partitions if p.verdict is Verdict.CAPTURED for name in p.nodes}
+    captured = {node.name for node in plan.captured_work}
     with without_gradients():
         walk = Walk(plan, numbers, inputs, OwnMemory())
         for step, node in enumerate(walk.schedule):

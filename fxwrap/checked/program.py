@@ -24,7 +24,7 @@ from ..graphs.program import Program
 from ..graphs.recording import Recording, next_use
 from ..graphs.shared_state import SHARED
 from ..host_graph.nodes import communicates, only_computes, operator_name, output_values, user_line
-from ..plan import Origin, Verdict
+from ..plan import Origin
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference
 from .operators import check_operators
@@ -170,7 +170,7 @@ class _Check:
         recording = max(used, key=lambda one: one.used, default=None)
         try:
             with without_gradients():
-                self._outputs_stay(outputs)
+                self._outputs_stay()
                 if recording is not None and not recording.without_graphs:
                     if recorded:  # first: faults of the recording, and of the plan, have names of their own
                         check_steps(recording)
@@ -184,7 +184,7 @@ class _Check:
 
     # -- what is looked at ----------------------------------------------------------------------------------
 
-    def _outputs_stay(self, outputs: Any) -> None:
+    def _outputs_stay(self) -> None:
         """Nothing that somebody has of earlier calls was overwritten."""
         # Another thread may have dropped it, and been given its memory.
         for reference, before in self._live if self._alone() else ():
@@ -356,8 +356,7 @@ class _Check:
         if found is None:
             return False
         node, program = walks[0].schedule[found.step], self._program
-        captured = {n for p in planned.program.partitions if p.verdict is Verdict.CAPTURED for n in p.nodes}
-        if node.name in captured and not only_computes(node) and program._freezes_addresses:
+        if node in planned.program.captured_work and not only_computes(node) and program._freezes_addresses:
             raise walks[0].fault(
                 node,
                 "not the same twice",

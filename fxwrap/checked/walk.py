@@ -69,7 +69,7 @@ class Walk:
 
     def __init__(self, plan: ProgramPlan, numbers: Mapping[Node, Any], inputs: list[Any], memory: Memory) -> None:
         self.plan, self.facts, self.memory = plan, plan.facts, memory
-        self.placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+        self.placeholders = plan.placeholders
         self._known: dict[Node, Any] = {**constants(plan.graph), **numbers}
         self.values: dict[Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         inputs.clear()
@@ -345,7 +345,7 @@ class PlannedMemory:
         if nbytes:
             all_bytes(self.allocate(walk, index, nbytes)).fill_(self.fill)
 
-    def over(self, walk: Walk, index: int) -> list[int]:
+    def over(self, index: int) -> list[int]:
         """The storages that share bytes with one, by the plan."""
         mine = self.plan.places[index]
         low, high = mine.offset, mine.offset + self.plan.sizes.get(index, 0)

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from ..errors import CaptureError, MemoryLimitError
 from ..packing import Reserved
-from ..plan import MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan
+from ..plan import MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan, ReservedIn, nothing_reserved
 from .arenas import Arena, has_address, reach, tensors_in
 from .devices.runtime import current_stream, runtime_for
 from .locks import LockOwner
@@ -21,9 +21,6 @@ from .shared_state import SHARED
 
 # How many times what anybody needs an arena may be large.
 _SLACK = 2
-
-# Returns the intervals of a device's arena that live outputs of other recordings occupy.
-ReservedIn = Callable[[torch.device], Sequence[Reserved]]
 
 
 class Planner(Protocol):
@@ -140,7 +137,7 @@ class MemoryProvider:
             planned = self._planned(plan, inputs, plan.static_inputs)
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
-        memory = self.planner.plan(planned, lambda device: (), None, like)
+        memory = self.planner.plan(planned, nothing_reserved, None, like)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs])))
         estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
@@ -187,7 +184,7 @@ class MemoryProvider:
             # Such a plan depends on no addresses: what the warm-up has planned still holds.
             if estimate is not None and estimate.is_for(planned):
                 return RecordingMemory(planned, estimate.memory)
-            return RecordingMemory(planned, self.planner.plan(planned, lambda device: (), None, None))
+            return RecordingMemory(planned, self.planner.plan(planned, nothing_reserved, None, None))
         if estimate is not None:
             estimate.planned = planned  # it is known by now which inputs stay
         hint = self._with_successor(planned, estimate)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..packing import joined
 from ..plan import ProgramPlan
 from .arenas import has_address, reach
 
@@ -44,10 +45,9 @@ class WrittenInputs:
     def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> WrittenInputs | None:
         """Those of a program, wherever they lie; None if it writes none, or has but one."""
         written = plan.facts.all_written()
-        placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
         moving = [
             (p, bool(plan.facts.of(node) & written))
-            for p, node in enumerate(placeholders)
+            for p, node in enumerate(plan.placeholders)
             if _lies_on(plan.device, node.meta.get("val"))
         ]
         return cls(moving, (), (), overlap) if len(moving) > 1 and any(writes for _, writes in moving) else None
@@ -60,7 +60,7 @@ class WrittenInputs:
         moving = [(p, writes) for p, writes in self.moving if p not in stay]
         if not moving:
             return None
-        spans = _joined(span for span, _ in fixed), _joined(span for span, writes in fixed if writes)
+        spans = joined(span for span, _ in fixed), joined(span for span, writes in fixed if writes)
         return WrittenInputs(moving, *spans, self.overlap)
 
     def are_apart(self, inputs: Sequence[Any]) -> bool:
@@ -92,16 +92,6 @@ def _lies_on(device: torch.device, value: Any) -> bool:
 def _span(tensor: torch.Tensor) -> Span:
     begin = tensor.data_ptr()
     return begin, begin + reach(tensor)
-
-
-def _joined(spans: Any) -> list[Span]:
-    found: list[Span] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif begin < end:
-            found.append((begin, end))
-    return found
 
 
 def _touches(spans: Sequence[Span], begin: int, end: int) -> bool:

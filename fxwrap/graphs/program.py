@@ -37,7 +37,7 @@ from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder, FlatFunction
 from .locks import LockOwner
-from .memory_provider import Estimate, MemoryProvider, Planner, Saved
+from .memory_provider import Estimate, MemoryProvider, Planner, RecordingMemory, Saved
 from .overlaps import WrittenInputs
 from .ranges import partition_range
 from .ranges import recording as recording_range
@@ -125,7 +125,7 @@ class Program:
         for one in plan.partitions:
             what = partition_range(self.name, one.index), one.verdict.value, one.launches, one.externs
             log.info("%s: %s, %d launches, %d extern calls; %s", *what, one.reason or one.benefit)
-        placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
+        placeholders = plan.placeholders
         written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         provider = MemoryProvider(
             self._planner,
@@ -404,8 +404,7 @@ class Program:
             why = "first" if len(self.specializations) == 1 else "new shape"
         before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
-            runtime = runtime_for(device)
-            frozen, backward = runtime.frozen_addresses, prepared.plan.phase == "backward"
+            frozen, backward = runtime_for(device).frozen_addresses, prepared.plan.phase == "backward"
             static = specialization.static(inputs, prepared.plan.static_inputs, frozen, backward, self._saved_tensors)
             estimate = specialization.estimate
             decision.apart |= specialization.apart
@@ -413,21 +412,7 @@ class Program:
             own = provide(prepared.plan, inputs, static, estimate, self.newest_plan, owner, held, which)
             self._note_plan(own.planned, own.memory)
             specialization.estimate = estimate or Estimate(own.planned, own.memory)
-            copied = specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied
-            request = RecordingRequest(
-                self.name,
-                self._traces,
-                runtime,
-                self.functions,
-                own.planned,
-                own.memory,
-                own.arenas,
-                own.reused_inputs,
-                static,
-                copied,
-                self._written_inputs.with_static(inputs, static) if self._written_inputs is not None else None,
-                weakref.ref(specialization),
-            )
+            request = self._request_for(prepared, specialization, inputs, static, own)
             with record_function(recording_range(self.name)):
                 recorded = RecordingBuilder(request).record(inputs)
             recording, outputs = recorded.recording, recorded.outputs
@@ -461,6 +446,29 @@ class Program:
             return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
         return outputs
+
+    def _request_for(
+        self,
+        prepared: _Prepared,
+        specialization: Specialization,
+        inputs: Sequence[Any],
+        static: list[int],
+        own: RecordingMemory,
+    ) -> RecordingRequest:
+        return RecordingRequest(
+            self.name,
+            self._traces,
+            runtime_for(prepared.plan.device),
+            self.functions,
+            own.planned,
+            own.memory,
+            own.arenas,
+            own.reused_inputs,
+            static,
+            specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied,
+            self._written_inputs.with_static(inputs, static) if self._written_inputs is not None else None,
+            weakref.ref(specialization),
+        )
 
     def _keep(self, specialization: Specialization, recorded: Recorded, inputs: list[Any], why: str) -> None:
         recording = recorded.recording

@@ -55,14 +55,13 @@ class RecordingBuilder:
         self.request = request
         self.plan = request.planned.program
         self._frozen = request.runtime.frozen_addresses
-        self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
+        self._placeholders = self.plan.placeholders
         self._constants = constants(self.plan.graph)
         self._registers = Registers.of(self.plan, request.memory, self._frozen)
         self._r: list[Any] = [None] * len(self._registers.numbers)
         self._inputs_end = len(self._placeholders)
-        captured = [p for p in self.plan.partitions if p.verdict is Verdict.CAPTURED]
         # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
-        self._fixed = self.plan.facts.named_in(node for p in captured for node in self.plan.work_in(p))
+        self._fixed = self.plan.facts.named_in(self.plan.captured_work)
         places = enumerate(request.memory.places)
         self._fixed |= {index for index, place in places if self._in_arena(place)}
         self._memory: dict[Node, torch.Tensor] = {}

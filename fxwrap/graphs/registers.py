@@ -33,8 +33,7 @@ class Registers:
 
     @classmethod
     def of(cls, plan: ProgramPlan, memory: MemoryPlan, frozen: bool) -> Registers:
-        placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
-        numbers = {node: position for position, node in enumerate(placeholders)}
+        numbers = {node: position for position, node in enumerate(plan.placeholders)}
         stores: dict[int, list[Node]] = {}
         complete: dict[int, list[Node]] = {}
         per_call = _allocated_per_call(plan, memory)

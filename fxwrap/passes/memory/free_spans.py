@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...host_graph.nodes import Kind, kind_of, only_computes
 from ...packing import Buffer, Reserved, joined
-from ...plan import Origin, ProgramPlan, Region, Verdict
+from ...plan import Origin, ProgramPlan, Region
 
 # A span ``[low, high)`` of bytes in an arena.
 Span = tuple[int, int]
@@ -28,8 +28,7 @@ def free_spans_of(
         placed: offset and life of what lies in the arena, by storage.
     """
     facts = program.facts
-    captured = {n for p in program.partitions if p.verdict is Verdict.CAPTURED for n in program.work_in(p)}
-    captured -= {n for p in program.partitions if p.index in program.compiled for n in program.work_in(p)}
+    captured = program.captured_work - program.replaced_work
     step_of = {
         node.name: step
         for step, node in enumerate(program.schedule)

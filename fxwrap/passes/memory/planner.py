@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,19 +11,30 @@ import torch
 
 from ...packing import Buffer, Placement, Reserved, plan_memory
 from ...packing.reserved import SEARCH_S, lay_out_arena, most_alive
-from ...plan import Home, MemoryPlan, Origin, Place, PlacementHint, Planned, Prediction, Region
+from ...plan import (
+    Home,
+    MemoryPlan,
+    Origin,
+    Place,
+    PlacementHint,
+    Planned,
+    Prediction,
+    Region,
+    ReservedIn,
+    nothing_reserved,
+)
 from .free_spans import free_spans_of
 from .regions import share_regions
 from .requirements import Requirements
 
+_CPU = torch.device("cpu")
 # Alignment in bytes. CPU: a cache line, for wide vector loads. Accelerators: that of their caching allocators.
-_ALIGNMENT = {"cpu": 64}
-_ACCELERATOR_ALIGNMENT = 512
+_ALIGNMENT, _ACCELERATOR_ALIGNMENT = 64, 512
 
 
 def plan_program(
     planned: Planned,
-    reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: (),
+    reserved_in: ReservedIn = nothing_reserved,
     hint: PlacementHint | None = None,
     like: MemoryPlan | None = None,
 ) -> MemoryPlan:
@@ -46,12 +57,14 @@ def plan_program(
 def _plan_arenas(
     planned: Planned,
     requirements: Requirements,
-    reserved_in: Callable[[torch.device], Sequence[Reserved]],
+    reserved_in: ReservedIn,
     hint: PlacementHint | None,
     like: MemoryPlan | None,
 ) -> MemoryPlan:
     """One arena per device. It exists between calls, too."""
-    reserved = {d: [replace(r, end=requirements.end_of(r)) for r in reserved_in(d)] for d in requirements.planned}
+    reserved = {
+        d: [replace(r, end=requirements.end_of(r.nodes)) for r in reserved_in(d)] for d in requirements.planned
+    }
     found = {d: _lay_out(requirements, d, reserved[d], (hint or {}).get(d), like) for d in requirements.planned}
     regions, offsets = list[Region](), list[Mapping[int, int]]()
     for device, items in requirements.planned.items():
@@ -77,9 +90,9 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     own = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
     others = [*unplanned, *(b for index, b in own.items() if index not in requirements.temporaries)]
-    room, alignment = most_alive([*unplanned, *own.values()]), _ALIGNMENT["cpu"]
+    room, alignment = most_alive([*unplanned, *own.values()]), _alignment(_CPU)
     shared = share_regions(requirements.temporaries, others, room, alignment, requirements.apart)
-    regions = [Region(torch.device("cpu"), one.begin, one.end, one.size, alignment) for one in shared]
+    regions = [Region(_CPU, one.begin, one.end, one.size, alignment) for one in shared]
     plan = _plan(requirements, regions, [one.offsets for one in shared], Home.CALL)
     lasting = [buffer for index, buffer in own.items() if plan.places[index].home is Home.CALL]
     bound, plain = most_alive(own.values()), sum(buffer.size for buffer in own.values())
@@ -180,7 +193,7 @@ class _Chain:
     end: int
 
     @classmethod
-    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]] | None = None) -> _Chain:
+    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]]) -> _Chain:
         planned: dict[torch.device, list[Buffer]] = defaultdict(list)
         unplanned: dict[torch.device, list[Buffer]] = defaultdict(list)
         outputs: dict[torch.device, int] = defaultdict(int)
@@ -193,7 +206,7 @@ class _Chain:
                     for index, b in buffers:
                         end = b.end
                         if after is not None and index in own.handed_out:
-                            end = own.end + after.end_of(Reserved(0, 0, nodes=tuple((saved_as or {}).get(index, ()))))
+                            end = own.end + after.end_of(saved_as.get(index, ()))
                         found[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
                         if begin + end == last and own.is_output(index):
                             outputs[device] += b.size
@@ -216,4 +229,4 @@ def _lay_out(
 
 
 def _alignment(device: torch.device) -> int:
-    return _ALIGNMENT.get(device.type, _ACCELERATOR_ALIGNMENT)
+    return _ALIGNMENT if device.type == "cpu" else _ACCELERATOR_ALIGNMENT

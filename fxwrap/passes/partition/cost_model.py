@@ -91,8 +91,7 @@ def _touched(plan: ProgramPlan, partition: Partition) -> frozenset[int]:
 
 def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:
     """Storages that are somewhere else at every call: inputs that do not stay in place, what eager operators make."""
-    placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
-    static = {placeholders[position].name for position in plan.static_inputs}
+    static = {plan.placeholders[position].name for position in plan.static_inputs}
     return frozenset(
         storage.index
         for storage in plan.facts.storages

@@ -40,12 +40,7 @@ def verify_memory(
             out of bounds or too small; or a communication is in flight at the program's begin or end.
     """
     memory = Accesses(gm.graph)
-    if memory.in_flight:
-        names = ", ".join(sorted(map(name_of, memory.in_flight)))
-        raise PlanError(
-            f"plan: a communication on {names} is under way beyond the program",
-            expected="every collective to be waited for in the graph that begins it",
-        )
+    _check_communications(memory)
     spans = _spans(memory, schedule, together)
     nodes = {node.name: node for node in gm.graph.nodes}
     position = {node.name: step for step, node in enumerate(schedule)}
@@ -81,6 +76,15 @@ def verify_memory(
         _check_overlap(items, schedule)
         _check_workspace(region, plan.footprint(region), items, position, nodes)
     _check_steps(memory, schedule, comes_and_goes, plan)
+
+
+def _check_communications(memory: Accesses) -> None:
+    if memory.in_flight:
+        names = ", ".join(sorted(map(name_of, memory.in_flight)))
+        raise PlanError(
+            f"plan: a communication on {names} is in flight when a call begins or ends",
+            expected="every collective to be waited for in the graph that begins it",
+        )
 
 
 _HOMES = {
@@ -236,7 +240,7 @@ class _Interval:
     planned: bool = True
 
 
-def _check_overlap(items: list[_Interval], schedule: Sequence[Node] = ()) -> None:
+def _check_overlap(items: list[_Interval], schedule: Sequence[Node]) -> None:
     live: list[_Interval] = []
     for item in sorted(items, key=lambda item: item.begin):
         live = [other for other in live if other.end > item.begin]
