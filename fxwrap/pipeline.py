@@ -173,10 +173,10 @@ def run_stages(stages: Sequence[Stage], state: State, scope: Scope) -> State:
     for stage in stages:
         if stage.scope is not scope:
             continue
-        _expect(stage, state, stage.requires, "requires")
+        _check_fields(stage, state, stage.requires, "requires")
         begin = time.perf_counter()
         stage.run(state)
-        _expect(stage, state, stage.provides, "provides")
+        _check_fields(stage, state, stage.provides, "provides")
         if stage.check is not None:
             stage.check(state)
         seconds = time.perf_counter() - begin
@@ -188,7 +188,7 @@ def run_stages(stages: Sequence[Stage], state: State, scope: Scope) -> State:
     return state
 
 
-def _expect(stage: Stage, state: State, fields: Sequence[str], what: str) -> None:
+def _check_fields(stage: Stage, state: State, fields: Sequence[str], what: str) -> None:
     missing = [name for name in fields if getattr(state, name) is None]
     if missing:
         raise PipelineError(
@@ -241,22 +241,32 @@ def _judge(state: Any) -> None:
 
 
 def _cut(state: Any) -> None:
-    inside = {i: state.sizes[i] for i in inner_storages(state.graph, state.facts) if i in state.sizes}
+    inner_sizes = {i: state.sizes[i] for i in inner_storages(state.graph, state.facts) if i in state.sizes}
     budget = state.request.options.peak_budget
-    state.cut = cut(state.dependencies, state.verdicts, state.device, state.facts, inside, budget)
+    state.cut = cut(state.dependencies, state.verdicts, state.device, state.facts, inner_sizes, budget)
 
 
 def _apply_cost_model(state: Any) -> None:
     request, options, device = state.request, state.request.options, state.device
-    known = frozenset(request.static_inputs), request.phase, request.donated, request.saved, request.inputs
-    plan = ProgramPlan(state.graph, state.facts, state.verdicts, state.cut, device, *known)
-    told = places_results(device)  # the allocator can be told where to put results
-    placed = placeable_results(state.facts, state.graph, device, captured(state.verdicts)) if told else {}
+    plan = ProgramPlan(
+        state.graph,
+        state.facts,
+        state.verdicts,
+        state.cut,
+        device,
+        static_inputs=frozenset(request.static_inputs),
+        phase=request.phase,
+        donated=request.donated,
+        saved=request.saved,
+        inputs=request.inputs,
+    )
+    can_place = places_results(device)  # the allocator can be told where to put results
+    placed = placeable_results(state.facts, state.graph, device, captured(state.verdicts)) if can_place else {}
     sizes, least = state.sizes, options.min_launches
     state.plan = apply_cost_model(plan, capture_cost(device.type), sizes, options.capture, least, placed)
 
 
-def _compile_elsewhere(state: Any) -> None:
+def _replace_partitions(state: Any) -> None:
     """Let ``request.compile_partition`` replace partitions."""
     signatures, calls = dict[int, Signature](), dict[int, Callable[..., Any]]()
     for partition in state.plan.partitions if state.request.compile_partition is not None else ():
@@ -277,8 +287,8 @@ def _check_schedule(state: Any) -> None:
 
 def _check_memory(state: Any) -> None:
     planned, program = state.planned, state.planned.program
-    together = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
-    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers, together)
+    replaced = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
+    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers, replaced)
 
 
 REWRITES = (
@@ -301,7 +311,7 @@ DECISIONS = (
         ("plan",),
         _check_schedule,
     ),
-    Stage("partitions compiled elsewhere", Scope.PARTITION, _compile_elsewhere, ("request", "plan"), ("plan",)),
+    Stage("partitions compiled elsewhere", Scope.PARTITION, _replace_partitions, ("request", "plan"), ("plan",)),
     Stage("memory", Scope.SIZES, _plan_memory, ("planned",), ("memory",), _check_memory),
 )
 STAGES = (*REWRITES, *DECISIONS)
@@ -379,7 +389,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequenc
     state = State(gm, request)
     for scope in (Scope.GRAPH, Scope.PARTITION):
         run_stages(stages, state, scope)
-    return _entered(_program(HostGraphPlanner(stages, state), request), request)
+    return _add_to_compilation(_program(HostGraphPlanner(stages, state), request), request)
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
@@ -399,7 +409,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence
     )
     state = State(plan.graph, request, plan.device, plan.facts, plan=plan)
     _check_schedule(state)
-    return _entered(_program(HostGraphPlanner(stages, state), request), request)
+    return _add_to_compilation(_program(HostGraphPlanner(stages, state), request), request)
 
 
 def _program(planner: HostGraphPlanner, request: CompileRequest) -> Program:
@@ -411,7 +421,7 @@ def _program(planner: HostGraphPlanner, request: CompileRequest) -> Program:
     return CheckedProgram(plan, planner, request.options, request.torch)
 
 
-def _entered(program: Program, request: CompileRequest) -> Program:
+def _add_to_compilation(program: Program, request: CompileRequest) -> Program:
     """Add a program to its compilation. A backward is linked to its forward."""
     if (compilation := request.compilation) is not None:
         forwards = [one for one in compilation.programs if one.plan.phase == "forward"]

@@ -132,14 +132,14 @@ class CheckedProgram(Program):
         """Outputs that somebody has, and what is in them; not those that a call gets."""
         given = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
         arenas = SHARED.arenas.alive()
-        watched = {o.storage._cdata: o.storage for a in arenas for live in a.live_outputs for o in live.outputs}
-        held = {output.storage._cdata for arena in arenas for output in arena.held()}
+        watched = {o.storage._cdata: o.storage for a in arenas for own in a.watched_outputs for o in own.outputs}
+        live = {output.storage._cdata for arena in arenas for output in arena.live()}
         found = {}
-        for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in held)):
+        for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in live)):
             storage = self.functions.alive(reference)
             # What lies in an arena is always there, whether anybody has it or not.
             if storage is not None and storage.nbytes() and reference.cdata not in given:
-                if reference.cdata not in held and SHARED.arenas.owns(storage.data_ptr()):
+                if reference.cdata not in live and SHARED.arenas.owns(storage.data_ptr()):
                     continue
                 found[reference.cdata] = reference, all_bytes(storage).clone()
             del storage

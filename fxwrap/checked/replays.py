@@ -183,8 +183,8 @@ class _Noting(RecordingBuilder):
         super()._keep(node, value, known)
         self.noted[node] = value
 
-    def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        found = super()._take_inputs(inputs)
+    def _fill_input_buffers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        found = super()._fill_input_buffers(inputs)
         self.noted.update(found)
         return found
 

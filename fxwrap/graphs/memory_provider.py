@@ -60,7 +60,9 @@ class Planner(Protocol):
 
 @dataclass(eq=False)
 class Estimate:
-    """What is known of the memory of a specialization before anything is recorded.
+    """What is known of the memory of a specialization before anything is recorded: a plan ahead.
+
+    A ``Prediction`` (plan.py) is made of it for reports: bytes by device, with what operators allocate.
 
     Attributes:
         planned: the program at the sizes.
@@ -121,7 +123,7 @@ class MemoryProvider:
     whole_storage: Mapping[Node, str] = field(default_factory=dict)
     max_memory: int = 0
 
-    def expect(
+    def estimate(
         self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None
     ) -> Estimate:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
@@ -145,7 +147,7 @@ class MemoryProvider:
             SHARED.arenas.withdraw(saved.estimate)  # what both need together is found when the first is recorded
         elif plan.phase != "backward":
             for device, arena in memory.arenas.items():
-                SHARED.arenas.expect(device, estimate, arena.size)
+                SHARED.arenas.announce(device, estimate, arena.size)
         return estimate
 
     def predict(self, estimate: Estimate) -> list[Prediction]:
@@ -163,7 +165,7 @@ class MemoryProvider:
         estimate: Estimate | None,
         like: MemoryPlan | None,
         owner: LockOwner,
-        held: list[Arena],
+        locked: list[Arena],
         but: Callable[[Arena], bool],
     ) -> RecordingMemory:
         """Plan a recording, in arenas that ``owner`` gets, and that grow if need be.
@@ -171,7 +173,7 @@ class MemoryProvider:
         Args:
             static: positions of inputs whose addresses stay.
             like: a plan for other sizes.
-            held: the arenas are entered here, to be given back.
+            locked: the arenas are entered here, to be released.
             but: tells which arenas will not do.
 
         Raises:
@@ -195,12 +197,12 @@ class MemoryProvider:
         stream = current_stream(plan.device)
 
         def arena_of(device: torch.device) -> Arena:
-            found = next((arena for arena in held if arena.device == device), None)
-            return found or SHARED.arenas.acquire(device, stream, owner, held, but)
+            found = next((arena for arena in locked if arena.device == device), None)
+            return found or SHARED.arenas.acquire(device, stream, owner, locked, but)
 
         def reserved_in(device: torch.device) -> list[Reserved]:
             found = []
-            for output, holders in arena_of(device).held().items():
+            for output, holders in arena_of(device).live().items():
                 positions = donated.get(output.storage._cdata, [])
                 last = positions if len(positions) == holders else []
                 names = tuple(self.placeholders[p].name for p in last)
@@ -213,7 +215,7 @@ class MemoryProvider:
             memory = self.planner.plan(planned, reserved_in, hint, like)
             sizes = {arena_of(device): one.size for device, one in memory.arenas.items()}
             for arena, nbytes in sizes.items():
-                SHARED.arenas.correct(arena.device, estimate, nbytes)
+                SHARED.arenas.lower(arena.device, estimate, nbytes)
             # Moved memory has nobody's outputs in it: another plan, if somebody had any.
             moved = any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
@@ -225,8 +227,8 @@ class MemoryProvider:
         """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
         # Around live outputs it may be more next time: few steps up, so that few recordings end.
         again = arena.needed_again()
-        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.held() else 0
-        for expected in (max(room, again, SHARED.arenas.expected(arena.device)), 0):
+        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0
+        for expected in (max(room, again, SHARED.arenas.largest_announced(arena.device)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
             if not self.max_memory or SHARED.arenas.make_room(arena, size, self.max_memory):

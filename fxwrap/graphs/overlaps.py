@@ -31,14 +31,14 @@ class WrittenInputs:
 
     Attributes:
         moving: (position, whether it is written) of inputs that may lie elsewhere at every call.
-        fixed: where the others lie: spans that do not touch each other, in order.
-        fixed_written: the same of those that are written.
+        static_spans: addresses of static inputs: spans that do not touch each other, in order.
+        written_static_spans: the same of those that are written.
         overlap: whether two tensors in one storage share an element.
     """
 
     moving: Sequence[tuple[int, bool]]
-    fixed: Sequence[Span]
-    fixed_written: Sequence[Span]
+    static_spans: Sequence[Span]
+    written_static_spans: Sequence[Span]
     overlap: Callable[[torch.Tensor, torch.Tensor], bool]
 
     @classmethod
@@ -56,11 +56,11 @@ class WrittenInputs:
         """The same where some inputs lie where they lie now; None where nothing can go wrong any more: a replay works
         on static inputs themselves."""
         stay = frozenset(static)
-        fixed = [(_span(inputs[p]), writes) for p, writes in self.moving if p in stay]
+        static_spans = [(_span(inputs[p]), writes) for p, writes in self.moving if p in stay]
         moving = [(p, writes) for p, writes in self.moving if p not in stay]
         if not moving:
             return None
-        spans = joined(span for span, _ in fixed), joined(span for span, writes in fixed if writes)
+        spans = joined(span for span, _ in static_spans), joined(span for span, writes in static_spans if writes)
         return WrittenInputs(moving, *spans, self.overlap)
 
     def are_apart(self, inputs: Sequence[Any]) -> bool:
@@ -70,7 +70,7 @@ class WrittenInputs:
         for begin, end, position, writes in spans:
             if begin == end:
                 continue
-            if _touches(self.fixed if writes else self.fixed_written, begin, end):
+            if _touches(self.static_spans if writes else self.written_static_spans, begin, end):
                 return False
             reached = [one for one in reached if one[0] > begin]
             for _, other, other_writes in reached:

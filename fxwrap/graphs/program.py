@@ -56,7 +56,7 @@ _OVERLAP = "an input that is written overlaps another one"
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
 # Most programs run eagerly once, before they are recorded.
-_WORTH_A_UNIT = 3
+_RUNS_BEFORE_UNIT = 3
 # Recordings that a report can tell of.
 _HISTORY = 200
 _serial_numbers = itertools.count()
@@ -236,7 +236,7 @@ class Program:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
     def _not_replayed(self, specialization: Specialization, inputs: list[Any]) -> Any:
-        specialization.calls.append(next_use())
+        specialization.missed_at.append(next_use())
         prepared, reason = self._prepared, self._eager_reason(specialization, inputs)
         if reason:
             return self._run_eagerly(prepared, inputs, reason, specialization)
@@ -249,7 +249,7 @@ class Program:
             if decision.event:
                 self._count("events", decision.event)
             reason = decision.eager
-            if decision.record and (short_of := specialization.waits_for_memory(self.plan.device)):
+            if decision.record and (short_of := specialization.memory_shortage(self.plan.device)):
                 reason = short_of
             elif decision.record and not self.specializations.make_room(specialization, owner):
                 reason = f"{self.options.max_recordings} other recordings are used more often (max_recordings)"
@@ -330,7 +330,7 @@ class Program:
         if reason != _WARM_UP:
             return prepared.eager(inputs)
         if specialization.estimate is None:
-            self._expect(prepared, inputs, specialization)
+            self._make_estimate(prepared, inputs, specialization)
         # What is recorded at the next call wants to know what moved since this one.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
@@ -343,13 +343,14 @@ class Program:
             specialization.warm_outputs = _weak_outputs(prepared, outputs)
         return outputs
 
-    def _expect(self, prepared: _Prepared, inputs: Sequence[Any], specialization: Specialization) -> None:
+    def _make_estimate(self, prepared: _Prepared, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
         if self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full()):
             return
         try:
-            specialization.estimate = prepared.provider.expect(prepared.plan, inputs, self.newest_plan, self._saved())
-            self._note_plan(specialization.estimate.planned, specialization.estimate.memory)
+            estimate = prepared.provider.estimate(prepared.plan, inputs, self.newest_plan, self._saved())
+            specialization.estimate = estimate
+            self._note_plan(estimate.planned, estimate.memory)
         except PlanError as error:
             if self.options.strict:
                 raise
@@ -363,12 +364,12 @@ class Program:
             log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self.name, *told)
         self.newest_planned, self.newest_plan = planned, memory
 
-    def expect(self, inputs: Sequence[Any]) -> None:
+    def plan_ahead(self, inputs: Sequence[Any]) -> None:
         """Plan memory for a call with such inputs, which is not made."""
         key = self._key(inputs) if self._dynamic else None
         found = self.specializations.get(key) or self.specializations.add(key, Specialization())
         if found.estimate is None:
-            self._expect(self._prepared, inputs, found)
+            self._make_estimate(self._prepared, inputs, found)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
         """Be the backward of ``forward``.
@@ -397,19 +398,24 @@ class Program:
         decision: Decision,
         owner: LockOwner,
     ) -> Any:
-        why, held, device = decision.record, list[Arena](), prepared.plan.device
+        why, locked, device = decision.record, list[Arena](), prepared.plan.device
         short_of, outputs, begin = "", _MISSED, time.perf_counter()
         if why == "first":
-            specialization.look_at_the_warm_up()
+            specialization.copy_live_warm_outputs()
             why = "first" if len(self.specializations) == 1 else "new shape"
         before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
-            frozen, backward = runtime_for(device).frozen_addresses, prepared.plan.phase == "backward"
-            static = specialization.static(inputs, prepared.plan.static_inputs, frozen, backward, self._saved_tensors)
+            static = specialization.static_positions(
+                inputs,
+                prepared.plan.static_inputs,
+                others_copied=runtime_for(device).frozen_addresses,
+                backward=prepared.plan.phase == "backward",
+                saved=self._saved_tensors,
+            )
             estimate = specialization.estimate
-            decision.apart |= specialization.apart
-            provide, which = prepared.provider.provide, decision.will_not_do
-            own = provide(prepared.plan, inputs, static, estimate, self.newest_plan, owner, held, which)
+            decision.without_live_outputs |= specialization.without_live_outputs
+            provide, which = prepared.provider.provide, decision.excludes
+            own = provide(prepared.plan, inputs, static, estimate, self.newest_plan, owner, locked, which)
             self._note_plan(own.planned, own.memory)
             specialization.estimate = estimate or Estimate(own.planned, own.memory)
             request = self._request_for(prepared, specialization, inputs, static, own)
@@ -419,27 +425,27 @@ class Program:
             short_of = OUT_OF_MEMORY if recording.ended == OUT_OF_MEMORY else ""
         except MemoryLimitError as error:
             short_of = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE
-            for arena in held if short_of == OUT_OF_MEMORY else ():
+            for arena in locked if short_of == OUT_OF_MEMORY else ():
                 arena.clear(OUT_OF_MEMORY)  # its pool, too: captures have left there what they had taken
             if self.options.strict:
                 raise
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise
-            if isinstance(error, PlanError) and any(arena.held() for arena in held):
-                specialization.apart = True  # it may be what is in the arena now
+            if isinstance(error, PlanError) and any(arena.live() for arena in locked):
+                specialization.without_live_outputs = True  # it may be what is in the arena now
             else:
                 self._never_recorded = str(error.subject)
             return self._run_eagerly(prepared, inputs, str(error.subject), specialization)
         finally:
-            for arena in held:
+            for arena in locked:
                 arena.lock.release(owner)
         if not short_of or self.options.strict:
             self._keep(specialization, recorded, inputs, why)
             self._note_recording(recorded, inputs, why, time.perf_counter() - begin)
             return outputs
         # Whoever ended for it will be back; whoever got what this call returns will let go of it.
-        specialization.falls_short(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
+        specialization.note_shortage(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
         if short_of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
         if outputs is _MISSED:  # by now nobody has what was made for the recording
@@ -491,7 +497,7 @@ class Program:
             log.info("%s: is cut again around %s: %s", self.name, operator, failure)
         self._prepared = self._adopt(self._planner.partition(self._refused))
         for known in self.specializations.values():
-            known.cut_again()
+            known.drop_recordings()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:
         recording, request = recorded.recording, recorded.recording.request
@@ -551,7 +557,7 @@ class EagerRuns:
     def __call__(self, inputs: list[Any]) -> Any:
         if (unit := self._unit) is None:
             self._calls += 1
-            if self._calls == _WORTH_A_UNIT:
+            if self._calls == _RUNS_BEFORE_UNIT:
                 self._make_unit()
         elif (outputs := unit(inputs)) is not self._missed:
             return outputs

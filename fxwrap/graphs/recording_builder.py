@@ -27,7 +27,7 @@ from .output_views import copy_out, each, relay, relay_shared, shares_storage, v
 from .placed_results import PlacedResults
 from .placement import PlacementHints
 from .ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
-from .recording import Held, Recording, RecordingRequest, Replay, fill
+from .recording import Recording, RecordingRequest, RecordingResources, Replay, fill
 from .regions import Regions
 from .registers import Registers
 from .static_buffers import Fill, StaticBuffers, copy_tensors, unexpanded
@@ -58,12 +58,12 @@ class RecordingBuilder:
         self._placeholders = self.plan.placeholders
         self._constants = constants(self.plan.graph)
         self._registers = Registers.of(self.plan, request.memory, self._frozen)
-        self._r: list[Any] = [None] * len(self._registers.numbers)
+        self._values: list[Any] = [None] * len(self._registers.numbers)
         self._inputs_end = len(self._placeholders)
         # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
-        self._fixed = self.plan.facts.named_in(self.plan.captured_work)
+        self._fixed_storages = self.plan.facts.named_in(self.plan.captured_work)
         places = enumerate(request.memory.places)
-        self._fixed |= {index for index, place in places if self._in_arena(place)}
+        self._fixed_storages |= {index for index, place in places if self._in_arena(place)}
         self._memory: dict[Node, torch.Tensor] = {}
         self._in_arenas: dict[int, tuple[torch.device, int]] = {}
         self._regions = Regions(self.plan, request.memory)
@@ -74,18 +74,18 @@ class RecordingBuilder:
         self._mutated: list[tuple[int, torch.Tensor]] = []
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
         # By position: the tensor that stands for a static or copied input.
-        self._as_seen: dict[int, torch.Tensor] = {}
+        self._input_tensors: dict[int, torch.Tensor] = {}
         self._steps: list[tuple[str, Callable[[], Any]]] = []
         self._parts: list[Part] = []  # the same, for native replay
         self._graphs: list[DeviceGraph] = []
         self._pools: list[GraphPool | None] = []
-        self._kept: list[Any] = []
+        self._captured_values: list[Any] = []
         # Nodes whose results lie in the graph pool. Outputs among them are copied: others may get the same bytes.
         self._pooled: set[Node] = set()
-        self._watched: list[OutputStorage] = []
+        self._output_storages: list[OutputStorage] = []
         self._eager_reasons: dict[int, str] = {}
         self._refused: dict[str, str] = {}
-        self._gave_up = ""
+        self._gave_up_because = ""
         self._inference = torch.is_inference_mode_enabled()
 
     def record(self, inputs: Sequence[Any]) -> Recorded:
@@ -100,26 +100,26 @@ class RecordingBuilder:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 with self._regions.filled():
-                    self._take_memory()
+                    self._make_tensors()
                 self._place_results()
                 replay = self._capture_all(inputs)
-            recording = self._finished(replay)
+            recording = self._make_recording(replay)
             replay.copy_back(inputs)
             outputs = replay.collect(replay.registers)
             if self._inference and self._frozen:
                 outputs = self._in_inference_mode(outputs, inputs)
             self._forget_inputs()
-            if self._gave_up:
-                recording.end(self._gave_up)
+            if self._gave_up_because:
+                recording.end(self._gave_up_because)
             elif self.request.arenas:
-                watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._watched]
+                watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._output_storages]
                 recording.watch(watched, inputs, outputs)
             if self._hints is not None and self._hints.keeper:
-                self._leave_arenas(f"{self._hints.keeper} keeps memory that it was offered only while it ran")
+                self._clear_arenas(f"{self._hints.keeper} keeps memory that it was offered only while it ran")
         finally:
             self._forget_inputs()
             self._regions.empty()
-            self._stop_placing()
+            self._end_placement()
         return Recorded(recording, outputs, self._refused)
 
     def _in_inference_mode(self, outputs: Any, inputs: Sequence[Any]) -> Any:
@@ -133,15 +133,15 @@ class RecordingBuilder:
         return each(made, outputs)
 
     def _forget_inputs(self) -> None:
-        self._as_seen.clear()
-        self._r[:] = [None] * len(self._r)
+        self._input_tensors.clear()
+        self._values[:] = [None] * len(self._values)
 
-    def _finished(self, replay: Replay) -> Recording:
+    def _make_recording(self, replay: Replay) -> Recording:
         memory = list(self._memory.values())
-        kept = self._graphs, self._pools, memory, self._kept, self._in_arenas, self._regions, self._hints
-        return Recording(self.request, replay, Held(*kept, self._eager_reasons), self._static_addresses)
+        kept = self._graphs, self._pools, memory, self._captured_values, self._in_arenas, self._regions, self._hints
+        return Recording(self.request, replay, RecordingResources(*kept, self._eager_reasons), self._static_addresses)
 
-    def _leave_arenas(self, why: str) -> None:
+    def _clear_arenas(self, why: str) -> None:
         """End all recordings in the arenas, and drop the arenas' memory."""
         for arena in self.request.arenas.values():
             arena.clear(why)
@@ -149,8 +149,11 @@ class RecordingBuilder:
     def _in_arena(self, place: Place) -> bool:
         return place.home is Home.REGION and self.request.memory.regions[place.region].arena
 
-    def _take_memory(self) -> None:
-        """Make tensors over planned and per-recording memory. Static input buffers come later (``_take_inputs``)."""
+    def _make_tensors(self) -> None:
+        """Make tensors over planned and per-recording memory.
+
+        Static input buffers come later (``_fill_input_buffers``).
+        """
         for storage, place in zip(self.plan.facts.storages, self.request.memory.places, strict=True):
             if storage.origin is not Origin.ALLOCATION:
                 continue
@@ -186,22 +189,24 @@ class RecordingBuilder:
         return torch.fx.map_arg(node.args[:2], self.request.planned.numbers.__getitem__)
 
     def _capture_all(self, inputs: Sequence[Any]) -> Replay:
-        self._r[: self._inputs_end] = inputs
+        self._values[: self._inputs_end] = inputs
         check_inputs = self._input_checks()
         common = {**self._constants, **self.request.planned.numbers, **self._memory}
-        common.update(self._take_inputs(inputs))
-        known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
+        common.update(self._fill_input_buffers(inputs))
+        bindings = _Bindings(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
-            if partition.verdict is Verdict.CAPTURED and not self._gave_up:
-                self._capture(partition, known)
+            if partition.verdict is Verdict.CAPTURED and not self._gave_up_because:
+                self._capture(partition, bindings)
             else:
-                self._add_eager(partition, known)
+                self._add_eager(partition, bindings)
         outputs = self._outputs_function(common)
-        back: list[AnyLine] = [Range(copies_to_inputs(self.request.name))] if self._mutated else []
-        back += [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
-        parts = (*self._parts, Part(back), Part(outputs.lines, outputs.result))
+        copies_back: list[AnyLine] = [Range(copies_to_inputs(self.request.name))] if self._mutated else []
+        copies_back += [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
+        parts = (*self._parts, Part(copies_back), Part(outputs.lines, outputs.result))
         known_inputs = self._inputs_end, check_inputs, self._input_buffers
-        return Replay(self._r, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts)
+        return Replay(
+            self._values, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts
+        )
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
         """Run the asserts on static inputs now. Return a function that runs the others at every call."""
@@ -216,7 +221,9 @@ class RecordingBuilder:
             varying = [registers[arg] for arg in inputs if arg in registers]  # sizes are constants of the recording
             if static.issuperset(inputs):
                 once.check(node)
-            elif checks_layout(node) and all(isinstance(self._r[position], torch.Tensor) for position in varying):
+            elif checks_layout(node) and all(
+                isinstance(self._values[position], torch.Tensor) for position in varying
+            ):
                 layouts.check(node)
                 looked_at.update(varying)
             else:
@@ -224,12 +231,12 @@ class RecordingBuilder:
                 count += 1
         functions = [builder.build() for builder in (once, layouts, others)]
         for function in functions:
-            function.function(self._r)
+            function.function(self._values)
         self._parts += (Part(function.lines) for function in functions[1:])
         assert_layouts, assert_others = functions[1].function, functions[2].function
         if not looked_at:
             return assert_others if count else None
-        same = self.request.functions.layout_check(self._r, sorted(looked_at))
+        same = self.request.functions.layout_check(self._values, sorted(looked_at))
 
         def check(r: list[Any]) -> None:
             if not same(r):
@@ -244,7 +251,7 @@ class RecordingBuilder:
         bound = {**self._constants, **self.request.planned.numbers}
         return bound, {n: i for n, i in self._registers.numbers.items() if n not in bound}
 
-    def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+    def _fill_input_buffers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Lay out static input buffers, and fill them."""
         found: dict[Node, Any] = {}
         written = self.plan.facts.all_written()
@@ -254,13 +261,13 @@ class RecordingBuilder:
                 continue
             (index,) = self.plan.facts.of(node)
             value = inputs[position]
-            place = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
-            found[node] = self._as_seen[position] = place
-            tensors, positions = buffers.setdefault(place.device, ([], []))
-            tensors.append(unexpanded(place))
+            buffer = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
+            found[node] = self._input_tensors[position] = buffer
+            tensors, positions = buffers.setdefault(buffer.device, ([], []))
+            tensors.append(unexpanded(buffer))
             positions.append(position)
             if index in written and position not in self.plan.donated:
-                self._mutated.append((position, place))
+                self._mutated.append((position, buffer))
         self._input_buffers = [(Fill(tensors), positions) for tensors, positions in buffers.values()]
         fill(self._input_buffers, inputs)
         begin = Range(copies_of_inputs(self.request.name))
@@ -280,7 +287,7 @@ class RecordingBuilder:
             self._static_addresses[position] = value.data_ptr()
             if value.device.type == "cpu":
                 value = self._without_holding(value)
-            found[self._placeholders[position]] = self._as_seen[position] = value
+            found[self._placeholders[position]] = self._input_tensors[position] = value
         return found
 
     def _without_holding(self, value: torch.Tensor) -> torch.Tensor:
@@ -290,14 +297,14 @@ class RecordingBuilder:
         storage = self.request.functions.storage_at(value.data_ptr(), value.device, nbytes)
         return tensor_over(storage, tuple(value.size()), value.stride(), value.dtype)
 
-    def _capture(self, partition: Partition, known: _Known) -> None:
+    def _capture(self, partition: Partition, bindings: _Bindings) -> None:
         runtime = self.request.runtime
         stores = self._registers.stores.get(partition.index, [])
-        flat = self._flat(partition, known, True, stores)
-        call = _Bound(flat, self._r, self.request.functions.below_autograd)
+        flat = self._flat(partition, bindings, True, stores)
+        call = _BoundCall(flat, self._values, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
         call.stores = [self._registers.numbers[node] for node in stores]
-        capture = functools.partial(self._graph_of, call, partition.index)
+        capture = functools.partial(self._capture_graph, call, partition.index)
         try:
             if runtime.runs_while_capturing:
                 graph = capture()  # capture has already run the work; it cannot be retried
@@ -305,7 +312,7 @@ class RecordingBuilder:
                 graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
         except Exception as error:
             graph = None
-            self._stop_placing()
+            self._end_placement()
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             if isinstance(error, MemoryLimitError):
@@ -320,7 +327,7 @@ class RecordingBuilder:
         if graph is None:
             # Earlier partitions have run. This one runs eagerly, now and in replays. Later ones are still captured,
             # unless memory ran out.
-            self._add_eager(partition, known)
+            self._add_eager(partition, bindings)
             return
         if not runtime.runs_while_capturing:
             graph.replay()
@@ -331,14 +338,14 @@ class RecordingBuilder:
         if self._frozen:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The
             # recording holds them: otherwise a later capture could get their memory.
-            stable = self._stable_memory(known.inputs)
+            stable = self._fixed_addresses(bindings.inputs)
             for node in stores:
-                value = self._r[self._registers.numbers[node]]
+                value = self._values[self._registers.numbers[node]]
                 if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
                     self._pooled.add(node)
-                self._keep(node, value, known)
+                self._keep(node, value, bindings)
 
-    def _graph_of(self, call: _Bound, partition: int) -> DeviceGraph:
+    def _capture_graph(self, call: _BoundCall, partition: int) -> DeviceGraph:
         runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
         graph = runtime.new_graph(pool.id if pool is not None else None)
         self.request.traces.capturing(graph)
@@ -358,19 +365,19 @@ class RecordingBuilder:
         self._pools.append(pool)
         return graph
 
-    def _forget(self, call: _Bound) -> None:
+    def _forget(self, call: _BoundCall) -> None:
         """Drop references that a failed capture left, before the retry."""
-        self._stop_placing()
+        self._end_placement()
         for register in call.stores:
-            self._r[register] = None
+            self._values[register] = None
 
     def _give_up(self, partition: Partition) -> None:
         """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
-        self._gave_up = self._eager_reasons[partition.index] = OUT_OF_MEMORY
+        self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._steps, self._parts, self._pools = [], [], [], []
-        self._leave_arenas(OUT_OF_MEMORY)
+        self._clear_arenas(OUT_OF_MEMORY)
 
-    def _stop_placing(self) -> None:
+    def _end_placement(self) -> None:
         if self._hints is not None:
             self._hints.in_use()
 
@@ -380,43 +387,45 @@ class RecordingBuilder:
         arena = self.request.arenas.get(runtime.device)
         return arena.pool(runtime) if arena is not None else None
 
-    def _add_eager(self, partition: Partition, known: _Known) -> None:
+    def _add_eager(self, partition: Partition, bindings: _Bindings) -> None:
         stores = self._registers.stores.get(partition.index, [])
-        flat = self._flat(partition, known, False, stores)
+        flat = self._flat(partition, bindings, False, stores)
         self._parts.append(Part(flat.lines))
-        call = _Bound(flat, self._r)
+        call = _BoundCall(flat, self._values)
         with self._as_replayed():
             call()
         self._steps.append((partition_range(self.request.name, partition.index), call))
-        if not self._frozen or self._gave_up:
+        if not self._frozen or self._gave_up_because:
             return
         # Graphs read fixed addresses. Results of eager work that the plan does not place are copied to static
         # buffers.
-        buffers, r = StaticBuffers(self._stable_memory(known.inputs)), self._r
-        nodes = [node for node in self._registers.complete.get(partition.index, ()) if self._needs_place(node)]
+        static_buffers, r = StaticBuffers(self._fixed_addresses(bindings.inputs)), self._values
+        nodes = [
+            node for node in self._registers.complete.get(partition.index, ()) if self._needs_fixed_address(node)
+        ]
         registers = [self._registers.numbers[node] for node in nodes]
         try:
             device = self.request.runtime.device
-            placed = take_memory(device, lambda: [buffers.put(r[register]) for register in registers], lambda: None)
+            buffers = take_memory(device, lambda: [static_buffers.buffer_of(r[n]) for n in registers], lambda: None)
         except MemoryLimitError:
             self._give_up(partition)
             return
-        refresh = list(zip(registers, placed, strict=True))
-        for node, (register, place) in zip(nodes, refresh, strict=True):
-            r[register] = place
-            self._keep(node, place, known)
+        refresh = list(zip(registers, buffers, strict=True))
+        for node, (register, buffer) in zip(nodes, refresh, strict=True):
+            r[register] = buffer
+            self._keep(node, buffer, bindings)
         if refresh:
 
             def copy_over() -> None:
-                for register, place in refresh:
-                    copy_tensors(r[register], place)
-                    r[register] = place
+                for register, buffer in refresh:
+                    copy_tensors(r[register], buffer)
+                    r[register] = buffer
 
             name = copies_after(self.request.name, partition.index)
             self._steps.append((name, copy_over))
-            for register, place in refresh:
-                copy = Line(Call(Bound(copy_tensors), (Register(register), Bound(place))))
-                self._parts.append(Part([Range(name), copy, Store(Register(register), Bound(place))]))
+            for register, buffer in refresh:
+                copy = Line(Call(Bound(copy_tensors), (Register(register), Bound(buffer))))
+                self._parts.append(Part([Range(name), copy, Store(Register(register), Bound(buffer))]))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """The CPU's graph allocates during capture as at replay: in the caller's inference mode."""
@@ -424,7 +433,7 @@ class RecordingBuilder:
             return torch.inference_mode()
         return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
 
-    def _needs_place(self, node: Node) -> bool:
+    def _needs_fixed_address(self, node: Node) -> bool:
         """Whether a result of eager work needs a fixed address."""
         value = node.meta.get("val")
         if self.plan.verdicts[node.name].data_dependent or (
@@ -432,25 +441,33 @@ class RecordingBuilder:
         ):
             return False
         indices = self.plan.facts.values.get(node.name)
-        return indices is None or not indices.isdisjoint(self._fixed)
+        return indices is None or not indices.isdisjoint(self._fixed_storages)
 
-    def _keep(self, node: Node, value: Any, known: _Known) -> None:
-        known.captured[node] = known.common[node] = value
-        self._kept.append(value)
+    def _keep(self, node: Node, value: Any, bindings: _Bindings) -> None:
+        bindings.captured[node] = bindings.common[node] = value
+        self._captured_values.append(value)
 
-    def _stable_memory(self, inputs: Sequence[Any]) -> set[int]:
+    def _fixed_addresses(self, inputs: Sequence[Any]) -> set[int]:
         """Addresses of storages that are the same at every call."""
-        known = [*self._memory.values(), *self._kept, *(filled.tensors for filled, _ in self._input_buffers)]
+        known = [
+            *self._memory.values(),
+            *self._captured_values,
+            *(filled.tensors for filled, _ in self._input_buffers),
+        ]
         known += [inputs[position] for position in self.request.static_inputs]
         known += list(self._constants.values())
         return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._placed.addresses
 
-    def _flat(self, partition: Partition, known: _Known, captured: bool, stores: Sequence[Node]) -> FlatFunction:
-        bound = known.captured if captured else known.common
+    def _flat(
+        self, partition: Partition, bindings: _Bindings, captured: bool, stores: Sequence[Node]
+    ) -> FlatFunction:
+        bound = bindings.captured if captured else bindings.common
         last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.numbers.items() if n not in bound}
         work, before = self.plan.work_in(partition), self._regions.before
-        landings: Landings = self._placed.landings(work, self._stable_memory(known.inputs)) if self._frozen else {}
+        landings: Landings = (
+            self._placed.landings(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
+        )
         if self._hints is not None:
             before, landings = self._hints.around(work, captured, self._placed, landings)
         builder = FlatBuilder(bound, registers, last, before, self._regions.after, landings)
@@ -477,11 +494,11 @@ class RecordingBuilder:
                 value, owned = Bound(self._memory[node]), memory
             elif node.op == "placeholder" or node not in self._registers.numbers:
                 continue
-            elif (position := self._input_behind(node)) is not None:
+            elif (position := self._aliased_input(node)) is not None:
                 # The result aliases an input: the output is a view of the caller's own tensor.
-                given, seen = builder.register(self._placeholders[position]), self._as_seen[position]
+                given, seen = builder.register(self._placeholders[position]), self._input_tensors[position]
                 if self._frozen:
-                    views = views_of(self._r[self._registers.numbers[node]], seen.data_ptr())
+                    views = views_of(self._values[self._registers.numbers[node]], seen.data_ptr())
                     builder.assign(node, functools.partial(relay, views), given)
                 else:
                     builder.assign(node, functools.partial(relay_shared, seen), builder.register(node), given)
@@ -493,10 +510,10 @@ class RecordingBuilder:
                 value, owned = builder.register(node), memory  # an operator returned planned memory
             else:
                 continue  # new at every call
-            whole = node.meta.get("val")
+            fake = node.meta.get("val")
             # A sparse tensor's components are not outputs themselves.
-            sparse = isinstance(whole, torch.Tensor) and not has_address(whole)
-            copy = bool(indices & self.request.copied) or node in self._pooled or sparse
+            has_no_address = isinstance(fake, torch.Tensor) and not has_address(fake)
+            copy = bool(indices & self.request.copied) or node in self._pooled or has_no_address
             if copy:
                 builder.assign(node, functools.partial(each, copy_out), value)
             elif planned and all(user.meta.get("call") is lay_out for user in users):
@@ -527,23 +544,23 @@ class RecordingBuilder:
             if call is not lay_out and isinstance(made, torch.Tensor) and output in view.users and has_address(made):
                 builder.assign(view, lay_out, Bound(made), tuple(made.size()), made.stride(), 0)
 
-    def _input_behind(self, node: Node) -> int | None:
+    def _aliased_input(self, node: Node) -> int | None:
         """Position of the input that a result aliases (its memory, or its static buffer), declared or not."""
-        value = self._r[self._registers.numbers[node]]
-        return next((p for p, seen in self._as_seen.items() if shares_storage(seen, value)), None)
+        value = self._values[self._registers.numbers[node]]
+        return next((p for p, seen in self._input_tensors.items() if shares_storage(seen, value)), None)
 
     def _watch(self, tensors: Sequence[torch.Tensor], indices: frozenset[int]) -> None:
-        known = {output.storage.data_ptr() for output in self._watched}
+        known = {output.storage.data_ptr() for output in self._output_storages}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
                 self.request.functions.share_copies(storage)
                 device, low = self._in_arenas.get(storage._cdata, (None, 0))
-                self._watched.append(OutputStorage(storage, indices, device, low))
+                self._output_storages.append(OutputStorage(storage, indices, device, low))
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Bindings:
     """Values that flat functions may bind.
 
     Attributes:
@@ -581,7 +598,7 @@ def _views_in(node: Node, output: Node) -> list[Node]:
     return [one for one in found[1:] if one in wanted]
 
 
-class _Bound:
+class _BoundCall:
     """A flat function with its registers: a call without arguments."""
 
     def __init__(

@@ -58,7 +58,7 @@ _KNOWN = 8
 
 
 @dataclass(frozen=True)
-class Seen:
+class InputLocation:
     """Address and storage of an input, without keeping it alive.
 
     An address alone does not identify a tensor: a new one often gets a freed address. So the storage must still be
@@ -69,7 +69,7 @@ class Seen:
     storage: StorageWeakRef
 
     @classmethod
-    def of(cls, value: Any) -> Seen | None:
+    def of(cls, value: Any) -> InputLocation | None:
         """None for what has no address: numbers, opaque tensors."""
         if not isinstance(value, torch.Tensor) or not has_address(value):
             return None
@@ -81,7 +81,7 @@ class Seen:
         except RuntimeError:
             return None
 
-    def is_still(self, other: Seen) -> bool:
+    def unchanged_at(self, other: InputLocation) -> bool:
         alive = not self.storage.expired()
         return alive and self.storage.cdata == other.storage.cdata and self.address == other.address
 
@@ -95,7 +95,7 @@ class Decision:
         record: why to record; empty if the call is not recorded.
         eager: why to run eagerly.
         event: what happened, for the counters.
-        apart: record in an arena without live outputs.
+        without_live_outputs: record in an arena without live outputs.
         in_use: arenas of recordings that fit the call, but are in use by others.
     """
 
@@ -103,12 +103,12 @@ class Decision:
     record: str = ""
     eager: str = ""
     event: str = ""
-    apart: bool = False
+    without_live_outputs: bool = False
     in_use: frozenset[Arena] = frozenset()
 
-    def will_not_do(self, arena: Arena) -> bool:
+    def excludes(self, arena: Arena) -> bool:
         """Whether an arena must not be used for the recording."""
-        return arena in self.in_use or (self.apart and bool(arena.held()))
+        return arena in self.in_use or (self.without_live_outputs and bool(arena.live()))
 
 
 @dataclass(eq=False)
@@ -116,42 +116,42 @@ class Specialization:
     """The recordings for one set of sizes, and what was learnt about its inputs and outputs.
 
     Several threads may use it at one time, without a lock. Most attributes are replaced as a whole. ``moves``,
-    ``live`` and ``calls`` change in place; a count that is lost or late only delays a decision.
+    ``live`` and ``missed_at`` change in place; a count that is lost or late only delays a decision.
 
     Attributes:
-        seen: where the inputs of the last warm-up run were.
+        warm_locations: where the inputs of the last warm-up run were.
         moves: how often a static input was found at another address, by position.
         live: how often an output was found live when its memory was needed, by storage.
         copied: storages of outputs that are copied when handed out.
         copies_all: whether all outputs are.
         warm_outputs: outputs of the last warm-up run, by storage.
         blocked: how often live outputs of other programs blocked every recording that fits.
-        apart: the verifier refused a plan around live outputs; record in an arena without any.
-        why: why the last recording ended; the next one gives it as its reason.
-        calls: times of recent calls that were not replayed (``next_use``).
+        without_live_outputs: the verifier refused a plan around live outputs; record in an arena without any.
+        ended_because: why the last recording ended; the next one gives it as its reason.
+        missed_at: times of recent calls that were not replayed (``next_use``).
         evicted: whether its last recording was ended in favour of another shape.
-        short: the shortage of memory, and ``ArenaPool.pressure`` at that time.
-        waited: calls since then.
-        patience: calls after which recording is retried.
+        shortage: the shortage of memory, and ``ArenaPool.pressure`` at that time.
+        calls_since: calls since then.
+        retry_after: calls after which recording is retried.
     """
 
     recordings: tuple[Recording, ...] = ()
     eager_runs: int = 0
-    seen: dict[int, Seen | None] = field(default_factory=dict)
+    warm_locations: dict[int, InputLocation | None] = field(default_factory=dict)
     moves: collections.Counter[int] = field(default_factory=collections.Counter)
     live: collections.Counter[int] = field(default_factory=collections.Counter)
     copied: frozenset[int] = frozenset()
     copies_all: bool = False
     warm_outputs: list[tuple[int, StorageWeakRef]] = field(default_factory=list)
     blocked: int = 0
-    apart: bool = False
-    why: str = ""
+    without_live_outputs: bool = False
+    ended_because: str = ""
     estimate: Estimate | None = None
-    calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
+    missed_at: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
-    short: tuple[str, int] | None = None
-    waited: int = 0
-    patience: int = ASKED_AGAIN
+    shortage: tuple[str, int] | None = None
+    calls_since: int = 0
+    retry_after: int = ASKED_AGAIN
 
     # -- what a call finds ------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Specialization:
         self._drop_ended()
         here = [recording for recording in self.recordings if recording.same_addresses(inputs)]
         if not here:
-            return self._moved(inputs) if self.recordings and not self.why else self._first()
+            return self._decide_moved(inputs) if self.recordings and not self.ended_because else self._decide_first()
         live, blocked, other_stream = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
             if not recording.acquire(owner):
@@ -175,7 +175,7 @@ class Specialization:
                     return Decision(replay=recording)
                 other_stream.append(recording)
             else:
-                (live if recording.held() else blocked).append(recording)
+                (live if recording.live() else blocked).append(recording)
             recording.release(owner)
         for recording in other_stream if full or len(other_stream) >= AT_ONE_TIME else ():
             if recording.acquire(owner):
@@ -184,9 +184,9 @@ class Specialization:
                 return Decision(replay=recording)
             recording.release(owner)
         if live:
-            return self._live(live)
+            return self._decide_live(live)
         if blocked:
-            return self._blocked(blocked)
+            return self._decide_blocked(blocked)
         arenas = frozenset(arena for recording in here for arena in recording.request.arenas.values())
         why = "another stream works in its memory" if other_stream else "every recording is in use"
         return Decision(record=why, in_use=arenas)
@@ -194,14 +194,14 @@ class Specialization:
     def _drop_ended(self) -> None:
         gone = [r for r in self.recordings if r.ended or r.superseded]
         if gone:
-            self.why = gone[-1].ended or gone[-1].superseded
+            self.ended_because = gone[-1].ended or gone[-1].superseded
             self.recordings = tuple(r for r in self.recordings if not (r.ended or r.superseded))
 
-    def _first(self) -> Decision:
-        why, self.why = self.why, ""
+    def _decide_first(self) -> Decision:
+        why, self.ended_because = self.ended_because, ""
         return Decision(record=why or "first")
 
-    def _moved(self, inputs: Sequence[Any]) -> Decision:
+    def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
         """No recording fits the addresses of the static inputs.
 
         A move inside an arena is not counted: an arena has few addresses.
@@ -217,22 +217,24 @@ class Specialization:
         self.moves.update(set(moved).difference(in_arena))
         return Decision(record="inputs moved", event="a static input has moved")
 
-    def _live(self, recordings: Sequence[Recording]) -> Decision:
-        outputs = frozenset[int]().union(*(output.indices for r in recordings for output in r.held()))
+    def _decide_live(self, recordings: Sequence[Recording]) -> Decision:
+        outputs = frozenset[int]().union(*(output.indices for r in recordings for output in r.live()))
         event = "an output was still live at the next call"
         if not self.found_live(outputs):
             return Decision(eager="an output of an earlier call is live", event=event)
         self._drop_ended()
         return Decision(record="live outputs are copied from now on", event=event)
 
-    def _blocked(self, recordings: Sequence[Recording]) -> Decision:
+    def _decide_blocked(self, recordings: Sequence[Recording]) -> Decision:
         for recording in recordings:
             recording.tell_who_is_in_the_way()
         self.blocked += 1
         event = "an output of another program was live in memory that was needed"
         if self.blocked % 2 or self.blocked > 2 * BLOCKED:
             return Decision(eager="an output of another program is live in its memory", event=event)
-        return Decision(record="around live outputs of other programs", event=event, apart=self.blocked > 2)
+        return Decision(
+            record="around live outputs of other programs", event=event, without_live_outputs=self.blocked > 2
+        )
 
     def found_live(self, outputs: Collection[int]) -> bool:
         """Note that outputs (storages) were live although their memory was needed.
@@ -245,7 +247,7 @@ class Specialization:
         if not twice:
             return False
         self.copies_all = bool(self.copied)
-        small = (o.indices for r in self.recordings for o in r.live_outputs if o.storage.nbytes() <= _SMALL)
+        small = (o.indices for r in self.recordings for o in r.watched_outputs if o.storage.nbytes() <= _SMALL)
         self.copied |= twice.union(*small)
         for recording in self.recordings:
             if not recording.request.copied >= self.copied:
@@ -256,11 +258,11 @@ class Specialization:
         """Which outputs (storages) are copied when handed out."""
         return frozenset(outputs) if self.copies_all else self.copied.intersection(outputs)
 
-    def cut_again(self) -> None:
+    def drop_recordings(self) -> None:
         """The program has new partitions: an operator could not be captured."""
-        self.recordings, self.why = (), "cut anew around what could not be captured"
+        self.recordings, self.ended_because = (), "cut again around what could not be captured"
 
-    def look_at_the_warm_up(self) -> None:
+    def copy_live_warm_outputs(self) -> None:
         """From now on copy outputs that are still live after the warm-up.
 
         The caller will probably keep later ones, too.
@@ -270,35 +272,42 @@ class Specialization:
 
     # -- inputs -----------------------------------------------------------------------------------------
 
-    def static(
-        self, inputs: Sequence[Any], expected: Collection[int], copies: bool, backward: bool, saved: Collection[int]
+    def static_positions(
+        self,
+        inputs: Sequence[Any],
+        expected: Collection[int],
+        others_copied: bool,
+        backward: bool,
+        saved: Collection[int],
     ) -> list[int]:
         """Positions of the inputs that are static: whose addresses are expected to stay.
 
         Args:
             expected: positions that AOTAutograd marks as static. In a backward program these are all saved tensors:
                 parameters stay; activations stay only in an arena.
-            copies: whether the other inputs are copied at every call. Then an input that has not moved is static.
+            others_copied: whether the other inputs are copied at every call. Then an input that has not moved is
+                static.
             saved: positions of tensors that the forward allocates: new at every call unless in an arena.
         """
-        asked = range(len(inputs)) if copies else sorted(expected)
-        return [p for p in asked if self._stays(p, inputs[p], p in expected and (copies or not backward), p in saved)]
+        asked = range(len(inputs)) if others_copied else sorted(expected)
+        believed = frozenset(expected) if others_copied or not backward else frozenset()
+        return [p for p in asked if self._stays(p, inputs[p], p in believed, p in saved)]
 
     def _stays(self, position: int, value: Any, expected: bool, saved: bool) -> bool:
         moves = self.moves[position]
-        if moves >= (_MOVES if expected else 1) or (here := Seen.of(value)) is None:
+        if moves >= (_MOVES if expected else 1) or (here := InputLocation.of(value)) is None:
             return False
         in_arena = SHARED.arenas.owns(here.address)
         if expected and saved:
             return in_arena
-        if expected and (moves or not self.seen or in_arena):
+        if expected and (moves or not self.warm_locations or in_arena):
             return True  # with no call to compare with (warmup=0), AOTAutograd is believed
-        before = self.seen.get(position)
-        return before is not None and before.is_still(here)
+        before = self.warm_locations.get(position)
+        return before is not None and before.unchanged_at(here)
 
     def note(self, inputs: Sequence[Any]) -> None:
         """Remember where the inputs of an eager run are."""
-        self.seen = {position: Seen.of(value) for position, value in enumerate(inputs)}
+        self.warm_locations = {position: InputLocation.of(value) for position, value in enumerate(inputs)}
 
     # -- recordings -------------------------------------------------------------------------------------
 
@@ -311,23 +320,23 @@ class Specialization:
         for one in dropped:
             log.info("%s: a recording goes: %d for other addresses are kept", one.request.name, _ELSEWHERE)
         self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.static_inputs)))
-        self.why = ""
+        self.ended_because = ""
 
-    def waits_for_memory(self, device: torch.device) -> str:
+    def memory_shortage(self, device: torch.device) -> str:
         """Why there is too little memory to record; empty if there may be enough by now."""
-        if self.short is None:
+        if self.shortage is None:
             return ""
-        why, before = self.short
-        self.waited += 1
+        why, before = self.shortage
+        self.calls_since += 1
         if SHARED.arenas.pressure(why, device) < before:
-            self.short = None
-        elif why == OUT_OF_MEMORY and self.waited >= self.patience:
-            self.short, self.patience = None, min(2 * self.patience, _MOST_CALLS)
-        return why if self.short is not None else ""
+            self.shortage = None
+        elif why == OUT_OF_MEMORY and self.calls_since >= self.retry_after:
+            self.shortage, self.retry_after = None, min(2 * self.retry_after, _MOST_CALLS)
+        return why if self.shortage is not None else ""
 
-    def falls_short(self, why: str, pressure: int) -> None:
+    def note_shortage(self, why: str, pressure: int) -> None:
         """Note a shortage. ``pressure``: see ``ArenaPool.pressure``."""
-        self.short, self.waited = (why, pressure), 0
+        self.shortage, self.calls_since = (why, pressure), 0
 
 
 class Specializations:
@@ -381,7 +390,7 @@ class Specializations:
         while self.is_full():
             holders = ((r, holder) for holder in self.values() for r in holder.recordings if not r.ended)
             for oldest, holder in sorted(holders, key=lambda pair: pair[0].used):
-                recent = list(wanted.calls)[-self._patience :]  # other threads append
+                recent = list(wanted.missed_at)[-self._patience :]  # other threads append
                 if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:
                     return False
                 why = "max_recordings: the least recently used"
@@ -391,7 +400,7 @@ class Specializations:
                     oldest.end(why)
                 finally:
                     oldest.release(owner)
-                holder.why = why
+                holder.ended_because = why
                 holder.recordings = tuple(r for r in holder.recordings if r is not oldest)
                 holder.evicted = holder is not wanted
                 break

@@ -83,10 +83,10 @@ class _Problem:
         sizes = [-(-item.size // alignment) * alignment for item in items]
         last = max((item.end for item in items), default=1)
         ends = (r.end if r.end < FOREVER else last for r in reserved)
-        held = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
-        held += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
+        intervals = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
+        intervals += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
         taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in reserved]
-        return cls(items, sizes, reserved, taken, alignment, most_alive(held))
+        return cls(items, sizes, reserved, taken, alignment, most_alive(intervals))
 
     def follow(self, hint: Mapping[str, int]) -> list[int]:
         """Offsets of a hint, but for those that are in the way of others: they lie at the lowest that is free."""
@@ -190,18 +190,18 @@ class Live(Protocol):
     def size(self) -> int: ...
 
 
-def alive_at_steps(held: Iterable[Live]) -> list[int]:
+def alive_at_steps(intervals: Iterable[Live]) -> list[int]:
     """Bytes live in each step, up to the last in which anything is."""
     change: dict[int, int] = defaultdict(int)
-    for one in held:
+    for one in intervals:
         change[one.begin] += one.size
         change[one.end] -= one.size
     return list(itertools.accumulate(change[step] for step in range(max(change, default=0))))
 
 
-def most_alive(held: Iterable[Live]) -> int:
+def most_alive(intervals: Iterable[Live]) -> int:
     """The largest number of bytes live in one step."""
-    return max(alive_at_steps(held), default=0)
+    return max(alive_at_steps(intervals), default=0)
 
 
 def lowest_gap(taken: list[tuple[int, int]], size: int) -> int:

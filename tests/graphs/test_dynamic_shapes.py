@@ -144,9 +144,9 @@ def test_a_recording_in_use_is_not_evicted(compiled: Any) -> None:
     in_use = [LockOwner() for _ in specializations.recordings()]
     assert all(r.acquire(owner) for r, owner in zip(specializations.recordings(), in_use, strict=True))
     wanted = Specialization()
-    wanted.calls.extend(next_use() for _ in range(64))
+    wanted.missed_at.extend(next_use() for _ in range(64))
     assert not specializations.make_room(wanted, LockOwner())
-    assert len(specializations.recordings()) == 2 and not any(one.why for one in specializations.values())
+    assert len(specializations.recordings()) == 2 and not any(one.ended_because for one in specializations.values())
 
 
 def test_nothing_grows_with_the_shapes_that_are_not_recorded(compiled: Any) -> None:

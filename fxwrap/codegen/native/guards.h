@@ -46,7 +46,7 @@ struct Guards {
   std::vector<Py_ssize_t> overwritten;
   // Inputs of which no written one may overlap another one, and where the others lie: graphs/overlaps.py.
   std::vector<std::pair<Py_ssize_t, bool>> moving;
-  Spans fixed, fixed_written;
+  Spans static_spans, written_static_spans;
   bool no_hooks = false;          // nobody packs what autograd saves
   std::optional<at::Device> device;
   std::vector<const int64_t*> streams;
@@ -120,7 +120,7 @@ struct Guards {
       const auto end =
           begin + at::detail::computeStorageNbytes(tensor->sizes(), tensor->strides(), tensor->element_size());
       if (begin == end) continue;
-      if (touches(written ? fixed : fixed_written, begin, end)) return false;
+      if (touches(written ? static_spans : written_static_spans, begin, end)) return false;
       spans.push_back({begin, end, written});
     }
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });

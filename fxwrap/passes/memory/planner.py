@@ -77,7 +77,7 @@ def _plan_arenas(
             placed = {index: (offsets[-1][index], buffer) for index, buffer in items}
             region = replace(region, workspace=free_spans_of(planned.program, region, placed))
         regions.append(region)
-    plan = _plan(requirements, regions, offsets, Home.RECORDING)
+    plan = _assign_homes(requirements, regions, offsets, Home.RECORDING)
     bound = sum(region.lower_bound for region in regions)
     return replace(plan, peak=plan.size, lower_bound=bound, plain=sum(region.plain for region in regions))
 
@@ -90,27 +90,29 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     own = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
     others = [*unplanned, *(b for index, b in own.items() if index not in requirements.temporaries)]
-    room, alignment = most_alive([*unplanned, *own.values()]), _alignment(_CPU)
-    shared = share_regions(requirements.temporaries, others, room, alignment, requirements.apart)
+    peak_limit, alignment = most_alive([*unplanned, *own.values()]), _alignment(_CPU)
+    shared = share_regions(requirements.temporaries, others, peak_limit, alignment, requirements.apart)
     regions = [Region(_CPU, one.begin, one.end, one.size, alignment) for one in shared]
-    plan = _plan(requirements, regions, [one.offsets for one in shared], Home.CALL)
-    lasting = [buffer for index, buffer in own.items() if plan.places[index].home is Home.CALL]
+    plan = _assign_homes(requirements, regions, [one.offsets for one in shared], Home.CALL)
+    per_call = [buffer for index, buffer in own.items() if plan.places[index].home is Home.CALL]
     bound, plain = most_alive(own.values()), sum(buffer.size for buffer in own.values())
-    return replace(plan, peak=most_alive([*lasting, *regions]), lower_bound=bound, plain=plain)
+    return replace(plan, peak=most_alive([*per_call, *regions]), lower_bound=bound, plain=plain)
 
 
-def _plan(
-    requirements: Requirements, regions: Sequence[Region], offsets: Sequence[Mapping[int, int]], otherwise: Home
+def _assign_homes(
+    requirements: Requirements, regions: Sequence[Region], offsets: Sequence[Mapping[int, int]], unplaced_home: Home
 ) -> MemoryPlan:
     """Give every storage a home.
 
     Args:
         offsets: by region: offsets of its storages.
-        otherwise: home of allocations of known size that lie in no region.
+        unplaced_home: home of allocations of known size that lie in no region.
     """
     homes = {Origin.INPUT: Home.INPUT, Origin.CONSTANT: Home.CONSTANT, Origin.EXTERN: Home.OPERATOR}
     places = [
-        Place(homes.get(storage.origin) or (otherwise if storage.index in requirements.allocations else Home.CALL))
+        Place(
+            homes.get(storage.origin) or (unplaced_home if storage.index in requirements.allocations else Home.CALL)
+        )
         for storage in requirements.facts.storages
     ]
     for number, inside in enumerate(offsets):
@@ -132,9 +134,9 @@ def plan_pair(
     Args:
         saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
-    chain = _Chain.of([Requirements.of(first), Requirements.of(second)], saved_as)
+    timeline = _Timeline.of([Requirements.of(first), Requirements.of(second)], saved_as)
     placements = {}
-    for device, items in chain.planned.items():
+    for device, items in timeline.planned.items():
         placements[device] = plan_memory(items, _alignment(device), SEARCH_S)
 
     def half(which: int) -> PlacementHint:
@@ -156,27 +158,27 @@ def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[
         saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
     requirements = [Requirements.of(program) for program in programs]
-    chain, copies = _Chain.of(requirements, saved_as), sum(own.copies for own in requirements)
+    timeline, copies = _Timeline.of(requirements, saved_as), sum(own.copies for own in requirements)
     found = []
     frozen = programs[0].frozen
-    for device in {**chain.planned, **chain.unplanned}:
-        planned = chain.planned.get(device, [])
+    for device in {**timeline.planned, **timeline.unplanned}:
+        planned = timeline.planned.get(device, [])
         own_copies = copies if device == programs[0].program.device else 0
-        unplanned = [*chain.unplanned.get(device, ()), Buffer("copies", own_copies, 0, chain.end)]
+        unplanned = [*timeline.unplanned.get(device, ()), Buffer("copies", own_copies, 0, timeline.end)]
         found.append(
             Prediction(
                 device,
                 arena=plan_memory(planned, _alignment(device), SEARCH_S).size if frozen else 0,
                 operators=most_alive(unplanned),
                 outside=most_alive(unplanned if frozen else [*planned, *unplanned]),
-                outputs=chain.outputs.get(device, 0),
+                outputs=timeline.outputs.get(device, 0),
             )
         )
     return found
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _Timeline:
     """Buffers of one program, or of two in sequence; the second's steps follow the first's.
 
     Names are prefixed with the program's number.
@@ -193,7 +195,7 @@ class _Chain:
     end: int
 
     @classmethod
-    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]]) -> _Chain:
+    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]]) -> _Timeline:
         planned: dict[torch.device, list[Buffer]] = defaultdict(list)
         unplanned: dict[torch.device, list[Buffer]] = defaultdict(list)
         outputs: dict[torch.device, int] = defaultdict(int)
@@ -222,10 +224,10 @@ def _lay_out(
     like: MemoryPlan | None,
 ) -> Placement:
     items = requirements.planned[device]
-    lasting = [b.name for index, b in items if index in requirements.outputs]
+    outputs = [b.name for index, b in items if index in requirements.outputs]
     known = like.inside(like.arenas[device]) if like is not None and device in like.arenas else {}
     before = {b.name: known[index] for index, b in items if index in known}
-    return lay_out_arena([b for _, b in items], lasting, reserved, _alignment(device), hint, before)
+    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, before)
 
 
 def _alignment(device: torch.device) -> int:
