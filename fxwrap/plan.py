@@ -39,7 +39,7 @@ class NodeVerdict:
     """Where a node runs, and why.
 
     Attributes:
-        data_dependent: its value or size is known only once data is.
+        data_dependent: its value or size depends on data.
         remedy: what would have to change for an eager one to be captured.
         inherited: it is eager because of what it works on, and would be captured if that were.
     """
@@ -206,7 +206,7 @@ class Cut:
 
     Attributes:
         fewest: captured partitions that the dependencies demand; no order has fewer.
-        chosen: captured partitions of the order that was chosen, before any was found not to be worth it.
+        chosen: captured partitions of the order that was chosen, before the cost model.
         in_program_order: captured partitions if nothing were reordered.
         peak: bytes of planned storages that are alive at most, at the sizes the program was compiled for; 0 if
             they are not known.
@@ -269,7 +269,7 @@ class Home(enum.Enum):
     INPUT = "input"  # the caller's
     CONSTANT = "constant"
     REGION = "region"  # planned
-    CALL = "call"  # allocated at every call
+    CALL = "call"  # allocated per call
     RECORDING = "recording"  # allocated once for a recording: pinned memory, the meta device
     OPERATOR = "operator"  # the operator that returns it allocates it
 
@@ -293,7 +293,7 @@ class Region:
         lower_bound: bytes of storages that are alive at one time at most.
         plain: bytes that separate allocations without any reuse would take.
         reserved: the intervals of it that live outputs of other recordings occupy.
-        workspace: bytes ``[low, high)`` that an operator may have while it runs, by operator.
+        offered_spans: free bytes ``[low, high)`` that are offered to an operator as workspace, by operator.
     """
 
     device: torch.device
@@ -305,7 +305,7 @@ class Region:
     lower_bound: int = 0
     plain: int = 0
     reserved: tuple[Reserved, ...] = ()
-    workspace: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    offered_spans: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -313,12 +313,12 @@ class MemoryPlan:
     """Where every storage of a recording lies.
 
     Where a graph freezes addresses, planned ones lie in arenas. Where it calls again (CPU), temporaries lie in
-    regions that come and go, and what somebody can have after the call is allocated at the call.
+    per-call regions, and what may be live after the call is allocated per call.
 
     Attributes:
         places: by storage index.
         sizes: concrete sizes in bytes of every storage that has an allocation node or lies in a region.
-        outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
+        outputs: storages that outputs live in: nothing else in an arena gets their bytes while they are live.
         peak: bytes that the program's own storages take at one time, at most, with regions as large as they are.
         lower_bound: bytes that they take at one time, at most, if every storage is there from its first use to its
             last; where there are arenas, the sum of theirs.
@@ -339,7 +339,7 @@ class MemoryPlan:
 
     @functools.cached_property
     def per_call(self) -> frozenset[int]:
-        """Storages of known size that are allocated at every call."""
+        """Storages of known size that are allocated per call."""
         return frozenset(i for i, place in enumerate(self.places) if place.home is Home.CALL and i in self.sizes)
 
     @property
@@ -367,7 +367,7 @@ class Prediction:
     Attributes:
         arena: there all the time.
         operators: results that operators allocate, and their workspace if that is known, at one time.
-        outside: all that is not in the arena, at one time: regions, what is allocated at every call, ``operators``.
+        outside: all that is not in the arena, at one time: regions, what is allocated per call, ``operators``.
         outputs: of all this, what the caller has in the end.
     """
 
@@ -388,10 +388,10 @@ class ProgramPlan:
 
     Attributes:
         static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
-        donated: positions of inputs that AOTAutograd marks as donated: nobody needs them after their last use.
+        donated: positions of inputs that AOTAutograd marks as donated: not needed after their last use.
         saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
-        compiled: the partitions, by index, that somebody else compiled.
+        compiled: the partitions, by index, that ``compile_partition`` replaced.
         calls: what runs in their place: ``call(*inputs)`` returns the outputs of the signature in order.
     """
 
@@ -443,7 +443,7 @@ class ProgramPlan:
 
     @functools.cached_property
     def replaced_work(self) -> frozenset[Node]:
-        """The work nodes of partitions that somebody else compiled."""
+        """The work nodes of partitions that ``compile_partition`` replaced."""
         return self._work_of(partition for partition in self.partitions if partition.index in self.compiled)
 
     def _work_of(self, partitions: Iterable[Partition]) -> frozenset[Node]:
@@ -462,7 +462,7 @@ class Planned:
         numbers: concrete sizes (``evaluate_sizes``).
         input_buffers: inputs that are copied to a static buffer in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else memory comes and goes with each call.
-        workspace: bytes that calls allocate beyond what they return, if it was measured: for reports alone.
+        workspace: bytes of operators' workspace, if it was measured: for reports alone.
         places_results: whether the device's allocator is told where what operators return shall lie.
         donated: inputs that are freed after their last use: bytes of a storage, and the inputs that share it.
     """

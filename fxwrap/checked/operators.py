@@ -144,7 +144,7 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
 
 
 def _kept(walk: Walk, index: int, frozen: bool) -> None:
-    """Somebody has a storage after the walk: does anybody write to it, who believes to be alone?"""
+    """A storage is live after the walk: raise if an operator, or the next replay, writes to it."""
     storage = walk.facts.storages[index]
     if storage.origin is Origin.CONSTANT:
         return
@@ -161,7 +161,7 @@ def _kept(walk: Walk, index: int, frozen: bool) -> None:
             "keeps a result" if result else "keeps an operand",
             f"{operator_name(node)} keeps {storage.name} beyond its call, and {who}",
             expected="what it returns to be the caller's alone" if result else "an operand to be let go of",
-            got="somebody has its storage after the call",
+            got="its storage is live after the call",
             remedy="keep a copy (clone)",
         )
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 # Calls from one check to the next.
 _EVERY = 10
-# Outputs that are looked at, whether they are overwritten while somebody has them.
+# Outputs that are looked at, whether they are overwritten while they are live.
 _REMEMBERED = 64
 
 
@@ -129,7 +129,7 @@ class CheckedProgram(Program):
         return self._guard() if self._on_accelerator else contextlib.nullcontext()
 
     def still_there(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
-        """Outputs that somebody has, and what is in them; not those that a call gets."""
+        """Live outputs, and what is in them; not those that a call gets."""
         given = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
         arenas = SHARED.arenas.alive()
         watched = {o.storage._cdata: o.storage for a in arenas for own in a.watched_outputs for o in own.outputs}
@@ -137,7 +137,7 @@ class CheckedProgram(Program):
         found = {}
         for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in live)):
             storage = self.functions.alive(reference)
-            # What lies in an arena is always there, whether anybody has it or not.
+            # What lies in an arena is always there, live or not.
             if storage is not None and storage.nbytes() and reference.cdata not in given:
                 if reference.cdata not in live and SHARED.arenas.owns(storage.data_ptr()):
                     continue
@@ -185,15 +185,15 @@ class _Check:
     # -- what is looked at ----------------------------------------------------------------------------------
 
     def _outputs_stay(self) -> None:
-        """Nothing that somebody has of earlier calls was overwritten."""
+        """No live output of an earlier call was overwritten."""
         # Another thread may have dropped it, and been given its memory.
         for reference, before in self._live if self._alone() else ():
             storage = self._program.functions.alive(reference)
             if storage is not None and not torch.equal(all_bytes(storage), before):
                 raise CheckError(
-                    f"{self._program.name}: a call has overwritten an output of an earlier call that somebody has",
+                    f"{self._program.name}: a call has overwritten a live output of an earlier call",
                     fault="live output overwritten",
-                    expected="its memory to be left alone until nobody has it",
+                    expected="its memory to be left alone while it is live",
                     got=f"{int(all_bytes(storage).ne(before).sum())} of {before.numel()} bytes changed",
                     remedy="this is a bug of fxwrap, unless another thread wrote to it: please report it",
                 )

@@ -154,10 +154,10 @@ def check_steps(recording: Recording) -> None:
     copied = {p for p, node in enumerate(plan.placeholders) if node.name in request.planned.input_buffers}
     filled = {position for _, positions in replay.input_buffers for position in positions}
     written = plan.facts.all_written()
-    updated = {p for p in copied - plan.donated if plan.facts.of(plan.placeholders[p]) & written}
+    mutated = {p for p in copied - plan.donated if plan.facts.of(plan.placeholders[p]) & written}
     for fault, forgotten in (
         ("input not copied in", copied - filled),
-        ("input not copied back", updated - {position for position, _ in replay.mutated}),
+        ("input not copied back", mutated - {position for position, _ in replay.mutated}),
     ):
         for position in sorted(forgotten):
             node = plan.placeholders[position]

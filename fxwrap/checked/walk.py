@@ -63,7 +63,7 @@ class Walk:
         walk.outputs()
 
     Attributes:
-        schedule: a partition that somebody else compiled is one step, told by its last node.
+        schedule: a partition that ``compile_partition`` replaced is one step, named by its last node.
         first, last: the steps in which a storage is first and last named, by index; an output's last one is the end.
     """
 
@@ -135,7 +135,7 @@ class Walk:
             return
         if kind_of(node) is Kind.CHECK:
             return
-        if kind_of(node) is Kind.ALLOCATION:  # one whose size depends on data
+        if kind_of(node) is Kind.ALLOCATION:  # one of data-dependent size
             self.value(node)
             return
         landing = self.results.landings([node], set()).get(node)
@@ -158,7 +158,7 @@ class Walk:
         return self._ending.get(step, ())
 
     def finish(self) -> list[int]:
-        """Let go of everything that is left; returns the storages that somebody has all the same."""
+        """Let go of everything that is left; returns the storages that are live all the same."""
         self.values.clear()
         self.memory.end(self, self.end_step)
         for again in (False, True):

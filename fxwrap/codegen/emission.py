@@ -74,7 +74,7 @@ class FxwrapCodegen(WrapperFxCodegen):
 
         Returns:
             A function of the signature's inputs that returns a sequence of its outputs and writes the inputs that
-            the signature says it updates. For a captured partition it is called while a device graph captures.
+            the signature says it mutates. For a captured partition it is called while a device graph captures.
         """
         return None
 

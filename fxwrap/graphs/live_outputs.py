@@ -44,7 +44,7 @@ class OutputStorage:
 class WatchedOutputs:
     """The outputs of one recording.
 
-    An output is live if its storage's use count is above the baseline: the count at a time when nobody had it.
+    An output is live if its storage's use count is above the baseline: the count when it was not live.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from .devices.runtime import current_stream, runtime_for
 from .locks import LockOwner
 from .shared_state import SHARED
 
-# How many times what anybody needs an arena may be large.
+# An arena may be so many times as large as its largest user needs.
 _SLACK = 2
 
 
@@ -51,7 +51,7 @@ class Planner(Protocol):
         """The memory of one program, or of two that are planned together."""
 
     def measured(self, planned: Planned) -> Planned:
-        """The same with what calls allocate beyond what they return, found by running some of them."""
+        """The same with operators' workspace, measured by running some calls."""
 
     @property
     def took(self) -> Mapping[str, tuple[int, float]]:
@@ -216,7 +216,7 @@ class MemoryProvider:
             sizes = {arena_of(device): one.size for device, one in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
-            # Moved memory has nobody's outputs in it: another plan, if somebody had any.
+            # Moved memory has no live outputs in it: another plan, if there were any.
             moved = any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
                 # The arena's pool is where operators allocate during capture.
@@ -224,7 +224,7 @@ class MemoryProvider:
                 return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))
 
     def _fit(self, arena: Arena, nbytes: int) -> bool:
-        """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
+        """Make an arena large enough, at most twice as large as its largest user needs; whether its memory moved."""
         # Around live outputs it may be more next time: few steps up, so that few recordings end.
         again = arena.needed_again()
         room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0

@@ -1,4 +1,4 @@
-"""Inputs that lie in the same bytes at a call, one of which is written.
+"""Inputs that overlap at a call, one of which is mutated.
 
 A replay copies inputs to their buffers before anything runs, so that a write to one is never seen in another. Nothing
 guards this: Dynamo and AOTAutograd ask about inputs that shared memory when the program was compiled.
@@ -26,13 +26,13 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class WrittenInputs:
-    """What tells whether the inputs of a call lie apart from those that are written.
+class MutatedInputs:
+    """Tells whether the mutated inputs of a call lie apart from all others.
 
     Attributes:
-        moving: (position, whether it is written) of inputs that may lie elsewhere at every call.
+        moving: (position, whether it is mutated) of inputs that may lie elsewhere at every call.
         static_spans: addresses of static inputs: spans that do not touch each other, in order.
-        written_static_spans: the same of those that are written.
+        written_static_spans: the same of the mutated ones.
         overlap: whether two tensors in one storage share an element.
     """
 
@@ -42,8 +42,8 @@ class WrittenInputs:
     overlap: Callable[[torch.Tensor, torch.Tensor], bool]
 
     @classmethod
-    def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> WrittenInputs | None:
-        """Those of a program, wherever they lie; None if it writes none, or has but one."""
+    def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> MutatedInputs | None:
+        """Those of a program, wherever they lie; None if it mutates none, or has but one."""
         written = plan.facts.all_written()
         moving = [
             (p, bool(plan.facts.of(node) & written))
@@ -52,7 +52,7 @@ class WrittenInputs:
         ]
         return cls(moving, (), (), overlap) if len(moving) > 1 and any(writes for _, writes in moving) else None
 
-    def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> WrittenInputs | None:
+    def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> MutatedInputs | None:
         """The same where some inputs lie where they lie now; None where nothing can go wrong any more: a replay works
         on static inputs themselves."""
         stay = frozenset(static)
@@ -61,12 +61,12 @@ class WrittenInputs:
         if not moving:
             return None
         spans = joined(span for span, _ in static_spans), joined(span for span, writes in static_spans if writes)
-        return WrittenInputs(moving, *spans, self.overlap)
+        return MutatedInputs(moving, *spans, self.overlap)
 
     def are_apart(self, inputs: Sequence[Any]) -> bool:
-        """Whether no input that is written shares bytes with another one."""
+        """Whether no mutated input shares bytes with another one."""
         spans = sorted((*_span(inputs[p]), p, writes) for p, writes in self.moving)
-        reached: list[tuple[int, int, bool]] = []  # (end, position, whether it is written): what began before
+        reached: list[tuple[int, int, bool]] = []  # (end, position, whether it is mutated): what began before
         for begin, end, position, writes in spans:
             if begin == end:
                 continue

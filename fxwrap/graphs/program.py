@@ -38,7 +38,7 @@ from .devices.runtime import capture_check, current_stream, freezes_addresses, r
 from .flat import FlatBuilder, FlatFunction
 from .locks import LockOwner
 from .memory_provider import Estimate, MemoryProvider, Planner, RecordingMemory, Saved
-from .overlaps import WrittenInputs
+from .overlaps import MutatedInputs
 from .ranges import partition_range
 from .ranges import recording as recording_range
 from .recording import Recording, RecordingRequest, next_use
@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 _MISSED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
-_OVERLAP = "an input that is written overlaps another one"
+_OVERLAP = "a mutated input overlaps another one"
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
-# Most programs run eagerly once, before they are recorded.
+# Eager runs before a unit is made for them: most programs run eagerly once, before they are recorded.
 _RUNS_BEFORE_UNIT = 3
 # Recordings that a report can tell of.
 _HISTORY = 200
@@ -106,7 +106,7 @@ class Program:
         self._prepared = self._adopt(plan)
         self._dynamic = _dynamic_positions(self._prepared.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
-        self._written_inputs = WrittenInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
+        self._mutated_inputs = MutatedInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
         self._warm_ups = max(options.warmup, int(self._on_accelerator))
@@ -213,8 +213,8 @@ class Program:
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
-        # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream, 0, cannot
-        # be captured, and CUDA's driver takes a while to say so.)
+        # The caller's graph would keep addresses in arenas, without a reference to them. (The default stream, 0,
+        # cannot be captured, and CUDA's driver takes a while to say so.)
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
             return _MISSED
         for recording in specialization.recordings:
@@ -277,7 +277,7 @@ class Program:
             return _CAPTURED
         if self._never_recorded:
             return self._never_recorded
-        if self._written_inputs is not None and not self._written_inputs.are_apart(inputs):
+        if self._mutated_inputs is not None and not self._mutated_inputs.are_apart(inputs):
             return _OVERLAP
         # Hardware cannot capture what happens once only: kernels load and are tuned for sizes, libraries make a
         # handle for each thread.
@@ -448,7 +448,7 @@ class Program:
         specialization.note_shortage(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
         if short_of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
-        if outputs is _MISSED:  # by now nobody has what was made for the recording
+        if outputs is _MISSED:  # by now what was made for the recording is free
             return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
         return outputs
@@ -472,7 +472,7 @@ class Program:
             own.reused_inputs,
             static,
             specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied,
-            self._written_inputs.with_static(inputs, static) if self._written_inputs is not None else None,
+            self._mutated_inputs.with_static(inputs, static) if self._mutated_inputs is not None else None,
             weakref.ref(specialization),
         )
 
@@ -546,7 +546,7 @@ class Program:
 
 
 class EagerRuns:
-    """Runs the whole schedule with plain allocations: in Python at first, and natively once that is worth a unit."""
+    """Runs the whole schedule with plain allocations: in Python, natively after ``_RUNS_BEFORE_UNIT`` runs."""
 
     def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
         self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions

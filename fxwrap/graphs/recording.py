@@ -22,7 +22,7 @@ from .devices.device_graph import DeviceGraph
 from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import LivenessGuard, OutputStorage, SharedMemory, WatchedOutputs
 from .locks import LockOwner, TryLock
-from .overlaps import WrittenInputs
+from .overlaps import MutatedInputs
 from .placement import MemoryKeptError, PlacementHints
 from .ranges import copies_of_inputs, copies_to_inputs
 from .regions import Regions
@@ -43,7 +43,7 @@ class RecordingRequest:
         reused_inputs: positions of donated inputs whose memory is used again after their last use.
         static_inputs: positions of the inputs whose address is taken to stay.
         copied: storages of outputs that are copied when handed out.
-        written_inputs: what tells whether inputs that are written lie apart from others; None where none can overlap.
+        mutated_inputs: tells whether mutated inputs lie apart from others; None where none can overlap.
         policy: is told of outputs that are live when their memory is needed.
     """
 
@@ -57,7 +57,7 @@ class RecordingRequest:
     reused_inputs: tuple[int, ...]
     static_inputs: list[int]
     copied: frozenset[int]
-    written_inputs: WrittenInputs | None
+    mutated_inputs: MutatedInputs | None
     policy: weakref.ref[Policy]
 
 
@@ -192,8 +192,8 @@ class Recording:
         footprints: dict[SharedMemory, Sequence[tuple[int, int]]] = {
             arena: memory.footprint(plan) if plan is not None else () for arena, plan in plans.items()
         }
-        given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
-        self._liveness = LivenessGuard(footprints, self._watched_outputs, given, counter)
+        donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
+        self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
         unplanned = [t for value in (*self._resources.memory, *self._resources.kept) for t in tensors_in(value)]
         without_modes = self.request.functions.without_modes
         self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, unplanned)
@@ -237,7 +237,7 @@ class Recording:
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
-        if (written := self.request.written_inputs) is not None:
+        if (written := self.request.mutated_inputs) is not None:
             guards = dataclasses.replace(
                 guards,
                 moving=written.moving,
@@ -259,7 +259,7 @@ class Recording:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that it keeps beside arenas: what eager work or an operator allocates and captured work reads."""
+        """Bytes that it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
         if self._resources is None:
             return 0
         kept = [*self._resources.memory, *(t for value in self._resources.kept for t in tensors_in(value))]
@@ -276,7 +276,7 @@ class Recording:
         """Whether it suits a call that has its locks: static inputs are where they were, and its memory is free."""
         if self.superseded or not self.same_addresses(inputs):
             return False
-        if (written := self.request.written_inputs) is not None and not written.are_apart(inputs):
+        if (written := self.request.mutated_inputs) is not None and not written.are_apart(inputs):
             return False
         return not self._arenas or (self.is_idle_for(owner) and self.is_free())
 
@@ -309,7 +309,7 @@ class Recording:
         return self._watched_outputs.outputs
 
     def live(self) -> Mapping[OutputStorage, int]:
-        """Live outputs: somebody has them."""
+        """The live outputs, and how many tensors the caller has of each."""
         return self._watched_outputs.live()
 
     def tell_who_is_in_the_way(self) -> None:

@@ -173,7 +173,7 @@ class RecordingBuilder:
                 self._placed.add(self.plan.nodes[storage.node], storage.element, self._planned(storage.index))
         if self._hints is not None:
             for device, plan in self.request.memory.arenas.items():
-                for name, spans in plan.workspace.items():
+                for name, spans in plan.offered_spans.items():
                     storages = [self.request.arenas[device].storage(low, high - low) for low, high in spans]
                     self._hints.workspace[self.plan.nodes[name]] = storages
 

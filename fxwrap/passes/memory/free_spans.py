@@ -1,7 +1,7 @@
 """Bytes of an arena that are free while an operator runs.
 
-Where the device's allocator can be told, captured operators are offered them for what they take for a while, which
-would lie in the pool of the graphs otherwise: beside the arena, and for as long as a graph lives.
+Where the device's allocator can be told, captured operators are offered them as workspace. It would lie in the pool
+of the graphs otherwise: outside the arena, and for as long as a graph lives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 def free_spans_of(
     program: ProgramPlan, arena: Region, placed: Mapping[int, tuple[int, Buffer]]
 ) -> dict[str, tuple[Span, ...]]:
-    """What each captured operator may have, if it is torch's own: others may keep what they allocate.
+    """What each captured operator is offered, if it is torch's own: others may keep what they allocate.
 
     What lives on after the call has to have a place of its own.
 

@@ -75,7 +75,7 @@ def _plan_arenas(
         offsets.append({index: placement.offsets[buffer.name] for index, buffer in items})
         if planned.places_results and device == planned.program.device:
             placed = {index: (offsets[-1][index], buffer) for index, buffer in items}
-            region = replace(region, workspace=free_spans_of(planned.program, region, placed))
+            region = replace(region, offered_spans=free_spans_of(planned.program, region, placed))
         regions.append(region)
     plan = _assign_homes(requirements, regions, offsets, Home.RECORDING)
     bound = sum(region.lower_bound for region in regions)

@@ -37,7 +37,7 @@ class Requirements:
         unplanned: what operators allocate themselves, if its size was known when the program was compiled: by device,
             with the storage's index, or None for workspace.
         allocations: storages with an allocation node whose size is known.
-        temporaries: those of them that nobody can have after a call, in the steps that name them; none where
+        temporaries: those of them that are never live after a call, in the steps that name them; none where
             addresses are frozen.
         apart: temporaries that need a region of their own: an operator counts from the start of their storage.
         donated: inputs that are freed after their last use.
@@ -153,7 +153,7 @@ def _planned_buffers(
         if storage.origin is Origin.ALLOCATION:
             layout = concrete(node.args[:2], planned.numbers)
             if layout is None:
-                continue  # its size depends on data: allocated when it is known
+                continue  # its size is data-dependent: allocated when it is known
             kwargs: Mapping[str, Any] = node.kwargs
             sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
             device = kwargs["device"]
@@ -182,8 +182,8 @@ def _planned_buffers(
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     """``[first step that touches a storage, last step + 1)``, in steps of the schedule.
 
-    A step is one work node. Views do not touch storage; what they are used for does. A partition that somebody else
-    has compiled may do its work in any order: what it touches is there all the time.
+    A step is one work node. Views do not touch storage; what they are used for does. A partition that
+    ``compile_partition`` replaced may do its work in any order: what it touches is there all the time.
     """
     ranges: dict[int, tuple[int, int]] = {}
     for step, node in enumerate(program.schedule):
@@ -310,7 +310,7 @@ def _donated(
 
 
 def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
-    """Allocated storages that nobody can have after a call, and the steps in which they are named."""
+    """Allocated storages that are never live after a call, and the steps in which they are named."""
     steps: dict[int, tuple[int, int]] = {}
     kept = set(program.facts.named_in(program.replaced_work))
     kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}

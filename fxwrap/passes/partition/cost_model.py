@@ -21,7 +21,7 @@ def apply_cost_model(
     min_launches: int = 1,
     placed: Container[int] = (),
 ) -> ProgramPlan:
-    """Have captured partitions that are not worth it run eagerly; neighbours that are eager then are joined.
+    """Have captured partitions run eagerly that are not estimated to pay; neighbours that are eager then are joined.
 
     ::
 
@@ -72,7 +72,7 @@ def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min
     if calls < min_launches:
         return f"{calls} calls are fewer than min_launches={min_launches}"
     if capture == "auto" and not benefit.pays:
-        return f"not worth a capture, which {benefit}"
+        return f"a capture does not pay: it {benefit}"
     return ""
 
 

@@ -129,7 +129,7 @@ def _check_workspace(
 
     The liveness guard looks for live outputs of others only there.
     """
-    for name, spans in region.workspace.items():
+    for name, spans in region.offered_spans.items():
         step = position[name]
         live = [item for item in items if item.begin <= step < item.end]
         for low, high in spans:

@@ -528,10 +528,10 @@ def test_captured_operators_may_have_what_is_free() -> None:
     memory = plan_program(planned)
     (arena,) = memory.arenas.values()
     buffers = buffers_of(planned)
-    assert arena.workspace.keys() == {"b"}
+    assert arena.offered_spans.keys() == {"b"}
     at = {name: (low, low + buffers[name].size) for name, low in offsets_by_name(plan, memory).items()}
     free = set(range(arena.size)) - set(range(*at["a"])) - set(range(*at["b"]))
-    assert {byte for low, high in arena.workspace["b"] for byte in range(low, high)} == free
+    assert {byte for low, high in arena.offered_spans["b"] for byte in range(low, high)} == free
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     # Planted faults: what is alive, and what is not the program's.
     outside = arena.size, arena.size + 64
@@ -540,7 +540,7 @@ def test_captured_operators_may_have_what_is_free() -> None:
         (at["b"], "overlaps b"),
         (outside, "outside the program's footprint"),
     ):
-        faulty = changed(memory, workspace={"b": (spans,)})
+        faulty = changed(memory, offered_spans={"b": (spans,)})
         with pytest.raises(PlanError, match=complaint):
             verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
 
