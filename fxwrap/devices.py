@@ -1,4 +1,4 @@
-"""What the line knows about devices: one record for each, looked up where a device makes a difference.
+"""What the pipeline knows about devices: one record for each, looked up where a device makes a difference.
 
 ``fxwrap.register_device`` (codegen/registration.py) enters records. A device without one is treated by the general
 rules: CUDA and XPU need none.
@@ -77,7 +77,7 @@ HOST_KERNELS = KernelKind("cpp", lambda call: call.definition)
 
 @dataclass(frozen=True)
 class CaptureCost:
-    """What issuing work costs the host on a device, in microseconds; estimates say whether a capture is worth it.
+    """What issuing work costs the host on a device, in microseconds: the cost model's numbers.
 
     The defaults are round numbers for a GPU behind a driver, with which Python is compared: what is saved is the
     way to the launch, not the work.

@@ -36,8 +36,8 @@ class Options:
     )
     max_memory: int = _option(
         0,
-        "bytes that arenas of a device, and what recordings keep beside them, may take: for more, the least recently "
-        "used recordings end, and a program that needs more by itself runs eagerly; 0 is no limit",
+        "bytes that arenas of a device, and what recordings keep outside them, may take: for more, the least "
+        "recently used recordings end, and a program that needs more by itself runs eagerly; 0 is no limit",
         minimum=0,
     )
     eager_ops: tuple[str | EagerRule, ...] = _option(
@@ -47,7 +47,7 @@ class Options:
     )
     capture: str = _option(
         "auto",
-        "'auto' captures partitions that an estimate says are worth it, 'always' all that can be, 'never' none",
+        "'auto' captures partitions that are estimated to pay, 'always' all that can be, 'never' none",
         choices=("auto", "always", "never"),
         compiling=True,
     )

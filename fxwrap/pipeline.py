@@ -1,6 +1,6 @@
 """The pipeline: one list of stages, from a traced graph to the plans of the program that runs it.
 
-A stage reads fields of a ``State`` and fills in others; which, it declares. Between any two stages there is one hook.
+A stage reads some fields of a ``State`` and fills in others. It declares which. Hooks run after each stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .graphs.devices.runtime import freezes_addresses, places_results
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
-from .packing import Reserved
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
@@ -42,9 +41,6 @@ from .passes.rewrites.host_scalars import copy_host_scalars
 from .passes.rewrites.shared_views import share_views
 from .passes.rewrites.view_copies import view_needless_copies
 from .passes.verify import verify_memory, verify_schedule
-
-if TYPE_CHECKING:
-    import networkx as nx
 from .plan import (
     Cut,
     MemoryPlan,
@@ -54,25 +50,30 @@ from .plan import (
     Planned,
     Prediction,
     ProgramPlan,
+    ReservedIn,
     Signature,
     StorageFacts,
+    nothing_reserved,
 )
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What is known about a host graph beside the graph itself.
+    """What the compiler knows about a host graph in addition to the graph.
 
     Attributes:
-        static_inputs: positions of inputs whose address AOTAutograd expects to stay.
+        static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
         donated: positions of inputs that AOTAutograd lets a backward graph overwrite.
-        saved: outputs that are for backward alone: AOTAutograd's names, by position.
+        saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
         phase: "inference", "forward" or "backward".
         compilation: collects the programs (see ``fxwrap.explain``).
-        compile_partition: may return what runs in a partition's place.
+        compile_partition: may return a callable that replaces a partition.
     """
 
     torch: TorchFunctions
@@ -91,21 +92,21 @@ class Scope(enum.Enum):
 
     TRACED = "once, on the graph that Inductor gets"
     GRAPH = "once, on the host graph that Inductor emits"
-    PARTITION = "once, and again around operators that a capture has failed at"
+    PARTITION = "once, and again without the operators whose capture failed"
     SIZES = "for each set of concrete sizes"
 
 
 @dataclass
 class State:
-    """What is known so far; stages fill it in.
+    """Results so far. Stages fill in the fields.
 
     Attributes:
         sizes: bytes of storages at the sizes the program was compiled for.
-        workspace: bytes that library calls allocate beyond what they return, by node.
-        refused: names of operators that a capture has failed at, and how.
-        reserved_in: what live outputs of other recordings have in a device's arena.
-        hint: from a plan for this program and another.
-        like: a memory plan for other sizes.
+        workspace: measured bytes of library calls' workspace, by node.
+        refused: operators whose capture failed, with the error.
+        reserved_in: returns the intervals of a device's arena that live outputs of other recordings occupy.
+        hint: offsets from a joint plan of forward and backward.
+        like: this program's plan for other sizes; its order of offsets is tried first.
     """
 
     graph: GraphModule
@@ -123,11 +124,11 @@ class State:
     plan: ProgramPlan | None = None
     # Scope.SIZES
     planned: Planned | None = None
-    reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: ()
+    reserved_in: ReservedIn = nothing_reserved
     hint: PlacementHint | None = None
     like: MemoryPlan | None = None
     memory: MemoryPlan | None = None
-    # How often each stage ran, and the seconds that it took, its check included; shared by copies of the state.
+    # By stage: runs, and total seconds with checks. Copies of the state share this dict.
     took: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -138,7 +139,7 @@ class Stage:
     Attributes:
         run: reads what it requires of a state, and fills in what it provides.
         requires, provides: fields of the state.
-        check: raises unless what the stage provides is right; shares no code with it.
+        check: raises if the stage's result is wrong. It shares no code with the stage.
     """
 
     name: str
@@ -174,10 +175,10 @@ def run_stages(stages: Sequence[Stage], state: State, scope: Scope) -> State:
     for stage in stages:
         if stage.scope is not scope:
             continue
-        _expect(stage, state, stage.requires, "requires")
+        _check_fields(stage, state, stage.requires, "requires")
         begin = time.perf_counter()
         stage.run(state)
-        _expect(stage, state, stage.provides, "provides")
+        _check_fields(stage, state, stage.provides, "provides")
         if stage.check is not None:
             stage.check(state)
         seconds = time.perf_counter() - begin
@@ -189,7 +190,7 @@ def run_stages(stages: Sequence[Stage], state: State, scope: Scope) -> State:
     return state
 
 
-def _expect(stage: Stage, state: State, fields: Sequence[str], what: str) -> None:
+def _check_fields(stage: Stage, state: State, fields: Sequence[str], what: str) -> None:
     missing = [name for name in fields if getattr(state, name) is None]
     if missing:
         raise PipelineError(
@@ -200,10 +201,10 @@ def _expect(stage: Stage, state: State, fields: Sequence[str], what: str) -> Non
 
 
 def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], lint: bool = True) -> Stage:
-    """A stage that edits the host graph in place, or returns another one.
+    """Make a stage from a function that edits the host graph in place or returns a new one.
 
     Args:
-        lint: whether to look if the graph is still a valid one.
+        lint: whether to run ``Graph.lint`` afterwards.
     """
 
     def run(state: State) -> None:
@@ -251,24 +252,34 @@ def _judge(state: Any) -> None:
 
 
 def _cut(state: Any) -> None:
-    inside = {i: state.sizes[i] for i in inner_storages(state.graph, state.facts) if i in state.sizes}
+    inner_sizes = {i: state.sizes[i] for i in inner_storages(state.graph, state.facts) if i in state.sizes}
     budget = state.request.options.peak_budget
-    state.cut = cut(state.dependencies, state.verdicts, state.device, state.facts, inside, budget)
+    state.cut = cut(state.dependencies, state.verdicts, state.device, state.facts, inner_sizes, budget)
 
 
 def _apply_cost_model(state: Any) -> None:
     request, options, device = state.request, state.request.options, state.device
-    known = frozenset(request.static_inputs), request.phase, request.donated, request.saved, request.inputs
-    workspace = state.workspace
-    plan = ProgramPlan(state.graph, state.facts, state.verdicts, state.cut, device, *known, workspace=workspace)
-    told = places_results(device)  # the device's allocator is told where results shall lie
-    placed = placeable_results(state.facts, state.graph, device, captured(state.verdicts)) if told else {}
+    plan = ProgramPlan(
+        state.graph,
+        state.facts,
+        state.verdicts,
+        state.cut,
+        device,
+        static_inputs=frozenset(request.static_inputs),
+        phase=request.phase,
+        donated=request.donated,
+        saved=request.saved,
+        inputs=request.inputs,
+        workspace=state.workspace,
+    )
+    can_place = places_results(device)  # the allocator can be told where to put results
+    placed = placeable_results(state.facts, state.graph, device, captured(state.verdicts)) if can_place else {}
     sizes, least = state.sizes, options.min_launches
     state.plan = apply_cost_model(plan, capture_cost(device.type), sizes, options.capture, least, placed)
 
 
-def _compile_elsewhere(state: Any) -> None:
-    """Partitions for which the request's hook has something else."""
+def _replace_partitions(state: Any) -> None:
+    """Let ``request.compile_partition`` replace partitions."""
     signatures, calls = dict[int, Signature](), dict[int, Callable[..., Any]]()
     for partition in state.plan.partitions if state.request.compile_partition is not None else ():
         graph = partition_graph(state.plan, partition)
@@ -288,8 +299,8 @@ def _check_schedule(state: Any) -> None:
 
 def _check_memory(state: Any) -> None:
     planned, program = state.planned, state.planned.program
-    together = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
-    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers, together)
+    replaced = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
+    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers, replaced)
 
 
 REWRITES = (
@@ -299,12 +310,21 @@ REWRITES = (
 )
 DECISIONS = (
     Stage("aliasing", Scope.GRAPH, _analyse, ("graph",), ("device", "facts", "sizes")),
-    Stage("workspace", Scope.GRAPH, _measure_workspace, ("device", "request"), ("workspace",)),
-    Stage("dependencies", Scope.GRAPH, _find_dependencies, ("facts",), ("dependencies",)),
-    Stage("capturability", Scope.PARTITION, _judge, ("device", "refused", "request"), ("verdicts",)),
-    Stage("cut", Scope.PARTITION, _cut, ("dependencies", "verdicts", "facts", "sizes"), ("cut",)),
-    Stage("cost model", Scope.PARTITION, _apply_cost_model, ("cut", "workspace"), ("plan",), _check_schedule),
-    Stage("partitions compiled elsewhere", Scope.PARTITION, _compile_elsewhere, ("plan",), ("plan",)),
+    Stage("workspace", Scope.GRAPH, _measure_workspace, ("graph", "request", "device"), ("workspace",)),
+    Stage("dependencies", Scope.GRAPH, _find_dependencies, ("graph", "facts"), ("dependencies",)),
+    Stage("capturability", Scope.PARTITION, _judge, ("graph", "request", "device", "refused"), ("verdicts",)),
+    Stage(
+        "cut", Scope.PARTITION, _cut, ("request", "device", "facts", "sizes", "dependencies", "verdicts"), ("cut",)
+    ),
+    Stage(
+        "cost model",
+        Scope.PARTITION,
+        _apply_cost_model,
+        ("graph", "request", "device", "facts", "sizes", "workspace", "verdicts", "cut"),
+        ("plan",),
+        _check_schedule,
+    ),
+    Stage("partitions compiled elsewhere", Scope.PARTITION, _replace_partitions, ("request", "plan"), ("plan",)),
     Stage("memory", Scope.SIZES, _plan_memory, ("planned",), ("memory",), _check_memory),
 )
 STAGES = (*REWRITES, *DECISIONS)
@@ -315,7 +335,10 @@ STAGES = (*REWRITES, *DECISIONS)
 
 @dataclass(frozen=True)
 class HostGraphPlanner:
-    """Decides about one host graph whenever the program that runs it asks: ``graphs.memory_provider.Planner``."""
+    """Partitions one host graph and plans its memory when its program asks.
+
+    Implements ``graphs.memory_provider.Planner``.
+    """
 
     stages: Sequence[Stage]
     state: State
@@ -326,14 +349,14 @@ class HostGraphPlanner:
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
         state = dataclasses.replace(self.state, refused=refused)
-        if state.dependencies is None:  # a restored program: its graph is what rewrites have left
+        if state.dependencies is None:  # a restored program: its graph is already rewritten
             run_stages([stage for stage in self.stages if "graph" not in stage.provides], state, Scope.GRAPH)
         return _result(run_stages(self.stages, state, Scope.PARTITION), "plan")
 
     def plan(
         self,
         planned: Planned,
-        reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: (),
+        reserved_in: ReservedIn = nothing_reserved,
         hint: PlacementHint | None = None,
         like: MemoryPlan | None = None,
     ) -> MemoryPlan:
@@ -354,15 +377,15 @@ class HostGraphPlanner:
 
 def _result(state: State, name: str) -> Any:
     if getattr(state, name) is None:
-        raise PipelineError(f"no stage provides {name}", remedy="the list of stages has to have one that does")
+        raise PipelineError(f"no stage provides {name}", remedy="add a stage that provides it")
     return getattr(state, name)
 
 
 def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
-    """Put a host graph through the stages; memory is planned when a shape is recorded.
+    """Run the stages on a host graph and make its program. Memory is planned later, for concrete sizes.
 
     Args:
-        stages: by default the graph is taken as it is.
+        stages: by default no rewrites run.
 
     Raises:
         PipelineError: a stage does not get what it requires, or does not provide what it declares.
@@ -371,11 +394,11 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequenc
     state = State(gm, request)
     for scope in (Scope.GRAPH, Scope.PARTITION):
         run_stages(stages, state, scope)
-    return _entered(_program(HostGraphPlanner(stages, state), request), request)
+    return _add_to_compilation(_program(HostGraphPlanner(stages, state), request), request)
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
-    """The program of decisions that were made before; the graph they are about was rewritten then.
+    """Make a program from a stored plan. Its graph is already rewritten.
 
     Raises:
         PlanError: the verifier refused the schedule.
@@ -391,20 +414,20 @@ def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence
     )
     state = State(plan.graph, request, plan.device, plan.facts, plan=plan)
     _check_schedule(state)
-    return _entered(_program(HostGraphPlanner(stages, state), request), request)
+    return _add_to_compilation(_program(HostGraphPlanner(stages, state), request), request)
 
 
 def _program(planner: HostGraphPlanner, request: CompileRequest) -> Program:
     plan = _result(planner.state, "plan")
     if not (request.options.checked or request.options.through_capture):
         return Program(plan, planner, request.options, request.torch)
-    from .checked.program import CheckedProgram  # only who asks for it pays for it
+    from .checked.program import CheckedProgram  # imported only if an option asks for it
 
     return CheckedProgram(plan, planner, request.options, request.torch)
 
 
-def _entered(program: Program, request: CompileRequest) -> Program:
-    """A new program takes its place in the compilation that it is part of."""
+def _add_to_compilation(program: Program, request: CompileRequest) -> Program:
+    """Add a program to its compilation. A backward is linked to its forward."""
     if (compilation := request.compilation) is not None:
         forwards = [one for one in compilation.programs if one.plan.phase == "forward"]
         if program.plan.phase == "backward" and forwards:

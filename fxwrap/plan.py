@@ -39,7 +39,7 @@ class NodeVerdict:
     """Where a node runs, and why.
 
     Attributes:
-        data_dependent: its value or size is known only once data is.
+        data_dependent: its value or size depends on data.
         remedy: what would have to change for an eager one to be captured.
         inherited: it is eager because of what it works on, and would be captured if that were.
     """
@@ -124,7 +124,7 @@ class StorageFacts:
     def writes(self, node: Node) -> frozenset[int]:
         return self.written.get(node.name, _NONE)
 
-    def written_by_any(self) -> frozenset[int]:
+    def all_written(self) -> frozenset[int]:
         """Storages that some node writes."""
         return _NONE.union(*self.written.values())
 
@@ -206,7 +206,7 @@ class Cut:
 
     Attributes:
         fewest: captured partitions that the dependencies demand; no order has fewer.
-        chosen: captured partitions of the order that was chosen, before any was found not to be worth it.
+        chosen: captured partitions of the order that was chosen, before the cost model.
         in_program_order: captured partitions if nothing were reordered.
         peak: bytes of planned storages that are alive at most, at the sizes the program was compiled for; 0 if
             they are not known.
@@ -269,7 +269,7 @@ class Home(enum.Enum):
     INPUT = "input"  # the caller's
     CONSTANT = "constant"
     REGION = "region"  # planned
-    CALL = "call"  # allocated at every call
+    CALL = "call"  # allocated per call
     RECORDING = "recording"  # allocated once for a recording: pinned memory, the meta device
     OPERATOR = "operator"  # the operator that returns it allocates it
 
@@ -292,8 +292,8 @@ class Region:
         arena: it is there all the time, and other recordings use it, too.
         lower_bound: bytes of storages that are alive at one time at most.
         plain: bytes that separate allocations without any reuse would take.
-        reserved: what live outputs of other recordings have in it.
-        workspace: bytes ``[low, high)`` that an operator may have while it runs, by operator.
+        reserved: the intervals of it that live outputs of other recordings occupy.
+        offered_spans: free bytes ``[low, high)`` that are offered to an operator as workspace, by operator.
     """
 
     device: torch.device
@@ -305,7 +305,7 @@ class Region:
     lower_bound: int = 0
     plain: int = 0
     reserved: tuple[Reserved, ...] = ()
-    workspace: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    offered_spans: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -313,12 +313,12 @@ class MemoryPlan:
     """Where every storage of a recording lies.
 
     Where a graph freezes addresses, planned ones lie in arenas. Where it calls again (CPU), temporaries lie in
-    regions that come and go, and what somebody can have after the call is allocated at the call.
+    per-call regions, and what may be live after the call is allocated per call.
 
     Attributes:
         places: by storage index.
         sizes: concrete sizes in bytes of every storage that has an allocation node or lies in a region.
-        outputs: storages that outputs live in: nothing else in an arena gets their bytes until nobody has them.
+        outputs: storages that outputs live in: nothing else in an arena gets their bytes while they are live.
         peak: bytes that the program's own storages take at one time, at most, with regions as large as they are.
         lower_bound: bytes that they take at one time, at most, if every storage is there from its first use to its
             last; where there are arenas, the sum of theirs.
@@ -339,7 +339,7 @@ class MemoryPlan:
 
     @functools.cached_property
     def per_call(self) -> frozenset[int]:
-        """Storages of known size that are allocated at every call."""
+        """Storages of known size that are allocated per call."""
         return frozenset(i for i, place in enumerate(self.places) if place.home is Home.CALL and i in self.sizes)
 
     @property
@@ -367,7 +367,7 @@ class Prediction:
     Attributes:
         arena: there all the time.
         operators: results that operators allocate, and their workspace if that is known, at one time.
-        outside: all that is not in the arena, at one time: regions, what is allocated at every call, ``operators``.
+        outside: all that is not in the arena, at one time: regions, what is allocated per call, ``operators``.
         outputs: of all this, what the caller has in the end.
     """
 
@@ -387,12 +387,12 @@ class ProgramPlan:
     """Everything decided about a host graph before shapes are known.
 
     Attributes:
-        static_inputs: positions of inputs whose address AOTAutograd expects to stay.
-        donated: positions of inputs that AOTAutograd marks as donated: nobody needs them after their last use.
-        saved: outputs that are for backward alone, which the caller does not get: AOTAutograd's names, by position.
+        static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
+        donated: positions of inputs that AOTAutograd marks as donated: not needed after their last use.
+        saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
-        workspace: bytes that library calls allocate beyond what they return, by node, where that was measured.
-        compiled: the partitions, by index, that somebody else compiled.
+        workspace: measured bytes of library calls' workspace, by node.
+        compiled: the partitions, by index, that ``compile_partition`` replaced.
         calls: what runs in their place: ``call(*inputs)`` returns the outputs of the signature in order.
     """
 
@@ -433,6 +433,24 @@ class ProgramPlan:
         """For nodes that wait, the communications that are over then."""
         return {self.nodes[n]: tuple(map(self.nodes.__getitem__, over)) for n, over in self.facts.awaited.items()}
 
+    @functools.cached_property
+    def placeholders(self) -> tuple[Node, ...]:
+        """The inputs, in order."""
+        return tuple(node for node in self.graph.graph.nodes if node.op == "placeholder")
+
+    @functools.cached_property
+    def captured_work(self) -> frozenset[Node]:
+        """The work nodes of captured partitions."""
+        return self._work_of(partition for partition in self.partitions if partition.verdict is Verdict.CAPTURED)
+
+    @functools.cached_property
+    def replaced_work(self) -> frozenset[Node]:
+        """The work nodes of partitions that ``compile_partition`` replaced."""
+        return self._work_of(partition for partition in self.partitions if partition.index in self.compiled)
+
+    def _work_of(self, partitions: Iterable[Partition]) -> frozenset[Node]:
+        return frozenset(node for partition in partitions for node in self.work_in(partition))
+
     def maker(self, index: int) -> Node:
         """The node that makes a storage."""
         return self.nodes[self.facts.storages[index].node]
@@ -456,6 +474,15 @@ class Planned:
     frozen: bool = True
     places_results: bool = False
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+
+# Returns the intervals of a device's arena that live outputs of other recordings occupy.
+ReservedIn = Callable[[torch.device], Sequence[Reserved]]
+
+
+def nothing_reserved(device: torch.device) -> Sequence[Reserved]:
+    """For a plan ahead of any recording, and for one without an arena."""
+    return ()
 
 
 # Offsets by name in the arena of each device, for one of two programs: size and lower bound are those of both.

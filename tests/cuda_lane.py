@@ -42,7 +42,7 @@ from fxwrap.compilation import Compilation
 from fxwrap.errors import StorageError
 from fxwrap.graphs.memory_provider import Saved
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of
-from fxwrap.plan import MemoryPlan, Verdict
+from fxwrap.plan import MemoryPlan, Verdict, nothing_reserved
 
 MACHINE = cuda_machine(90)
 DEVICE = MACHINE.device
@@ -482,7 +482,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
             own_outputs = [i for p, i in first._prepared.outputs if p in first.plan.saved]
             assert received or not own_outputs, "backward gets nothing of its forward"
             saved = Saved(before, received)
-        estimate = provider.expect(plan, inputs, None, saved)
+        estimate = provider.estimate(plan, inputs, None, saved)
         _note_plan(estimate.memory, outcome)
         if plan.phase == "forward":
             forward = program, estimate
@@ -494,7 +494,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
                 (provider_before, before.planned, hint),
                 (provider, estimate.planned, estimate.hint),
             ):
-                _note_plan(own.planner.plan(planned, lambda device: (), hinted, before.memory), outcome)
+                _note_plan(own.planner.plan(planned, nothing_reserved, hinted, before.memory), outcome)
             forward = None
 
 

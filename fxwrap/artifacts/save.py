@@ -116,9 +116,7 @@ def _describe(
 ) -> dict[str, Any]:
     plan, table = method.plan, functions()
     # Where the program wants its inputs: that is where it was compiled for.
-    devices: list[Any] = [
-        getattr(node.meta.get("val"), "device", None) for node in plan.graph.graph.nodes if node.op == "placeholder"
-    ]
+    devices: list[Any] = [getattr(node.meta.get("val"), "device", None) for node in plan.placeholders]
     constants = {
         str(node.target): tensors.add("constants", str(node.target), value, value.device, name)
         for node in plan.graph.graph.nodes

@@ -99,7 +99,7 @@ def check_memory(
         if found is None:
             found = _in_the_end(walk, other)
         if found is not None:
-            _raise(walk, planned, other, found)
+            _raise(walk, planned, found)
 
 
 def _in_the_end(walk: Walk, other: Walk) -> Difference | None:
@@ -110,7 +110,7 @@ def _in_the_end(walk: Walk, other: Walk) -> Difference | None:
     return None
 
 
-def _raise(walk: Walk, planned: PlannedMemory, other: Walk, found: Difference) -> None:
+def _raise(walk: Walk, planned: PlannedMemory, found: Difference) -> None:
     if found.index < 0:
         raise walk.fault(walk.schedule[found.step], "raises", "an operator raises where it did not", got=found.got)
     storage = walk.facts.storages[found.index]
@@ -142,7 +142,7 @@ def _reader(walk: Walk, found: Difference) -> str:
 
 def _overwritten_by(walk: Walk, planned: PlannedMemory, found: Difference) -> tuple[int, int] | None:
     """The storage over the one that was overwritten, and the step, that came last."""
-    over = planned.over(walk, found.index)
+    over = planned.over(found.index)
     for step in reversed(range(min(found.step + 1, walk.end_step))):
         for index in over:
             if index in walk.named(walk.schedule[step]):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graphs.arenas import tensors_in
 from ..host_graph.nodes import Kind, control_flow_of, kind_of, only_computes, operator_name, schema_of
-from ..plan import Origin, ProgramPlan, Verdict
+from ..plan import Origin, ProgramPlan
 from .copies import all_bytes, without_gradients
 from .walk import OwnMemory, Walk, may_keep
 
@@ -34,7 +34,7 @@ def check_operators(
     Raises:
         CheckError: what an operator does would make replays wrong.
     """
-    captured = {name for p in plan.partitions if p.verdict is Verdict.CAPTURED for name in p.nodes}
+    captured = {node.name for node in plan.captured_work}
     with without_gradients():
         walk = Walk(plan, numbers, inputs, OwnMemory())
         for step, node in enumerate(walk.schedule):
@@ -144,7 +144,7 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
 
 
 def _kept(walk: Walk, index: int, frozen: bool) -> None:
-    """Somebody has a storage after the walk: does anybody write to it, who believes to be alone?"""
+    """A storage is live after the walk: raise if an operator, or the next replay, writes to it."""
     storage = walk.facts.storages[index]
     if storage.origin is Origin.CONSTANT:
         return
@@ -161,7 +161,7 @@ def _kept(walk: Walk, index: int, frozen: bool) -> None:
             "keeps a result" if result else "keeps an operand",
             f"{operator_name(node)} keeps {storage.name} beyond its call, and {who}",
             expected="what it returns to be the caller's alone" if result else "an operand to be let go of",
-            got="somebody has its storage after the call",
+            got="its storage is live after the call",
             remedy="keep a copy (clone)",
         )
 

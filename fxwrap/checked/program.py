@@ -24,7 +24,7 @@ from ..graphs.program import Program
 from ..graphs.recording import Recording, next_use
 from ..graphs.shared_state import SHARED
 from ..host_graph.nodes import communicates, only_computes, operator_name, output_values, user_line
-from ..plan import Origin, Verdict
+from ..plan import Origin
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference
 from .operators import check_operators
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 # Calls from one check to the next.
 _EVERY = 10
-# Outputs that are looked at, whether they are overwritten while somebody has them.
+# Outputs that are looked at, whether they are overwritten while they are live.
 _REMEMBERED = 64
 
 
@@ -129,17 +129,17 @@ class CheckedProgram(Program):
         return self._guard() if self._on_accelerator else contextlib.nullcontext()
 
     def still_there(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
-        """Outputs that somebody has, and what is in them; not those that a call gets."""
+        """Live outputs, and what is in them; not those that a call gets."""
         given = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
         arenas = SHARED.arenas.alive()
-        watched = {o.storage._cdata: o.storage for a in arenas for live in a.live_outputs for o in live.outputs}
-        held = {output.storage._cdata for arena in arenas for output in arena.held()}
+        watched = {o.storage._cdata: o.storage for a in arenas for own in a.watched_outputs for o in own.outputs}
+        live = {output.storage._cdata for arena in arenas for output in arena.live()}
         found = {}
-        for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in held)):
+        for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in live)):
             storage = self.functions.alive(reference)
-            # What lies in an arena is always there, whether anybody has it or not.
+            # What lies in an arena is always there, live or not.
             if storage is not None and storage.nbytes() and reference.cdata not in given:
-                if reference.cdata not in held and SHARED.arenas.owns(storage.data_ptr()):
+                if reference.cdata not in live and SHARED.arenas.owns(storage.data_ptr()):
                     continue
                 found[reference.cdata] = reference, all_bytes(storage).clone()
             del storage
@@ -170,7 +170,7 @@ class _Check:
         recording = max(used, key=lambda one: one.used, default=None)
         try:
             with without_gradients():
-                self._outputs_stay(outputs)
+                self._outputs_stay()
                 if recording is not None and not recording.without_graphs:
                     if recorded:  # first: faults of the recording, and of the plan, have names of their own
                         check_steps(recording)
@@ -184,16 +184,16 @@ class _Check:
 
     # -- what is looked at ----------------------------------------------------------------------------------
 
-    def _outputs_stay(self, outputs: Any) -> None:
-        """Nothing that somebody has of earlier calls was overwritten."""
+    def _outputs_stay(self) -> None:
+        """No live output of an earlier call was overwritten."""
         # Another thread may have dropped it, and been given its memory.
         for reference, before in self._live if self._alone() else ():
             storage = self._program.functions.alive(reference)
             if storage is not None and not torch.equal(all_bytes(storage), before):
                 raise CheckError(
-                    f"{self._program.name}: a call has overwritten an output of an earlier call that somebody has",
+                    f"{self._program.name}: a call has overwritten a live output of an earlier call",
                     fault="live output overwritten",
-                    expected="its memory to be left alone until nobody has it",
+                    expected="its memory to be left alone while it is live",
                     got=f"{int(all_bytes(storage).ne(before).sum())} of {before.numel()} bytes changed",
                     remedy="this is a bug of fxwrap, unless another thread wrote to it: please report it",
                 )
@@ -215,7 +215,7 @@ class _Check:
         """The first output, or input, that is not as eager work leaves it: fault, subject, difference, node."""
         plan = self._program.plan
         facts, nodes = plan.facts, output_values(plan.graph)
-        written = facts.written_by_any()
+        written = facts.all_written()
         mine, theirs = _several(outputs), _several(expected)
         for position, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             node = nodes[position] if position < len(nodes) else None
@@ -356,8 +356,7 @@ class _Check:
         if found is None:
             return False
         node, program = walks[0].schedule[found.step], self._program
-        captured = {n for p in planned.program.partitions if p.verdict is Verdict.CAPTURED for n in p.nodes}
-        if node.name in captured and not only_computes(node) and program._freezes_addresses:
+        if node in planned.program.captured_work and not only_computes(node) and program._freezes_addresses:
             raise walks[0].fault(
                 node,
                 "not the same twice",

@@ -151,19 +151,19 @@ def check_steps(recording: Recording) -> None:
             got=", ".join(steps),
             remedy=remedy,
         )
-    placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
-    copied = {p for p, node in enumerate(placeholders) if node.name in request.planned.input_buffers}
+    copied = {p for p, node in enumerate(plan.placeholders) if node.name in request.planned.input_buffers}
     filled = {position for _, positions in replay.input_buffers for position in positions}
-    written = plan.facts.written_by_any()
-    updated = {p for p in copied - plan.donated if plan.facts.of(placeholders[p]) & written}
+    written = plan.facts.all_written()
+    mutated = {p for p in copied - plan.donated if plan.facts.of(plan.placeholders[p]) & written}
     for fault, forgotten in (
         ("input not copied in", copied - filled),
-        ("input not copied back", updated - {position for position, _ in replay.mutated}),
+        ("input not copied back", mutated - {position for position, _ in replay.mutated}),
     ):
         for position in sorted(forgotten):
-            touched = (n for n in plan.schedule if plan.facts.touched(n) & plan.facts.of(placeholders[position]))
+            node = plan.placeholders[position]
+            touched = (n for n in plan.schedule if plan.facts.touched(n) & plan.facts.of(node))
             raise CheckError(
-                f"{request.name}: a replay leaves out the copy of input {position} ({placeholders[position].name})",
+                f"{request.name}: a replay leaves out the copy of input {position} ({node.name})",
                 fault=fault,
                 operator=next(map(operator_name, touched), ""),
                 expected="a copy at every call",
@@ -183,8 +183,8 @@ class _Noting(RecordingBuilder):
         super()._keep(node, value, known)
         self.noted[node] = value
 
-    def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        found = super()._take_inputs(inputs)
+    def _fill_input_buffers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        found = super()._fill_input_buffers(inputs)
         self.noted.update(found)
         return found
 
@@ -228,7 +228,7 @@ class _Stepwise:
         if value is None:
             value = self._builder._memory.get(maker)
         if value is None and storage.origin is Origin.INPUT:
-            value = self._inputs[[n for n in self.plan.graph.graph.nodes if n.op == "placeholder"].index(maker)]
+            value = self._inputs[self.plan.placeholders.index(maker)]
         if value is None and maker in self._builder._registers.numbers:
             value = self._replay.registers[self._builder._registers.numbers[maker]]
         if storage.element is not None and isinstance(value, (tuple, list)):

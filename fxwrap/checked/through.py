@@ -1,4 +1,4 @@
-"""Captured work without a device graph: it is issued anew at every call, in the memory of the recording."""
+"""Captured work without a device graph: it is issued again at every call, in the memory of the recording."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _registers(call: Any) -> list[Any]:
 def through_capture(runtime: DeviceRuntime) -> DeviceRuntime:
     """A runtime whose graphs are none: everything else is as it is."""
     if not runtime.frozen_addresses:
-        return runtime  # its graphs issue their work anew at every call
+        return runtime  # its graphs issue their work again at every call
     fields = {field.name: getattr(runtime, field.name) for field in dataclasses.fields(DeviceRuntime)}
     fields.update(
         new_graph=lambda pool: IssuedAgain(),

@@ -63,13 +63,13 @@ class Walk:
         walk.outputs()
 
     Attributes:
-        schedule: a partition that somebody else compiled is one step, told by its last node.
+        schedule: a partition that ``compile_partition`` replaced is one step, named by its last node.
         first, last: the steps in which a storage is first and last named, by index; an output's last one is the end.
     """
 
     def __init__(self, plan: ProgramPlan, numbers: Mapping[Node, Any], inputs: list[Any], memory: Memory) -> None:
         self.plan, self.facts, self.memory = plan, plan.facts, memory
-        self.placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+        self.placeholders = plan.placeholders
         self._known: dict[Node, Any] = {**constants(plan.graph), **numbers}
         self.values: dict[Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         inputs.clear()
@@ -84,7 +84,7 @@ class Walk:
                 self.last[index] = step
         self.end_step = len(self.schedule)
         output = output_node(plan.graph)
-        written = self.facts.written_by_any()
+        written = self.facts.all_written()
         inputs_written = written & self.facts.behind(self.placeholders)
         for index in self.facts.behind(output.all_input_nodes) | inputs_written:
             self.last[index] = self.end_step
@@ -135,7 +135,7 @@ class Walk:
             return
         if kind_of(node) is Kind.CHECK:
             return
-        if kind_of(node) is Kind.ALLOCATION:  # one whose size depends on data
+        if kind_of(node) is Kind.ALLOCATION:  # one of data-dependent size
             self.value(node)
             return
         landing = self.results.landings([node], set()).get(node)
@@ -158,7 +158,7 @@ class Walk:
         return self._ending.get(step, ())
 
     def finish(self) -> list[int]:
-        """Let go of everything that is left; returns the storages that somebody has all the same."""
+        """Let go of everything that is left; returns the storages that are live all the same."""
         self.values.clear()
         self.memory.end(self, self.end_step)
         for again in (False, True):
@@ -345,7 +345,7 @@ class PlannedMemory:
         if nbytes:
             all_bytes(self.allocate(walk, index, nbytes)).fill_(self.fill)
 
-    def over(self, walk: Walk, index: int) -> list[int]:
+    def over(self, index: int) -> list[int]:
         """The storages that share bytes with one, by the plan."""
         mine = self.plan.places[index]
         low, high = mine.offset, mine.offset + self.plan.sizes.get(index, 0)

@@ -481,7 +481,7 @@ class HostGraphConverter(FxConverter):
         self._note(node)
 
     def _by_value(self, arg: Any) -> Any:
-        """A number read out of a tensor has no fake value; it must be known to depend on data all the same, or a
+        """A number read out of a tensor has no fake value; it must be known to be data-dependent all the same, or a
         device graph would keep the first one."""
         if isinstance(arg, Node) and arg.target is torch.ops.aten.item.default and "val" not in arg.meta:
             env = V.graph.sizevars.shape_env
@@ -595,7 +595,7 @@ class HostGraphConverter(FxConverter):
         try:
             layouts = [(self._sizes(value.size()), self._sizes(value.stride())) for value in values]
         except UndefinedName:
-            return "the size of its result depends on data"
+            return "its result's size is data-dependent"
         buffers = []
         for layout, value in zip(layouts, values, strict=True):
             kwargs: dict[str, Any] = {"dtype": value.dtype, "device": value.device}

@@ -28,7 +28,7 @@ class FxwrapCodegen(WrapperFxCodegen):
 
     Subclass it to see or transform what Inductor emits: ``compile_graph`` gets the whole host graph and
     returns what runs; ``passes`` adds graph passes and ``compile_partition`` compiles partitions some other way;
-    both keep the rest of the line.
+    both keep the rest of the pipeline.
 
     Attributes:
         uuid: of a subclass, says which version of it this is: what it has compiled is cached under that name. One
@@ -48,7 +48,11 @@ class FxwrapCodegen(WrapperFxCodegen):
         return compile_host_graph(gm, request, self.stages())
 
     def stages(self) -> Sequence[Stage]:
-        """What a host graph goes through, in order. Override it to insert, replace or leave out stages."""
+        """What a host graph goes through, in order. Override it to insert, replace or leave out stages.
+
+        Stages of ``Scope.TRACED`` ("host scalars") have run before, on the graph that Inductor got. They stand in the
+        list for completeness: leaving them out has no effect.
+        """
         # Launches are lowered first: torch does not know that a portable Triton call has an effect, and a pass that
         # drops dead code would drop it; of launches torch does know.
         lowered = rewrite("launches", lower_launches, lint=False)
@@ -70,7 +74,7 @@ class FxwrapCodegen(WrapperFxCodegen):
 
         Returns:
             A function of the signature's inputs that returns a sequence of its outputs and writes the inputs that
-            the signature says it updates. For a captured partition it is called while a device graph captures.
+            the signature says it mutates. For a captured partition it is called while a device graph captures.
         """
         return None
 

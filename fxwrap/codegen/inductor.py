@@ -22,7 +22,7 @@ from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelEr
 from ..options import Options
 from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
 from . import torch_versions as versions
-from .caches import cache_key, cached_as, forget, sharing, without_uuid
+from .caches import cache_key, extended_cache_key, remove_entry, shared_storages, without_uuid
 from .emission import FxwrapCodegen
 from .library_calls import prepare
 from .request import requesting
@@ -81,7 +81,7 @@ def compile_with_inductor(
     common.init_backend_registration()  # from torch 2.15 on it calls a device's own hook, which registers it
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
-    key = cache_key(options, devices, sharing(example_inputs))
+    key = cache_key(options, devices, shared_storages(example_inputs))
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         request = CompileRequest(
@@ -95,7 +95,7 @@ def compile_with_inductor(
             torch=torch_functions(),
         )
         own = cache_key(options, devices, request.phase, sorted(request.donated), request.saved, request.inputs)
-        with cached_as(own):
+        with extended_cache_key(own):
             return _compile_program(gm, example_inputs, args, kwargs, request)
 
     changed = without_uuid(options.codegen, FxwrapCodegen) if options.codegen is not None else []
@@ -104,7 +104,7 @@ def compile_with_inductor(
         compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
     # A hit in AOTAutograd's cache compiles nothing, and loads programs.
     base = CompileRequest(options=options, compilation=compilation, torch=torch_functions())
-    with requesting(base), cached_as(key):
+    with requesting(base), extended_cache_key(key):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled
 
@@ -124,7 +124,7 @@ def _compile_program(
                 gm, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs), fx_wrapper=True
             )
         if handed_over.not_stored:
-            forget(compiled)
+            remove_entry(compiled)
             _note_not_stored(handed_over.not_stored, request)
         return compiled
     except Exception as error:

@@ -104,13 +104,13 @@ def register_device(
             default that class itself.
         eager_ops: operators that its graphs cannot capture, by name or as ``EagerRule``.
         kernels: kinds of compiled kernels (``KernelKind``); Triton's need none.
-        cost: what issuing work costs the host, from which it is estimated whether a capture is worth it.
+        cost: what issuing work costs the host, for the cost model of captures.
         place_allocations: tells the device's allocator where to put things: after ``place_allocations(places)``, an
             allocation of this thread that needs exactly so many bytes gets one of these addresses (pairs of an
             address and bytes, each given to one at a time, and again when that is freed), and others may lie in spans
             that are a second argument; the memory stays somebody else's. ``place_allocations(())`` ends it. It
             returns the addresses, of all ever given, that are in use, or None if it does not know. With it, what
-            operators return lies in planned memory, too, and not beside it in a graph's pool.
+            operators return lies in planned memory, too, not in a graph's pool.
         after_failed_capture: ``after_failed_capture(device, pool)`` puts the device's allocator right after
             ``capture_end`` has raised, where that leaves it recording to the pool, as CUDA's does.
 

@@ -78,7 +78,7 @@ def _data_of(compiled: Callable[..., Any]) -> Any:
 
 
 def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], Any]:
-    """What such a module has for an attribute ``call``: made anew whenever it is asked for, and kept by who asked.
+    """What such a module has for an attribute ``call``: made again whenever it is asked for, and kept by who asked.
 
     Inductor keeps modules for ever, and sets constants as attributes once the module has run.
 

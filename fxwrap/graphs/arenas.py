@@ -15,7 +15,7 @@ import torch
 
 from ..errors import MemoryLimitError
 from .devices.runtime import DeviceRuntime, GraphPool
-from .live_outputs import LiveOutputs, OutputStorage
+from .live_outputs import OutputStorage, WatchedOutputs
 from .locks import LockOwner, TryLock
 
 # Bytes. On a CPU the allocator aligns so, but a build may have another allocator.
@@ -75,8 +75,8 @@ class Arena:
 
     Attributes:
         nbytes: its size.
-        live_outputs: the outputs in it that were handed out, by recording.
-        version: changes whenever ``live_outputs`` does.
+        watched_outputs: the outputs in it that were handed out, by recording.
+        version: changes whenever ``watched_outputs`` does.
         stream: where its work was issued last; None where there are no streams.
         stream_id: of that stream; -1 where there is none.
         block: its memory; None if it has none.
@@ -84,7 +84,7 @@ class Arena:
 
     device: torch.device
     nbytes: int = 0
-    live_outputs: list[LiveOutputs] = field(default_factory=list)
+    watched_outputs: list[WatchedOutputs] = field(default_factory=list)
     version: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
     stream_id: ctypes.c_int64 = field(default_factory=lambda: ctypes.c_int64(-1))
     lock: TryLock = field(default_factory=TryLock)
@@ -115,7 +115,7 @@ class Arena:
         self._moved, self._pool = moved, pool
         del pool  # no reference of this function's may keep it alive
         take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
-        memory = take_memory(self.device, take, self.leave_pool)
+        memory = take_memory(self.device, take, self.drop_pool)
         if self.device.type == "cpu" and memory.data_ptr() % _CPU_ALIGNMENT:
             memory = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
         self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
@@ -152,7 +152,7 @@ class Arena:
             self._pool = runtime.make_pool()
         return self._pool
 
-    def leave_pool(self) -> None:
+    def drop_pool(self) -> None:
         """Give the next graph a new pool; the present one is freed with its graphs."""
         self._pool = None
 
@@ -160,8 +160,8 @@ class Arena:
         """End all recordings in the arena; its memory is freed when none of their outputs is live."""
         for user, _ in self.users():
             user.end(why)
-        self._users, self._moved, self.live_outputs, self.block, self.nbytes = [], [], [], None, 0
-        self.leave_pool()
+        self._users, self._moved, self.watched_outputs, self.block, self.nbytes = [], [], [], None, 0
+        self.drop_pool()
         self.changed()
 
     def users(self) -> list[tuple[ArenaUser, int]]:
@@ -178,22 +178,21 @@ class Arena:
         self._moved = [(user, nbytes) for user, nbytes in self._moved if user() is not None]
         return max((nbytes for _, nbytes in self._moved), default=0)
 
-    def enter(self, user: ArenaUser, live: LiveOutputs, nbytes: int) -> None:
+    def enter(self, user: ArenaUser, outputs: WatchedOutputs, nbytes: int) -> None:
         """Note a new recording, its outputs, and the bytes of the arena that it needs."""
         self._users = [(weakref.ref(known), size) for known, size in self.users()]
         self._users.append((weakref.ref(user), nbytes))
-        self.live_outputs = [outputs for outputs in self.live_outputs if not outputs.is_dead()]
-        self.live_outputs.append(live)
+        self.watched_outputs = [*(one for one in self.watched_outputs if not one.is_dead()), outputs]
         self.changed()
 
     def changed(self) -> None:
         """Make every liveness guard collect the outputs again."""
         self.version.value = next(_versions)
 
-    def held(self) -> dict[OutputStorage, int]:
+    def live(self) -> dict[OutputStorage, int]:
         """The live outputs in it, and how many tensors the caller has of each."""
-        held = {output: count for outputs in self.live_outputs for output, count in outputs.held().items()}
-        return {output: count for output, count in held.items() if output.device == self.device}
+        live = {output: count for outputs in self.watched_outputs for output, count in outputs.live().items()}
+        return {output: count for output, count in live.items() if output.device == self.device}
 
 
 _versions = itertools.count(1)
@@ -234,12 +233,12 @@ class ArenaPool:
 
     def __init__(self) -> None:
         self._arenas: dict[torch.device, list[weakref.ref[Arena]]] = {}
-        self._expected: dict[torch.device, dict[int, tuple[weakref.ref[Any], int]]] = {}
+        self._announced: dict[torch.device, dict[int, tuple[weakref.ref[Any], int]]] = {}
 
     def acquire(
-        self, device: torch.device, stream: Any, owner: LockOwner, held: list[Arena], but: _Choice = None
+        self, device: torch.device, stream: Any, owner: LockOwner, locked: list[Arena], but: _Choice = None
     ) -> Arena:
-        """Lock an arena for ``owner`` and append it to ``held``. It is a new one if none is free.
+        """Lock an arena for ``owner`` and append it to ``locked``. It is a new one if none is free.
 
         Args:
             stream: where the call issues its work.
@@ -252,39 +251,39 @@ class ArenaPool:
             if (but is not None and but(arena)) or (arena in busy and len(busy) < AT_ONE_TIME):
                 continue
             # Appended first: an interrupt after the lock is acquired must find what to release.
-            held.append(arena)
+            locked.append(arena)
             if arena.lock.acquire(owner):
                 arena.follow(stream)
                 return arena
-            held.pop()
+            locked.pop()
         arena = Arena(device)
         arena.stream = stream
-        held.append(arena)
+        locked.append(arena)
         arena.lock.acquire(owner)
         arenas.append(weakref.ref(arena, arenas.remove))
         return arena
 
-    def expect(self, device: torch.device, who: Any, nbytes: int) -> None:
+    def announce(self, device: torch.device, who: Any, nbytes: int) -> None:
         """Announce that ``who`` will need an arena of ``nbytes``, while it lives: the arena then grows once."""
-        expected = self._expected.setdefault(device, {})
+        announced = self._announced.setdefault(device, {})
         key = id(who)
-        expected[key] = weakref.ref(who, lambda _: expected.pop(key, None) and None), nbytes
+        announced[key] = weakref.ref(who, lambda _: announced.pop(key, None) and None), nbytes
 
-    def correct(self, device: torch.device, who: Any, nbytes: int) -> None:
+    def lower(self, device: torch.device, who: Any, nbytes: int) -> None:
         """Lower what ``who`` has announced to ``nbytes``, if that is less."""
-        expected = self._expected.get(device, {})
-        known = expected.get(id(who))
+        announced = self._announced.get(device, {})
+        known = announced.get(id(who))
         if known is not None and nbytes < known[1]:
-            expected[id(who)] = known[0], nbytes
+            announced[id(who)] = known[0], nbytes
 
     def withdraw(self, who: Any) -> None:
         """Remove what ``who`` has announced."""
-        for expected in list(self._expected.values()):
-            expected.pop(id(who), None)
+        for announced in list(self._announced.values()):
+            announced.pop(id(who), None)
 
-    def expected(self, device: torch.device) -> int:
+    def largest_announced(self, device: torch.device) -> int:
         """The largest number of bytes that was announced."""
-        return max((nbytes for _, nbytes in list(self._expected.get(device, {}).values())), default=0)
+        return max((nbytes for _, nbytes in list(self._announced.get(device, {}).values())), default=0)
 
     def kept(self, device: torch.device | None = None) -> int:
         """Bytes of the arenas of a device (None: of all), and of what their recordings keep outside of them."""
@@ -340,7 +339,7 @@ class ArenaPool:
                 allowed = int(module.get_per_process_memory_fraction(device) * total)
                 return int(module.memory_allocated(device) - min(free + module.memory_reserved(device), allowed))
         return sum(
-            self._kept_by(arena) if arena.lock.locked() else sum(output.high - output.low for output in arena.held())
+            self._kept_by(arena) if arena.lock.locked() else sum(output.high - output.low for output in arena.live())
             for arena in self._on(device)
         )
 

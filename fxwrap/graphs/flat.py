@@ -161,7 +161,7 @@ class FlatBuilder:
         self._parts[node] = parts
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
-        """Append a partition: its nodes, or the call of what somebody else made of them."""
+        """Append a partition: its nodes, or the call that replaces them."""
         signature = plan.compiled.get(partition.index)
         if signature is None:
             self.run(plan.work_in(partition), stores, plan.awaited)

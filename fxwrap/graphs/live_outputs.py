@@ -41,10 +41,10 @@ class OutputStorage:
         return any(low < self.high and self.low < high for low, high in footprint)
 
 
-class LiveOutputs:
+class WatchedOutputs:
     """The outputs of one recording.
 
-    An output is live if its storage's use count is above the baseline: the count at a time when nobody had it.
+    An output is live if its storage's use count is above the baseline: the count when it was not live.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LiveOutputs:
         self.baseline = [count - handed_out.get(output.storage._cdata, 0) for count, output in counted]
         self._retired = False
 
-    def held(self) -> dict[OutputStorage, int]:
+    def live(self) -> dict[OutputStorage, int]:
         """The live outputs, and how many tensors the caller has of each."""
         counts = self._counts()
         if counts == self.baseline:
@@ -80,19 +80,19 @@ class LiveOutputs:
 
     def is_dead(self) -> bool:
         """Whether the recording has ended, and none of its outputs is live."""
-        return self._retired and not self.held()
+        return self._retired and not self.live()
 
 
 class SharedMemory(Protocol):
     """An arena.
 
     Attributes:
-        live_outputs: the outputs in it that were handed out, by recording.
-        version: changes whenever ``live_outputs`` does.
+        watched_outputs: the outputs in it that were handed out, by recording.
+        version: changes whenever ``watched_outputs`` does.
     """
 
     device: torch.device
-    live_outputs: list[LiveOutputs]
+    watched_outputs: list[WatchedOutputs]
     version: ctypes.c_int64
 
 
@@ -102,7 +102,7 @@ class LivenessGuard:
     def __init__(
         self,
         footprints: Mapping[SharedMemory, Sequence[tuple[int, int]]],
-        own: LiveOutputs,
+        own: WatchedOutputs,
         donated: Mapping[int, int],
         counter: UseCounter,
     ) -> None:
@@ -127,7 +127,7 @@ class LivenessGuard:
             self._collect(versions)
         if counts == self._own.baseline + self._free:
             return True
-        if self._own.held():
+        if self._own.live():
             return False
         others = counts[len(self._own.outputs) :]
         self._free = list(map(min, others, self._free))
@@ -150,7 +150,7 @@ class LivenessGuard:
     def _collect(self, versions: list[int]) -> None:
         near, free = list[OutputStorage](), list[int]()
         for arena, footprint in self._footprints.items():
-            for outputs in arena.live_outputs:
+            for outputs in arena.watched_outputs:
                 if outputs is self._own:
                     continue
                 for position, output in enumerate(outputs.outputs):

@@ -13,24 +13,21 @@ from torch.fx import Node
 
 from ..errors import CaptureError, MemoryLimitError
 from ..packing import Reserved
-from ..plan import MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan
+from ..plan import MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan, ReservedIn, nothing_reserved
 from .arenas import Arena, has_address, reach, tensors_in
 from .devices.runtime import current_stream, runtime_for
 from .locks import LockOwner
 from .shared_state import SHARED
 
-# How many times what anybody needs an arena may be large.
+# An arena may be so many times as large as its largest user needs.
 _SLACK = 2
-
-# What outputs of other recordings have in a device's arena.
-ReservedIn = Callable[[torch.device], Sequence[Reserved]]
 
 
 class Planner(Protocol):
     """Decides about one host graph: ``pipeline.HostGraphPlanner``."""
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
-        """The plan before sizes are known, cut around operators that captures have failed at (and how)."""
+        """The plan before sizes are known, partitioned around operators whose capture failed (with the error)."""
 
     def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
         """The numbers of symbolic nodes, for the values of all placeholders."""
@@ -41,8 +38,8 @@ class Planner(Protocol):
         """Plan one recording around what is reserved, and verify the plan.
 
         Args:
-            hint: is tried first.
-            like: a plan for other sizes.
+            hint: offsets from a joint plan of forward and backward; tried first.
+            like: this program's plan for other sizes.
         """
 
     def plan_pair(
@@ -60,13 +57,15 @@ class Planner(Protocol):
 
 @dataclass(eq=False)
 class Estimate:
-    """What is known of the memory of a specialization before anything is recorded.
+    """What is known of the memory of a specialization before anything is recorded: a plan ahead.
+
+    A ``Prediction`` (plan.py) is made of it for reports: bytes by device, with what operators allocate.
 
     Attributes:
         planned: the program at the sizes.
         successor: the estimate of the program that gets what this one saves, and its inputs by storage of this one.
         memory: the first plan for it.
-        hint: from a plan for this program and the one before.
+        hint: offsets from a joint plan of this program and its forward.
         static_inputs: bytes of inputs that stay where they are.
         follows: it is the successor of another.
     """
@@ -121,7 +120,7 @@ class MemoryProvider:
     whole_storage: Mapping[Node, str] = field(default_factory=dict)
     max_memory: int = 0
 
-    def expect(
+    def estimate(
         self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None
     ) -> Estimate:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
@@ -137,7 +136,7 @@ class MemoryProvider:
             planned = self._planned(plan, inputs, plan.static_inputs)
         except CaptureError:
             planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
-        memory = self.planner.plan(planned, lambda device: (), None, like)
+        memory = self.planner.plan(planned, nothing_reserved, None, like)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs])))
         estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
@@ -145,7 +144,7 @@ class MemoryProvider:
             SHARED.arenas.withdraw(saved.estimate)  # what both need together is found when the first is recorded
         elif plan.phase != "backward":
             for device, arena in memory.arenas.items():
-                SHARED.arenas.expect(device, estimate, arena.size)
+                SHARED.arenas.announce(device, estimate, arena.size)
         return estimate
 
     def predict(self, estimate: Estimate) -> list[Prediction]:
@@ -163,7 +162,7 @@ class MemoryProvider:
         estimate: Estimate | None,
         like: MemoryPlan | None,
         owner: LockOwner,
-        held: list[Arena],
+        locked: list[Arena],
         but: Callable[[Arena], bool],
     ) -> RecordingMemory:
         """Plan a recording, in arenas that ``owner`` gets, and that grow if need be.
@@ -171,7 +170,7 @@ class MemoryProvider:
         Args:
             static: positions of inputs whose addresses stay.
             like: a plan for other sizes.
-            held: the arenas are entered here, to be given back.
+            locked: the arenas are entered here, to be released.
             but: tells which arenas will not do.
 
         Raises:
@@ -184,7 +183,7 @@ class MemoryProvider:
             # Such a plan depends on no addresses: what the warm-up has planned still holds.
             if estimate is not None and estimate.is_for(planned):
                 return RecordingMemory(planned, estimate.memory)
-            return RecordingMemory(planned, self.planner.plan(planned, lambda device: (), None, None))
+            return RecordingMemory(planned, self.planner.plan(planned, nothing_reserved, None, None))
         if estimate is not None:
             estimate.planned = planned  # it is known by now which inputs stay
         hint = self._with_successor(planned, estimate)
@@ -195,12 +194,12 @@ class MemoryProvider:
         stream = current_stream(plan.device)
 
         def arena_of(device: torch.device) -> Arena:
-            found = next((arena for arena in held if arena.device == device), None)
-            return found or SHARED.arenas.acquire(device, stream, owner, held, but)
+            found = next((arena for arena in locked if arena.device == device), None)
+            return found or SHARED.arenas.acquire(device, stream, owner, locked, but)
 
         def reserved_in(device: torch.device) -> list[Reserved]:
             found = []
-            for output, holders in arena_of(device).held().items():
+            for output, holders in arena_of(device).live().items():
                 positions = donated.get(output.storage._cdata, [])
                 last = positions if len(positions) == holders else []
                 names = tuple(self.placeholders[p].name for p in last)
@@ -213,8 +212,8 @@ class MemoryProvider:
             memory = self.planner.plan(planned, reserved_in, hint, like)
             sizes = {arena_of(device): one.size for device, one in memory.arenas.items()}
             for arena, nbytes in sizes.items():
-                SHARED.arenas.correct(arena.device, estimate, nbytes)
-            # Moved memory has nobody's outputs in it: another plan, if somebody had any.
+                SHARED.arenas.lower(arena.device, estimate, nbytes)
+            # Moved memory has no live outputs in it: another plan, if there were any.
             moved = any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
                 # The arena's pool is where operators allocate during capture.
@@ -222,11 +221,11 @@ class MemoryProvider:
                 return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))
 
     def _fit(self, arena: Arena, nbytes: int) -> bool:
-        """Make an arena large enough, and at most twice as large as anybody needs; whether its memory moved."""
+        """Make an arena large enough, at most twice as large as its largest user needs; whether its memory moved."""
         # Around live outputs it may be more next time: few steps up, so that few recordings end.
         again = arena.needed_again()
-        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.held() else 0
-        for expected in (max(room, again, SHARED.arenas.expected(arena.device)), 0):
+        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0
+        for expected in (max(room, again, SHARED.arenas.largest_announced(arena.device)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
             if not self.max_memory or SHARED.arenas.make_room(arena, size, self.max_memory):

@@ -1,4 +1,4 @@
-"""Inputs that lie in the same bytes at a call, one of which is written.
+"""Inputs that overlap at a call, one of which is mutated.
 
 A replay copies inputs to their buffers before anything runs, so that a write to one is never seen in another. Nothing
 guards this: Dynamo and AOTAutograd ask about inputs that shared memory when the program was compiled.
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..packing import joined
 from ..plan import ProgramPlan
 from .arenas import has_address, reach
 
@@ -25,52 +26,51 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class WrittenInputs:
-    """What tells whether the inputs of a call lie apart from those that are written.
+class MutatedInputs:
+    """Tells whether the mutated inputs of a call lie apart from all others.
 
     Attributes:
-        moving: (position, whether it is written) of inputs that may lie elsewhere at every call.
-        fixed: where the others lie: spans that do not touch each other, in order.
-        fixed_written: the same of those that are written.
+        moving: (position, whether it is mutated) of inputs that may lie elsewhere at every call.
+        static_spans: addresses of static inputs: spans that do not touch each other, in order.
+        written_static_spans: the same of the mutated ones.
         overlap: whether two tensors in one storage share an element.
     """
 
     moving: Sequence[tuple[int, bool]]
-    fixed: Sequence[Span]
-    fixed_written: Sequence[Span]
+    static_spans: Sequence[Span]
+    written_static_spans: Sequence[Span]
     overlap: Callable[[torch.Tensor, torch.Tensor], bool]
 
     @classmethod
-    def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> WrittenInputs | None:
-        """Those of a program, wherever they lie; None if it writes none, or has but one."""
-        written = plan.facts.written_by_any()
-        placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+    def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> MutatedInputs | None:
+        """Those of a program, wherever they lie; None if it mutates none, or has but one."""
+        written = plan.facts.all_written()
         moving = [
             (p, bool(plan.facts.of(node) & written))
-            for p, node in enumerate(placeholders)
+            for p, node in enumerate(plan.placeholders)
             if _lies_on(plan.device, node.meta.get("val"))
         ]
         return cls(moving, (), (), overlap) if len(moving) > 1 and any(writes for _, writes in moving) else None
 
-    def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> WrittenInputs | None:
+    def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> MutatedInputs | None:
         """The same where some inputs lie where they lie now; None where nothing can go wrong any more: a replay works
         on static inputs themselves."""
         stay = frozenset(static)
-        fixed = [(_span(inputs[p]), writes) for p, writes in self.moving if p in stay]
+        static_spans = [(_span(inputs[p]), writes) for p, writes in self.moving if p in stay]
         moving = [(p, writes) for p, writes in self.moving if p not in stay]
         if not moving:
             return None
-        spans = _joined(span for span, _ in fixed), _joined(span for span, writes in fixed if writes)
-        return WrittenInputs(moving, *spans, self.overlap)
+        spans = joined(span for span, _ in static_spans), joined(span for span, writes in static_spans if writes)
+        return MutatedInputs(moving, *spans, self.overlap)
 
     def are_apart(self, inputs: Sequence[Any]) -> bool:
-        """Whether no input that is written shares bytes with another one."""
+        """Whether no mutated input shares bytes with another one."""
         spans = sorted((*_span(inputs[p]), p, writes) for p, writes in self.moving)
-        reached: list[tuple[int, int, bool]] = []  # (end, position, whether it is written): what began before
+        reached: list[tuple[int, int, bool]] = []  # (end, position, whether it is mutated): what began before
         for begin, end, position, writes in spans:
             if begin == end:
                 continue
-            if _touches(self.fixed if writes else self.fixed_written, begin, end):
+            if _touches(self.static_spans if writes else self.written_static_spans, begin, end):
                 return False
             reached = [one for one in reached if one[0] > begin]
             for _, other, other_writes in reached:
@@ -92,16 +92,6 @@ def _lies_on(device: torch.device, value: Any) -> bool:
 def _span(tensor: torch.Tensor) -> Span:
     begin = tensor.data_ptr()
     return begin, begin + reach(tensor)
-
-
-def _joined(spans: Any) -> list[Span]:
-    found: list[Span] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif begin < end:
-            found.append((begin, end))
-    return found
 
 
 def _touches(spans: Sequence[Span], begin: int, end: int) -> bool:

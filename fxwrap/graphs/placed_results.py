@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from .arenas import reach, tensor_over
-from .static_buffers import apart, copy_tensors
+from .static_buffers import copy_tensors, safe_source
 
 
 class PlacedResults:
@@ -61,7 +61,7 @@ class Landing:
             self._tensors = self._lay_out(results)
         # All of them before one is copied: they may lie in each other's places.
         for element, place in self._tensors.items():
-            results[element] = apart(results[element], place, self._taken)
+            results[element] = safe_source(results[element], place, self._taken)
         for element, place in self._tensors.items():
             copy_tensors(results[element], place)
             results[element] = place

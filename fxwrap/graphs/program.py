@@ -37,8 +37,8 @@ from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder, FlatFunction
 from .locks import LockOwner
-from .memory_provider import Estimate, MemoryProvider, Planner, Saved
-from .overlaps import WrittenInputs
+from .memory_provider import Estimate, MemoryProvider, Planner, RecordingMemory, Saved
+from .overlaps import MutatedInputs
 from .ranges import partition_range
 from .ranges import recording as recording_range
 from .recording import Recording, RecordingRequest, next_use
@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 
 _MISSED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
-_OVERLAP = "an input that is written overlaps another one"
+_OVERLAP = "a mutated input overlaps another one"
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
-# Most programs run eagerly once, before they are recorded.
-_WORTH_A_UNIT = 3
+# Eager runs before a unit is made for them: most programs run eagerly once, before they are recorded.
+_RUNS_BEFORE_UNIT = 3
 # Recordings that a report can tell of.
 _HISTORY = 200
 _serial_numbers = itertools.count()
@@ -93,7 +93,7 @@ class Program:
     ) -> None:
         self.options, self.functions, self._planner = options, functions, planner
         self._profiling = functions.profiling
-        self._refused = dict[str, str]()  # operators that captures have failed at, and how
+        self._refused = dict[str, str]()  # operators whose capture failed, with the error
         self.counters = Counters()
         self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.specializations = Specializations(options.max_recordings)
@@ -106,7 +106,7 @@ class Program:
         self._prepared = self._adopt(plan)
         self._dynamic = _dynamic_positions(self._prepared.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
-        self._written_inputs = WrittenInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
+        self._mutated_inputs = MutatedInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
         self._warm_ups = max(options.warmup, int(self._on_accelerator))
@@ -125,8 +125,8 @@ class Program:
         for one in plan.partitions:
             what = partition_range(self.name, one.index), one.verdict.value, one.launches, one.externs
             log.info("%s: %s, %d launches, %d extern calls; %s", *what, one.reason or one.benefit)
-        placeholders = [n for n in plan.graph.graph.nodes if n.op == "placeholder"]
-        written, frozen = plan.facts.written_by_any(), freezes_addresses(plan.device)
+        placeholders = plan.placeholders
+        written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         provider = MemoryProvider(
             self._planner,
             placeholders,
@@ -213,8 +213,8 @@ class Program:
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
-        # Somebody's graph would keep addresses in arenas, which nobody holds for it. (The default stream, 0, cannot
-        # be captured, and CUDA's driver takes a while to say so.)
+        # The caller's graph would keep addresses in arenas, without a reference to them. (The default stream, 0,
+        # cannot be captured, and CUDA's driver takes a while to say so.)
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
             return _MISSED
         for recording in specialization.recordings:
@@ -236,7 +236,7 @@ class Program:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
     def _not_replayed(self, specialization: Specialization, inputs: list[Any]) -> Any:
-        specialization.calls.append(next_use())
+        specialization.missed_at.append(next_use())
         prepared, reason = self._prepared, self._eager_reason(specialization, inputs)
         if reason:
             return self._run_eagerly(prepared, inputs, reason, specialization)
@@ -249,7 +249,7 @@ class Program:
             if decision.event:
                 self._count("events", decision.event)
             reason = decision.eager
-            if decision.record and (short_of := specialization.waits_for_memory(self.plan.device)):
+            if decision.record and (short_of := specialization.memory_shortage(self.plan.device)):
                 reason = short_of
             elif decision.record and not self.specializations.make_room(specialization, owner):
                 reason = f"{self.options.max_recordings} other recordings are used more often (max_recordings)"
@@ -277,7 +277,7 @@ class Program:
             return _CAPTURED
         if self._never_recorded:
             return self._never_recorded
-        if self._written_inputs is not None and not self._written_inputs.are_apart(inputs):
+        if self._mutated_inputs is not None and not self._mutated_inputs.are_apart(inputs):
             return _OVERLAP
         # Hardware cannot capture what happens once only: kernels load and are tuned for sizes, libraries make a
         # handle for each thread.
@@ -326,7 +326,7 @@ class Program:
         if reason != _WARM_UP:
             return prepared.eager(inputs)
         if specialization.estimate is None:
-            self._expect(prepared, inputs, specialization)
+            self._make_estimate(prepared, inputs, specialization)
         # What is recorded at the next call wants to know what moved since this one.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
@@ -339,13 +339,14 @@ class Program:
             specialization.warm_outputs = _weak_outputs(prepared, outputs)
         return outputs
 
-    def _expect(self, prepared: _Prepared, inputs: Sequence[Any], specialization: Specialization) -> None:
+    def _make_estimate(self, prepared: _Prepared, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
         if self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full()):
             return
         try:
-            specialization.estimate = prepared.provider.expect(prepared.plan, inputs, self.newest_plan, self._saved())
-            self._note_plan(specialization.estimate.planned, specialization.estimate.memory)
+            estimate = prepared.provider.estimate(prepared.plan, inputs, self.newest_plan, self._saved())
+            specialization.estimate = estimate
+            self._note_plan(estimate.planned, estimate.memory)
         except PlanError as error:
             if self.options.strict:
                 raise
@@ -359,12 +360,12 @@ class Program:
             log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self.name, *told)
         self.newest_planned, self.newest_plan = planned, memory
 
-    def expect(self, inputs: Sequence[Any]) -> None:
+    def plan_ahead(self, inputs: Sequence[Any]) -> None:
         """Plan memory for a call with such inputs, which is not made."""
         key = self._key(inputs) if self._dynamic else None
         found = self.specializations.get(key) or self.specializations.add(key, Specialization())
         if found.estimate is None:
-            self._expect(self._prepared, inputs, found)
+            self._make_estimate(self._prepared, inputs, found)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
         """Be the backward of ``forward``.
@@ -393,70 +394,83 @@ class Program:
         decision: Decision,
         owner: LockOwner,
     ) -> Any:
-        why, held, device = decision.record, list[Arena](), prepared.plan.device
+        why, locked, device = decision.record, list[Arena](), prepared.plan.device
         short_of, outputs, begin = "", _MISSED, time.perf_counter()
         if why == "first":
-            specialization.look_at_the_warm_up()
+            specialization.copy_live_warm_outputs()
             why = "first" if len(self.specializations) == 1 else "new shape"
         before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
-            runtime = runtime_for(device)
-            frozen, backward = runtime.frozen_addresses, prepared.plan.phase == "backward"
-            static = specialization.static(inputs, prepared.plan.static_inputs, frozen, backward, self._saved_tensors)
+            static = specialization.static_positions(
+                inputs,
+                prepared.plan.static_inputs,
+                others_copied=runtime_for(device).frozen_addresses,
+                backward=prepared.plan.phase == "backward",
+                saved=self._saved_tensors,
+            )
             estimate = specialization.estimate
-            decision.apart |= specialization.apart
-            provide, which = prepared.provider.provide, decision.will_not_do
-            own = provide(prepared.plan, inputs, static, estimate, self.newest_plan, owner, held, which)
+            decision.without_live_outputs |= specialization.without_live_outputs
+            provide, which = prepared.provider.provide, decision.excludes
+            own = provide(prepared.plan, inputs, static, estimate, self.newest_plan, owner, locked, which)
             self._note_plan(own.planned, own.memory)
             specialization.estimate = estimate or Estimate(own.planned, own.memory)
-            copied = specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied
-            request = RecordingRequest(
-                self.name,
-                self._traces,
-                runtime,
-                self.functions,
-                own.planned,
-                own.memory,
-                own.arenas,
-                own.reused_inputs,
-                static,
-                copied,
-                self._written_inputs.with_static(inputs, static) if self._written_inputs is not None else None,
-                weakref.ref(specialization),
-            )
+            request = self._request_for(prepared, specialization, inputs, static, own)
             with record_function(recording_range(self.name)):
                 recorded = RecordingBuilder(request).record(inputs)
             recording, outputs = recorded.recording, recorded.outputs
             short_of = OUT_OF_MEMORY if recording.ended == OUT_OF_MEMORY else ""
         except MemoryLimitError as error:
             short_of = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE
-            for arena in held if short_of == OUT_OF_MEMORY else ():
+            for arena in locked if short_of == OUT_OF_MEMORY else ():
                 arena.clear(OUT_OF_MEMORY)  # its pool, too: captures have left there what they had taken
             if self.options.strict:
                 raise
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise
-            if isinstance(error, PlanError) and any(arena.held() for arena in held):
-                specialization.apart = True  # it may be what is in the arena now
+            if isinstance(error, PlanError) and any(arena.live() for arena in locked):
+                specialization.without_live_outputs = True  # it may be what is in the arena now
             else:
                 self._never_recorded = str(error.subject)
             return self._run_eagerly(prepared, inputs, str(error.subject), specialization)
         finally:
-            for arena in held:
+            for arena in locked:
                 arena.lock.release(owner)
         if not short_of or self.options.strict:
             self._keep(specialization, recorded, inputs, why)
             self._note_recording(recorded, inputs, why, time.perf_counter() - begin)
             return outputs
         # Whoever ended for it will be back; whoever got what this call returns will let go of it.
-        specialization.falls_short(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
+        specialization.note_shortage(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
         if short_of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
-        if outputs is _MISSED:  # by now nobody has what was made for the recording
+        if outputs is _MISSED:  # by now what was made for the recording is free
             return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
         return outputs
+
+    def _request_for(
+        self,
+        prepared: _Prepared,
+        specialization: Specialization,
+        inputs: Sequence[Any],
+        static: list[int],
+        own: RecordingMemory,
+    ) -> RecordingRequest:
+        return RecordingRequest(
+            self.name,
+            self._traces,
+            runtime_for(prepared.plan.device),
+            self.functions,
+            own.planned,
+            own.memory,
+            own.arenas,
+            own.reused_inputs,
+            static,
+            specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied,
+            self._mutated_inputs.with_static(inputs, static) if self._mutated_inputs is not None else None,
+            weakref.ref(specialization),
+        )
 
     def _keep(self, specialization: Specialization, recorded: Recorded, inputs: list[Any], why: str) -> None:
         recording = recorded.recording
@@ -479,7 +493,7 @@ class Program:
             log.info("%s: is cut again around %s: %s", self.name, operator, failure)
         self._prepared = self._adopt(self._planner.partition(self._refused))
         for known in self.specializations.values():
-            known.cut_again()
+            known.drop_recordings()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:
         recording, request = recorded.recording, recorded.recording.request
@@ -528,7 +542,7 @@ class Program:
 
 
 class EagerRuns:
-    """Runs the whole schedule with plain allocations: in Python at first, and natively once that is worth a unit."""
+    """Runs the whole schedule with plain allocations: in Python, natively after ``_RUNS_BEFORE_UNIT`` runs."""
 
     def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
         self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
@@ -539,7 +553,7 @@ class EagerRuns:
     def __call__(self, inputs: list[Any]) -> Any:
         if (unit := self._unit) is None:
             self._calls += 1
-            if self._calls == _WORTH_A_UNIT:
+            if self._calls == _RUNS_BEFORE_UNIT:
                 self._make_unit()
         elif (outputs := unit(inputs)) is not self._missed:
             return outputs

@@ -20,9 +20,9 @@ from ..plan import MemoryPlan, Planned
 from .arenas import Arena, tensors_in
 from .devices.device_graph import DeviceGraph
 from .devices.runtime import DeviceRuntime, GraphPool
-from .live_outputs import LivenessGuard, LiveOutputs, OutputStorage, SharedMemory
+from .live_outputs import LivenessGuard, OutputStorage, SharedMemory, WatchedOutputs
 from .locks import LockOwner, TryLock
-from .overlaps import WrittenInputs
+from .overlaps import MutatedInputs
 from .placement import MemoryKeptError, PlacementHints
 from .ranges import copies_of_inputs, copies_to_inputs
 from .regions import Regions
@@ -43,7 +43,7 @@ class RecordingRequest:
         reused_inputs: positions of donated inputs whose memory is used again after their last use.
         static_inputs: positions of the inputs whose address is taken to stay.
         copied: storages of outputs that are copied when handed out.
-        written_inputs: what tells whether inputs that are written lie apart from others; None where none can overlap.
+        mutated_inputs: tells whether mutated inputs lie apart from others; None where none can overlap.
         policy: is told of outputs that are live when their memory is needed.
     """
 
@@ -57,7 +57,7 @@ class RecordingRequest:
     reused_inputs: tuple[int, ...]
     static_inputs: list[int]
     copied: frozenset[int]
-    written_inputs: WrittenInputs | None
+    mutated_inputs: MutatedInputs | None
     policy: weakref.ref[Policy]
 
 
@@ -115,7 +115,7 @@ def fill(buffers: InputBuffers, inputs: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Held:
+class RecordingResources:
     """What a recording keeps for as long as it lives.
 
     Attributes:
@@ -149,11 +149,13 @@ class Recording:
         listing: what the unit runs, a line for each step.
     """
 
-    def __init__(self, request: RecordingRequest, replay: Replay, held: Held, static_addresses: list[Any]) -> None:
+    def __init__(
+        self, request: RecordingRequest, replay: Replay, resources: RecordingResources, static_addresses: list[Any]
+    ) -> None:
         self.request, self.plan = request, request.planned.program
         self._profiling = request.functions.profiling
         self._replay: Replay | None = replay
-        self._held: Held | None = held
+        self._resources: RecordingResources | None = resources
         self._blank = (None,) * len(replay.registers)
         # Who has an arena's lock is alone in everything that was recorded in it.
         self._arenas = tuple(request.arenas.values())
@@ -162,14 +164,14 @@ class Recording:
         self.same_addresses: Callable[[list[Any]], bool] = lambda inputs: True
         if request.static_inputs:
             self.same_addresses = request.functions.pointer_check(static_addresses, request.static_inputs)
-        self.eager_reasons = held.eager_reasons
-        captured_none = held.eager_reasons and not held.graphs
-        self.without_graphs = next(iter(held.eager_reasons.values())) if captured_none else ""
+        self.eager_reasons = resources.eager_reasons
+        captured_none = resources.eager_reasons and not resources.graphs
+        self.without_graphs = next(iter(resources.eager_reasons.values())) if captured_none else ""
         self.ended = self.superseded = ""
         self._used = next_use()
         self.unit: Unit | None = None
         self.listing: Sequence[str] = ()
-        self._live_outputs = LiveOutputs()
+        self._watched_outputs = WatchedOutputs()
         self._liveness: LivenessGuard | None = None
         self._retire: Callable[[], object] = _nothing
 
@@ -182,23 +184,23 @@ class Recording:
             outputs: what is handed out uncopied.
             returned: the outputs of the first call.
         """
-        assert self._held is not None
+        assert self._resources is not None
         handed_out = Counter(tensor.untyped_storage()._cdata for tensor in tensors_in(returned))
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
-        self._live_outputs = LiveOutputs(outputs, counter, handed_out)
+        self._watched_outputs = WatchedOutputs(outputs, counter, handed_out)
         plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
         footprints: dict[SharedMemory, Sequence[tuple[int, int]]] = {
             arena: memory.footprint(plan) if plan is not None else () for arena, plan in plans.items()
         }
-        given = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
-        self._liveness = LivenessGuard(footprints, self._live_outputs, given, counter)
-        unplanned = [t for value in (*self._held.memory, *self._held.kept) for t in tensors_in(value)]
+        donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
+        self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
+        unplanned = [t for value in (*self._resources.memory, *self._resources.kept) for t in tensors_in(value)]
         without_modes = self.request.functions.without_modes
-        self._retire = weakref.finalize(self, _retire, without_modes, self._live_outputs, self._arenas, unplanned)
+        self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, unplanned)
         self._retire.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
         for arena, plan in plans.items():
-            arena.enter(self, self._live_outputs, plan.size if plan is not None else 0)
+            arena.enter(self, self._watched_outputs, plan.size if plan is not None else 0)
 
     def acquire(self, owner: LockOwner) -> bool:
         """Lock the recording and its arenas for one call; False when another call uses one, or it has ended."""
@@ -215,7 +217,7 @@ class Recording:
     @property
     def graphs(self) -> Sequence[DeviceGraph]:
         """The device graphs that it replays; none if it has ended."""
-        return self._held.graphs if self._held is not None else ()
+        return self._resources.graphs if self._resources is not None else ()
 
     @property
     def used(self) -> int:
@@ -235,11 +237,14 @@ class Recording:
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
-        if (written := self.request.written_inputs) is not None:
+        if (written := self.request.mutated_inputs) is not None:
             guards = dataclasses.replace(
-                guards, moving=written.moving, fixed=written.fixed, fixed_written=written.fixed_written
+                guards,
+                moving=written.moving,
+                static_spans=written.static_spans,
+                written_static_spans=written.written_static_spans,
             )
-        hints = self._held.hints if self._held is not None else None
+        hints = self._resources.hints if self._resources is not None else None
         on_error = hints.in_use if hints is not None else None
         described = Description(
             replay.inputs_end, replay.frees_inputs, guards, _CLOCK, count, on_error, self.request.name
@@ -254,12 +259,14 @@ class Recording:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that it keeps beside arenas: what eager work or an operator allocates and captured work reads."""
-        if self._held is None:
+        """Bytes that it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
+        if self._resources is None:
             return 0
-        kept = [*self._held.memory, *(t for value in self._held.kept for t in tensors_in(value))]
+        kept = [*self._resources.memory, *(t for value in self._resources.kept for t in tensors_in(value))]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept}
-        return sum(storage.nbytes() for handle, storage in storages.items() if handle not in self._held.in_arenas)
+        return sum(
+            storage.nbytes() for handle, storage in storages.items() if handle not in self._resources.in_arenas
+        )
 
     def is_at(self, position: int, value: Any) -> bool:
         """Whether a static input is where it was."""
@@ -269,7 +276,7 @@ class Recording:
         """Whether it suits a call that has its locks: static inputs are where they were, and its memory is free."""
         if self.superseded or not self.same_addresses(inputs):
             return False
-        if (written := self.request.written_inputs) is not None and not written.are_apart(inputs):
+        if (written := self.request.mutated_inputs) is not None and not written.are_apart(inputs):
             return False
         return not self._arenas or (self.is_idle_for(owner) and self.is_free())
 
@@ -297,13 +304,13 @@ class Recording:
         return all(arena.is_idle_for(owner.stream) for arena in self._arenas)
 
     @property
-    def live_outputs(self) -> Sequence[OutputStorage]:
+    def watched_outputs(self) -> Sequence[OutputStorage]:
         """What it hands out uncopied."""
-        return self._live_outputs.outputs
+        return self._watched_outputs.outputs
 
-    def held(self) -> Mapping[OutputStorage, int]:
-        """Live outputs: somebody has them."""
-        return self._live_outputs.held()
+    def live(self) -> Mapping[OutputStorage, int]:
+        """The live outputs, and how many tensors the caller has of each."""
+        return self._watched_outputs.live()
 
     def tell_who_is_in_the_way(self) -> None:
         """Have those copy their outputs from now on which are live, again, in the memory that it works on."""
@@ -320,16 +327,16 @@ class Recording:
         self._retire()
         if self.unit is not None:
             self.unit.clear()
-        self._replay = self._held = self._liveness = None
-        self._live_outputs = LiveOutputs()
+        self._replay = self._resources = self._liveness = None
+        self._watched_outputs = WatchedOutputs()
 
     def run(self, inputs: list[Any], owner: LockOwner) -> Any:
         """Replay on ``inputs`` and hand out the outputs. ``owner`` has its locks; no other stream works there now.
 
         Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
         """
-        replay, held = self._replay, self._held
-        assert replay is not None and held is not None, f"a recording was run that has ended: {self.ended}"
+        replay, resources = self._replay, self._resources
+        assert replay is not None and resources is not None, f"a recording was run that has ended: {self.ended}"
         r = replay.registers
         self._used = next_use()
         for arena in self._arenas:
@@ -369,10 +376,10 @@ class Recording:
 
     def failed(self, error: BaseException) -> None:
         """A replay has raised."""
-        if self._held is not None:
-            self._held.regions.empty()
-            if self._held.hints is not None:
-                self._held.hints.end(error, self._arenas)
+        if self._resources is not None:
+            self._resources.regions.empty()
+            if self._resources.hints is not None:
+                self._resources.hints.end(error, self._arenas)
 
     def failed_natively(self, error: BaseException, owner: LockOwner) -> None:
         """Its unit has raised. The call is over: others may be in one by now."""
@@ -403,7 +410,7 @@ def _nothing() -> None:
 
 def _retire(
     without_modes: Callable[[], contextlib.AbstractContextManager[Any]],
-    live: LiveOutputs,
+    outputs: WatchedOutputs,
     arenas: Sequence[Arena],
     unplanned: list[torch.Tensor],
 ) -> None:
@@ -411,7 +418,7 @@ def _retire(
 
     It may be collected while another program is traced.
     """
-    live.retire()
+    outputs.retire()
     for arena in arenas:
         arena.changed()
         with without_modes():

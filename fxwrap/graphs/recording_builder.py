@@ -27,7 +27,7 @@ from .output_views import copy_out, each, relay, relay_shared, shares_storage, v
 from .placed_results import PlacedResults
 from .placement import PlacementHints
 from .ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
-from .recording import Held, Recording, RecordingRequest, Replay, fill
+from .recording import Recording, RecordingRequest, RecordingResources, Replay, fill
 from .regions import Regions
 from .registers import Registers
 from .static_buffers import Fill, StaticBuffers, copy_tensors, unexpanded
@@ -36,11 +36,11 @@ from .units import Part
 
 @dataclass(frozen=True)
 class Recorded:
-    """What came of recording one call.
+    """The result of recording one call.
 
     Attributes:
-        outputs: of this call.
-        refused: operators that a capture has failed at, and how: the program can be cut anew around them.
+        outputs: outputs of that call.
+        refused: operators whose capture failed, with the error: the program can be partitioned again around them.
     """
 
     recording: Recording
@@ -49,22 +49,21 @@ class Recorded:
 
 
 class RecordingBuilder:
-    """Records one call of a program. It is gone afterwards: whatever a replay needs is in the recording."""
+    """Records one call of a program. It is used once; the recording holds all that a replay needs."""
 
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
         self.plan = request.planned.program
         self._frozen = request.runtime.frozen_addresses
-        self._placeholders = [n for n in self.plan.graph.graph.nodes if n.op == "placeholder"]
+        self._placeholders = self.plan.placeholders
         self._constants = constants(self.plan.graph)
         self._registers = Registers.of(self.plan, request.memory, self._frozen)
-        self._r: list[Any] = [None] * len(self._registers.numbers)
+        self._values: list[Any] = [None] * len(self._registers.numbers)
         self._inputs_end = len(self._placeholders)
-        captured = [p for p in self.plan.partitions if p.verdict is Verdict.CAPTURED]
-        # Storages that have to lie where they always do: graphs read them, or they have a place in the plan.
-        self._fixed = self.plan.facts.named_in(node for p in captured for node in self.plan.work_in(p))
+        # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
+        self._fixed_storages = self.plan.facts.named_in(self.plan.captured_work)
         places = enumerate(request.memory.places)
-        self._fixed |= {index for index, place in places if self._in_arena(place)}
+        self._fixed_storages |= {index for index, place in places if self._in_arena(place)}
         self._memory: dict[Node, torch.Tensor] = {}
         self._in_arenas: dict[int, tuple[torch.device, int]] = {}
         self._regions = Regions(self.plan, request.memory)
@@ -74,25 +73,25 @@ class RecordingBuilder:
         self._input_buffers: list[tuple[Fill, list[int]]] = []
         self._mutated: list[tuple[int, torch.Tensor]] = []
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
-        # The tensors that stand for static and copied inputs.
-        self._as_seen: dict[int, torch.Tensor] = {}
+        # By position: the tensor that stands for a static or copied input.
+        self._input_tensors: dict[int, torch.Tensor] = {}
         self._steps: list[tuple[str, Callable[[], Any]]] = []
         self._parts: list[Part] = []  # the same, for native replay
         self._graphs: list[DeviceGraph] = []
         self._pools: list[GraphPool | None] = []
-        self._kept: list[Any] = []
-        # Values that operators allocated while they were captured: others may be given the same bytes of the pool.
+        self._captured_values: list[Any] = []
+        # Nodes whose results lie in the graph pool. Outputs among them are copied: others may get the same bytes.
         self._pooled: set[Node] = set()
-        self._watched: list[OutputStorage] = []
+        self._output_storages: list[OutputStorage] = []
         self._eager_reasons: dict[int, str] = {}
         self._refused: dict[str, str] = {}
-        self._gave_up = ""
+        self._gave_up_because = ""
         self._inference = torch.is_inference_mode_enabled()
 
     def record(self, inputs: Sequence[Any]) -> Recorded:
         """Capture the program on ``inputs``, and run it once.
 
-        On any error nothing is kept. A recording for which memory became short after the first step has ended.
+        On an error nothing is kept. If memory runs out after the first step, the returned recording has ended.
 
         Raises:
             MemoryLimitError: the device is out of memory, and nothing has run yet.
@@ -101,30 +100,30 @@ class RecordingBuilder:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 with self._regions.filled():
-                    self._take_memory()
+                    self._make_tensors()
                 self._place_results()
                 replay = self._capture_all(inputs)
-            recording = self._finished(replay)
+            recording = self._make_recording(replay)
             replay.copy_back(inputs)
             outputs = replay.collect(replay.registers)
             if self._inference and self._frozen:
                 outputs = self._in_inference_mode(outputs, inputs)
             self._forget_inputs()
-            if self._gave_up:
-                recording.end(self._gave_up)
+            if self._gave_up_because:
+                recording.end(self._gave_up_because)
             elif self.request.arenas:
-                watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._watched]
+                watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._output_storages]
                 recording.watch(watched, inputs, outputs)
             if self._hints is not None and self._hints.keeper:
-                self._leave_arenas(f"{self._hints.keeper} keeps memory that it was offered for a while")
+                self._clear_arenas(f"{self._hints.keeper} keeps memory that it was offered only while it ran")
         finally:
             self._forget_inputs()
             self._regions.empty()
-            self._stop_placing()
+            self._end_placement()
         return Recorded(recording, outputs, self._refused)
 
     def _in_inference_mode(self, outputs: Any, inputs: Sequence[Any]) -> Any:
-        """Outputs that are new at every call: the call that records, and no other, made them outside of that mode."""
+        """Outputs of this call as inference tensors. Recording runs outside inference mode; replays do not."""
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in(list(inputs))}
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,24 +133,27 @@ class RecordingBuilder:
         return each(made, outputs)
 
     def _forget_inputs(self) -> None:
-        self._as_seen.clear()
-        self._r[:] = [None] * len(self._r)
+        self._input_tensors.clear()
+        self._values[:] = [None] * len(self._values)
 
-    def _finished(self, replay: Replay) -> Recording:
+    def _make_recording(self, replay: Replay) -> Recording:
         memory = list(self._memory.values())
-        kept = self._graphs, self._pools, memory, self._kept, self._in_arenas, self._regions, self._hints
-        return Recording(self.request, replay, Held(*kept, self._eager_reasons), self._static_addresses)
+        kept = self._graphs, self._pools, memory, self._captured_values, self._in_arenas, self._regions, self._hints
+        return Recording(self.request, replay, RecordingResources(*kept, self._eager_reasons), self._static_addresses)
 
-    def _leave_arenas(self, why: str) -> None:
-        """Whatever is recorded there ends; others get other memory."""
+    def _clear_arenas(self, why: str) -> None:
+        """End all recordings in the arenas, and drop the arenas' memory."""
         for arena in self.request.arenas.values():
             arena.clear(why)
 
     def _in_arena(self, place: Place) -> bool:
         return place.home is Home.REGION and self.request.memory.regions[place.region].arena
 
-    def _take_memory(self) -> None:
-        """Lay out what is allocated for the recording; a static input buffer is laid out when the input is seen."""
+    def _make_tensors(self) -> None:
+        """Make tensors over planned and per-recording memory.
+
+        Static input buffers come later (``_fill_input_buffers``).
+        """
         for storage, place in zip(self.plan.facts.storages, self.request.memory.places, strict=True):
             if storage.origin is not Origin.ALLOCATION:
                 continue
@@ -171,12 +173,12 @@ class RecordingBuilder:
                 self._placed.add(self.plan.nodes[storage.node], storage.element, self._planned(storage.index))
         if self._hints is not None:
             for device, plan in self.request.memory.arenas.items():
-                for name, spans in plan.workspace.items():
+                for name, spans in plan.offered_spans.items():
                     storages = [self.request.arenas[device].storage(low, high - low) for low, high in spans]
                     self._hints.workspace[self.plan.nodes[name]] = storages
 
     def _planned(self, index: int) -> torch.UntypedStorage:
-        """A storage of its own where the plan wants it in an arena."""
+        """A new storage object over a storage's bytes in its arena."""
         place, memory = self.request.memory.places[index], self.request.memory
         device = memory.regions[place.region].device
         storage = self.request.arenas[device].storage(place.offset, memory.sizes[index])
@@ -187,37 +189,41 @@ class RecordingBuilder:
         return torch.fx.map_arg(node.args[:2], self.request.planned.numbers.__getitem__)
 
     def _capture_all(self, inputs: Sequence[Any]) -> Replay:
-        self._r[: self._inputs_end] = inputs
+        self._values[: self._inputs_end] = inputs
         check_inputs = self._input_checks()
         common = {**self._constants, **self.request.planned.numbers, **self._memory}
-        common.update(self._take_inputs(inputs))
-        known = _Known(inputs, common, {**common, **self._static_inputs(inputs)})
+        common.update(self._fill_input_buffers(inputs))
+        bindings = _Bindings(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
-            if partition.verdict is Verdict.CAPTURED and not self._gave_up:
-                self._capture(partition, known)
+            if partition.verdict is Verdict.CAPTURED and not self._gave_up_because:
+                self._capture(partition, bindings)
             else:
-                self._add_eager(partition, known)
+                self._add_eager(partition, bindings)
         outputs = self._outputs_function(common)
-        back: list[AnyLine] = [Range(copies_to_inputs(self.request.name))] if self._mutated else []
-        back += [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
-        parts = (*self._parts, Part(back), Part(outputs.lines, outputs.result))
+        copies_back: list[AnyLine] = [Range(copies_to_inputs(self.request.name))] if self._mutated else []
+        copies_back += [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
+        parts = (*self._parts, Part(copies_back), Part(outputs.lines, outputs.result))
         known_inputs = self._inputs_end, check_inputs, self._input_buffers
-        return Replay(self._r, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts)
+        return Replay(
+            self._values, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts
+        )
 
     def _input_checks(self) -> Callable[[list[Any]], Any] | None:
-        """Make the asserts on static inputs now, and return those that every call has to make."""
+        """Run the asserts on static inputs now. Return a function that runs the others at every call."""
         static = {self._placeholders[position] for position in self.request.static_inputs}
-        # An assert on a later value may name an input, too (a size): no work has run, so only inputs are there.
+        # An assert may also name values that no work has computed yet. Only inputs exist here.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
         once, layouts, others = (FlatBuilder(dict(known), registers) for _ in range(3))
         looked_at, count = set[int](), 0
         for node in filter(once.available, checks_on(self._placeholders)):
             inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
-            varying = [registers[arg] for arg in inputs if arg in registers]  # not sizes: they are known
+            varying = [registers[arg] for arg in inputs if arg in registers]  # sizes are constants of the recording
             if static.issuperset(inputs):
                 once.check(node)
-            elif checks_layout(node) and all(isinstance(self._r[position], torch.Tensor) for position in varying):
+            elif checks_layout(node) and all(
+                isinstance(self._values[position], torch.Tensor) for position in varying
+            ):
                 layouts.check(node)
                 looked_at.update(varying)
             else:
@@ -225,43 +231,43 @@ class RecordingBuilder:
                 count += 1
         functions = [builder.build() for builder in (once, layouts, others)]
         for function in functions:
-            function.function(self._r)
+            function.function(self._values)
         self._parts += (Part(function.lines) for function in functions[1:])
         assert_layouts, assert_others = functions[1].function, functions[2].function
         if not looked_at:
             return assert_others if count else None
-        same = self.request.functions.layout_check(self._r, sorted(looked_at))
+        same = self.request.functions.layout_check(self._values, sorted(looked_at))
 
         def check(r: list[Any]) -> None:
             if not same(r):
-                assert_layouts(r)  # says what is wrong, if anything
+                assert_layouts(r)  # raises if a layout is wrong
             if count:
                 assert_others(r)
 
         return check
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
-        """Nothing is bound but numbers and constants: inputs are the caller's own."""
+        """Bind only numbers and constants. Everything else comes from registers."""
         bound = {**self._constants, **self.request.planned.numbers}
         return bound, {n: i for n, i in self._registers.numbers.items() if n not in bound}
 
-    def _take_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+    def _fill_input_buffers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Lay out static input buffers, and fill them."""
         found: dict[Node, Any] = {}
-        written = self.plan.facts.written_by_any()
+        written = self.plan.facts.all_written()
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         for position, node in enumerate(self._placeholders):
             if node.name not in self.request.planned.input_buffers:
                 continue
             (index,) = self.plan.facts.of(node)
             value = inputs[position]
-            place = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
-            found[node] = self._as_seen[position] = place
-            tensors, positions = buffers.setdefault(place.device, ([], []))
-            tensors.append(unexpanded(place))
+            buffer = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
+            found[node] = self._input_tensors[position] = buffer
+            tensors, positions = buffers.setdefault(buffer.device, ([], []))
+            tensors.append(unexpanded(buffer))
             positions.append(position)
             if index in written and position not in self.plan.donated:
-                self._mutated.append((position, place))
+                self._mutated.append((position, buffer))
         self._input_buffers = [(Fill(tensors), positions) for tensors, positions in buffers.values()]
         fill(self._input_buffers, inputs)
         begin = Range(copies_of_inputs(self.request.name))
@@ -270,9 +276,10 @@ class RecordingBuilder:
         return found
 
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        """Bind inputs whose address stays, without holding them: their owner may free them, and asks who holds them.
+        """Static inputs, without a reference to them: the owner may free one, or count references.
 
-        Hardware keeps the address alone; a CPU graph keeps what its calls are bound to.
+        A hardware graph keeps only addresses. The CPU's graph keeps tensors, so these are made over the same memory
+        without owning it.
         """
         found: dict[Node, Any] = {}
         for position in self.request.static_inputs:
@@ -280,7 +287,7 @@ class RecordingBuilder:
             self._static_addresses[position] = value.data_ptr()
             if value.device.type == "cpu":
                 value = self._without_holding(value)
-            found[self._placeholders[position]] = self._as_seen[position] = value
+            found[self._placeholders[position]] = self._input_tensors[position] = value
         return found
 
     def _without_holding(self, value: torch.Tensor) -> torch.Tensor:
@@ -290,22 +297,22 @@ class RecordingBuilder:
         storage = self.request.functions.storage_at(value.data_ptr(), value.device, nbytes)
         return tensor_over(storage, tuple(value.size()), value.stride(), value.dtype)
 
-    def _capture(self, partition: Partition, known: _Known) -> None:
+    def _capture(self, partition: Partition, bindings: _Bindings) -> None:
         runtime = self.request.runtime
         stores = self._registers.stores.get(partition.index, [])
-        flat = self._flat(partition, known, True, stores)
-        call = _Bound(flat, self._r, self.request.functions.below_autograd)
+        flat = self._flat(partition, bindings, True, stores)
+        call = _BoundCall(flat, self._values, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
         call.stores = [self._registers.numbers[node] for node in stores]
-        capture = functools.partial(self._graph_of, call, partition.index)
+        capture = functools.partial(self._capture_graph, call, partition.index)
         try:
             if runtime.runs_while_capturing:
-                graph = capture()  # what has run cannot be tried again
+                graph = capture()  # capture has already run the work; it cannot be retried
             else:
                 graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
         except Exception as error:
             graph = None
-            self._stop_placing()
+            self._end_placement()
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             if isinstance(error, MemoryLimitError):
@@ -318,8 +325,9 @@ class RecordingBuilder:
                 if (node := flat.node_at(error)) is not None:
                     self._refused[operator_name(node)] = failure
         if graph is None:
-            # What ran before this partition has run; the rest of this call, and every other, goes on eagerly.
-            self._add_eager(partition, known)
+            # Earlier partitions have run. This one runs eagerly, now and in replays. Later ones are still captured,
+            # unless memory ran out.
+            self._add_eager(partition, bindings)
             return
         if not runtime.runs_while_capturing:
             graph.replay()
@@ -328,16 +336,16 @@ class RecordingBuilder:
         self._parts.append(_replay_part(graph, name) if self._frozen else Part(flat.lines, below_autograd=True))
         self._steps.append((name, graph.replay))
         if self._frozen:
-            # What operators allocated during capture keeps its address: from here on it is known. Held for as
-            # long as the recording lives, or a later capture in the same pool could be given its memory.
-            stable = self._stable_memory(known.inputs)
+            # Results that operators allocate during capture keep their addresses, so later work may bind them. The
+            # recording holds them: otherwise a later capture could get their memory.
+            stable = self._fixed_addresses(bindings.inputs)
             for node in stores:
-                value = self._r[self._registers.numbers[node]]
+                value = self._values[self._registers.numbers[node]]
                 if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
                     self._pooled.add(node)
-                self._keep(node, value, known)
+                self._keep(node, value, bindings)
 
-    def _graph_of(self, call: _Bound, partition: int) -> DeviceGraph:
+    def _capture_graph(self, call: _BoundCall, partition: int) -> DeviceGraph:
         runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
         graph = runtime.new_graph(pool.id if pool is not None else None)
         self.request.traces.capturing(graph)
@@ -347,7 +355,7 @@ class RecordingBuilder:
                 with self._as_replayed():
                     issue(call)
             except BaseException:
-                # Wherever it came from: a stream, or this thread, must not be left capturing.
+                # On any error, interrupts included: neither stream nor thread may be left capturing.
                 with contextlib.suppress(Exception):
                     runtime.end_capture(graph, pool, put_right)
                 raise
@@ -357,108 +365,119 @@ class RecordingBuilder:
         self._pools.append(pool)
         return graph
 
-    def _forget(self, call: _Bound) -> None:
-        """Let go of what a capture has left."""
-        self._stop_placing()
+    def _forget(self, call: _BoundCall) -> None:
+        """Drop references that a failed capture left, before the retry."""
+        self._end_placement()
         for register in call.stores:
-            self._r[register] = None
+            self._values[register] = None
 
     def _give_up(self, partition: Partition) -> None:
-        """Memory is short: what graphs and their pools have is for the rest of this call, which runs eagerly."""
-        self._gave_up = self._eager_reasons[partition.index] = OUT_OF_MEMORY
+        """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
+        self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._steps, self._parts, self._pools = [], [], [], []
-        self._leave_arenas(OUT_OF_MEMORY)
+        self._clear_arenas(OUT_OF_MEMORY)
 
-    def _stop_placing(self) -> None:
+    def _end_placement(self) -> None:
         if self._hints is not None:
             self._hints.in_use()
 
     def _pool(self) -> GraphPool | None:
-        """The memory pool that captures share. It goes with an arena, so that who may run may work in it."""
+        """The pool that captures share. It belongs to an arena: whoever holds the arena's lock may use it."""
         runtime = self.request.runtime
         arena = self.request.arenas.get(runtime.device)
         return arena.pool(runtime) if arena is not None else None
 
-    def _add_eager(self, partition: Partition, known: _Known) -> None:
+    def _add_eager(self, partition: Partition, bindings: _Bindings) -> None:
         stores = self._registers.stores.get(partition.index, [])
-        flat = self._flat(partition, known, False, stores)
+        flat = self._flat(partition, bindings, False, stores)
         self._parts.append(Part(flat.lines))
-        call = _Bound(flat, self._r)
+        call = _BoundCall(flat, self._values)
         with self._as_replayed():
             call()
         self._steps.append((partition_range(self.request.name, partition.index), call))
-        if not self._frozen or self._gave_up:
+        if not self._frozen or self._gave_up_because:
             return
-        # Graphs read fixed addresses: what eager work allocates outside of the plan is copied to static buffers.
-        buffers, r = StaticBuffers(self._stable_memory(known.inputs)), self._r
-        nodes = [node for node in self._registers.complete.get(partition.index, ()) if self._needs_place(node)]
+        # Graphs read fixed addresses. Results of eager work that the plan does not place are copied to static
+        # buffers.
+        static_buffers, r = StaticBuffers(self._fixed_addresses(bindings.inputs)), self._values
+        nodes = [
+            node for node in self._registers.complete.get(partition.index, ()) if self._needs_fixed_address(node)
+        ]
         registers = [self._registers.numbers[node] for node in nodes]
         try:
             device = self.request.runtime.device
-            placed = take_memory(device, lambda: [buffers.put(r[register]) for register in registers], lambda: None)
+            buffers = take_memory(device, lambda: [static_buffers.buffer_of(r[n]) for n in registers], lambda: None)
         except MemoryLimitError:
             self._give_up(partition)
             return
-        refresh = list(zip(registers, placed, strict=True))
-        for node, (register, place) in zip(nodes, refresh, strict=True):
-            r[register] = place
-            self._keep(node, place, known)
+        refresh = list(zip(registers, buffers, strict=True))
+        for node, (register, buffer) in zip(nodes, refresh, strict=True):
+            r[register] = buffer
+            self._keep(node, buffer, bindings)
         if refresh:
 
             def copy_over() -> None:
-                for register, place in refresh:
-                    copy_tensors(r[register], place)
-                    r[register] = place
+                for register, buffer in refresh:
+                    copy_tensors(r[register], buffer)
+                    r[register] = buffer
 
             name = copies_after(self.request.name, partition.index)
             self._steps.append((name, copy_over))
-            for register, place in refresh:
-                copy = Line(Call(Bound(copy_tensors), (Register(register), Bound(place))))
-                self._parts.append(Part([Range(name), copy, Store(Register(register), Bound(place))]))
+            for register, buffer in refresh:
+                copy = Line(Call(Bound(copy_tensors), (Register(register), Bound(buffer))))
+                self._parts.append(Part([Range(name), copy, Store(Register(register), Bound(buffer))]))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
-        """Where a graph calls again, it allocates now what it allocates at replays: inference tensors, too."""
+        """The CPU's graph allocates during capture as at replay: in the caller's inference mode."""
         if self._inference and not self._frozen:
             return torch.inference_mode()
         return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
 
-    def _needs_place(self, node: Node) -> bool:
-        """Whether a value of eager work has to lie where it always does."""
+    def _needs_fixed_address(self, node: Node) -> bool:
+        """Whether a result of eager work needs a fixed address."""
         value = node.meta.get("val")
         if self.plan.verdicts[node.name].data_dependent or (
             isinstance(value, torch.Tensor) and not has_address(value)
         ):
             return False
         indices = self.plan.facts.values.get(node.name)
-        return indices is None or not indices.isdisjoint(self._fixed)
+        return indices is None or not indices.isdisjoint(self._fixed_storages)
 
-    def _keep(self, node: Node, value: Any, known: _Known) -> None:
-        known.captured[node] = known.common[node] = value
-        self._kept.append(value)
+    def _keep(self, node: Node, value: Any, bindings: _Bindings) -> None:
+        bindings.captured[node] = bindings.common[node] = value
+        self._captured_values.append(value)
 
-    def _stable_memory(self, inputs: Sequence[Any]) -> set[int]:
+    def _fixed_addresses(self, inputs: Sequence[Any]) -> set[int]:
         """Addresses of storages that are the same at every call."""
-        known = [*self._memory.values(), *self._kept, *(filled.tensors for filled, _ in self._input_buffers)]
+        known = [
+            *self._memory.values(),
+            *self._captured_values,
+            *(filled.tensors for filled, _ in self._input_buffers),
+        ]
         known += [inputs[position] for position in self.request.static_inputs]
         known += list(self._constants.values())
         return {t.untyped_storage().data_ptr() for value in known for t in tensors_in(value)} | self._placed.addresses
 
-    def _flat(self, partition: Partition, known: _Known, captured: bool, stores: Sequence[Node]) -> FlatFunction:
-        bound = known.captured if captured else known.common
+    def _flat(
+        self, partition: Partition, bindings: _Bindings, captured: bool, stores: Sequence[Node]
+    ) -> FlatFunction:
+        bound = bindings.captured if captured else bindings.common
         last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.numbers.items() if n not in bound}
         work, before = self.plan.work_in(partition), self._regions.before
-        landings: Landings = self._placed.landings(work, self._stable_memory(known.inputs)) if self._frozen else {}
+        landings: Landings = (
+            self._placed.landings(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
+        )
         if self._hints is not None:
             before, landings = self._hints.around(work, captured, self._placed, landings)
         builder = FlatBuilder(bound, registers, last, before, self._regions.after, landings)
         builder.begin_range(partition_range(self.request.name, partition.index))
-        with self._regions.filled():  # views of them are made
+        with self._regions.filled():  # views over regions are made: they need memory
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
     def _outputs_function(self, common: dict[Node, Any]) -> FlatFunction:
-        """Build the function that hands out the outputs, and start watching their storages."""
+        """Build the function that returns the outputs; collect the storages to watch."""
         output = output_node(self.plan.graph)
         lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())
@@ -475,29 +494,30 @@ class RecordingBuilder:
                 value, owned = Bound(self._memory[node]), memory
             elif node.op == "placeholder" or node not in self._registers.numbers:
                 continue
-            elif (position := self._input_behind(node)) is not None:
-                # An operator returned an input's memory: what the caller gets is the caller's own.
-                given, seen = builder.register(self._placeholders[position]), self._as_seen[position]
+            elif (position := self._aliased_input(node)) is not None:
+                # The result aliases an input: the output is a view of the caller's own tensor.
+                given, seen = builder.register(self._placeholders[position]), self._input_tensors[position]
                 if self._frozen:
-                    views = views_of(self._r[self._registers.numbers[node]], seen.data_ptr())
+                    views = views_of(self._values[self._registers.numbers[node]], seen.data_ptr())
                     builder.assign(node, functools.partial(relay, views), given)
                 else:
                     builder.assign(node, functools.partial(relay_shared, seen), builder.register(node), given)
                 continue
             elif self._frozen and node in common:
-                # In a place, where it stays like planned outputs; or in the pool.
+                # At a fixed address: a static buffer, a placed result, or the pool.
                 value, owned = Bound(common[node]), tensors_in(common[node])
             elif memory:
                 value, owned = builder.register(node), memory  # an operator returned planned memory
             else:
                 continue  # new at every call
-            whole = node.meta.get("val")
-            sparse = isinstance(whole, torch.Tensor) and not has_address(whole)  # its parts are nobody's outputs
-            copy = bool(indices & self.request.copied) or node in self._pooled or sparse
+            fake = node.meta.get("val")
+            # A sparse tensor's components are not outputs themselves.
+            has_no_address = isinstance(fake, torch.Tensor) and not has_address(fake)
+            copy = bool(indices & self.request.copied) or node in self._pooled or has_no_address
             if copy:
                 builder.assign(node, functools.partial(each, copy_out), value)
             elif planned and all(user.meta.get("call") is lay_out for user in users):
-                builder.stand_for(node, value)  # what is handed out is laid over it anyway
+                builder.stand_for(node, value)  # every user makes a new tensor over it
             elif planned:
                 tensor = self._memory[node]
                 builder.assign(node, lay_out, value, tuple(tensor.size()), tensor.stride(), 0)
@@ -510,10 +530,9 @@ class RecordingBuilder:
         return builder.build(output.args[0])
 
     def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> None:
-        """Have outputs that are views of a value be laid over its memory, which stays where it is.
+        """Make outputs that are views of ``value`` as new tensors over its memory, which does not move.
 
-        What a view operator returns holds more than the caller can see: the tensors that it is a view of. Whether
-        somebody has an output is told by how many have its storage.
+        A view operator's result also refers to its base, and would raise the use count by which an output is live.
         """
         known, lay_out = {**builder.bound, node: value}, self.request.functions.lay_out
         for view in _views_in(node, output):
@@ -525,24 +544,24 @@ class RecordingBuilder:
             if call is not lay_out and isinstance(made, torch.Tensor) and output in view.users and has_address(made):
                 builder.assign(view, lay_out, Bound(made), tuple(made.size()), made.stride(), 0)
 
-    def _input_behind(self, node: Node) -> int | None:
-        """The input in whose memory, or static buffer, an operator's result lies, whether it declares that or not."""
-        value = self._r[self._registers.numbers[node]]
-        return next((p for p, seen in self._as_seen.items() if shares_storage(seen, value)), None)
+    def _aliased_input(self, node: Node) -> int | None:
+        """Position of the input that a result aliases (its memory, or its static buffer), declared or not."""
+        value = self._values[self._registers.numbers[node]]
+        return next((p for p, seen in self._input_tensors.items() if shares_storage(seen, value)), None)
 
     def _watch(self, tensors: Sequence[torch.Tensor], indices: frozenset[int]) -> None:
-        known = {output.storage.data_ptr() for output in self._watched}
+        known = {output.storage.data_ptr() for output in self._output_storages}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
                 self.request.functions.share_copies(storage)
                 device, low = self._in_arenas.get(storage._cdata, (None, 0))
-                self._watched.append(OutputStorage(storage, indices, device, low))
+                self._output_storages.append(OutputStorage(storage, indices, device, low))
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What is known while a recording is made.
+class _Bindings:
+    """Values that flat functions may bind.
 
     Attributes:
         inputs: of the call that is recorded.
@@ -556,8 +575,8 @@ class _Known:
 
 
 def _made_of(output: Node) -> dict[Node, list[Node]]:
-    """What outputs, and the views among them, are made of: by value that is no view, the views of it, and
-    ``output`` itself where the value is an output."""
+    """For each value behind the outputs that is no view: its users on the way to ``output`` (views of it, or
+    ``output``)."""
     found: dict[Node, list[Node]] = {}
     users = [output]
     for user in users:
@@ -569,7 +588,7 @@ def _made_of(output: Node) -> dict[Node, list[Node]]:
 
 
 def _views_in(node: Node, output: Node) -> list[Node]:
-    """The views of a value that an output is, or is made of, each after what it is a view of."""
+    """The views of a value that outputs need, bases first."""
     found, wanted = [node], {output}
     for one in found:
         found += [user for user in one.users if kind_of(user) is Kind.VIEW and user not in found]
@@ -579,7 +598,7 @@ def _views_in(node: Node, output: Node) -> list[Node]:
     return [one for one in found[1:] if one in wanted]
 
 
-class _Bound:
+class _BoundCall:
     """A flat function with its registers: a call without arguments."""
 
     def __init__(
@@ -590,7 +609,7 @@ class _Bound:
     ) -> None:
         self.function, self.registers, self.source = flat.function, registers, flat.source
         self._context = context
-        self.inputs = 0  # so many registers, the first ones, hold inputs
+        self.inputs = 0  # number of input registers, which come first (SimulatedGraph reads it)
         self.stores: list[int] = []  # the registers it fills
 
     def __call__(self) -> None:
@@ -598,7 +617,7 @@ class _Bound:
             self.function(self.registers)
 
 
-# Not by torch.Tensor.copy_: a unit calls operators without Python.
+# The operator, not ``torch.Tensor.copy_``: a unit calls operators without Python.
 _COPY = Bound(torch.ops.aten.copy_.default)
 
 

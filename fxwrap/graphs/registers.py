@@ -20,7 +20,7 @@ class Registers:
         stores: values that a partition stores, by its index.
         complete: the same values, by the partition after which they are there: a communication may fill one beyond
             the end of its own.
-        per_call: allocations that are made at every call, by the first partition that names them.
+        per_call: storages allocated per call, by the first partition that names them.
         last_reader: for values that nobody reads after the calls, the last partition that does. There the register is
             emptied, so that memory is freed as soon as can be; none where addresses are frozen.
     """
@@ -33,8 +33,7 @@ class Registers:
 
     @classmethod
     def of(cls, plan: ProgramPlan, memory: MemoryPlan, frozen: bool) -> Registers:
-        placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
-        numbers = {node: position for position, node in enumerate(placeholders)}
+        numbers = {node: position for position, node in enumerate(plan.placeholders)}
         stores: dict[int, list[Node]] = {}
         complete: dict[int, list[Node]] = {}
         per_call = _allocated_per_call(plan, memory)

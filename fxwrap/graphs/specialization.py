@@ -4,24 +4,24 @@
 no recording can be replayed, for  answer
 ================================== ==================================================================================
 every one is in use                record another: calls that run at one time have one each
-another stream works in its memory record another; with ``AT_ONE_TIME`` of them, replay after that work
+another stream works in its memory record another; with ``AT_ONE_TIME`` of them, or if no more may be recorded,
+                                   wait for that stream and replay
 they have ended                    record again (the arena moved, they were released or evicted)
-a static input is elsewhere        record for the new address; after a few moves it is static no more
-an output is live                  run eagerly; found live twice, it is copied from then on (the outputs of the
-                                   warm-up that are live when the first recording is made: at once)
+a static input is elsewhere        record for the new address; after ``_MOVES`` moves the input is no longer static
+an output is live                  run eagerly; an output found live twice is copied from then on (one of the warm-up
+                                   that is still live at the first recording: at once)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
-there are ``max_recordings``       the least recently used one goes, if this shape is called more often
-there is too little memory         run eagerly, until there is more; where the device was short of it, try again after
-                                   ever more calls, too: not all that is in the way can be seen
+there are ``max_recordings``       the least recently used one ends, if this shape is called more often
+there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
+                                   growing number of calls: not every holder of memory is visible
 ================================== ==================================================================================
 
-Live outputs are an event where graphs freeze addresses only: elsewhere what the caller gets is allocated at the call.
+Live outputs matter only where graphs freeze addresses. Elsewhere outputs are allocated per call.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,47 +39,49 @@ from .units import Unit
 
 log = logging.getLogger(__name__)
 
-# Moves after which an input is static no more; one that AOTAutograd does not call static may not move at all.
+# After so many moves an input is no longer static. One that AOTAutograd does not mark static may not move at all.
 _MOVES = 3
 # Bytes: up to this size, copying an output takes less time than finding out whether it is live.
 _SMALL = 1 << 20
-# Recordings for other addresses than those of the call that are kept.
+# How many recordings for other input addresses are kept.
 _ELSEWHERE = 3
-# Recordings made because other programs' outputs were live: from the second on in another arena, and no more of them.
+# At most so many recordings are made because of live outputs of other programs; from the second on, in an arena
+# without live outputs.
 BLOCKED = 3
-# A shape evicts another after so many calls since the other's last use: at first, and at most.
+# Calls of a shape, since another shape's last use, before it may evict the other: initial value, maximum.
 _PATIENCE, _MOST_PATIENCE = 2, 64
-# Calls after which a device that was out of memory is asked again, though it tells of no more: at first, and at most.
+# Calls after which recording is retried on a device that was out of memory and reports no more: initial value,
+# maximum.
 ASKED_AGAIN, _MOST_CALLS = 32, 2048
 # Shapes that are remembered, as a multiple of ``max_recordings``.
 _KNOWN = 8
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Where an input was, without holding it.
+class InputLocation:
+    """Address and storage of an input, without keeping it alive.
 
-    An address alone does not identify a tensor: a new one often gets the address of one that was freed. It is the
-    same one if its storage is still alive, too.
+    An address alone does not identify a tensor: a new one often gets a freed address. So the storage must still be
+    alive, too.
     """
 
     address: int
     storage: StorageWeakRef
 
     @classmethod
-    def of(cls, value: Any) -> Seen | None:
+    def of(cls, value: Any) -> InputLocation | None:
         """None for what has no address: numbers, opaque tensors."""
         if not isinstance(value, torch.Tensor) or not has_address(value):
             return None
         if value.is_conj() or value.is_neg():
-            return None  # the memory alone does not say what the value is
+            return None  # memory holds the value before conjugation or negation
         try:
             storage = value.untyped_storage()
             return cls(value.data_ptr(), StorageWeakRef(storage))
         except RuntimeError:
             return None
 
-    def is_still(self, other: Seen) -> bool:
+    def unchanged_at(self, other: InputLocation) -> bool:
         alive = not self.storage.expired()
         return alive and self.storage.cdata == other.storage.cdata and self.address == other.address
 
@@ -93,7 +95,7 @@ class Decision:
         record: why to record; empty if the call is not recorded.
         eager: why to run eagerly.
         event: what happened, for the counters.
-        apart: record in an arena without live outputs.
+        without_live_outputs: record in an arena without live outputs.
         in_use: arenas of recordings that fit the call, but are in use by others.
     """
 
@@ -101,54 +103,55 @@ class Decision:
     record: str = ""
     eager: str = ""
     event: str = ""
-    apart: bool = False
+    without_live_outputs: bool = False
     in_use: frozenset[Arena] = frozenset()
 
-    def will_not_do(self, arena: Arena) -> bool:
+    def excludes(self, arena: Arena) -> bool:
         """Whether an arena must not be used for the recording."""
-        return arena in self.in_use or (self.apart and bool(arena.held()))
+        return arena in self.in_use or (self.without_live_outputs and bool(arena.live()))
 
 
 @dataclass(eq=False)
 class Specialization:
     """The recordings for one set of sizes, and what was learnt about its inputs and outputs.
 
-    Several threads may use it at one time: an attribute is replaced as a whole.
+    Several threads may use it at one time, without a lock. Most attributes are replaced as a whole. ``moves``,
+    ``live`` and ``missed_at`` change in place; a count that is lost or late only delays a decision.
 
     Attributes:
-        seen: where the inputs of the last eager run were.
+        warm_locations: where the inputs of the last warm-up run were.
         moves: how often a static input was found at another address, by position.
         live: how often an output was found live when its memory was needed, by storage.
         copied: storages of outputs that are copied when handed out.
         copies_all: whether all outputs are.
-        warm_outputs: outputs of the last eager run, by storage.
-        blocked: how often another program's outputs were live in the memory that every recording needs.
-        apart: whether a plan around live outputs was refused: then it is recorded in an arena without any.
-        why: why the last recording ended, which is why the next one is made.
-        calls: when it was called lately and could not be replayed, as numbers that grow.
+        warm_outputs: outputs of the last warm-up run, by storage.
+        blocked: how often live outputs of other programs blocked every recording that fits.
+        without_live_outputs: the verifier refused a plan around live outputs; record in an arena without any.
+        ended_because: why the last recording ended; the next one gives it as its reason.
+        missed_at: times of recent calls that were not replayed (``next_use``).
         evicted: whether its last recording was ended in favour of another shape.
-        short: why there was too little memory, and how much was in the way then (``ArenaPool.pressure``).
-        waited: calls since then.
-        patience: after how many of them the device is asked again.
+        shortage: the shortage of memory, and ``ArenaPool.pressure`` at that time.
+        calls_since: calls since then.
+        retry_after: calls after which recording is retried.
     """
 
     recordings: tuple[Recording, ...] = ()
     eager_runs: int = 0
-    seen: dict[int, Seen | None] = field(default_factory=dict)
+    warm_locations: dict[int, InputLocation | None] = field(default_factory=dict)
     moves: collections.Counter[int] = field(default_factory=collections.Counter)
     live: collections.Counter[int] = field(default_factory=collections.Counter)
     copied: frozenset[int] = frozenset()
     copies_all: bool = False
     warm_outputs: list[tuple[int, StorageWeakRef]] = field(default_factory=list)
     blocked: int = 0
-    apart: bool = False
-    why: str = ""
+    without_live_outputs: bool = False
+    ended_because: str = ""
     estimate: Estimate | None = None
-    calls: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
+    missed_at: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
-    short: tuple[str, int] | None = None
-    waited: int = 0
-    patience: int = ASKED_AGAIN
+    shortage: tuple[str, int] | None = None
+    calls_since: int = 0
+    retry_after: int = ASKED_AGAIN
 
     # -- what a call finds ------------------------------------------------------------------------------
 
@@ -161,7 +164,7 @@ class Specialization:
         self._drop_ended()
         here = [recording for recording in self.recordings if recording.same_addresses(inputs)]
         if not here:
-            return self._moved(inputs) if self.recordings and not self.why else self._first()
+            return self._decide_moved(inputs) if self.recordings and not self.ended_because else self._decide_first()
         live, blocked, other_stream = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
             if not recording.acquire(owner):
@@ -172,7 +175,7 @@ class Specialization:
                     return Decision(replay=recording)
                 other_stream.append(recording)
             else:
-                (live if recording.held() else blocked).append(recording)
+                (live if recording.live() else blocked).append(recording)
             recording.release(owner)
         for recording in other_stream if full or len(other_stream) >= AT_ONE_TIME else ():
             if recording.acquire(owner):
@@ -181,9 +184,9 @@ class Specialization:
                 return Decision(replay=recording)
             recording.release(owner)
         if live:
-            return self._live(live)
+            return self._decide_live(live)
         if blocked:
-            return self._blocked(blocked)
+            return self._decide_blocked(blocked)
         arenas = frozenset(arena for recording in here for arena in recording.request.arenas.values())
         why = "another stream works in its memory" if other_stream else "every recording is in use"
         return Decision(record=why, in_use=arenas)
@@ -191,15 +194,18 @@ class Specialization:
     def _drop_ended(self) -> None:
         gone = [r for r in self.recordings if r.ended or r.superseded]
         if gone:
-            self.why = gone[-1].ended or gone[-1].superseded
+            self.ended_because = gone[-1].ended or gone[-1].superseded
             self.recordings = tuple(r for r in self.recordings if not (r.ended or r.superseded))
 
-    def _first(self) -> Decision:
-        why, self.why = self.why, ""
+    def _decide_first(self) -> Decision:
+        why, self.ended_because = self.ended_because, ""
         return Decision(record=why or "first")
 
-    def _moved(self, inputs: Sequence[Any]) -> Decision:
-        """No recording is for these addresses. An input that lies in an arena has few addresses: it may move."""
+    def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
+        """No recording fits the addresses of the static inputs.
+
+        A move inside an arena is not counted: an arena has few addresses.
+        """
 
         def moved_from(recording: Recording) -> list[int]:
             return [p for p in recording.request.static_inputs if not recording.is_at(p, inputs[p])]
@@ -207,38 +213,41 @@ class Specialization:
         moved = min(map(moved_from, self.recordings), key=len)
         in_arena = [p for p in moved if SHARED.arenas.owns(inputs[p].data_ptr())]
         if len(in_arena) == len(moved):
-            return Decision(record="inputs from another recording of the program before")
+            return Decision(record="inputs lie elsewhere in an arena")
         self.moves.update(set(moved).difference(in_arena))
         return Decision(record="inputs moved", event="a static input has moved")
 
-    def _live(self, recordings: Sequence[Recording]) -> Decision:
-        outputs = frozenset[int]().union(*(output.indices for r in recordings for output in r.held()))
+    def _decide_live(self, recordings: Sequence[Recording]) -> Decision:
+        outputs = frozenset[int]().union(*(output.indices for r in recordings for output in r.live()))
         event = "an output was still live at the next call"
         if not self.found_live(outputs):
             return Decision(eager="an output of an earlier call is live", event=event)
         self._drop_ended()
         return Decision(record="live outputs are copied from now on", event=event)
 
-    def _blocked(self, recordings: Sequence[Recording]) -> Decision:
+    def _decide_blocked(self, recordings: Sequence[Recording]) -> Decision:
         for recording in recordings:
             recording.tell_who_is_in_the_way()
         self.blocked += 1
         event = "an output of another program was live in memory that was needed"
         if self.blocked % 2 or self.blocked > 2 * BLOCKED:
             return Decision(eager="an output of another program is live in its memory", event=event)
-        return Decision(record="around live outputs of other programs", event=event, apart=self.blocked > 2)
+        return Decision(
+            record="around live outputs of other programs", event=event, without_live_outputs=self.blocked > 2
+        )
 
     def found_live(self, outputs: Collection[int]) -> bool:
-        """Note that outputs (storages) are live although their memory is needed. Returns whether more are copied now.
+        """Note that outputs (storages) were live although their memory was needed.
 
-        Those live twice are, and all small ones; when it happens again, all others. Few recordings are made for it.
+        Returns whether more are copied from now on. An output found live twice is copied, and all small ones with it;
+        the next time, all outputs. So few recordings are replaced.
         """
         self.live.update(outputs)
         twice = frozenset(index for index in outputs if self.live[index] > 1) - self.copied
         if not twice:
             return False
         self.copies_all = bool(self.copied)
-        small = (o.indices for r in self.recordings for o in r.live_outputs if o.storage.nbytes() <= _SMALL)
+        small = (o.indices for r in self.recordings for o in r.watched_outputs if o.storage.nbytes() <= _SMALL)
         self.copied |= twice.union(*small)
         for recording in self.recordings:
             if not recording.request.copied >= self.copied:
@@ -249,46 +258,56 @@ class Specialization:
         """Which outputs (storages) are copied when handed out."""
         return frozenset(outputs) if self.copies_all else self.copied.intersection(outputs)
 
-    def cut_again(self) -> None:
-        """The program was cut around an operator that could not be captured."""
-        self.recordings, self.why = (), "cut anew around what could not be captured"
+    def drop_recordings(self) -> None:
+        """The program has new partitions: an operator could not be captured."""
+        self.recordings, self.ended_because = (), "cut again around what could not be captured"
 
-    def look_at_the_warm_up(self) -> None:
-        """Copy outputs that are still live after the eager run: the caller's loop will keep later ones, too."""
+    def copy_live_warm_outputs(self) -> None:
+        """From now on copy outputs that are still live after the warm-up.
+
+        The caller will probably keep later ones, too.
+        """
         self.copied |= {index for index, storage in self.warm_outputs if not storage.expired()}
         self.warm_outputs = []
 
     # -- inputs -----------------------------------------------------------------------------------------
 
-    def static(
-        self, inputs: Sequence[Any], expected: Collection[int], copies: bool, backward: bool, saved: Collection[int]
+    def static_positions(
+        self,
+        inputs: Sequence[Any],
+        expected: Collection[int],
+        others_copied: bool,
+        backward: bool,
+        saved: Collection[int],
     ) -> list[int]:
         """Positions of the inputs that are static: whose addresses are expected to stay.
 
         Args:
-            expected: positions that AOTAutograd calls static. In a backward program these are all saved tensors:
-                parameters, which stay, and activations, which stay only if they lie in an arena.
-            copies: whether inputs that are not static are copied: then each one that has not moved is static.
-            saved: positions that the forward program allocates: new tensors at every call, unless in an arena.
+            expected: positions that AOTAutograd marks as static. In a backward program these are all saved tensors:
+                parameters stay; activations stay only in an arena.
+            others_copied: whether the other inputs are copied at every call. Then an input that has not moved is
+                static.
+            saved: positions of tensors that the forward allocates: new at every call unless in an arena.
         """
-        asked = range(len(inputs)) if copies else sorted(expected)
-        return [p for p in asked if self._stays(p, inputs[p], p in expected and (copies or not backward), p in saved)]
+        asked = range(len(inputs)) if others_copied else sorted(expected)
+        believed = frozenset(expected) if others_copied or not backward else frozenset()
+        return [p for p in asked if self._stays(p, inputs[p], p in believed, p in saved)]
 
     def _stays(self, position: int, value: Any, expected: bool, saved: bool) -> bool:
         moves = self.moves[position]
-        if moves >= (_MOVES if expected else 1) or (here := Seen.of(value)) is None:
+        if moves >= (_MOVES if expected else 1) or (here := InputLocation.of(value)) is None:
             return False
         in_arena = SHARED.arenas.owns(here.address)
         if expected and saved:
             return in_arena
-        if expected and (moves or not self.seen or in_arena):
+        if expected and (moves or not self.warm_locations or in_arena):
             return True  # with no call to compare with (warmup=0), AOTAutograd is believed
-        before = self.seen.get(position)
-        return before is not None and before.is_still(here)
+        before = self.warm_locations.get(position)
+        return before is not None and before.unchanged_at(here)
 
     def note(self, inputs: Sequence[Any]) -> None:
         """Remember where the inputs of an eager run are."""
-        self.seen = {position: Seen.of(value) for position, value in enumerate(inputs)}
+        self.warm_locations = {position: InputLocation.of(value) for position, value in enumerate(inputs)}
 
     # -- recordings -------------------------------------------------------------------------------------
 
@@ -296,35 +315,35 @@ class Specialization:
         """Add a recording; of those for other addresses only the most recently used are kept."""
         elsewhere = [r for r in self.recordings if not r.same_addresses(inputs)]
         dropped = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
-        # Most static inputs first: a recording with fewer of them fits other addresses, too, and copies more.
+        # Most static inputs first: a recording with fewer may fit, too, but copies more.
         kept = [r for r in self.recordings if r not in dropped]
         for one in dropped:
             log.info("%s: a recording goes: %d for other addresses are kept", one.request.name, _ELSEWHERE)
         self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.static_inputs)))
-        self.why = ""
+        self.ended_because = ""
 
-    def waits_for_memory(self, device: torch.device) -> str:
+    def memory_shortage(self, device: torch.device) -> str:
         """Why there is too little memory to record; empty if there may be enough by now."""
-        if self.short is None:
+        if self.shortage is None:
             return ""
-        why, before = self.short
-        self.waited += 1
+        why, before = self.shortage
+        self.calls_since += 1
         if SHARED.arenas.pressure(why, device) < before:
-            self.short = None
-        elif why == OUT_OF_MEMORY and self.waited >= self.patience:
-            self.short, self.patience = None, min(2 * self.patience, _MOST_CALLS)
-        return why if self.short is not None else ""
+            self.shortage = None
+        elif why == OUT_OF_MEMORY and self.calls_since >= self.retry_after:
+            self.shortage, self.retry_after = None, min(2 * self.retry_after, _MOST_CALLS)
+        return why if self.shortage is not None else ""
 
-    def falls_short(self, why: str, pressure: int) -> None:
-        """There was too little memory to record, with so many bytes in the way."""
-        self.short, self.waited = (why, pressure), 0
+    def note_shortage(self, why: str, pressure: int) -> None:
+        """Note a shortage. ``pressure``: see ``ArenaPool.pressure``."""
+        self.shortage, self.calls_since = (why, pressure), 0
 
 
 class Specializations:
-    """The specializations of a program by key. It decides which of them may have recordings.
+    """A program's specializations by sizes. Decides which may keep recordings.
 
     Attributes:
-        units: what replays recordings natively, in the order in which they are asked.
+        units: native units, in the order in which a call tries them.
     """
 
     def __init__(self, most: int) -> None:
@@ -352,7 +371,7 @@ class Specializations:
         return self._by_key.setdefault(key, new)
 
     def recordings(self) -> list[Recording]:
-        """Those that can be replayed; one that has ended stays in its specialization until the next call of that."""
+        """The recordings that have not ended. An ended one stays until its specialization is called again."""
         return [r for specialization in self.values() for r in specialization.recordings if not r.ended]
 
     def is_full(self) -> bool:
@@ -361,9 +380,9 @@ class Specializations:
     def make_room(self, wanted: Specialization, owner: LockOwner) -> bool:
         """If there are too many recordings, end the least recently used one. Returns whether there is room.
 
-        That of another shape ends only if ``wanted`` was called ``_patience`` times since its last use: or too many
-        shapes, called in turn, would be recorded at every call. A call of a shape that was evicted shows that the
-        patience was too short: it doubles.
+        A recording of another shape is evicted only if ``wanted`` was called ``_patience`` times since that one's
+        last use. Otherwise shapes called alternately would evict each other at every call. A call of an evicted shape
+        shows that the threshold was too low; it doubles.
         """
         if wanted.evicted:
             wanted.evicted = False
@@ -371,16 +390,17 @@ class Specializations:
         while self.is_full():
             holders = ((r, holder) for holder in self.values() for r in holder.recordings if not r.ended)
             for oldest, holder in sorted(holders, key=lambda pair: pair[0].used):
-                recent = itertools.islice(reversed(wanted.calls), self._patience)
+                recent = list(wanted.missed_at)[-self._patience :]  # other threads append
                 if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:
                     return False
-                holder.why = "max_recordings: the least recently used"
+                why = "max_recordings: the least recently used"
                 try:
                     if not oldest.acquire(owner):
                         continue
-                    oldest.end(holder.why)
+                    oldest.end(why)
                 finally:
                     oldest.release(owner)
+                holder.ended_because = why
                 holder.recordings = tuple(r for r in holder.recordings if r is not oldest)
                 holder.evicted = holder is not wanted
                 break

@@ -32,10 +32,10 @@ class StaticBuffers:
         self._stable = stable
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def put(self, value: Any) -> Any:
-        """The place of a tensor, filled, and of every tensor in a tuple; other values as they are."""
+    def buffer_of(self, value: Any) -> Any:
+        """The buffer of a tensor, filled, and of every tensor in a tuple; other values as they are."""
         if isinstance(value, (tuple, list)):
-            return tuple(self.put(item) for item in value)
+            return tuple(self.buffer_of(item) for item in value)
         if not isinstance(value, torch.Tensor):
             return value
         storage = value.untyped_storage()
@@ -44,38 +44,38 @@ class StaticBuffers:
         if storage.data_ptr() not in self._storages:
             new = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
             self._storages[storage.data_ptr()] = new.untyped_storage()
-        place = torch.empty(0, dtype=value.dtype, device=value.device).set_(
+        buffer = torch.empty(0, dtype=value.dtype, device=value.device).set_(
             self._storages[storage.data_ptr()],  # type: ignore[call-overload]
             value.storage_offset(),
             value.size(),
             value.stride(),
         )
-        copy_tensors(value, place)
-        return place
+        copy_tensors(value, buffer)
+        return buffer
 
 
-def apart(source: torch.Tensor, place: torch.Tensor, places: Collection[int]) -> torch.Tensor:
-    """A tensor that can be copied after others have been, too: what lies in the place of another is cloned.
+def safe_source(source: torch.Tensor, target: torch.Tensor, targets: Collection[int]) -> torch.Tensor:
+    """The source of one copy among several: a clone if it lies in the target of another, which may be written before.
 
     Args:
-        places: addresses of all places.
+        targets: addresses of all targets.
     """
-    if source.data_ptr() == place.data_ptr():
+    if source.data_ptr() == target.data_ptr():
         return source
-    return source.clone() if source.untyped_storage().data_ptr() in places else source
+    return source.clone() if source.untyped_storage().data_ptr() in targets else source
 
 
-def copy_tensors(source: Any, place: Any) -> None:
-    """Copy a tensor, or each of a tuple, to its place."""
-    if isinstance(place, tuple):
-        for item, item_place in zip(source, place, strict=True):
-            copy_tensors(item, item_place)
-    elif isinstance(place, torch.Tensor) and source.data_ptr() != place.data_ptr():
-        unexpanded(place).copy_(unexpanded(source))
+def copy_tensors(source: Any, target: Any) -> None:
+    """Copy a tensor, or each of a tuple, to its target."""
+    if isinstance(target, tuple):
+        for item, item_target in zip(source, target, strict=True):
+            copy_tensors(item, item_target)
+    elif isinstance(target, torch.Tensor) and source.data_ptr() != target.data_ptr():
+        unexpanded(target).copy_(unexpanded(source))
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """One element along dimensions that repeat it: copying to every repetition of a place is not allowed."""
+    """One element along dimensions that repeat it: torch refuses to copy to an expanded tensor."""
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -84,8 +84,9 @@ class Guards:
         numbers: (position, value) of inputs that are numbers.
         dimensions: (position, whether it is a stride, dimension, value).
         packed: storages by their handles, of which no input at the positions ``overwritten`` may be in one.
-        moving: (position, whether it is written) of inputs of which no written one may overlap another one.
-        fixed, fixed_written: spans [begin, end) in order that written ones, and any, may not overlap either.
+        moving: (position, whether it is mutated) of inputs of which no mutated one may overlap another one.
+        static_spans: spans [begin, end) of static inputs, in order; no mutated one of ``moving`` may overlap them.
+        written_static_spans: those of mutated static inputs; nothing of ``moving`` may overlap them.
         no_hooks: nobody packs what autograd saves in this thread.
         locks: owners of locks, of which there must be none, and where it is noted that a unit has the lock.
         device: the accelerator, which must be the current one; None for the CPU.
@@ -99,8 +100,8 @@ class Guards:
     packed: Mapping[int, Any] | None = None
     overwritten: Sequence[int] = ()
     moving: Sequence[tuple[int, bool]] = ()
-    fixed: Sequence[tuple[int, int]] = ()
-    fixed_written: Sequence[tuple[int, int]] = ()
+    static_spans: Sequence[tuple[int, int]] = ()
+    written_static_spans: Sequence[tuple[int, int]] = ()
     no_hooks: bool = False
     locks: Sequence[tuple[dict[int, Any], ctypes.c_int64]] = ()
     device: torch.device | None = None

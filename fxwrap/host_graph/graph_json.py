@@ -225,7 +225,7 @@ class _Reader:
         for name, op, target, args, kwargs, meta in data["nodes"]:
             function = self.functions[target] if op == "call_function" else target
             node = gm.graph.create_node(op, function, self.value(args, known), self.value(kwargs, known))
-            # Plans name nodes: a graph that numbers them anew would be another one.
+            # Plans name nodes: a graph with other numbers would be another one.
             node.name = name
             node.meta = self.meta(meta)
             known[name] = node

@@ -353,7 +353,7 @@ def output_bytes(memory: MemoryPlan) -> int:
 
 
 def sizes_in_symbols(plan: ProgramPlan) -> dict[str, str]:
-    """Bytes of every allocation, in the symbols of the graph: they are planned for each shape anew."""
+    """Bytes of every allocation, in the symbols of the graph: they are planned again for each shape."""
     storages = plan.facts.storages
     values = {s.name: plan.nodes[s.node].meta.get("val") for s in storages if s.origin is Origin.ALLOCATION}
     return {name: bytes_expression(value) for name, value in values.items() if isinstance(value, torch.Tensor)}

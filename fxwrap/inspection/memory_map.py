@@ -145,7 +145,7 @@ def memory_data(program: Program, memory: MemoryPlan) -> MemoryData:
 
 def _storages(planned: Planned, memory: MemoryPlan) -> tuple[list[StorageData], int]:
     """All that is known of, and the bytes that operators allocate at one time, at most."""
-    program, needs = planned.program, Requirements.of(planned)
+    program, requirements = planned.program, Requirements.of(planned)
     partitions = [partition.index for partition in program.partitions for _ in partition.nodes]
     saved = _saved(program)
     found = list[StorageData]()
@@ -169,19 +169,19 @@ def _storages(planned: Planned, memory: MemoryPlan) -> tuple[list[StorageData], 
         )
 
     operators = 0
-    for device in dict.fromkeys([*needs.planned, *needs.unplanned]):
-        own = [(index, buffer) for index, buffer in needs.planned.get(device, ()) if buffer.size]
+    for device in dict.fromkeys([*requirements.planned, *requirements.unplanned]):
+        own = [(index, buffer) for index, buffer in requirements.planned.get(device, ()) if buffer.size]
         addresses = _addresses(memory, own)
         for index, buffer in own:
             place = memory.places[index]
             region = place.region if place.home is Home.REGION else None
-            use = _use(program, index, needs, saved)
+            use = _use(program, index, requirements, saved)
             add(buffer.name, index, device, buffer, use, addresses[buffer.name], region)
         height = max((addresses[b.name] + b.size for _, b in own), default=0)
-        others = [(which, buffer) for which, buffer in needs.unplanned.get(device, ()) if buffer.size]
+        others = [(which, buffer) for which, buffer in requirements.unplanned.get(device, ()) if buffer.size]
         above = plan_memory([buffer for _, buffer in others])
         for which, buffer in others:
-            use = _WORKSPACE if which is None else _use(program, which, needs, saved)
+            use = _WORKSPACE if which is None else _use(program, which, requirements, saved)
             add(buffer.name, which, device, buffer, use, height + above.offsets[buffer.name], None)
         operators += above.lower_bound
     return found, operators
@@ -190,12 +190,12 @@ def _storages(planned: Planned, memory: MemoryPlan) -> tuple[list[StorageData], 
 _COPIED, _WORKSPACE = "copy of an input", "workspace"
 
 
-def _use(program: ProgramPlan, index: int, needs: Requirements, saved: frozenset[int]) -> str:
+def _use(program: ProgramPlan, index: int, requirements: Requirements, saved: frozenset[int]) -> str:
     if program.facts.storages[index].origin is Origin.INPUT:
         return _COPIED
     if index in saved:
         return "saved for backward"
-    if index in needs.handed_out:
+    if index in requirements.handed_out:
         return "output"
     return "temporary" if program.facts.storages[index].origin is Origin.ALLOCATION else "result of an operator"
 

@@ -10,9 +10,9 @@ from .explain import report
 
 
 def release(fn: Callable[..., Any] | None = None) -> int:
-    """End recordings and give the memory of theirs back; the next call records anew, and counts that.
+    """End recordings and give the memory of theirs back; the next call records again, and counts that.
 
-    Outputs that somebody has keep their memory. What another thread runs at this moment stays. On an accelerator the
+    Live outputs keep their memory. What another thread runs at this moment stays. On an accelerator the
     memory goes to its caching allocator; ``torch.accelerator.empty_cache()`` hands it on to the driver.
 
     Args:

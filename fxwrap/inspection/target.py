@@ -168,7 +168,7 @@ def _plan_ahead(programs: Iterable[Program]) -> None:
     """Plan memory where no call has done so."""
     for program in programs:
         if program.newest_plan is None:
-            program.expect(example_inputs(program.plan.graph))
+            program.plan_ahead(example_inputs(program.plan.graph))
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -34,7 +34,7 @@ class FeasibilitySearch(Protocol):
     """A search that is begun with a capacity, and goes on a little at every call of ``run``."""
 
     def start(self, ranks: Sequence[int], capacity: int, rule: int) -> None:
-        """Begin anew. Of buffers at the same offset, the one of the lower rank is tried first."""
+        """Begin again. Of buffers at the same offset, the one of the lower rank is tried first."""
 
     def run(self, nodes: int, seconds: float) -> bool | None:
         """Go on for so many nodes or seconds. True: a placement is found; False: there is none."""

@@ -110,18 +110,6 @@ class Part:
         """Sections, summed over buffers: what looking at everything once costs."""
         return sum(self.ends) - sum(self.begins)
 
-    @cached_property
-    def conflicts(self) -> int:
-        """Pairs of buffers that are live at the same time."""
-        starting = [0] * len(self.loads)
-        for begin in self.begins:
-            starting[begin] += 1
-        started = [0, *accumulate(starting)]
-        # Of two that meet, count the one that begins later (or as late).
-        return sum(started[end] - started[begin] for begin, end in zip(self.begins, self.ends, strict=True)) - sum(
-            n * (n + 1) // 2 for n in starting
-        )
-
 
 def validate(buffers: Sequence[Buffer], alignment: int) -> None:
     """Raise ValueError, naming the buffer, for what cannot be placed."""

@@ -1,4 +1,4 @@
-"""PLAN: offsets in an arena in which outputs live, too, beside those of other recordings."""
+"""PLAN: offsets in an arena in which outputs live, too, around those of other recordings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lay_out_arena(
     hint: Placement | None = None,
     like: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
-    """Place buffers so that those live at the same time do not overlap; outputs at one end, beside what others have.
+    """Place buffers so that those live at the same time do not overlap; outputs at one end, around what is reserved.
 
     ::
 
@@ -41,8 +41,8 @@ def lay_out_arena(
 
     Args:
         outputs: names of buffers that live on after the program.
-        reserved: what others have in the arena.
-        hint: places that are kept where nobody else has the bytes, if the arena need hardly be larger for that.
+        reserved: intervals of live outputs of other recordings.
+        hint: offsets that are kept where nothing reserved is in the way, if the arena need hardly be larger for that.
         like: offsets in a plan for other sizes, by name.
 
     Returns:
@@ -64,7 +64,7 @@ def lay_out_arena(
 
 
 # Bytes ``[low, high)`` that are taken in steps ``[begin, end)``.
-_Taken = tuple[int, int, int, int]
+_Interval = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Problem:
     items: Sequence[Buffer]
     sizes: list[int]
     reserved: Sequence[Reserved]
-    taken: list[_Taken]
+    taken: list[_Interval]
     alignment: int
     bound: int
 
@@ -83,15 +83,15 @@ class _Problem:
         sizes = [-(-item.size // alignment) * alignment for item in items]
         last = max((item.end for item in items), default=1)
         ends = (r.end if r.end < FOREVER else last for r in reserved)
-        held = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
-        held += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
+        intervals = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
+        intervals += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
         taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in reserved]
-        return cls(items, sizes, reserved, taken, alignment, most_alive(held))
+        return cls(items, sizes, reserved, taken, alignment, most_alive(intervals))
 
     def follow(self, hint: Mapping[str, int]) -> list[int]:
         """Offsets of a hint, but for those that are in the way of others: they lie at the lowest that is free."""
         live, kept = list[tuple[int, int, int]](), dict[int, int]()
-        # Nothing is kept beside others that lie upon one another: nobody has seen such.
+        # Nothing is kept if reserved intervals overlap one another: that is not known to happen.
         apart = all([_take(live, low, high - low, 0, end) for low, high, _, end in self.taken])
         for i in sorted(range(len(self.items)), key=lambda i: self.items[i].begin) if apart else ():
             item, size = self.items[i], self.sizes[i]
@@ -190,18 +190,18 @@ class Live(Protocol):
     def size(self) -> int: ...
 
 
-def alive_at_steps(held: Iterable[Live]) -> list[int]:
+def alive_at_steps(intervals: Iterable[Live]) -> list[int]:
     """Bytes live in each step, up to the last in which anything is."""
     change: dict[int, int] = defaultdict(int)
-    for one in held:
+    for one in intervals:
         change[one.begin] += one.size
         change[one.end] -= one.size
     return list(itertools.accumulate(change[step] for step in range(max(change, default=0))))
 
 
-def most_alive(held: Iterable[Live]) -> int:
+def most_alive(intervals: Iterable[Live]) -> int:
     """The largest number of bytes live in one step."""
-    return max(alive_at_steps(held), default=0)
+    return max(alive_at_steps(intervals), default=0)
 
 
 def lowest_gap(taken: list[tuple[int, int]], size: int) -> int:

@@ -127,7 +127,7 @@ class Compilation(Suite):
                 result = f(x.to(registered.first), w.to(registered.first))
             assert result.dtype is torch.bfloat16
             torch.testing.assert_close(result.float().cpu(), function(x, w), rtol=0.05, atol=0.05)
-        # Without autocast the same code is compiled anew.
+        # Without autocast the same code is compiled again.
         assert f(x.to(registered.first), w.to(registered.first)).dtype is torch.float32
 
     def test_default_device(self, registered: Device) -> None:

@@ -1,4 +1,4 @@
-"""The contract between a device and the line: a suite for pytest, in the order in which a device is built."""
+"""The contract between a device and the pipeline: a suite for pytest, in the order in which a device is built."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Programs(GraphSuite):
             registered.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
     def test_an_operator_that_cannot_be_captured(self, registered: Device) -> None:
-        """It reads a number on the host, which nobody could know before: the program is cut anew around it."""
+        """It reads a number on the host, which nobody could know before: the program is cut again around it."""
         name, reads = _reading_operator()
         f = torch.compile(lambda x, w: (reads((x @ w).relu()) @ w).sin(), **CAPTURED)
         for _ in range(6):
@@ -201,7 +201,7 @@ class Programs(GraphSuite):
         assert f"{name}: a capture failed at it" in graph.partitions[1].reason
         assert graph.counters["replays"] == 3 and set(graph.counters["eager"]) == {"warm-up"}
         assert any("capture failed" in event for event in graph.counters["events"])
-        assert graph.counters["recordings"] == {"first": 1, "cut anew around what could not be captured": 1}
+        assert graph.counters["recordings"] == {"first": 1, "cut again around what could not be captured": 1}
 
     def test_a_capture_that_failed_spoils_nothing(self, registered: Device) -> None:
         """Programs beside it replay, random numbers are drawn, and the cache can be emptied."""

@@ -231,7 +231,8 @@ class SimulatedGraph(CPUGraph):
         if self._lost:
             self.reset()
             raise CaptureError("simulated graph: the capture has failed and the graph is empty", got=self._lost)
-        # Inputs are bound or copied to places: a call that reads one from a register would not survive hardware.
+        # Inputs are static, or copied to static buffers: a call that reads one from a register would not survive
+        # hardware.
         self._captured_with = [
             [None] * getattr(call, "inputs", 0) + list(_registers(call))[getattr(call, "inputs", 0) :]
             for call in self._calls

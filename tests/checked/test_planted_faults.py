@@ -337,14 +337,14 @@ def test_a_storage_is_freed_too_early(
 
 
 def _copy_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = RecordingBuilder._take_inputs
+    take = RecordingBuilder._fill_input_buffers
 
     def planted(self: RecordingBuilder, inputs: Any) -> Any:
         found, parts = take(self, inputs), len(self._parts)
         self._input_buffers, self._parts = [], self._parts[: parts - 1]
         return found
 
-    monkeypatch.setattr(RecordingBuilder, "_take_inputs", planted)
+    monkeypatch.setattr(RecordingBuilder, "_fill_input_buffers", planted)
 
 
 def test_an_input_is_not_copied_in(compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None) -> None:
@@ -388,7 +388,7 @@ def test_an_updated_input_is_not_copied_back(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None, fault: str
 ) -> None:
     """Left out of the replay, or there without effect."""
-    finished = RecordingBuilder._finished
+    finished = RecordingBuilder._make_recording
 
     def planted(self: RecordingBuilder, replay: Replay) -> Any:
         return finished(self, dataclasses.replace(replay, mutated=(), parts=()))
@@ -396,7 +396,7 @@ def test_an_updated_input_is_not_copied_back(
     if fault == "wrong input":
         monkeypatch.setattr(Replay, "copy_back", lambda self, inputs: None)
     else:
-        monkeypatch.setattr(RecordingBuilder, "_finished", planted)
+        monkeypatch.setattr(RecordingBuilder, "_make_recording", planted)
 
     def program(t: torch.Tensor) -> torch.Tensor:
         t.mul_(2)
@@ -448,12 +448,12 @@ def test_a_replay_is_not_what_was_planned(
     look: str,
 ) -> None:
     """Found where the recording is compared with the plan; and if it were not, where numbers are compared."""
-    finished = RecordingBuilder._finished
+    finished = RecordingBuilder._make_recording
 
     def planted(self: RecordingBuilder, replay: Replay) -> Any:
         return finished(self, dataclasses.replace(replay, steps=list(replay.steps)[steps], parts=()))
 
-    monkeypatch.setattr(RecordingBuilder, "_finished", planted)
+    monkeypatch.setattr(RecordingBuilder, "_make_recording", planted)
     if look == "at results":
         monkeypatch.setattr("fxwrap.checked.program.check_steps", lambda recording: None)
         fault = "input baked in"
@@ -466,7 +466,7 @@ def test_what_eager_work_returns_stays_where_it_was_allocated(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None, operators: Any
 ) -> None:
     """Captured work reads what the first call left."""
-    monkeypatch.setattr(StaticBuffers, "put", lambda self, value: value.clone())
+    monkeypatch.setattr(StaticBuffers, "buffer_of", lambda self, value: value.clone())
     monkeypatch.setattr("fxwrap.graphs.recording_builder.copy_tensors", lambda source, place: None)
     monkeypatch.setattr("fxwrap.graphs.placed_results.copy_tensors", lambda source, place: None)
     outside = operators.add("outside(Tensor t) -> Tensor", lambda t: t * 2)

@@ -181,7 +181,7 @@ def changes() -> dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]:
         return lambda patch: {"options": options}
 
     def source(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-        patch.setattr("fxwrap.codegen.caches._sources", lambda: "another version of fxwrap")
+        patch.setattr("fxwrap.codegen.caches._source_digest", lambda: "another version of fxwrap")
         return {}
 
     def threads(patch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -457,7 +457,7 @@ def test_effects_keep_their_order(device: torch.device) -> None:
         torch.testing.assert_close(f(x), x * 10)
         expected = zip(["captured", "eager", "captured", "eager"], [x, x * 2, x * 3, x * 4], strict=True)
         assert [f"{name} {value.sum().item():.4f}" for name, value in expected] == LOG
-    # An accelerator finds out when it captures that they read numbers, and the program is cut anew around them.
+    # An accelerator finds out when it captures that they read numbers, and the program is cut again around them.
     assert f.replays() == [1 if freezes(device) else 2] and not f.compilation.fallbacks
 
 

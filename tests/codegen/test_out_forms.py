@@ -178,4 +178,4 @@ def test_a_size_that_data_decides_stays_outside() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         explanation = fxwrap.explain(lambda x: torch.nonzero(x > 0).sum(0), torch.randn(8))
     (graph,) = explanation.to_dict()["graphs"]
-    assert "aten::nonzero: the size of its result depends on data" in graph["outside_the_plan"].values()
+    assert "aten::nonzero: its result's size is data-dependent" in graph["outside_the_plan"].values()

@@ -314,7 +314,7 @@ def test_what_is_under_way_beyond_the_program_is_never_recorded(make: Callable[[
             collectives.wait_tensor(arriving)
         assert torch.equal(result, expected)
     assert program.counters.replays == 0
-    assert program.counters.eager["a communication on g is under way at a call's begin or end"] == 2
+    assert program.counters.eager["a communication on g is in flight when a call begins or ends"] == 2
     strict = compile_host_graph(gm, compile_request(Options(strict=True, warmup=0)))
     with pytest.raises(PlanError, match="wait for it inside of the compiled region"):
         strict(*maker.inputs(0))
@@ -325,5 +325,5 @@ def test_a_plan_for_what_is_under_way_beyond_the_program_is_caught(make: Callabl
     gm = make(GraphMaker())
     plan = plan_of(gm)
     faulty = plan_program(Planned(replace(plan, facts=replace(plan.facts, in_flight=frozenset())), {}, {}))
-    with pytest.raises(PlanError, match="a communication on g is under way beyond the program"):
+    with pytest.raises(PlanError, match="a communication on g is in flight when a call begins or ends"):
         verify_memory(gm, plan.schedule, plan.facts, faulty, {})

@@ -9,6 +9,9 @@ import torch
 from conftest import Compiled, assert_same, inductor, on_simulated
 
 from fxwrap.graphs.arenas import ArenaPool
+from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.recording import next_use
+from fxwrap.graphs.specialization import Specialization
 from fxwrap.packing.reserved import lay_out_arena
 
 
@@ -129,6 +132,21 @@ def test_shapes_that_come_back_after_a_while_stay(compiled: Any, device: torch.d
     counters = f.program.counters
     assert sum(counters.recordings.values()) <= 40, counters.to_dict()
     assert counters.replays >= 0.4 * 40 * 16, counters.to_dict()
+
+
+def test_a_recording_in_use_is_not_evicted(compiled: Any) -> None:
+    """Nothing is noted about its shape, either: it would take a later call for one after an eviction."""
+    f: Compiled = compiled(torch.nn.Linear(4, 4), dynamic=True, options={"max_recordings": 2})
+    for _ in range(3):
+        for batch in (2, 3):
+            _call(f, batch, torch.device("cpu"), 2)
+    specializations = f.program.specializations
+    in_use = [LockOwner() for _ in specializations.recordings()]
+    assert all(r.acquire(owner) for r, owner in zip(specializations.recordings(), in_use, strict=True))
+    wanted = Specialization()
+    wanted.missed_at.extend(next_use() for _ in range(64))
+    assert not specializations.make_room(wanted, LockOwner())
+    assert len(specializations.recordings()) == 2 and not any(one.ended_because for one in specializations.values())
 
 
 def test_nothing_grows_with_the_shapes_that_are_not_recorded(compiled: Any) -> None:

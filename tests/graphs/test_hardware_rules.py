@@ -203,7 +203,7 @@ def test_a_pool_that_is_not_held_takes_no_other_graph(
 ) -> None:
     """Planted: no graph of its own holds it, and the arena keeps the id."""
     monkeypatch.setattr(DeviceRuntime, "_capture_little", lambda self, pool, stream: None)
-    monkeypatch.setattr(Arena, "leave_pool", lambda self: None)
+    monkeypatch.setattr(Arena, "drop_pool", lambda self: None)
     f: Compiled = compiled(lambda x: allocates(x.sin()) @ x)
     x = torch.randn(16, 16, device=hardware.device)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from conftest import Compiled, freezes
 
 import fxwrap
 from fxwrap.graphs.arenas import Arena, ArenaPool
-from fxwrap.graphs.live_outputs import LiveOutputs
+from fxwrap.graphs.live_outputs import WatchedOutputs
 from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.memory_provider import MemoryProvider
 
@@ -113,17 +113,17 @@ def test_an_arena_shrinks_when_what_it_was_large_for_is_gone(
 def test_what_is_expected_is_corrected_downwards() -> None:
     """A plan that was made before it was known what stays in place expects more than the recording needs."""
     pool, who, other = ArenaPool(), User(1), User(2)
-    pool.expect(CPU, who, 1000)
-    pool.expect(CPU, other, 300)
-    pool.correct(CPU, who, 2000)
-    assert pool.expected(CPU) == 1000
-    pool.correct(CPU, who, 200)
-    assert pool.expected(CPU) == 300
+    pool.announce(CPU, who, 1000)
+    pool.announce(CPU, other, 300)
+    pool.lower(CPU, who, 2000)
+    assert pool.largest_announced(CPU) == 1000
+    pool.lower(CPU, who, 200)
+    assert pool.largest_announced(CPU) == 300
     pool.withdraw(other)
-    assert pool.expected(CPU) == 200
+    assert pool.largest_announced(CPU) == 200
     del who
     gc.collect()
-    assert pool.expected(CPU) == 0
+    assert pool.largest_announced(CPU) == 0
 
 
 def test_the_first_arena_that_is_free_is_taken() -> None:
@@ -249,7 +249,7 @@ def test_after_a_shortage_it_replays_again(
     other = own_arenas.acquire(device, None, call, taken, lambda arena: True)
     other.resize(64 << 10)
     user = User(1)
-    other.enter(user, LiveOutputs(), other.nbytes)
+    other.enter(user, WatchedOutputs(), other.nbytes)
     _run(f, x, 2 + length)
     assert f.program.counters.eager == {"warm-up": 1, "more than max_memory": 1 + length}
     assert not f.program.counters.recordings
@@ -336,7 +336,7 @@ def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_aren
     arena = own_arenas.acquire(torch.device("cpu"), None, call, taken)
     arena.resize(70 << 10)
     user = User(1)
-    arena.enter(user, LiveOutputs(), 70 << 10)
+    arena.enter(user, WatchedOutputs(), 70 << 10)
     arena.resize(10 << 10)
     assert user.ended and arena.needed() == 0 and arena.needed_again() == 70 << 10
     provider = MemoryProvider(missing, (), max_memory=80 << 10)
@@ -369,7 +369,7 @@ def test_the_least_recently_used_ends_first() -> None:
     pool, arenas = _pool([1000, 2000, 0])
     a, b, c = User(3), User(1, 300), User(2)
     for user, arena in ((a, arenas[0]), (b, arenas[0]), (c, arenas[1])):
-        arena.enter(user, LiveOutputs(), arena.nbytes)
+        arena.enter(user, WatchedOutputs(), arena.nbytes)
     assert pool.kept(CPU) == 3300
     assert pool.make_room(arenas[2], 1500, 3000)
     assert (a.ended, bool(b.ended), bool(c.ended)) == ("", True, True)
@@ -379,7 +379,7 @@ def test_the_least_recently_used_ends_first() -> None:
 def test_what_is_in_use_stays() -> None:
     pool, arenas = _pool([1000, 0])
     user = User(1)
-    arenas[0].enter(user, LiveOutputs(), 1000)
+    arenas[0].enter(user, WatchedOutputs(), 1000)
     running = LockOwner()
     assert arenas[0].lock.acquire(running)
     assert not pool.make_room(arenas[1], 500, 1200) and not user.ended

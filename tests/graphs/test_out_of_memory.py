@@ -23,7 +23,7 @@ import fxwrap
 from fxwrap.graphs import recording_builder
 from fxwrap.graphs.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
 from fxwrap.graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, using_runtime
-from fxwrap.graphs.live_outputs import LiveOutputs
+from fxwrap.graphs.live_outputs import WatchedOutputs
 from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.memory_provider import MemoryProvider
 from fxwrap.graphs.placement import _CapturedOffer
@@ -316,7 +316,7 @@ def test_twice_out_of_memory_is_eager_until_there_is_more(
             "replays": 0, "recordings": {}, "eager": {"warm-up": 1, OUT_OF_MEMORY: 6}, "events": {}
         }  # fmt: skip
         assert not short.f.program._refused and not own_arenas.kept(device)
-        assert own_arenas.expected(device) < short.bytes
+        assert own_arenas.largest_announced(device) < short.bytes
         for _ in range(3):
             innocent(short.x[:8])
         assert innocent.program.counters.to_dict() == {
@@ -428,7 +428,7 @@ def test_the_rest_of_a_call_needs_what_graphs_and_pools_have(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: they keep it."""
-    monkeypatch.setattr(RecordingBuilder, "_leave_arenas", lambda self, why: None)
+    monkeypatch.setattr(RecordingBuilder, "_clear_arenas", lambda self, why: None)
     short, rest = _in_the_second_graph(hardware, device, compiled)
     with limited(hardware, device, short.eager_peak + 6 * short.bytes), pytest.raises(torch.OutOfMemoryError):
         short.call()
@@ -442,7 +442,7 @@ def test_memory_for_what_eager_work_allocates(
     """Captured work reads it at a place that stays. It is wanted after an eager operator has run."""
     if not freezes(device):
         pytest.skip("nothing stays")
-    left, put = [failures], StaticBuffers.put
+    left, put = [failures], StaticBuffers.buffer_of
 
     def short(self: StaticBuffers, value: Any) -> Any:
         if left[0]:
@@ -450,7 +450,7 @@ def test_memory_for_what_eager_work_allocates(
             raise torch.OutOfMemoryError("planted")
         return put(self, value)
 
-    monkeypatch.setattr(StaticBuffers, "put", short)
+    monkeypatch.setattr(StaticBuffers, "buffer_of", short)
     f: Compiled = compiled(two_graphs, options={"eager_ops": "fxwrap_test::by_the_host"})
     x, state = torch.randn(64, 64, device=device), torch.zeros(64, 64, device=device)
     expected = state.cpu().clone()
@@ -593,7 +593,7 @@ def test_a_pool_that_stays_is_in_the_way_of_its_arena(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted. As of eager runs, the caller hears of it: there is not as much memory as they take."""
-    monkeypatch.setattr(Arena, "leave_pool", lambda self: None)
+    monkeypatch.setattr(Arena, "drop_pool", lambda self: None)
     with pytest.raises(torch.OutOfMemoryError):
         _a_larger_program(hardware, device, compiled)
 
@@ -629,11 +629,11 @@ class User:
 def test_an_arena_that_cannot_grow_has_nothing_and_can_be_used(no_more_than: Callable[[int], None]) -> None:
     arena, ended = Arena(CPU), User()
     arena.resize(1000)
-    arena.enter(ended, LiveOutputs(), 1000)
+    arena.enter(ended, WatchedOutputs(), 1000)
     no_more_than(2000)
     with pytest.raises(fxwrap.MemoryLimitError, match="cpu is out of memory"):
         arena.resize(3000)
-    assert (arena.block, arena.nbytes, arena.users(), arena.live_outputs) == (None, 0, [], []) and ended.ended
+    assert (arena.block, arena.nbytes, arena.users(), arena.watched_outputs) == (None, 0, [], []) and ended.ended
     arena.resize(1500)
     assert arena.nbytes == 1500 and arena.storage(500, 1000).nbytes() == 1000
 
@@ -663,7 +663,7 @@ def test_an_arena_is_not_as_large_as_others_will_need_if_there_is_no_memory_for_
     missing, other = cast(Any, None), User()
     provider = MemoryProvider(missing, missing, missing, ())
     arena = own_arenas.acquire(CPU, None, LockOwner(), [])
-    own_arenas.expect(CPU, other, 3000)
+    own_arenas.announce(CPU, other, 3000)
     no_more_than(2000)
     assert provider._fit(arena, 1000) and arena.nbytes == 1000
     with pytest.raises(fxwrap.MemoryLimitError, match="cpu is out of memory"):

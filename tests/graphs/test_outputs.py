@@ -218,7 +218,7 @@ def test_steady_state_copies_nothing(compiled: Any, device: torch.device) -> Non
     gc.collect()
     assert f.program.counters.replays == 6
     (recording,) = f.program.specializations.values()[0].recordings
-    assert not recording.request.copied and not recording.held()
+    assert not recording.request.copied and not recording.live()
     if freezes(device):
         assert len(addresses) <= 2  # one eager run, then always the same memory
     else:
@@ -383,7 +383,7 @@ def test_nothing_but_holders_counts_as_holding(compiled: Any, device: torch.devi
     for program in f.programs:
         assert program.counters.replays == 2, program.counters.to_dict()
         for recording in program.specializations.recordings() if freezes(device) else ():
-            live = recording._live_outputs
+            live = recording._watched_outputs
             before = list(live.baseline)
             gc.collect()
             assert live._counts() == live.baseline == before

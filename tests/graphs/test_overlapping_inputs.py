@@ -16,7 +16,7 @@ import torch
 from conftest import Compiled, assert_same, freezes
 
 from fxwrap.codegen.torch_runtime import overlap
-from fxwrap.graphs.overlaps import WrittenInputs
+from fxwrap.graphs.overlaps import MutatedInputs
 
 
 def _scale_(x: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ def test_calls_compute_what_inductors_wrapper_does(
             a, b = make(device)
             assert_same(ours(x, y, w), theirs(a, b, w))
             assert_same((x, y), (a, b))
-    told = ours.program.counters.eager.get("an input that is written overlaps another one", 0)
+    told = ours.program.counters.eager.get("a mutated input overlaps another one", 0)
     assert told == (4 if freezes(device) else 0)
     assert ours.program.counters.replays >= 4
 
@@ -154,7 +154,7 @@ def test_spans_are_told_apart() -> None:
     rows = [base[i] for i in range(8)]
 
     def apart(written: list[bool], tensors: list[torch.Tensor], static: tuple[int, ...] = ()) -> bool:
-        known = WrittenInputs(list(enumerate(written)), (), (), overlap).with_static(tensors, static)
+        known = MutatedInputs(list(enumerate(written)), (), (), overlap).with_static(tensors, static)
         return known is None or known.are_apart(tensors)
 
     assert apart([True, False], [rows[0], rows[1]])

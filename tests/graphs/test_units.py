@@ -492,8 +492,8 @@ def _raised(call: Callable[[], Any]) -> BaseException:
 def _assert_clean(recording: Recording) -> None:
     """Locks are free, and regions and registers empty."""
     assert not any(lock.locked() for lock in recording._locks)
-    assert recording._held is not None and recording._replay is not None
-    assert not any(storage.nbytes() for storage, _ in recording._held.regions._sizes)
+    assert recording._resources is not None and recording._replay is not None
+    assert not any(storage.nbytes() for storage, _ in recording._resources.regions._sizes)
     assert not any(value is not None for value in recording._replay.registers)
 
 
@@ -1294,8 +1294,8 @@ def test_a_call_that_begins_before_python_hears_of_an_error(compiled: Any, monke
     """
     f: Compiled = compiled(lambda x: look((x.sin() @ x).cos().sin() @ x) @ x.sin())
     recording = recorded(f, lambda: torch.randn(4, 4))
-    assert recording._held is not None
-    storages = [storage for storage, _ in recording._held.regions._sizes]
+    assert recording._resources is not None
+    storages = [storage for storage, _ in recording._resources.regions._sizes]
     main, sizes, real = threading.get_ident(), list[list[int]](), Recording.failed_natively
     inside, over = threading.Event(), threading.Event()
 

@@ -265,7 +265,7 @@ def is_accepted(buffers: Sequence[Buffer], placement: Placement) -> list[bool]:
     return [
         fits(offsets, buffers, (), ROW),
         accepts(check_placement, buffers, placement, ROW),
-        accepts(verify_module._check_overlap, items),
+        accepts(verify_module._check_overlap, items, ()),
     ]
 
 

@@ -44,9 +44,9 @@ struct Guards {
   };
   py::object packed;  // a dictionary
   std::vector<Py_ssize_t> overwritten;
-  // Inputs of which no written one may overlap another one, and where the others lie: graphs/overlaps.py.
+  // Inputs of which no mutated one may overlap another one, and addresses of static inputs: graphs/overlaps.py.
   std::vector<std::pair<Py_ssize_t, bool>> moving;
-  Spans fixed, fixed_written;
+  Spans static_spans, written_static_spans;
   bool no_hooks = false;          // nobody packs what autograd saves
   std::optional<at::Device> device;
   std::vector<const int64_t*> streams;
@@ -71,7 +71,7 @@ struct Guards {
     return tensor.unsafeGetTensorImpl()->is_python_dispatch() ? nullptr : &tensor;
   }
 
-  // Whether nobody else works in the memory, and nobody can read what is overwritten.
+  // Whether no other call works in the memory, and no live output is overwritten.
   bool is_free() const {
     for (const auto& [owners, native] : locks)
       if (PyDict_GET_SIZE(owners.ptr()) != 0 || *native == process) return false;
@@ -106,7 +106,7 @@ struct Guards {
     return after != spans.begin() && std::prev(after)->second > begin;
   }
 
-  // Whether no input that is written may share bytes with another one.
+  // Whether no mutated input may share bytes with another one.
   bool apart(PyObject* inputs) const {
     struct Span {
       uint64_t begin, end;
@@ -120,7 +120,7 @@ struct Guards {
       const auto end =
           begin + at::detail::computeStorageNbytes(tensor->sizes(), tensor->strides(), tensor->element_size());
       if (begin == end) continue;
-      if (touches(written ? fixed : fixed_written, begin, end)) return false;
+      if (touches(written ? static_spans : written_static_spans, begin, end)) return false;
       spans.push_back({begin, end, written});
     }
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });

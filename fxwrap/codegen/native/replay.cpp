@@ -307,8 +307,8 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   guards.packed = described["packed"];
   guards.overwritten = py::cast<std::vector<Py_ssize_t>>(described["overwritten"]);
   guards.moving = py::cast<std::vector<std::pair<Py_ssize_t, bool>>>(described["moving"]);
-  guards.fixed = py::cast<Spans>(described["fixed"]);
-  guards.fixed_written = py::cast<Spans>(described["fixed_written"]);
+  guards.static_spans = py::cast<Spans>(described["static_spans"]);
+  guards.written_static_spans = py::cast<Spans>(described["written_static_spans"]);
   guards.no_hooks = py::cast<bool>(described["no_hooks"]);
   auto cell = [](const py::handle& address) { return reinterpret_cast<int64_t*>(py::cast<uintptr_t>(address)); };
   auto addresses = py::list(described["lock_addresses"]);

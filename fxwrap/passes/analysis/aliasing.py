@@ -44,7 +44,7 @@ def inputs_that_may_overlap(gm: GraphModule, facts: StorageFacts) -> Mapping[int
     Inputs that did not overlap when the program was compiled may do so at a call: nothing guards that. Inductor runs
     its program in one order, which is what such a call means.
     """
-    written = facts.written_by_any()
+    written = facts.all_written()
     on_device: dict[str, set[int]] = defaultdict(set)
     for node in gm.graph.nodes:
         if kind_of(node) is Kind.PLACEHOLDER and isinstance(val := node.meta.get("val"), torch.Tensor):
@@ -234,7 +234,7 @@ class _Analysis:
             ) -> frozenset[int]:
                 return _NONE.union(*(operand.get(facts.storages[index].node, _NONE) for index in indices))
 
-            written |= outside(facts.written_by_any())
+            written |= outside(facts.all_written())
             results: Any = output_node(subgraph).args[0]
             handed_back.append([outside(facts.of(value) if isinstance(value, Node) else _NONE) for value in results])
         shared = [_NONE.union(*sets) for sets in zip(*handed_back, strict=True)]

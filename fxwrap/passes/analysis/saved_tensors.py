@@ -20,8 +20,7 @@ def saved_tensors(forward: ProgramPlan, backward: ProgramPlan) -> Mapping[int, S
         forward   primals_1, x -> [y, primals_1, addmm]         addmm is allocated there, primals_1 is not
         backward  primals_1, addmm, tangents_1 -> [...]         {storage of addmm: [addmm]}
     """
-    placeholders = [node.name for node in backward.graph.graph.nodes if node.op == "placeholder"]
-    received = dict(zip(backward.inputs, placeholders, strict=False))
+    received = dict(zip(backward.inputs, [node.name for node in backward.placeholders], strict=False))
     values, found = output_values(forward.graph), dict[int, list[str]]()
     for position, name in forward.saved.items():
         value = values[position]

@@ -19,7 +19,7 @@ def evaluate_sizes(gm: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, An
         inputs: a placeholder's tensor or number, for every placeholder.
 
     Returns:
-        The numbers, for symbolic nodes and for placeholders that are numbers. Nodes that depend on data are
+        The numbers, for symbolic nodes and for placeholders that are numbers. Data-dependent nodes are
         missing.
     """
     numbers: dict[Node, Any] = {node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)}

@@ -1,7 +1,7 @@
 """Bytes of an arena that are free while an operator runs.
 
-Where the device's allocator can be told, captured operators are offered them for what they take for a while, which
-would lie in the pool of the graphs otherwise: beside the arena, and for as long as a graph lives.
+Where the device's allocator can be told, captured operators are offered them as workspace. It would lie in the pool
+of the graphs otherwise: outside the arena, and for as long as a graph lives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...host_graph.nodes import Kind, kind_of, only_computes
 from ...packing import Buffer, Reserved, joined
-from ...plan import Origin, ProgramPlan, Region, Verdict
+from ...plan import Origin, ProgramPlan, Region
 
 # A span ``[low, high)`` of bytes in an arena.
 Span = tuple[int, int]
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 def free_spans_of(
     program: ProgramPlan, arena: Region, placed: Mapping[int, tuple[int, Buffer]]
 ) -> dict[str, tuple[Span, ...]]:
-    """What each captured operator may have, if it is torch's own: others may keep what they allocate.
+    """What each captured operator is offered, if it is torch's own: others may keep what they allocate.
 
     What lives on after the call has to have a place of its own.
 
@@ -28,8 +28,7 @@ def free_spans_of(
         placed: offset and life of what lies in the arena, by storage.
     """
     facts = program.facts
-    captured = {n for p in program.partitions if p.verdict is Verdict.CAPTURED for n in program.work_in(p)}
-    captured -= {n for p in program.partitions if p.index in program.compiled for n in program.work_in(p)}
+    captured = program.captured_work - program.replaced_work
     step_of = {
         node.name: step
         for step, node in enumerate(program.schedule)

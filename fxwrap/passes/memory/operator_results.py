@@ -1,7 +1,7 @@
 """Results that operators allocate themselves, where addresses are frozen: which the plan can have a place for.
 
 What is allocated while a graph is captured comes from the pool of the graphs, where a later capture is given whatever
-an earlier one has freed. One recording works there on bytes that may be the result of another: nobody may have that
+an earlier one has freed. One recording works there on bytes that may be the result of another: it may not be live
 after the call. So a captured program hands out memory of the plan, which is watched, and shared like any other: the
 result itself, where the device's allocator can be told where to put it, or a copy (``graphs/placement.py``).
 """
@@ -30,7 +30,7 @@ def placeable_results(
 ) -> dict[int, int]:
     """Bytes of what operators return that the plan can have a place for, by storage.
 
-    What is data-dependent is missing, and so is what may be memory of somebody else's.
+    What is data-dependent is missing, and so is what may alias another value.
 
     Args:
         may_keep: custom operators among these are left out: they may keep what they return.
@@ -53,7 +53,7 @@ def placeable_results(
         if storage.node in may_keep and not only_computes(node):
             continue
         if any(facts.of(value) != {storage.index} for value in _values(node, storage.element)):
-            continue  # it may be memory of somebody else's
+            continue  # it may alias another value
         if storage.index in handed_out and _only_value(facts, storage, node) is None:
             continue
         value = storage.value(node)

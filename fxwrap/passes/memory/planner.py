@@ -1,9 +1,9 @@
-"""PLAN: live ranges, and offsets into one arena per device."""
+"""PLAN: a home for every storage: offsets in arenas, or regions and per-call allocations (CPU)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,31 +11,42 @@ import torch
 
 from ...packing import Buffer, Placement, Reserved, plan_memory
 from ...packing.reserved import SEARCH_S, lay_out_arena, most_alive
-from ...plan import Home, MemoryPlan, Origin, Place, PlacementHint, Planned, Prediction, Region
+from ...plan import (
+    Home,
+    MemoryPlan,
+    Origin,
+    Place,
+    PlacementHint,
+    Planned,
+    Prediction,
+    Region,
+    ReservedIn,
+    nothing_reserved,
+)
 from .free_spans import free_spans_of
 from .regions import share_regions
 from .requirements import Requirements
 
-# Bytes. Wide vector loads on a CPU want a cache line; on accelerators, what their caching allocators give.
-_ALIGNMENT = {"cpu": 64}
-_ACCELERATOR_ALIGNMENT = 512
+_CPU = torch.device("cpu")
+# Alignment in bytes. CPU: a cache line, for wide vector loads. Accelerators: that of their caching allocators.
+_ALIGNMENT, _ACCELERATOR_ALIGNMENT = 64, 512
 
 
 def plan_program(
     planned: Planned,
-    reserved_in: Callable[[torch.device], Sequence[Reserved]] = lambda device: (),
+    reserved_in: ReservedIn = nothing_reserved,
     hint: PlacementHint | None = None,
     like: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plan one recording of a program.
 
     Args:
-        reserved_in: what live outputs of other recordings have in a device's arena.
-        hint: from a plan for this program and another: followed where what is reserved allows it.
-        like: a plan for other sizes: the order of its offsets is tried first.
+        reserved_in: returns the intervals of a device's arena that live outputs of other recordings occupy.
+        hint: offsets from a joint plan; used where nothing reserved is in the way.
+        like: a plan for other sizes; its order of offsets is tried first.
 
     Raises:
-        PlanError: a communication is under way before the program begins or after it ends.
+        PlanError: a communication is in flight when the program begins or ends.
     """
     requirements = Requirements.of(planned)
     if planned.frozen:
@@ -46,12 +57,14 @@ def plan_program(
 def _plan_arenas(
     planned: Planned,
     requirements: Requirements,
-    reserved_in: Callable[[torch.device], Sequence[Reserved]],
+    reserved_in: ReservedIn,
     hint: PlacementHint | None,
     like: MemoryPlan | None,
 ) -> MemoryPlan:
-    """One region on each device, which is there all the time."""
-    reserved = {d: [replace(r, end=requirements.end_of(r)) for r in reserved_in(d)] for d in requirements.planned}
+    """One arena per device. It exists between calls, too."""
+    reserved = {
+        d: [replace(r, end=requirements.end_of(r.nodes)) for r in reserved_in(d)] for d in requirements.planned
+    }
     found = {d: _lay_out(requirements, d, reserved[d], (hint or {}).get(d), like) for d in requirements.planned}
     regions, offsets = list[Region](), list[Mapping[int, int]]()
     for device, items in requirements.planned.items():
@@ -62,42 +75,44 @@ def _plan_arenas(
         offsets.append({index: placement.offsets[buffer.name] for index, buffer in items})
         if planned.places_results and device == planned.program.device:
             placed = {index: (offsets[-1][index], buffer) for index, buffer in items}
-            region = replace(region, workspace=free_spans_of(planned.program, region, placed))
+            region = replace(region, offered_spans=free_spans_of(planned.program, region, placed))
         regions.append(region)
-    plan = _plan(requirements, regions, offsets, Home.RECORDING)
+    plan = _assign_homes(requirements, regions, offsets, Home.RECORDING)
     bound = sum(region.lower_bound for region in regions)
     return replace(plan, peak=plan.size, lower_bound=bound, plain=sum(region.plain for region in regions))
 
 
 def _plan_calls(requirements: Requirements) -> MemoryPlan:
-    """Memory that comes and goes with each call: regions for temporaries, the rest allocated where it is needed.
+    """Memory of one call: temporaries share regions; the rest is allocated per call.
 
-    With them no more is taken at any time than if every storage came with its first use and went with its last.
+    The peak is no higher than if each storage were allocated separately, from first to last use.
     """
     own = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
     others = [*unplanned, *(b for index, b in own.items() if index not in requirements.temporaries)]
-    room, alignment = most_alive([*unplanned, *own.values()]), _ALIGNMENT["cpu"]
-    shared = share_regions(requirements.temporaries, others, room, alignment, requirements.apart)
-    regions = [Region(torch.device("cpu"), one.begin, one.end, one.size, alignment) for one in shared]
-    plan = _plan(requirements, regions, [one.offsets for one in shared], Home.CALL)
-    lasting = [buffer for index, buffer in own.items() if plan.places[index].home is Home.CALL]
+    peak_limit, alignment = most_alive([*unplanned, *own.values()]), _alignment(_CPU)
+    shared = share_regions(requirements.temporaries, others, peak_limit, alignment, requirements.apart)
+    regions = [Region(_CPU, one.begin, one.end, one.size, alignment) for one in shared]
+    plan = _assign_homes(requirements, regions, [one.offsets for one in shared], Home.CALL)
+    per_call = [buffer for index, buffer in own.items() if plan.places[index].home is Home.CALL]
     bound, plain = most_alive(own.values()), sum(buffer.size for buffer in own.values())
-    return replace(plan, peak=most_alive([*lasting, *regions]), lower_bound=bound, plain=plain)
+    return replace(plan, peak=most_alive([*per_call, *regions]), lower_bound=bound, plain=plain)
 
 
-def _plan(
-    requirements: Requirements, regions: Sequence[Region], offsets: Sequence[Mapping[int, int]], otherwise: Home
+def _assign_homes(
+    requirements: Requirements, regions: Sequence[Region], offsets: Sequence[Mapping[int, int]], unplaced_home: Home
 ) -> MemoryPlan:
-    """A home for every storage.
+    """Give every storage a home.
 
     Args:
-        offsets: of what lies in each region, by storage.
-        otherwise: the home of other allocations of known size.
+        offsets: by region: offsets of its storages.
+        unplaced_home: home of allocations of known size that lie in no region.
     """
     homes = {Origin.INPUT: Home.INPUT, Origin.CONSTANT: Home.CONSTANT, Origin.EXTERN: Home.OPERATOR}
     places = [
-        Place(homes.get(storage.origin) or (otherwise if storage.index in requirements.allocations else Home.CALL))
+        Place(
+            homes.get(storage.origin) or (unplaced_home if storage.index in requirements.allocations else Home.CALL)
+        )
         for storage in requirements.facts.storages
     ]
     for number, inside in enumerate(offsets):
@@ -109,7 +124,7 @@ def _plan(
 def plan_pair(
     first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
 ) -> tuple[PlacementHint, PlacementHint]:
-    """Plan memory for two programs, of which the second gets what the first saves for it, and nobody else does.
+    """Plan two programs together. Only the second gets what the first saves for it.
 
     ::
 
@@ -117,11 +132,11 @@ def plan_pair(
         saved          s s s s s|s s s              one live range, up to the last use in the second
 
     Args:
-        saved_as: inputs of the second program by storage of the first.
+        saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
-    chain = _Chain.of([Requirements.of(first), Requirements.of(second)], saved_as)
+    timeline = _Timeline.of([Requirements.of(first), Requirements.of(second)], saved_as)
     placements = {}
-    for device, items in chain.planned.items():
+    for device, items in timeline.planned.items():
         placements[device] = plan_memory(items, _alignment(device), SEARCH_S)
 
     def half(which: int) -> PlacementHint:
@@ -137,51 +152,54 @@ def plan_pair(
 
 
 def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
-    """The memory of a program, or of two that are planned together, by device.
+    """Predict the memory of one program, or of two planned together, by device.
 
     Args:
-        saved_as: inputs of the second program by storage of the first.
+        saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
     requirements = [Requirements.of(program) for program in programs]
-    chain, copies = _Chain.of(requirements, saved_as), sum(own.copies for own in requirements)
+    timeline, copies = _Timeline.of(requirements, saved_as), sum(own.copies for own in requirements)
     found = []
     frozen = programs[0].frozen
-    for device in {**chain.planned, **chain.unplanned}:
-        planned = chain.planned.get(device, [])
+    for device in {**timeline.planned, **timeline.unplanned}:
+        planned = timeline.planned.get(device, [])
         own_copies = copies if device == programs[0].program.device else 0
-        unplanned = [*chain.unplanned.get(device, ()), Buffer("copies", own_copies, 0, chain.end)]
+        unplanned = [*timeline.unplanned.get(device, ()), Buffer("copies", own_copies, 0, timeline.end)]
         found.append(
             Prediction(
                 device,
                 arena=plan_memory(planned, _alignment(device), SEARCH_S).size if frozen else 0,
                 operators=most_alive(unplanned),
                 outside=most_alive(unplanned if frozen else [*planned, *unplanned]),
-                outputs=sum(b.size for b in (*planned, *unplanned) if b.end == chain.end),
+                outputs=timeline.outputs.get(device, 0),
             )
         )
     return found
 
 
 @dataclass(frozen=True)
-class _Chain:
-    """Storages of one program, or of two of which the second gets what the first saves; steps count on.
+class _Timeline:
+    """Buffers of one program, or of two in sequence; the second's steps follow the first's.
 
-    Names begin with the number of their program.
+    Names are prefixed with the program's number.
 
     Attributes:
         unplanned: what operators allocate themselves.
+        outputs: bytes of those that the caller has in the end: no input buffers, no static copies.
         end: the step after the last.
     """
 
     planned: dict[torch.device, list[Buffer]]
     unplanned: dict[torch.device, list[Buffer]]
+    outputs: Mapping[torch.device, int]
     end: int
 
     @classmethod
-    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]] | None = None) -> _Chain:
+    def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]]) -> _Timeline:
         planned: dict[torch.device, list[Buffer]] = defaultdict(list)
         unplanned: dict[torch.device, list[Buffer]] = defaultdict(list)
-        begin = 0
+        outputs: dict[torch.device, int] = defaultdict(int)
+        begin, last = 0, sum(own.end for own in requirements)
         for number, own in enumerate(requirements):
             after = requirements[number + 1] if number + 1 < len(requirements) else None
             both: Any = ((planned, own.planned), (unplanned, own.unplanned))
@@ -190,10 +208,12 @@ class _Chain:
                     for index, b in buffers:
                         end = b.end
                         if after is not None and index in own.handed_out:
-                            end = own.end + after.end_of(Reserved(0, 0, nodes=tuple((saved_as or {}).get(index, ()))))
+                            end = own.end + after.end_of(saved_as.get(index, ()))
                         found[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
+                        if begin + end == last and own.is_output(index):
+                            outputs[device] += b.size
             begin += own.end
-        return cls(planned, unplanned, begin)
+        return cls(planned, unplanned, outputs, begin)
 
 
 def _lay_out(
@@ -204,11 +224,11 @@ def _lay_out(
     like: MemoryPlan | None,
 ) -> Placement:
     items = requirements.planned[device]
-    lasting = [b.name for index, b in items if index in requirements.outputs]
+    outputs = [b.name for index, b in items if index in requirements.outputs]
     known = like.inside(like.arenas[device]) if like is not None and device in like.arenas else {}
     before = {b.name: known[index] for index, b in items if index in known}
-    return lay_out_arena([b for _, b in items], lasting, reserved, _alignment(device), hint, before)
+    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, before)
 
 
 def _alignment(device: torch.device) -> int:
-    return _ALIGNMENT.get(device.type, _ACCELERATOR_ALIGNMENT)
+    return _ALIGNMENT if device.type == "cpu" else _ACCELERATOR_ALIGNMENT

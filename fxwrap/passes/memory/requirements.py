@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from ...host_graph.nodes import (
     operator_name,
     output_node,
 )
-from ...packing import Buffer, Reserved
-from ...plan import Origin, Planned, ProgramPlan, StorageFacts, Verdict
+from ...packing import Buffer
+from ...plan import Origin, Planned, ProgramPlan, StorageFacts
 from ..analysis.sizes import concrete, hinted_layout, storage_bytes
 from .operator_results import placeable_results
 
@@ -37,7 +37,7 @@ class Requirements:
         unplanned: what operators allocate themselves, if its size was known when the program was compiled: by device,
             with the storage's index, or None for workspace.
         allocations: storages with an allocation node whose size is known.
-        temporaries: those of them that nobody can have after a call, in the steps that name them; none where
+        temporaries: those of them that are never live after a call, in the steps that name them; none where
             addresses are frozen.
         apart: temporaries that need a region of their own: an operator counts from the start of their storage.
         donated: inputs that are freed after their last use.
@@ -59,9 +59,16 @@ class Requirements:
     copies: int
     end: int
 
-    def end_of(self, reserved: Reserved) -> int:
-        """The first step in which the program may overwrite another program's output."""
-        indices = self.facts.behind_named(reserved.nodes)
+    def is_output(self, index: int | None) -> bool:
+        """Whether the caller gets a storage that the program allocates."""
+        return index in self.handed_out and self.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN)
+
+    def end_of(self, names: Iterable[str]) -> int:
+        """The first step in which the program may overwrite another program's output, which it gets as these inputs.
+
+        An output that it does not get, or hands out itself, lives on.
+        """
+        indices = self.facts.behind_named(names)
         if not indices or indices & self.handed_out:
             return self.end
         return max(self.ranges.get(index, (0, 0))[1] for index in indices)
@@ -76,54 +83,11 @@ class Requirements:
     @classmethod
     def _of(cls, planned: Planned) -> Requirements:
         program = planned.program
-        if program.facts.in_flight:
-            # Others use an arena between calls; and an input or output would be copied before it is complete.
-            names = sorted(program.facts.storages[index].name for index in program.facts.in_flight)
-            raise PlanError(
-                f"a communication on {', '.join(names)} is under way at a call's begin or end",
-                expected="every collective to be waited for in the graph that begins it",
-                remedy="wait for it inside of the compiled region, with wait_tensor",
-            )
-        ranges = live_ranges(program)
-        results, step_of = _placed_results(planned), {node: step for step, node in enumerate(program.schedule)}
-        written = program.facts.written_by_any()
-        handed_out = _handed_out(program)
+        _check_communications(program.facts)
+        ranges, results, handed_out = live_ranges(program), _placed_results(planned), _handed_out(program)
         outputs = output_storages(program) | (handed_out & results.keys())
         end = len(program.schedule) + 1
-        sizes: dict[int, int] = {}
-        buffers: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
-        in_compiled = frozenset().union(*(signature.temporaries for signature in program.compiled.values()))
-        for storage in program.facts.storages:
-            node = program.nodes[storage.node]
-            if storage.index in in_compiled:
-                continue  # the compiled partition allocates it itself
-            first, last = ranges.get(storage.index, (0, 1))
-            if storage.origin is Origin.ALLOCATION:
-                layout = concrete(node.args[:2], planned.numbers)
-                if layout is None:
-                    continue  # its size depends on data: allocated when it is known
-                kwargs: Mapping[str, Any] = node.kwargs
-                sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
-                device = kwargs["device"]
-                if (
-                    kwargs.get("pin_memory")
-                    or device.type == "meta"
-                    or not (storage.index in ranges or storage.index in outputs)
-                ):
-                    continue
-                begin, stop = first, end if storage.index in outputs else last
-            elif storage.node in planned.input_buffers:
-                device, sizes[storage.index] = planned.input_buffers[storage.node]
-                # Filled before the first step; a mutated one is copied back after the last.
-                begin, stop = 0, end if storage.index in written | handed_out else last
-            elif storage.index in results:
-                device, sizes[storage.index] = program.device, results[storage.index]
-                begin = step_of[node]
-                stop = end if storage.index in outputs else max(last, begin + 1)
-            else:
-                continue
-            buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
-            buffers[device].append((storage.index, buffer))
+        sizes, buffers = _planned_buffers(planned, ranges, results, handed_out, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
         unplanned = _unplanned(planned, ranges, handed_out, end, placed)
         temporaries = {
@@ -151,11 +115,75 @@ class Requirements:
 _KNOWN = weakref.WeakKeyDictionary[Planned, Requirements]()
 
 
+def _check_communications(facts: StorageFacts) -> None:
+    if facts.in_flight:
+        # Others use an arena between calls; and an input or output would be copied before it is complete.
+        names = sorted(facts.storages[index].name for index in facts.in_flight)
+        raise PlanError(
+            f"a communication on {', '.join(names)} is in flight when a call begins or ends",
+            expected="every collective to be waited for in the graph that begins it",
+            remedy="wait for it inside of the compiled region, with wait_tensor",
+        )
+
+
+def _planned_buffers(
+    planned: Planned,
+    ranges: Mapping[int, tuple[int, int]],
+    results: Mapping[int, int],
+    handed_out: frozenset[int],
+    outputs: frozenset[int],
+    end: int,
+) -> tuple[dict[int, int], dict[torch.device, list[tuple[int, Buffer]]]]:
+    """The storages that the plan places, by device. Also the sizes of all allocations that are known.
+
+    Args:
+        results: bytes of operators' results that the plan places, by storage.
+    """
+    program = planned.program
+    written = program.facts.all_written()
+    step_of = {node: step for step, node in enumerate(program.schedule)}
+    sizes: dict[int, int] = {}
+    buffers: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
+    in_compiled = frozenset().union(*(signature.temporaries for signature in program.compiled.values()))
+    for storage in program.facts.storages:
+        node = program.nodes[storage.node]
+        if storage.index in in_compiled:
+            continue  # the compiled partition allocates it itself
+        first, last = ranges.get(storage.index, (0, 1))
+        if storage.origin is Origin.ALLOCATION:
+            layout = concrete(node.args[:2], planned.numbers)
+            if layout is None:
+                continue  # its size is data-dependent: allocated when it is known
+            kwargs: Mapping[str, Any] = node.kwargs
+            sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
+            device = kwargs["device"]
+            if (
+                kwargs.get("pin_memory")
+                or device.type == "meta"
+                or not (storage.index in ranges or storage.index in outputs)
+            ):
+                continue
+            begin, stop = first, end if storage.index in outputs else last
+        elif storage.node in planned.input_buffers:
+            device, sizes[storage.index] = planned.input_buffers[storage.node]
+            # Filled before the first step; a mutated one is copied back after the last.
+            begin, stop = 0, end if storage.index in written | handed_out else last
+        elif storage.index in results:
+            device, sizes[storage.index] = program.device, results[storage.index]
+            begin = step_of[node]
+            stop = end if storage.index in outputs else max(last, begin + 1)
+        else:
+            continue
+        buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
+        buffers[device].append((storage.index, buffer))
+    return sizes, buffers
+
+
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     """``[first step that touches a storage, last step + 1)``, in steps of the schedule.
 
-    A step is one work node. Views do not touch storage; what they are used for does. A partition that somebody else
-    has compiled may do its work in any order: what it touches is there all the time.
+    A step is one work node. Views do not touch storage; what they are used for does. A partition that
+    ``compile_partition`` replaced may do its work in any order: what it touches is there all the time.
     """
     ranges: dict[int, tuple[int, int]] = {}
     for step, node in enumerate(program.schedule):
@@ -207,8 +235,8 @@ def _placed_results(planned: Planned) -> dict[int, int]:
     program = planned.program
     if not planned.frozen:
         return {}
-    work = {n: p for p in program.partitions if p.index not in program.compiled for n in program.work_in(p)}
-    captured = {n for n, p in work.items() if p.verdict is Verdict.CAPTURED}
+    work = set(program.schedule) - program.replaced_work
+    captured = program.captured_work - program.replaced_work
     read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
     may_keep = {n.name for n in captured} if planned.places_results else ()
     results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.numbers)
@@ -257,13 +285,12 @@ def _unplanned(
 
 def _copies(planned: Planned, placed: Collection[int]) -> int:
     """Bytes of the results of eager work that graphs read and that are not planned: copied to static buffers."""
-    facts, partitions = planned.program.facts, planned.program.partitions
-    captured = [node for p in partitions if p.verdict is Verdict.CAPTURED for node in planned.program.work_in(p)]
-    eager = {name for p in partitions if p.verdict is not Verdict.CAPTURED for name in p.nodes}
-    sizes, copied = hinted_sizes(planned.program.graph, facts), 0
-    for index in facts.named_in(captured).difference(placed):
-        node = facts.storages[index].node
-        if node in eager and not planned.program.verdicts[node].data_dependent:
+    program = planned.program
+    eager = set(program.schedule) - program.captured_work
+    sizes, copied = hinted_sizes(program.graph, program.facts), 0
+    for index in program.facts.named_in(program.captured_work).difference(placed):
+        node = program.maker(index)
+        if node in eager and not program.verdicts[node.name].data_dependent:
             copied += sizes.get(index, 0)
     return copied
 
@@ -283,10 +310,9 @@ def _donated(
 
 
 def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
-    """Allocated storages that nobody can have after a call, and the steps in which they are named."""
+    """Allocated storages that are never live after a call, and the steps in which they are named."""
     steps: dict[int, tuple[int, int]] = {}
-    compiled = (p for p in program.partitions if p.index in program.compiled)
-    kept = set(program.facts.named_in(n for p in compiled for n in program.work_in(p)))
+    kept = set(program.facts.named_in(program.replaced_work))
     kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
     for step, node in enumerate(program.schedule):
         named = program.facts.named_in([node])

@@ -1,4 +1,4 @@
-"""What library calls take for themselves while they run: nobody tells, so that it is measured, on the CPU."""
+"""Workspace of library calls. No interface reports it, so it is measured, on the CPU."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ _EVERYWHERE = (
         remedy="keep the number in a tensor: no .item(), int() or float(); compare with tensors, torch.where",
     ),
     EagerRule(
-        "the size of its result depends on data",
+        "its result's size is data-dependent",
         tags=(torch.Tag.dynamic_output_shape,),
         predicate=_has_a_size_of_data,
         remedy="a result of fixed size: a mask with torch.where or masked_fill, or torch.nonzero_static",
@@ -226,7 +226,7 @@ def _sizes(val: Any) -> list[Any]:
 
 
 def _is_data_dependent(node: Node, verdicts: Mapping[str, NodeVerdict]) -> bool:
-    """Whether a node's value (a number) or size (a tensor) is known only once data is."""
+    """Whether a node's value (a number) or size (a tensor) depends on data."""
     val = node.meta.get("val")
     if is_symbolic_value(val):
         return True  # numbers of eager nodes come out of data, by the rules above

@@ -21,7 +21,7 @@ def apply_cost_model(
     min_launches: int = 1,
     placed: Container[int] = (),
 ) -> ProgramPlan:
-    """Have captured partitions that are not worth it run eagerly; neighbours that are eager then are joined.
+    """Have captured partitions run eagerly that are not estimated to pay; neighbours that are eager then are joined.
 
     ::
 
@@ -72,7 +72,7 @@ def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min
     if calls < min_launches:
         return f"{calls} calls are fewer than min_launches={min_launches}"
     if capture == "auto" and not benefit.pays:
-        return f"not worth a capture, which {benefit}"
+        return f"a capture does not pay: it {benefit}"
     return ""
 
 
@@ -91,8 +91,7 @@ def _touched(plan: ProgramPlan, partition: Partition) -> frozenset[int]:
 
 def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:
     """Storages that are somewhere else at every call: inputs that do not stay in place, what eager operators make."""
-    placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
-    static = {placeholders[position].name for position in plan.static_inputs}
+    static = {plan.placeholders[position].name for position in plan.static_inputs}
     return frozenset(
         storage.index
         for storage in plan.facts.storages

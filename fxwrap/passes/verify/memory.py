@@ -1,4 +1,4 @@
-"""CHECK: prove a memory plan safe, from the host graph alone: overlap comes from a sweep over steps."""
+"""CHECK: prove a memory plan safe, from the host graph alone. A sweep over steps finds overlaps."""
 
 from __future__ import annotations
 
@@ -26,35 +26,29 @@ def verify_memory(
     facts: StorageFacts,
     plan: MemoryPlan,
     numbers: Mapping[Node, Any],
-    together: Sequence[Sequence[str]] = (),
+    replaced_groups: Sequence[Sequence[str]] = (),
 ) -> None:
     """Prove that no two storages that are live at one time share a byte of an arena.
 
-    Of ``facts`` only the numbering of storages is used, to read the plan.
+    ``facts`` only says which storage each number is. Aliasing and accesses are derived again from the graph.
 
     Args:
-        together: nodes that are one call of what somebody else made of them, and may work in any order.
+        replaced_groups: groups of nodes that ``compile_partition`` replaced by one call; they may work in any order.
 
     Raises:
-        PlanError: naming the two storages, the step and the byte ranges; or the storage that is misaligned,
-            outside of its arena, or smaller than what is accessed, or one that a communication works on beyond
-            the program.
+        PlanError: two live storages overlap (the error names them, the step, the bytes); a storage is misaligned,
+            out of bounds or too small; or a communication is in flight at the program's begin or end.
     """
-    memory = Accesses(gm.graph)
-    if memory.in_flight:
-        names = ", ".join(sorted(map(name_of, memory.in_flight)))
-        raise PlanError(
-            f"plan: a communication on {names} is under way beyond the program",
-            expected="every collective to be waited for in the graph that begins it",
-        )
-    spans = _spans(memory, schedule, together)
+    accesses = Accesses(gm.graph)
+    _check_communications(accesses)
+    spans = _live_ranges(accesses, schedule, replaced_groups)
     nodes = {node.name: node for node in gm.graph.nodes}
     position = {node.name: step for step, node in enumerate(schedule)}
     end = len(schedule) + 1
-    handed_out = {root for node in _output_nodes(gm.graph) for root in memory.roots(node)}
-    written = {root for node in schedule if memory.works(node) for root in memory.written(node)}
-    inside: dict[int, list[_Interval]] = defaultdict(list)
-    comes_and_goes: dict[Root, Place] = {}
+    handed_out = {root for node in _output_nodes(gm.graph) for root in accesses.roots(node)}
+    written = {root for node in schedule if accesses.works(node) for root in accesses.written(node)}
+    intervals: dict[int, list[_Interval]] = defaultdict(list)
+    in_call_regions: dict[Root, Place] = {}
     for storage, place in zip(facts.storages, plan.places, strict=True):
         maker = nodes[storage.node]
         root = (maker, storage.element)
@@ -62,10 +56,10 @@ def verify_memory(
         if place.home is not Home.REGION:
             continue
         region = plan.regions[place.region]
-        size = _size_there(storage, maker, plan, numbers, place.offset, region)
+        size = _check_bounds(storage, maker, plan, numbers, place.offset, region)
         begin, stop = spans.get(root, (0, 0))
         if not region.arena:
-            comes_and_goes[root] = place
+            in_call_regions[root] = place
         elif storage.origin is Origin.EXTERN:
             begin = position[storage.node]
             stop = max(stop, begin + 1)
@@ -75,13 +69,22 @@ def verify_memory(
         if root in handed_out:
             stop = end  # the caller reads it afterwards
         if size and begin < stop:
-            inside[place.region].append(_Interval(storage.name, place.offset, place.offset + size, begin, stop))
+            intervals[place.region].append(_Interval(storage.name, place.offset, place.offset + size, begin, stop))
     for number, region in enumerate(plan.regions):
-        others = list(_others(memory, nodes, region.reserved, spans, handed_out, end))
-        items = [*inside[number], *others]
+        others = list(_live_outputs_of_others(accesses, nodes, region.reserved, spans, handed_out, end))
+        items = [*intervals[number], *others]
         _check_overlap(items, schedule)
         _check_workspace(region, plan.footprint(region), items, position, nodes)
-    _check_steps(memory, schedule, comes_and_goes, plan)
+    _check_steps(accesses, schedule, in_call_regions, plan)
+
+
+def _check_communications(accesses: Accesses) -> None:
+    if accesses.in_flight:
+        names = ", ".join(sorted(map(name_of, accesses.in_flight)))
+        raise PlanError(
+            f"plan: a communication on {names} is in flight when a call begins or ends",
+            expected="every collective to be waited for in the graph that begins it",
+        )
 
 
 _HOMES = {
@@ -93,7 +96,10 @@ _HOMES = {
 
 
 def _check_home(storage: Storage, maker: Node, place: Place, plan: MemoryPlan, handed_out: bool, used: bool) -> None:
-    """Every storage has memory, and what comes and goes is an allocation that nobody can have after the call."""
+    """Each storage has a home that its origin allows.
+
+    A storage in a per-call region is an allocation that is not handed out.
+    """
     planned = not maker.kwargs.get("pin_memory") and str(maker.kwargs.get("device")) != "meta"
     forgotten = place.home is Home.RECORDING and planned and (used or handed_out)
     if place.home not in _HOMES[storage.origin] or forgotten:
@@ -119,9 +125,11 @@ def _check_workspace(
     position: Mapping[str, int],
     nodes: Mapping[str, Node],
 ) -> None:
-    """What an operator may have while it runs has to be free then, and the program's at some time: else it is not
-    looked whether somebody else has it."""
-    for name, spans in region.workspace.items():
+    """Workspace offered to an operator is free in that step, and inside the program's footprint.
+
+    The liveness guard looks for live outputs of others only there.
+    """
+    for name, spans in region.offered_spans.items():
         step = position[name]
         live = [item for item in items if item.begin <= step < item.end]
         for low, high in spans:
@@ -129,23 +137,23 @@ def _check_workspace(
                 if low < other.high and other.low < high:
                     raise fault(
                         f"plan: workspace of {name} overlaps {other.name} at step {step}, {line_of(nodes[name])}",
-                        expected="bytes that nobody has while it runs",
+                        expected="bytes without a live storage at that step",
                         got=f"bytes [{low}, {high}) and [{other.low}, {other.high})",
                     )
             if not any(begin <= low and high <= stop for begin, stop in footprint):
                 raise fault(
-                    f"plan: workspace of {name} is not the program's",
+                    f"plan: workspace of {name} lies outside the program's footprint",
                     expected="bytes in which the program has storages at other steps",
                     got=f"bytes [{low}, {high})",
                 )
 
 
-def _size_there(
+def _check_bounds(
     storage: Storage, maker: Node, plan: MemoryPlan, numbers: Mapping[Node, Any], offset: int, region: Region
 ) -> int:
-    """Bytes that are accessed of a storage, which has to lie within its region."""
+    """Bytes of a storage that are accessed. Raises unless it is aligned and lies within its region."""
     made = storage.origin is Origin.EXTERN
-    size = _returned(storage, maker) if made else _needed(maker, numbers)
+    size = _bytes_returned(storage, maker) if made else _bytes_reached(maker, numbers)
     known = plan.sizes.get(storage.index, 0)
     size = known if size is None else size
     # Wide vector loads on a CPU want a cache line.
@@ -163,11 +171,13 @@ def _size_there(
     return size
 
 
-def _check_steps(memory: Accesses, schedule: Sequence[Node], placed: Mapping[Root, Place], plan: MemoryPlan) -> None:
-    """What lies in a region that comes and goes is named in its steps only, by nobody who may keep it."""
+def _check_steps(
+    accesses: Accesses, schedule: Sequence[Node], placed: Mapping[Root, Place], plan: MemoryPlan
+) -> None:
+    """A storage in a per-call region is named only in the region's steps, and only by nodes that cannot keep it."""
     regions = {root: plan.regions[place.region] for root, place in placed.items()}
     for step, node in enumerate(schedule if regions else ()):
-        named = regions.keys() & (memory.touched(node) | memory.roots(node))
+        named = regions.keys() & (accesses.touched(node) | accesses.roots(node))
         for root in named if not only_computes(node) else ():
             raise fault(
                 f"plan: {name_of(root)} has memory in steps {regions[root].begin} to {regions[root].end - 1} only",
@@ -182,9 +192,9 @@ def _check_steps(memory: Accesses, schedule: Sequence[Node], placed: Mapping[Roo
                     got=f"memory in steps {regions[root].begin} to {regions[root].end - 1}",
                 )
     shared = {place.region for place in placed.values() if place.offset}
-    for node in memory.graph.nodes if shared else ():
+    for node in accesses.graph.nodes if shared else ():
         if counts_from_storage(node) or control_flow_of(node) is not None:
-            for root in memory.roots_in((node.args, node.kwargs)) & regions.keys():
+            for root in accesses.roots_in((node.args, node.kwargs)) & regions.keys():
                 if placed[root].region in shared:
                     raise fault(
                         f"plan: {name_of(root)} is in a region with others",
@@ -193,17 +203,20 @@ def _check_steps(memory: Accesses, schedule: Sequence[Node], placed: Mapping[Roo
                     )
 
 
-def _others(
-    memory: Accesses,
+def _live_outputs_of_others(
+    accesses: Accesses,
     nodes: Mapping[str, Node],
     reserved: Sequence[Reserved],
     spans: Mapping[Root, tuple[int, int]],
     handed_out: Collection[Root],
     end: int,
 ) -> Iterator[_Interval]:
-    """What other recordings have in an arena: for the whole call, or until the last use of what is donated."""
+    """Live outputs of other recordings in an arena.
+
+    A donated one is live until its last use here, any other for the whole call.
+    """
     for one in reserved:
-        roots = {root for name in one.nodes for root in memory.roots(nodes[name])}
+        roots = {root for name in one.nodes for root in accesses.roots(nodes[name])}
         stays = not roots or not roots.isdisjoint(handed_out)
         stop = end if stays else max(spans.get(root, (0, 0))[1] for root in roots)
         name = "another program's output"
@@ -218,7 +231,7 @@ class _Interval:
     """Bytes ``[low, high)`` of an arena, live in steps ``[begin, end)``.
 
     Attributes:
-        planned: whether this plan put it there; what others have is where it is.
+        planned: whether this plan chose its offset.
     """
 
     name: str
@@ -229,7 +242,7 @@ class _Interval:
     planned: bool = True
 
 
-def _check_overlap(items: list[_Interval], schedule: Sequence[Node] = ()) -> None:
+def _check_overlap(items: list[_Interval], schedule: Sequence[Node]) -> None:
     live: list[_Interval] = []
     for item in sorted(items, key=lambda item: item.begin):
         live = [other for other in live if other.end > item.begin]
@@ -244,23 +257,23 @@ def _check_overlap(items: list[_Interval], schedule: Sequence[Node] = ()) -> Non
         live.append(item)
 
 
-def _spans(
-    memory: Accesses, schedule: Sequence[Node], together: Sequence[Sequence[str]]
+def _live_ranges(
+    accesses: Accesses, schedule: Sequence[Node], replaced_groups: Sequence[Sequence[str]]
 ) -> dict[Root, tuple[int, int]]:
     steps = {node.name: step for step, node in enumerate(schedule)}
-    calls = {name: (steps[names[0]], steps[names[-1]] + 1) for names in together for name in names}
+    calls = {name: (steps[names[0]], steps[names[-1]] + 1) for names in replaced_groups for name in names}
     spans: dict[Root, tuple[int, int]] = {}
     for step, node in enumerate(schedule):
-        if not memory.works(node):
+        if not accesses.works(node):
             continue  # a view or a size touches no bytes
         begin, end = calls.get(node.name, (step, step + 1))
-        for root in memory.touched(node):
+        for root in accesses.touched(node):
             first, last = spans.get(root, (begin, end))
             spans[root] = min(first, begin), max(last, end)
     return spans
 
 
-def _needed(root: Node, numbers: Mapping[Node, Any]) -> int | None:
+def _bytes_reached(root: Node, numbers: Mapping[Node, Any]) -> int | None:
     """Bytes of ``root``'s storage that its own layout and views of it reach; None where sizes are unknown."""
     if root.op != "call_function":
         return None
@@ -280,7 +293,7 @@ def _needed(root: Node, numbers: Mapping[Node, Any]) -> int | None:
     return needed
 
 
-def _returned(storage: Storage, maker: Node) -> int | None:
+def _bytes_returned(storage: Storage, maker: Node) -> int | None:
     """Bytes of what an operator returns; None where sizes are unknown."""
     nbytes = storage.value(maker).untyped_storage().nbytes()
     return nbytes if isinstance(nbytes, int) else None

@@ -480,6 +480,20 @@ def test_what_eager_work_returns_is_read_where_it_is() -> None:
         assert plan_program(planned).peak == 64
 
 
+def test_outputs_are_what_the_caller_gets() -> None:
+    """Neither the buffer of a mutated input, which lives to the end, nor the static copy of an eager result."""
+    maker = GraphMaker()
+    x, y, out = maker.input("x"), maker.input("y"), maker.allocate(name="out")
+    sort = maker.extern(aten.sort.default, y, name="sort")
+    values, again = (maker.getitem(sort, 0) for _ in range(2))  # handed out twice: the plan has no place for it
+    maker.launch("mix", values, values, x)
+    maker.launch("mix", x, values, out)
+    plan = program_plan(maker.finish([out, values, again]), ("aten::sort",))
+    (predicted,) = predict_memory([Planned(plan, {}, {"x": (CPU, 64)})], {})
+    assert (predicted.arena, predicted.outputs) == (128, 2 * 64)
+    assert predicted.outside == 64 + 128 + 64, "values and indices, and the copy that the launches read"
+
+
 def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
     """The caller gets it, too: nothing is copied."""
     maker = GraphMaker()
@@ -514,15 +528,19 @@ def test_captured_operators_may_have_what_is_free() -> None:
     memory = plan_program(planned)
     (arena,) = memory.arenas.values()
     buffers = buffers_of(planned)
-    assert arena.workspace.keys() == {"b"}
+    assert arena.offered_spans.keys() == {"b"}
     at = {name: (low, low + buffers[name].size) for name, low in offsets_by_name(plan, memory).items()}
     free = set(range(arena.size)) - set(range(*at["a"])) - set(range(*at["b"]))
-    assert {byte for low, high in arena.workspace["b"] for byte in range(low, high)} == free
+    assert {byte for low, high in arena.offered_spans["b"] for byte in range(low, high)} == free
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     # Planted faults: what is alive, and what is not the program's.
     outside = arena.size, arena.size + 64
-    for spans, complaint in ((at["a"], "overlaps a"), (at["b"], "overlaps b"), (outside, "not the program's")):
-        faulty = changed(memory, workspace={"b": (spans,)})
+    for spans, complaint in (
+        (at["a"], "overlaps a"),
+        (at["b"], "overlaps b"),
+        (outside, "outside the program's footprint"),
+    ):
+        faulty = changed(memory, offered_spans={"b": (spans,)})
         with pytest.raises(PlanError, match=complaint):
             verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
 

@@ -57,7 +57,7 @@ def recordings(program: Program) -> list[Recording]:
 
 def bytes_of(recording: Recording) -> dict[str, int]:
     storages = recording.plan.facts.storages
-    return {storages[i].name: storage.nbytes() for i, (storage, _) in recording._held.regions.places.items()}
+    return {storages[i].name: storage.nbytes() for i, (storage, _) in recording._resources.regions.places.items()}
 
 
 # -- which storages share one --------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_a_partition_that_does_not_pay_joins_its_neighbours() -> None:
     assert found.verdicts[f.name].verdict is Verdict.EAGER
     assert (
         found.verdicts[f.name].reason
-        == "not worth a capture, which saves 5 us of calls for 12 us of replay and 0 us of copies"
+        == "a capture does not pay: it saves 5 us of calls for 12 us of replay and 0 us of copies"
     )
     assert found.verdicts[f.name].reason in found.partitions[1].reason and "always" in found.verdicts[f.name].remedy
     assert found.schedule == plan.schedule

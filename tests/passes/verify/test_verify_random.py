@@ -53,7 +53,7 @@ def test_every_plan_is_accepted(count: int) -> None:
         told = plan_program(replace(case.planned(), places_results=True), lambda device, case=case: case.reserved)
         assert not case.collision(case.plan.facts, told), f"seed {seed}"
         case.verify(told)
-        around["workspace"] += any(arena.workspace for arena in told.arenas.values())
+        around["workspace"] += any(arena.offered_spans for arena in told.arenas.values())
         calls = plan_program(case.calls_again())
         assert not calls.arenas
         assert not case.collision(case.plan.facts, calls), f"seed {seed}"
@@ -216,14 +216,14 @@ def workspace_where_somebody_lives(case: Case, memory: MemoryPlan, draw: random.
     """Bytes that are offered to an operator while they are somebody else's."""
     told = plan_program(replace(case.planned(), places_results=True), lambda device: case.reserved)
     arena = told.arenas.get(CPU)
-    for name in arena.workspace if arena is not None else ():
+    for name in arena.offered_spans if arena is not None else ():
         step = case.plan.schedule.index(case.plan.nodes[name])
         alive = [i for i in located(told) if step in case.life(memory_of(case.plan.facts.storages[i]))]
         if alive and arena is not None:
             index = draw.choice(alive)
             low = located(told)[index]
-            workspace = {**arena.workspace, name: ((low, low + told.sizes[index]),)}
-            yield changed(told, workspace=workspace), case.plan.facts, "overlaps"
+            workspace = {**arena.offered_spans, name: ((low, low + told.sizes[index]),)}
+            yield changed(told, offered_spans=workspace), case.plan.facts, "overlaps"
 
 
 def misaligned(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
