@@ -74,10 +74,13 @@ ALTERNATIVES: dict[str, dict[str, Any] | None] = {
     "reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
     "graph by hand": {"backend": "inductor"},
     "fxwrap autotuned": {"backend": "fxwrap", "options": _AUTOTUNED},
+    # Nothing is ever recorded: what calls take before recordings, and beyond their limit.
+    "fxwrap eager": {"backend": "fxwrap", "options": {"warmup": 1 << 40}},
     OURS: {"backend": "fxwrap"},
 }
 _WITH_AUTOTUNE = ("autotuned", "cpp_wrapper autotuned", "fxwrap autotuned")
 _ON_GPU = ("reduce-overhead", "graph by hand")
+_IF_ASKED = ("fxwrap eager",)
 _IN_PARTS = (REFERENCE, "cpp_wrapper", OURS)
 # Seconds that one alternative runs in a turn; calls before them that nobody counts; calls until all is recorded.
 _SLOT, _AWAKE, _WARM = 0.005, 0.1, 16
@@ -535,7 +538,11 @@ def main(argv: list[str] | None = None) -> int:
 
         register()
     if args.alternatives is None:
-        left_out = (*(() if args.max_autotune else _WITH_AUTOTUNE), *(() if args.device == "cuda" else _ON_GPU))
+        left_out = (
+            *_IF_ASKED,
+            *(() if args.max_autotune else _WITH_AUTOTUNE),
+            *(() if args.device == "cuda" else _ON_GPU),
+        )
         args.alternatives = [name for name in ALTERNATIVES if name not in left_out]
     torch.set_num_threads(args.threads)
     torch._logging.set_logs(all=logging.ERROR)
