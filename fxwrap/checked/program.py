@@ -1,6 +1,6 @@
-"""A program that checks itself: the same calls, and beside some of them eager work on copies of their inputs.
+"""A program that checks itself: for some calls it also runs eagerly on copies of the inputs, and compares.
 
-Nothing of this is on the way of a program that is not checked (``pipeline._program`` chooses).
+Unchecked programs never run this code: ``pipeline._program`` chooses the class.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ log = logging.getLogger(__name__)
 
 # Calls from one check to the next.
 _EVERY = 10
-# Outputs that are looked at, whether they are overwritten while they are live.
+# How many storages of handed-out outputs are remembered, to see whether a later call overwrites a live one.
 _REMEMBERED = 64
 
 
 class CheckedProgram(Program):
     """Compares what it hands out with eager work, after each recording and at every so many calls.
 
-    Operators run more than once for one call: what they do beside computing, they do more than once.
+    A checked call runs operators several times, side effects included. With ``through_capture`` alone nothing is
+    compared: only the runtime is replaced.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         checked = self.options.checked
-        # Others take part in a communication, and do not know of a second one.
+        # Other processes would not take part in a repeated collective.
         alone = not any(map(communicates, self.plan.schedule))
         self._every = (_EVERY if checked is True else int(checked)) if alone else 0
         if checked and not alone:
@@ -129,7 +130,10 @@ class CheckedProgram(Program):
         return self._guard() if self._on_accelerator else contextlib.nullcontext()
 
     def still_there(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
-        """Live outputs, and what is in them; not those that a call gets."""
+        """Live outputs of earlier calls, each with a copy of its bytes.
+
+        Those that this call gets as ``inputs`` are left out.
+        """
         given = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
         arenas = SHARED.arenas.alive()
         watched = {o.storage._cdata: o.storage for a in arenas for own in a.watched_outputs for o in own.outputs}
@@ -137,7 +141,7 @@ class CheckedProgram(Program):
         found = {}
         for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in live)):
             storage = self.functions.alive(reference)
-            # What lies in an arena is always there, live or not.
+            # A storage object in an arena exists even when its output is not live: such ones are skipped.
             if storage is not None and storage.nbytes() and reference.cdata not in given:
                 if reference.cdata not in live and SHARED.arenas.owns(storage.data_ptr()):
                     continue
@@ -147,7 +151,7 @@ class CheckedProgram(Program):
 
 
 class _Check:
-    """One call: what it is given, taken down before it is made, and what comes of it, compared afterwards."""
+    """The check of one call: copies its inputs before the call, compares its results after it."""
 
     def __init__(self, program: CheckedProgram, inputs: Sequence[Any]) -> None:
         self._program, self._inputs = program, list(inputs)
@@ -160,11 +164,11 @@ class _Check:
         """Raise unless the call has done what eager work does.
 
         Args:
-            recorded: whether it made a recording: then that is looked at more closely.
+            recorded: whether the call made a recording; a new one is checked in more ways.
         """
         program = self._program
         after = Generators(program.plan.device)
-        # Other threads may have used others meanwhile, for other sizes.
+        # Look up by this call's sizes: other threads may have used recordings of other sizes.
         found = program.specializations.get(program._key(self._inputs) if program._dynamic else None)
         used = [r for r in (found.recordings if found is not None else ()) if r.used > self._clock]
         recording = max(used, key=lambda one: one.used, default=None)
@@ -172,7 +176,7 @@ class _Check:
             with without_gradients():
                 self._outputs_stay()
                 if recording is not None and not recording.without_graphs:
-                    if recorded:  # first: faults of the recording, and of the plan, have names of their own
+                    if recorded:  # first: so faults of the recording or the plan get their own names
                         check_steps(recording)
                         self._look_at_memory(recording)
                     self._compare_with_eager(recording, outputs, after)
@@ -186,7 +190,7 @@ class _Check:
 
     def _outputs_stay(self) -> None:
         """No live output of an earlier call was overwritten."""
-        # Another thread may have dropped it, and been given its memory.
+        # Skipped if another thread has called meanwhile: it may have dropped the output and reused its memory.
         for reference, before in self._live if self._alone() else ():
             storage = self._program.functions.alive(reference)
             if storage is not None and not torch.equal(all_bytes(storage), before):
@@ -212,7 +216,7 @@ class _Check:
             self._raise(recording, "random numbers", "the next random numbers", "another state", None)
 
     def _first_of(self, outputs: Any, expected: Any, inputs: Sequence[Any], given: Sequence[Any]) -> Any:
-        """The first output, or input, that is not as eager work leaves it: fault, subject, difference, node."""
+        """The first difference from eager work, as (fault, subject, difference, node); None if there is none."""
         plan = self._program.plan
         facts, nodes = plan.facts, output_values(plan.graph)
         written = facts.all_written()
@@ -242,7 +246,7 @@ class _Check:
                 raise
 
     def _look_at_addresses(self, recording: Recording) -> None:
-        """Calls whose static inputs are elsewhere are not replayed."""
+        """Check that a call with a moved static input is not replayed."""
         for position in recording.request.static_inputs:
             moved = list(self._inputs)
             moved[position] = self._copies.make()[position]
@@ -264,7 +268,11 @@ class _Check:
                 )
 
     def _compare_changed(self, recording: Recording, statics: bool) -> None:
-        """Replay on other numbers, which lie elsewhere; in static inputs only if these shall hold others, too."""
+        """Replay with other values, at other addresses, and compare.
+
+        Static inputs stay where they are. They get other values only if ``statics`` is set and no other thread is in
+        a call.
+        """
         stream, now = self._program._owner().stream, Copies(self._inputs)
         stays = () if statics else recording.request.static_inputs
         everything = [p for p in range(len(self._inputs)) if p not in stays]
@@ -280,7 +288,10 @@ class _Check:
         self._raise(recording, fault, where[1], where[2], where[3], which)
 
     def _replay_changed(self, recording: Recording, owner: Any, changed: Collection[int]) -> Any:
-        """What differs when inputs hold other numbers."""
+        """The first difference with other values in the inputs ``changed``.
+
+        None if there is none, or if the eager run raises.
+        """
         static, prepared = recording.request.static_inputs, self._program._prepared
         self._copies.restore(static)
         if GATE.is_closed():
@@ -310,7 +321,10 @@ class _Check:
         node: Node | None,
         changed: Collection[int] = (),
     ) -> None:
-        """Find the operator that is the first to go wrong, and raise, unless eager work differs from itself."""
+        """Raise a CheckError that names the first operator that goes wrong, where it can be found.
+
+        Returns if eager work itself differs between runs.
+        """
         program = self._program
         if self._differs_from_itself(recording):
             return
@@ -343,10 +357,10 @@ class _Check:
         )
 
     def _differs_from_itself(self, recording: Recording) -> bool:
-        """Whether eager work does not do the same twice: then nothing can be compared.
+        """Whether two eager runs on the same inputs differ: then nothing can be compared.
 
         Raises:
-            CheckError: an operator does not that is captured where graphs freeze what it does on the host.
+            CheckError: the operator that differs is captured, is not torch's own, and the device freezes addresses.
         """
         planned = recording.request.planned
         self._before.set()
@@ -388,7 +402,7 @@ def _listed(positions: Collection[int]) -> str:
 
 
 def _last_writer(program: Program, node: Node | None) -> Node | None:
-    """Who writes the last to what a value lies in."""
+    """The last node that writes, or makes, a storage of the value."""
     facts = program.plan.facts
     changes = (one for one in reversed(program.plan.schedule) if node is not None)
     return next((one for one in changes if (facts.writes(one) | facts.of(one)) & facts.of(node)), None)  # type: ignore[arg-type]
@@ -409,7 +423,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _alias(value: Any, inputs: Sequence[Any]) -> int | None:
-    """The first input whose memory a value lies in."""
+    """Position of the first input that shares the value's storage; None if none does."""
     if not isinstance(value, torch.Tensor) or not has_address(value) or not value.numel():
         return None
     handle = value.untyped_storage()._cdata

@@ -45,8 +45,9 @@ from .triton_kernels import (
 log = logging.getLogger(__name__)
 
 
-# Lines whose Python says all there is to know. Others have a ``_line_...`` method below, or are refused; a test
-# compares the three with the lines of the torch that is installed.
+# Lines whose Python says all there is to know. They are read as text, as is any other line with ``codegen`` that has
+# no ``_line_...`` method below and is not in ``LINES_REFUSED``. The set serves a test, which compares the three with
+# the lines of the torch that is installed.
 LINES_READ_AS_TEXT = frozenset(
     [
         "AllocateLine",

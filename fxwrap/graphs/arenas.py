@@ -18,7 +18,7 @@ from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import OutputStorage, WatchedOutputs
 from .locks import LockOwner, TryLock
 
-# Bytes. On a CPU the allocator aligns so, but a build may have another allocator.
+# Bytes. Torch's CPU allocator aligns to this; that of a custom build may not.
 _CPU_ALIGNMENT = 64
 
 # Why there is too little memory.
@@ -60,8 +60,8 @@ def tensor_over(
 ) -> torch.Tensor:
     """A tensor that begins ``offset`` bytes after a storage does.
 
-    In an arena each planned tensor has a storage of its own: an operator may count offsets from the start of the
-    storage, and a use count tells whether this tensor is live.
+    In an arena each planned tensor has its own storage object, for two reasons: operators may address from the
+    storage's start, and the storage's use count tells whether the tensor is live.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset // dtype.itemsize, size, stride)  # type: ignore[call-overload]
@@ -75,7 +75,7 @@ class Arena:
 
     Attributes:
         nbytes: its size.
-        watched_outputs: the outputs in it that were handed out, by recording.
+        watched_outputs: one ``WatchedOutputs`` for each recording: the outputs that it handed out uncopied.
         version: changes whenever ``watched_outputs`` does.
         stream: where its work was issued last; None where there are no streams.
         stream_id: of that stream; -1 where there is none.
@@ -96,7 +96,7 @@ class Arena:
     _pool: GraphPool | None = None
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        """A new storage over bytes of the arena, which keeps them alive."""
+        """A new storage object over these bytes. It keeps the arena's memory alive."""
         if not nbytes:
             return torch.UntypedStorage(0, device=self.device)  # the arena may have no memory at all
         assert self.block is not None
@@ -104,16 +104,16 @@ class Arena:
         return self.block[begin : begin + nbytes]  # type: ignore[return-value]
 
     def resize(self, nbytes: int) -> None:
-        """Take other memory of ``nbytes``. All recordings in the arena end; their outputs keep the memory of before.
+        """Replace the memory with ``nbytes`` new bytes. All recordings end; live outputs keep the old memory alive.
 
         Raises:
             MemoryLimitError: the device is out of memory; the arena has none.
         """
-        # What ends now will be recorded again, and its graphs can use the pool's memory.
+        # Keep the pool: recordings that end now will be captured again, and reuse its memory.
         moved, pool = [*self._moved, *((weakref.ref(user), size) for user, size in self.users())], self._pool
         self.clear("the arena moved")
         self._moved, self._pool = moved, pool
-        del pool  # no reference of this function's may keep it alive
+        del pool  # drop the local reference: drop_pool must be able to free the pool
         take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
         memory = take_memory(self.device, take, self.drop_pool)
         if self.device.type == "cpu" and memory.data_ptr() % _CPU_ALIGNMENT:
@@ -147,7 +147,10 @@ class Arena:
                     tensor.record_stream(self.stream)
 
     def pool(self, runtime: DeviceRuntime) -> GraphPool:
-        """The memory pool of the arena's graphs. No value in it outlives the call that holds the lock."""
+        """The memory pool of the arena's graphs.
+
+        Results in it are valid only while a call holds the arena's lock; outputs there are copied.
+        """
         if self._pool is None or self._pool.spoiled or self._pool.runtime is not runtime:
             self._pool = runtime.make_pool()
         return self._pool
@@ -186,7 +189,7 @@ class Arena:
         self.changed()
 
     def changed(self) -> None:
-        """Make every liveness guard collect the outputs again."""
+        """Change the version: liveness guards then collect the outputs again."""
         self.version.value = next(_versions)
 
     def live(self) -> dict[OutputStorage, int]:
@@ -218,7 +221,7 @@ class ArenaUser(Protocol):
     def own_bytes(self) -> int: ...
 
     def end(self, why: str) -> None:
-        """Never run again, and free its part of the arena. The caller holds the arena's lock."""
+        """End for good and drop its references. The caller holds the arena's lock."""
 
 
 _Choice = Callable[[Arena], bool] | None
@@ -227,8 +230,9 @@ _Choice = Callable[[Arena], bool] | None
 class ArenaPool:
     """Arenas by device.
 
-    Recordings of all programs share one. If it is busy (another thread, a program that runs inside of another, a
-    stream that still works in it), they share a second, and so on. An arena lives as long as a recording uses it.
+    Recordings of all programs share one arena for each device. If it is busy (another thread, a program that runs
+    inside of another, a stream that still works in it), they share a second, and so on. An arena lives as long as a
+    recording uses it.
     """
 
     def __init__(self) -> None:
@@ -264,7 +268,10 @@ class ArenaPool:
         return arena
 
     def announce(self, device: torch.device, who: Any, nbytes: int) -> None:
-        """Announce that ``who`` will need an arena of ``nbytes``, while it lives: the arena then grows once."""
+        """Announce that ``who``, an estimate, will need ``nbytes``. It counts while the estimate is alive.
+
+        Arenas grow to the largest announced size at once, if memory allows.
+        """
         announced = self._announced.setdefault(device, {})
         key = id(who)
         announced[key] = weakref.ref(who, lambda _: announced.pop(key, None) and None), nbytes
@@ -296,7 +303,8 @@ class ArenaPool:
     def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
         """End recordings, the least recently used first, until ``arena`` may have ``nbytes``; returns whether it may.
 
-        What other calls use at the moment stays. An arena without recordings frees its memory.
+        If ``arena`` has another size, all its recordings end first. Arenas that other calls have locked are left
+        alone. An arena without recordings frees its memory.
 
         Args:
             limit: bytes of all arenas of the device, and of what recordings keep outside of them.
@@ -318,19 +326,19 @@ class ArenaPool:
         return True
 
     def alive(self) -> list[Arena]:
-        """All there are."""
+        """All arenas that are alive."""
         return self._on(None)
 
     def owns(self, address: int) -> bool:
-        """Whether an address lies in an arena: then it is that of a recording's output."""
+        """Whether an address lies in an arena. A tensor that a caller passes from there is a recording's output."""
         blocks = [arena.block for arena in self._on(None) if arena.block is not None]
         return any(block.data_ptr() <= address < block.data_ptr() + block.nbytes() for block in blocks)
 
     def pressure(self, short_of: str, device: torch.device) -> int:
-        """Bytes that stand in the way: who was short of memory tries again once there are fewer.
+        """A measure of shortage, in bytes: a specialization tries again once it falls.
 
-        Out of memory: minus the bytes that can be allocated, cached ones included. More than ``max_memory``: what
-        others may free, which is live outputs, and arenas that calls use now.
+        Out of memory: minus the bytes that can be allocated, cached ones included. More than ``max_memory``, or if
+        the device does not tell: the bytes of arenas that are locked now, plus those of live outputs in the others.
         """
         with contextlib.suppress(Exception):  # a device may not tell
             if short_of == OUT_OF_MEMORY:
@@ -366,7 +374,7 @@ class ArenaPool:
 
 
 def has_address(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own: sparse tensors and tensors on the meta device have none."""
+    """Whether a tensor has an address: it is strided, and not on the meta device."""
     return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
@@ -378,7 +386,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Bytes from the start of a tensor's first element to the end of its last."""
     if not tensor.numel():
         return 0
     steps = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))

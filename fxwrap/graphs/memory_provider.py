@@ -100,8 +100,9 @@ class RecordingMemory:
     """The memory of one recording.
 
     Attributes:
-        arenas: by device; the call that records has their locks. None where a graph calls again.
-        reused_inputs: positions of donated inputs whose memory is used again after their last use.
+        arenas: by device; the call that records holds their locks. Empty where graphs do not freeze addresses (CPU).
+        reused_inputs: positions of donated inputs that are outputs live in an arena; the plan may reuse their bytes
+            after their last use.
     """
 
     planned: Planned

@@ -55,7 +55,7 @@ _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 _OVERLAP = "a mutated input overlaps another one"
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
 _WAIT_S = 1.0
-# Eager runs before a unit is made for them: most programs run eagerly once, before they are recorded.
+# The eager run at which a native unit is made for eager runs. Most programs run eagerly only once.
 _RUNS_BEFORE_UNIT = 3
 # Recordings that a report can tell of.
 _HISTORY = 200
@@ -64,13 +64,13 @@ _serial_numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A plan, and what is made of it once."""
+    """A program plan, and what is derived from it. Made again when the program is cut again."""
 
     plan: ProgramPlan
     placeholders: Sequence[Node]
     eager: EagerRuns
-    outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs in memory that a recording may own
-    copied: frozenset[int]  # storages of outputs that are copied in any case
+    outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs that the program or an operator allocates
+    copied: frozenset[int]  # storages of outputs copied because of copy_outputs; saved ones are not
     overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
     provider: MemoryProvider
 
@@ -78,10 +78,10 @@ class _Prepared:
 class Program:
     """Runs a host graph: eagerly at first, then from recordings.
 
-    Safe to call from several threads: calls that run at one time have a recording each.
+    Thread-safe: a recording serves one call at a time. Other calls use other recordings, or run eagerly.
 
     Attributes:
-        name: in logs, profiles and reports: the program's number in this process, and its phase.
+        name: names the program in logs, profiles and reports: its number in this process, and its phase.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Program:
         self._forward: tuple[weakref.ref[Program], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
         self._missed: Any = None
-        self._thread = threading.local()  # whether it has run the program eagerly
+        self._thread = threading.local()  # warm: this thread has made a warm-up run (accelerators only)
 
     @property
     def plan(self) -> ProgramPlan:
@@ -193,7 +193,7 @@ class Program:
                 recording.failed_natively(error, self._owner())
 
     def _count(self, kind: str, reason: str) -> None:
-        """Count why a call is not replayed, or what changed; the log has the first of each."""
+        """Count an eager run's reason, or an event. Each thread logs the first of each."""
         if self.counters.count(kind, reason) == 1:
             log.info("%s: %s%s", self.name, "runs eagerly: " if kind == "eager" else "", reason)
 
@@ -213,8 +213,8 @@ class Program:
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
-        # The caller's graph would keep addresses in arenas, without a reference to them. (The default stream, 0,
-        # cannot be captured, and CUDA's driver takes a while to say so.)
+        # If the caller is capturing, its graph would keep arena addresses, but hold no reference to the memory.
+        # Stream 0 cannot be captured, so the driver, which answers slowly, is not asked about it.
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
             return _MISSED
         for recording in specialization.recordings:
@@ -224,7 +224,7 @@ class Program:
         return _MISSED
 
     def _key(self, inputs: Sequence[Any]) -> Any:
-        """What tells recordings apart: every size that may vary."""
+        """The key of a specialization: all dynamic sizes and strides, and number inputs."""
         return tuple(
             inputs[position]
             if how is None
@@ -241,7 +241,7 @@ class Program:
         if reason:
             return self._run_eagerly(prepared, inputs, reason, specialization)
         owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
-        # Before anything is decided: what another thread records may be what this call needs.
+        # Take the capture lock before deciding: another thread may be making the recording that this call needs.
         if self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
             return self._run_eagerly(prepared, inputs, "another capture is under way", specialization)
         try:
@@ -279,8 +279,8 @@ class Program:
             return self._never_recorded
         if self._mutated_inputs is not None and not self._mutated_inputs.are_apart(inputs):
             return _OVERLAP
-        # Hardware cannot capture what happens once only: kernels load and are tuned for sizes, libraries make a
-        # handle for each thread.
+        # One-time work cannot be captured: kernels load and are tuned, libraries make a handle for each thread. So
+        # each thread warms up first.
         if self._on_accelerator and not getattr(self._thread, "warm", False):
             return _WARM_UP
         if specialization.recordings:
@@ -291,7 +291,7 @@ class Program:
 
     @property
     def estimate(self) -> Estimate | None:
-        """Of the newest shape that is known; None where nothing will be recorded."""
+        """The estimate of the newest shape that has one; None if none has."""
         found = [one.estimate for one in self.specializations.values() if one.estimate is not None]
         return found[-1] if found else None
 
@@ -327,7 +327,7 @@ class Program:
             return prepared.eager(inputs)
         if specialization.estimate is None:
             self._make_estimate(prepared, inputs, specialization)
-        # What is recorded at the next call wants to know what moved since this one.
+        # Remember input addresses: the next call may be recorded, and checks which inputs stayed.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.note(inputs)
@@ -361,17 +361,17 @@ class Program:
         self.newest_planned, self.newest_plan = planned, memory
 
     def plan_ahead(self, inputs: Sequence[Any]) -> None:
-        """Plan memory for a call with such inputs, which is not made."""
+        """Plan memory for a call with inputs like these, without making the call."""
         key = self._key(inputs) if self._dynamic else None
         found = self.specializations.get(key) or self.specializations.add(key, Specialization())
         if found.estimate is None:
             self._make_estimate(self._prepared, inputs, found)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
-        """Be the backward of ``forward``.
+        """Link this backward program to its forward.
 
         Args:
-            inputs: those that it saves, by storage of the forward program.
+            inputs: names of this program's inputs, by the forward program's storage that they live in.
         """
         self._forward = weakref.ref(forward), inputs
         names = {name for several in inputs.values() for name in several}
@@ -422,14 +422,14 @@ class Program:
         except MemoryLimitError as error:
             short_of = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE
             for arena in locked if short_of == OUT_OF_MEMORY else ():
-                arena.clear(OUT_OF_MEMORY)  # its pool, too: captures have left there what they had taken
+                arena.clear(OUT_OF_MEMORY)  # drops the pool, too: failed captures left allocations in it
             if self.options.strict:
                 raise
         except FxwrapError as error:
             if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
                 raise
             if isinstance(error, PlanError) and any(arena.live() for arena in locked):
-                specialization.without_live_outputs = True  # it may be what is in the arena now
+                specialization.without_live_outputs = True  # they may be why: next time use an arena without any
             else:
                 self._never_recorded = str(error.subject)
             return self._run_eagerly(prepared, inputs, str(error.subject), specialization)
@@ -440,10 +440,11 @@ class Program:
             self._keep(specialization, recorded, inputs, why)
             self._note_recording(recorded, inputs, why, time.perf_counter() - begin)
             return outputs
-        # Whoever ended for it will be back; whoever got what this call returns will let go of it.
+        # A retry waits until the pressure is below both values. Recordings that ended for this attempt have lowered
+        # it, but they will be made again. This call's outputs raise it, but they will be dropped.
         specialization.note_shortage(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
         if short_of == OUT_OF_MEMORY:
-            SHARED.arenas.withdraw(specialization.estimate)  # others need not wait until there is as much
+            SHARED.arenas.withdraw(specialization.estimate)  # arenas need not grow for this recording
         if outputs is _MISSED:  # by now what was made for the recording is free
             return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
@@ -487,7 +488,7 @@ class Program:
             specialization.add(recording, inputs)
             self._replay_natively(recording, inputs)
             return
-        # The next recordings leave the operators out of captured partitions, instead of losing whole ones.
+        # Cut again with these operators eager: otherwise each would make its whole partition eager.
         self._refused.update(recorded.refused)
         for operator, failure in recorded.refused.items():
             log.info("%s: is cut again around %s: %s", self.name, operator, failure)
@@ -497,7 +498,7 @@ class Program:
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:
         recording, request = recorded.recording, recorded.recording.request
-        copied = request.copied if request.memory.arenas else ()  # elsewhere outputs are new tensors
+        copied = request.copied if request.memory.arenas else ()  # without arenas outputs are new tensors, not copies
         copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
         copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
         values = [self._prepared.placeholders[p].meta["val"] for p, *_ in self._dynamic]
@@ -595,7 +596,7 @@ def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
 
 
 def _inputs_counted_from_their_storage(plan: ProgramPlan) -> dict[Node, str]:
-    """Inputs of which an operator may read what lies before their first element, and that operator."""
+    """Inputs that an operator addresses from the start of their storage (``storage_offset=``), with its name."""
     facts, found = plan.facts, dict[Node, str]()
     for node in plan.graph.graph.nodes:
         if counts_from_storage(node):
@@ -616,7 +617,7 @@ def _weak_outputs(prepared: _Prepared, outputs: Any) -> list[tuple[int, StorageW
 
 
 def _dynamic_positions(placeholders: Sequence[Node]) -> list[tuple[int, str | None, int]]:
-    """Where sizes that may vary can be read: (input, None | "size" | "stride", dimension)."""
+    """Where dynamic sizes are read: (input position, "size", "stride" or None for a number input, dimension)."""
     found: list[tuple[int, str | None, int]] = []
     for position, node in enumerate(placeholders):
         val = node.meta.get("val")

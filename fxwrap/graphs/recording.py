@@ -1,4 +1,4 @@
-"""A recording: a program captured for one set of concrete sizes. Frozen once made; it only replays, and ends."""
+"""A recording: a program captured for one set of concrete sizes. It replays until it ends, or is superseded."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class RecordingRequest:
 
     Attributes:
         name, traces: of the program.
-        arenas: by device; the call that records has their locks. None where a graph calls again.
-        reused_inputs: positions of donated inputs whose memory is used again after their last use.
-        static_inputs: positions of the inputs whose address is taken to stay.
+        arenas: by device; the call that records holds their locks. Empty where graphs do not freeze addresses (CPU).
+        reused_inputs: positions of donated inputs that are outputs live in an arena; the plan may reuse their bytes
+            after their last use.
+        static_inputs: positions of the inputs whose addresses are assumed to stay; each call checks them.
         copied: storages of outputs that are copied when handed out.
-        mutated_inputs: tells whether mutated inputs lie apart from others; None where none can overlap.
+        mutated_inputs: checks that no mutated input overlaps another input; None where no check is needed.
         policy: is told of outputs that are live when their memory is needed.
     """
 
@@ -62,12 +63,12 @@ class RecordingRequest:
 
 
 class Policy(Protocol):
-    """Who decides what becomes of recordings: ``graphs/specialization``."""
+    """Decides which outputs are copied (``graphs/specialization.py``)."""
 
     def found_live(self, outputs: Collection[int]) -> bool: ...
 
 
-# What fills the static input buffers of each device, and the positions of the inputs that are copied to them.
+# For each device: the copy into its static input buffers, and the positions of the inputs that it copies.
 InputBuffers = Sequence[tuple[Fill, list[int]]]
 
 
@@ -76,13 +77,13 @@ class Replay:
     """What a call runs, in the order in which it runs.
 
     Attributes:
-        registers: what changes between calls: the first ``inputs_end`` hold inputs.
+        registers: values that change from call to call; the first ``inputs_end`` are the inputs.
         check_inputs: the asserts on inputs that every call has to make.
         steps: replays of graphs, and eager work between them, each with the name of its range.
         collect: makes the outputs.
-        mutated: positions of inputs, and the static input buffers that are copied back to them.
-        frees_inputs: whether inputs are let go of at their last use.
-        parts: all of it as flat functions; empty where native replay cannot do it.
+        mutated: (position, buffer): each replay copies the buffer back to the mutated input.
+        frees_inputs: whether a replay drops its references to inputs at their last use.
+        parts: everything as flat functions, for native replay.
     """
 
     registers: list[Any]
@@ -96,7 +97,7 @@ class Replay:
     parts: Sequence[Part]
 
     def work(self, name: str, inputs: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """All steps, with the copies before and after them, of a program's recording."""
+        """The steps of a replay with the names of their ranges, input copies and copies back included."""
         if self.input_buffers:
             yield copies_of_inputs(name), functools.partial(fill, self.input_buffers, inputs)
         yield from self.steps
@@ -119,11 +120,11 @@ class RecordingResources:
     """What a recording keeps for as long as it lives.
 
     Attributes:
-        pools: nobody else captures on their streams while the graphs are there.
-        memory: of planned storages that are not there for a part of a call only.
-        kept: values of operators that graphs read.
-        in_arenas: where planned storages lie, by their handles.
-        eager_reasons: why partitions run eagerly that were to be captured.
+        pools: of the graphs; kept so that no new pool gets their streams while others are left.
+        memory: tensors over planned and per-recording storages.
+        kept: values at fixed addresses: results of captured partitions, and static buffers of eager results.
+        in_arenas: (device, offset) of each storage in an arena, by its handle.
+        eager_reasons: by partition: why it runs eagerly although it was to be captured.
     """
 
     graphs: Sequence[DeviceGraph]
@@ -144,7 +145,7 @@ class Recording:
         same_addresses: tells whether every static input of a call is where it was.
         ended: why it can never run again; empty while it can.
         superseded: why another is to be recorded in its place; empty while it is good.
-        without_graphs: why it replays none, although there is work to capture; empty if it does.
+        without_graphs: the reason, if every capture failed; empty otherwise.
         unit: replays it natively; None where it cannot be.
         listing: what the unit runs, a line for each step.
     """
@@ -157,7 +158,7 @@ class Recording:
         self._replay: Replay | None = replay
         self._resources: RecordingResources | None = resources
         self._blank = (None,) * len(replay.registers)
-        # Who has an arena's lock is alone in everything that was recorded in it.
+        # An arena's lock also guards all recordings in it. A recording without arenas has a lock of its own.
         self._arenas = tuple(request.arenas.values())
         self._locks = tuple(arena.lock for arena in self._arenas) or (TryLock(),)
         self.static_addresses = static_addresses
@@ -176,9 +177,9 @@ class Recording:
         self._retire: Callable[[], object] = _nothing
 
     def watch(self, outputs: Sequence[OutputStorage], inputs: Sequence[Any], returned: Any) -> None:
-        """Begin to watch what the first call has handed out: from now on others may work in its arenas.
+        """Take the use-count baselines of the first call's outputs, and enter the arenas.
 
-        Only now, with everything temporary gone, does a use count tell who else holds an output.
+        Called last: temporaries would raise the counts.
 
         Args:
             outputs: what is handed out uncopied.
@@ -225,9 +226,9 @@ class Recording:
         return max(self._used, self.unit.used if self.unit is not None else 0)
 
     def make_unit(self, native: NativeReplay, guards: Guards, count: ctypes.c_int64) -> str:
-        """Have a unit replay it, for calls that ``guards`` let through and that find it idle.
+        """Make the native unit for calls that pass ``guards``.
 
-        Returns why there is none; empty if there is, or where nobody expects one.
+        Returns why that failed; empty if the unit is made, or if the recording has ended or every capture failed.
         """
         replay = self._replay
         if replay is None or not replay.parts or self.without_graphs:
@@ -281,14 +282,17 @@ class Recording:
         return not self._arenas or (self.is_idle_for(owner) and self.is_free())
 
     def is_free(self) -> bool:
-        """Whether nobody can read what it overwrites."""
+        """Whether a replay would overwrite no live output, donated ones aside. False if superseded."""
         free = not self.superseded and (self._liveness is None or self._liveness.all_dead())
         if free:
             self._tell_unit()
         return free
 
     def _tell_unit(self) -> None:
-        """Have the unit see by itself that nobody can read what it overwrites, until anything changes."""
+        """Give the unit the use counts at which no output is live.
+
+        It then checks liveness itself, until an arena's version changes.
+        """
         if self.unit is not None and self._liveness is not None:
             self.unit.expect(*self._liveness.expected())
 
@@ -313,7 +317,10 @@ class Recording:
         return self._watched_outputs.live()
 
     def tell_who_is_in_the_way(self) -> None:
-        """Have those copy their outputs from now on which are live, again, in the memory that it works on."""
+        """Report live outputs of other recordings in this one's memory to their specializations.
+
+        An output that is reported twice is copied from then on.
+        """
         for output in self._liveness.in_the_way() if self._liveness is not None else ():
             owner = output.owner() if output.owner is not None else None
             policy = owner.request.policy() if owner is not None else None
@@ -321,7 +328,7 @@ class Recording:
                 policy.found_live(output.indices)
 
     def end(self, why: str) -> None:
-        """Never run again, and let go of all memory. Called by who has the lock of one of its arenas, or its own."""
+        """End for good and drop all memory. The caller holds the lock of one of its arenas, or its own lock."""
         log.info("%s: a recording ends: %s", self.request.name, why)
         self.ended = why
         self._retire()
@@ -366,7 +373,7 @@ class Recording:
             r[:] = self._blank
 
     def forget_inputs(self) -> None:
-        """Let go of what a call was given that was interrupted just before it did so itself."""
+        """Drop inputs that an interrupted call left in the registers."""
         owner = LockOwner()
         try:
             if self.acquire(owner) and self._replay is not None:
@@ -382,7 +389,7 @@ class Recording:
                 self._resources.hints.end(error, self._arenas)
 
     def failed_natively(self, error: BaseException, owner: LockOwner) -> None:
-        """Its unit has raised. The call is over: others may be in one by now."""
+        """Its unit has raised. The call has released the locks; another may hold them by now."""
         if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
         if isinstance(error, MemoryKeptError):
@@ -393,7 +400,7 @@ class Recording:
                 self.release(owner)
 
 
-# Numbers that grow, for who was used last.
+# A counter that stamps each use: the lowest stamp is the least recent use.
 _CLOCK = ctypes.c_int64()
 # Seconds to wait for the memory of a call that has raised.
 _WAIT_S = 1.0
@@ -405,7 +412,7 @@ def next_use() -> int:
 
 
 def _nothing() -> None:
-    """Ends nothing."""
+    """Stands for ``_retire`` until ``watch`` has run."""
 
 
 def _retire(
@@ -414,9 +421,9 @@ def _retire(
     arenas: Sequence[Arena],
     unplanned: list[torch.Tensor],
 ) -> None:
-    """A recording ends. The device may not have done its work yet, on whichever stream that was issued.
+    """Retire the outputs, and keep memory until the device has finished with it.
 
-    It may be collected while another program is traced.
+    Also runs as a finalizer, perhaps while another program is traced.
     """
     outputs.retire()
     for arena in arenas:

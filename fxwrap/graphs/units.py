@@ -124,7 +124,8 @@ class Description:
 
     Attributes:
         inputs: how many there are: they are the first slots.
-        empties_inputs: whether the list of inputs is emptied, so that they live no longer than they are needed.
+        empties_inputs: whether the list of inputs is emptied at the start of the call instead of at its end: inputs
+            then live no longer than they are needed.
         loads: (input, slot).
         used: slots that steps read or write.
         cleared: slots that hold something at the end of a call.

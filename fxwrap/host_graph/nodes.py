@@ -47,7 +47,7 @@ class Kernel:
 
     Attributes:
         name: Inductor's name for it.
-        language: "cpp" or "triton".
+        language: "cpp", "triton", or the name of a vendor's kind of kernels.
         source: the code Inductor generated.
         device: where it runs.
         call: runs it on real arguments, on the current stream of its device.

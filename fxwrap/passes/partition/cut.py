@@ -37,18 +37,22 @@ def cut(
         a(captured)  b(eager)  c(captured)      a, c, b  or  a, b, c      independent work is pulled
             |           |          |       ->   ------------------   ->   together: [a c] [b]
 
-    Partitions run in the order of their numbers, and their colours (captured, eager) alternate. So a node's number is
-    at least the number of colour changes on any path to the node. If it is exactly the largest of these, there are
-    the fewest partitions; so there are if paths are counted from the end, and for anything in between that respects
-    the dependencies. Of these cuts the one with the lowest peak of memory is chosen. If that is above the budget,
-    pieces of program order are cut by themselves, as large as the budget allows; nodes of a partition keep its order.
+    Partitions run in numbered order; their verdicts (captured, eager) alternate. A node's level (the number of its
+    partition) is at least the number of verdict changes on any path to it. Giving every node its least level yields
+    the fewest partitions. So does giving every node its greatest, or any level of its verdict in between that keeps
+    the dependencies. Three of these cuts are tried (earliest, latest, late where memory grows), and program order if
+    it has as few partitions. The lowest peak of memory wins. If that is above the budget, program order is split into
+    2, 4, 8, ... pieces, each cut by itself, until the peak fits; in the end program order itself is taken. Nodes of a
+    partition keep program order.
 
-    Linear in nodes and dependencies, but for sorting.
+    Linear in nodes and dependencies, but for sorting, if no pieces are needed. Each number of pieces that is tried
+    takes at least one more pass.
 
     Args:
         facts: what each node reads and writes.
-        sizes: bytes of storages that live inside the program; without them memory is not looked at.
-        peak_budget: how much higher memory may peak than in program order for the sake of fewer partitions.
+        sizes: bytes of storages that the program or an operator allocates, and that are not handed out; without them
+            memory is ignored.
+        peak_budget: the allowed ratio of the peak to that of program order.
     """
     work = _Work.of(dependencies, verdicts)
     fewest = work.grouped(_fewest(work, range(len(work))))
@@ -82,9 +86,10 @@ def _captured(groups: Groups) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """The nodes in program order, the colour of each, and the positions of the nodes that it depends on (``before``).
+    """The nodes in program order, the verdict of each (``colours``), and the positions of the nodes that each depends
+    on (``before``).
 
-    A node that is evaluated when recorded (a view, a size) has the colour None.
+    A node that is evaluated when recorded (a view, a size) has no verdict here: it is in no partition.
     """
 
     nodes: list[Node]
@@ -108,7 +113,7 @@ class _Work:
         return cls(nodes, colours, before)
 
     def program_order(self) -> list[int]:
-        """The partition of each node if nothing is reordered."""
+        """The level of each node if nothing is reordered."""
         levels, level, last = [], 0, None
         for colour in self.colours:
             if colour is not None:
@@ -118,7 +123,7 @@ class _Work:
         return levels
 
     def grouped(self, levels: Sequence[int]) -> Groups:
-        """The partitions, given the number of each node's; neighbours of one colour are joined."""
+        """Group nodes by level; adjacent groups with the same verdict are merged."""
         groups: Groups = []
         by_level = sorted((level, i) for i, level in enumerate(levels) if self.colours[i] is not None)
         for _, i in by_level:
@@ -152,9 +157,9 @@ def _in_order(dependencies: nx.DiGraph) -> list[Node]:
 
 
 def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, int]:
-    """The number of colour changes in front of each node, if the first partition has the colour ``first``.
+    """The least level of each node if level 0 has the verdict ``first``.
 
-    Partitions of one colour have even numbers, those of the other odd ones.
+    Even levels have that verdict, odd ones the other.
     """
     levels: dict[int, int] = {}
     for i in piece:
@@ -170,7 +175,10 @@ def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, in
 
 
 def _fewest(work: _Work, piece: range) -> list[int]:
-    """The partition of each node of a piece; the first has the colour with which there are fewer."""
+    """The levels of a piece.
+
+    The first verdict is the one that gives fewer captured partitions, then fewer partitions.
+    """
     best: tuple[tuple[int, int], list[int]] | None = None
     for first in Verdict:
         levels = _earliest(work, piece, first)
@@ -184,7 +192,7 @@ def _fewest(work: _Work, piece: range) -> list[int]:
 
 
 def _in_pieces(work: _Work, pieces: int) -> list[int]:
-    """The partition of each node if program order is split into so many pieces, each cut by itself."""
+    """The level of each node if program order is split into at most ``pieces`` equal pieces, each cut by itself."""
     levels: list[int] = []
     size = -(-len(work) // pieces)
     for begin in range(0, len(work), size):
@@ -202,14 +210,14 @@ def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
 
 
 def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]:
-    """Move the nodes marked ``late`` to the last partition of their colour before everything that depends on them."""
+    """Move each node marked ``late`` to the latest partition of its verdict that is not after any of its users."""
     last = max((level for level, colour in zip(early, work.colours, strict=True) if colour is not None), default=0)
     levels, limits = list(early), [last] * len(work)
     for i in range(len(work) - 1, -1, -1):
         if work.colours[i] is None:
-            levels[i] = limits[i]  # in no partition: it does not limit what it depends on
+            levels[i] = limits[i]  # in no partition: it passes on its users' limit
         elif late[i]:
-            levels[i] = limits[i] - (limits[i] - early[i]) % 2  # partitions of one colour have every other number
+            levels[i] = limits[i] - (limits[i] - early[i]) % 2  # every other level has its verdict
         for source in work.before[i]:
             limits[source] = min(limits[source], levels[i])
     return levels
@@ -217,7 +225,13 @@ def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]
 
 @dataclass(frozen=True)
 class _Lifetimes:
-    """The storages that each node touches, and the first and last node that touches each, by position."""
+    """When storages are in use.
+
+    Attributes:
+        touched: storages by position of the node. Nodes in no partition touch none.
+        sizes: bytes by storage.
+        first, last: position in program order of the first and the last node that touches it, by storage.
+    """
 
     touched: list[tuple[int, ...]]
     sizes: Mapping[int, int]
@@ -236,7 +250,7 @@ class _Lifetimes:
         return cls(touched, sizes, first, last)
 
     def change(self, i: int) -> int:
-        """Bytes that are first used by a node, less those that it is the last to use, in program order."""
+        """Net change of live bytes at a node in program order: those first used minus those last used."""
         begun = sum(self.sizes[index] for index in self.touched[i] if self.first[index] == i)
         return begun - sum(self.sizes[index] for index in self.touched[i] if self.last[index] == i)
 
