@@ -214,6 +214,13 @@ def bytes_in_use(device: torch.device) -> int:
     return int(torch.get_device_module(device).memory_allocated(device))
 
 
+def _run_finalizers_that_were_cut_short() -> None:
+    """Python drops an interrupt that comes as a ``weakref.finalize`` begins, and runs that again at exit."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if finalizer.alive and finalizer.peek() is None:
+            finalizer()
+
+
 def within_a_second(holds: Callable[[], bool]) -> bool:
     """Whether something is so by now, or is soon."""
     end = time.monotonic() + 1
@@ -412,6 +419,7 @@ class Faulty:
             self.fault = None
             torch.set_grad_enabled(True)  # an interrupt may come when torch.no_grad() is about to do that
         gc.collect()
+        _run_finalizers_that_were_cut_short()
         if raised:
             bytes_in_use(self.device)  # waits for the device
             assert within_a_second(self._let_go), "somebody keeps what the call was given"

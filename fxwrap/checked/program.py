@@ -154,10 +154,9 @@ class _Check:
     """The check of one call: copies its inputs before the call, compares its results after it."""
 
     def __init__(self, program: CheckedProgram, inputs: Sequence[Any]) -> None:
-        self._program, self._inputs = program, list(inputs)
+        self._program, self._inputs, self._alone = program, list(inputs), GATE.alone_since()
         with without_gradients():
             self._copies, self._live = Copies(inputs), program.still_there(inputs)
-        self._alone = GATE.alone_since()
         self._before, self._clock = Generators(program.plan.device), next_use()
 
     def compare(self, outputs: Any, recorded: bool) -> None:

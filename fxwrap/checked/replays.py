@@ -91,12 +91,18 @@ class Gate:
                 self._changed.notify_all()
 
     def alone_since(self) -> Callable[[], bool]:
-        """Makes a function that tells whether no other thread has been in a call since, nor is in one now."""
-        me, passes = threading.get_ident(), self._passes
+        """Makes a function that tells whether no other thread has been in a call from now on."""
+        me = threading.get_ident()
+
+        def others_inside() -> bool:
+            return any(count for thread, count in self._inside.items() if thread != me)
+
+        with self._changed:
+            passes, alone_now = self._passes, not others_inside()  # one that is inside may be gone when it is asked
 
         def alone() -> bool:
             with self._changed:
-                return self._passes == passes and not any(n for thread, n in self._inside.items() if thread != me)
+                return alone_now and self._passes == passes and not others_inside()
 
         return alone
 

@@ -231,7 +231,7 @@ class Recording:
         Returns why that failed; empty if the unit is made, or if the recording has ended or every capture failed.
         """
         replay = self._replay
-        if replay is None or not replay.parts or self.without_graphs:
+        if replay is None or self.without_graphs:
             return ""
         static = [(position, self.static_addresses[position]) for position in self.request.static_inputs]
         device = self.request.runtime.device if self._arenas and self.request.runtime.device.type != "cpu" else None

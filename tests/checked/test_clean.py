@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import models
 import pytest
 import torch
 from conftest import Compiled, assert_same, freezes, inductor, tensors_in
+from threads import in_threads
 
 import fxwrap
+from fxwrap.checked.replays import Gate
 
 pytestmark = pytest.mark.launches_graphs
 
@@ -107,3 +111,24 @@ def test_options() -> None:
             fxwrap.backend.parsed({"checked": wrong})
     for right in (True, False, 1, 25):
         fxwrap.backend.parsed({"checked": right})
+
+
+def test_a_check_is_not_alone_with_a_call_that_was_under_way() -> None:
+    """Such a call may drop an output, and write to its memory, after the check has looked at it."""
+    gate, under_way, over = Gate(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        with gate.passed():
+            under_way.set()
+            assert over.wait(10)
+
+    found = list[Callable[[], bool]]()
+
+    def check() -> None:
+        assert under_way.wait(10)
+        found.append(gate.alone_since())
+        over.set()
+
+    in_threads([call, check])
+    assert not found[0](), "the call is gone, and has been there"
+    assert gate.alone_since()()
