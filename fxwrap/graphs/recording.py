@@ -83,7 +83,7 @@ class Replay:
         collect: makes the outputs.
         mutated: (position, buffer): each replay copies the buffer back to the mutated input.
         frees_inputs: whether a replay drops its references to inputs at their last use.
-        parts: everything as flat functions, for native replay.
+        parts: everything as flat functions, for native replay; without them it replays in Python.
     """
 
     registers: list[Any]
@@ -231,7 +231,7 @@ class Recording:
         Returns why that failed; empty if the unit is made, or if the recording has ended or every capture failed.
         """
         replay = self._replay
-        if replay is None or self.without_graphs:
+        if replay is None or not replay.parts or self.without_graphs:
             return ""
         static = [(position, self.static_addresses[position]) for position in self.request.static_inputs]
         device = self.request.runtime.device if self._arenas and self.request.runtime.device.type != "cpu" else None
