@@ -201,15 +201,19 @@ class SimulatedGraph(CPUGraph):
 
     @contextlib.contextmanager
     def _refusing_waits(self) -> Iterator[None]:
+        # A patch that an interrupt leaves in place refuses nothing, and keeps no graph.
+        simulator, reference = self._simulator, weakref.ref(self)
+
         def refusing(name: str) -> Callable[..., Any]:
             read = getattr(torch.Tensor, name)
 
             @functools.wraps(read)
             def refuse(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() != self._thread:
+                graph = simulator.capturing()
+                if graph is None or graph is not reference() or threading.get_ident() != graph._thread:
                     return read(*args, **kwargs)
-                self.lose(f"Tensor.{name} reads a value on the host")
-                raise CaptureError(f"simulated graph: {self._lost}, which is not possible while a graph is captured")
+                graph.lose(f"Tensor.{name} reads a value on the host")
+                raise CaptureError(f"simulated graph: {graph._lost}, which is not possible while a graph is captured")
 
             return refuse
 
