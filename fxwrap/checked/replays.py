@@ -81,8 +81,8 @@ class Gate:
     def closed(self) -> Iterator[None]:
         me = threading.get_ident()
         with self._changed:
-            others = any(count for thread, count in self._inside.items() if thread != me)
-            self._closed_by = me if not others and not self._closed_by else self._closed_by
+            free = not self._others_inside() and not self._closed_by
+            self._closed_by = me if free else self._closed_by
         try:
             yield
         finally:
@@ -92,19 +92,19 @@ class Gate:
 
     def alone_since(self) -> Callable[[], bool]:
         """Makes a function that tells whether no other thread has been in a call from now on."""
-        me = threading.get_ident()
-
-        def others_inside() -> bool:
-            return any(count for thread, count in self._inside.items() if thread != me)
-
         with self._changed:
-            passes, alone_now = self._passes, not others_inside()  # one that is inside may be gone when it is asked
+            # A call that is inside now may be gone when it is asked.
+            passes, alone_now = self._passes, not self._others_inside()
 
         def alone() -> bool:
             with self._changed:
-                return alone_now and self._passes == passes and not others_inside()
+                return alone_now and self._passes == passes and not self._others_inside()
 
         return alone
+
+    def _others_inside(self) -> bool:
+        me = threading.get_ident()
+        return any(count for thread, count in self._inside.items() if thread != me)
 
     def is_closed(self) -> bool:
         """Whether this thread has closed it."""
