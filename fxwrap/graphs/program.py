@@ -104,12 +104,14 @@ class Program:
         self._traces = functions.traces(self.name)
         self._traces.compiled(plan)
         self._prepared = self._adopt(plan)
+        self._inputs = len(self._prepared.placeholders)
         self._dynamic = _dynamic_positions(self._prepared.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
         self._mutated_inputs = MutatedInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
         self._is_forward = self.plan.phase == "forward"
         self._on_accelerator = self.plan.device.type != "cpu"
         self._warm_ups = max(options.warmup, int(self._on_accelerator))
+        self._no_room = f"{options.max_recordings} other recordings are used more often (max_recordings)"
         self._caller_captures = capture_check(self.plan.device)
         self._forward: tuple[weakref.ref[Program], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
@@ -151,7 +153,7 @@ class Program:
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the program on a list of inputs, which is emptied."""
-        for unit in self.specializations.units:
+        for unit in self.specializations.units or self._units_for(inputs):
             try:
                 outputs = unit(inputs)
             except BaseException as error:
@@ -161,10 +163,10 @@ class Program:
                 return outputs
         inputs, caller_s = list(inputs), inputs
         caller_s.clear()
-        if len(inputs) != len(self._prepared.placeholders):
+        if len(inputs) != self._inputs:
             raise InputError(
                 "program called with the wrong number of inputs",
-                expected=str(len(self._prepared.placeholders)),
+                expected=str(self._inputs),
                 got=str(len(inputs)),
             )
         try:
@@ -183,6 +185,10 @@ class Program:
         except BaseException as error:
             self._failed(error)
             raise
+
+    def _units_for(self, inputs: Sequence[Any]) -> tuple[Unit, ...]:
+        by_key = self.specializations.units_by_key
+        return by_key.get(self._key(inputs), ()) if by_key and len(inputs) == self._inputs else ()
 
     def _failed(self, error: BaseException, unit: Unit | None = None) -> None:
         self._count("events", f"a call raised {type(error).__name__}")
@@ -252,7 +258,7 @@ class Program:
             if decision.record and (short_of := specialization.memory_shortage(self.plan.device)):
                 reason = short_of
             elif decision.record and not self.specializations.make_room(specialization, owner):
-                reason = f"{self.options.max_recordings} other recordings are used more often (max_recordings)"
+                reason = self._no_room
             elif decision.record:
                 return self._record(prepared, specialization, inputs, decision, owner)
         finally:
@@ -287,7 +293,7 @@ class Program:
             return ""
         if specialization.eager_runs < self._warm_ups:
             return _WARM_UP
-        return ""
+        return self._no_room if specialization.waits_for_room() else ""
 
     @property
     def estimate(self) -> Estimate | None:
@@ -539,7 +545,7 @@ class Program:
         if why := recording.make_unit(native, guards, self.counters.cell()):
             self._count("events", f"replays in Python: {why}")
         self._missed = native.missed
-        self.specializations.units = tuple(r.unit for r in self.specializations.recordings() if r.unit is not None)
+        self.specializations.find_units()
 
 
 class EagerRuns:

@@ -11,7 +11,8 @@ a static input is elsewhere        record for the new address; after ``_MOVES`` 
 an output is live                  run eagerly; an output found live twice is copied from then on (one of the warm-up
                                    that is still live at the first recording: at once)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
-there are ``max_recordings``       the least recently used one ends, if this shape is called more often
+there are ``max_recordings``       the least recently used one ends, if this shape is called more often; asked after
+                                   1, 2, 4, ... ``_MOST_PATIENCE`` calls: looking at all of them takes time
 there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
                                    growing number of calls: not every holder of memory is visible
 ================================== ==================================================================================
@@ -53,6 +54,8 @@ _PATIENCE, _MOST_PATIENCE = 2, 64
 # Calls after which recording is retried on a device that was out of memory and reports no more: initial value,
 # maximum.
 ASKED_AGAIN, _MOST_CALLS = 32, 2048
+# Up to so many native units are tried one after another: that takes less time than reading the sizes of the inputs.
+_TRIED = 8
 # Shapes that are remembered, as a multiple of ``max_recordings``.
 _KNOWN = 8
 
@@ -130,6 +133,7 @@ class Specialization:
         ended_because: why the last recording ended; the next one gives it as its reason.
         missed_at: times of recent calls that were not replayed (``next_use``).
         evicted: whether its last recording was ended in favour of another shape.
+        refused: calls until room for a recording is looked for again, and how many it will be after the next refusal.
         shortage: the shortage of memory, and ``ArenaPool.pressure`` at that time.
         calls_since: calls since then.
         retry_after: calls after which recording is retried.
@@ -149,6 +153,7 @@ class Specialization:
     estimate: Estimate | None = None
     missed_at: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
+    refused: tuple[int, int] = (0, 1)
     shortage: tuple[str, int] | None = None
     calls_since: int = 0
     retry_after: int = ASKED_AGAIN
@@ -334,6 +339,13 @@ class Specialization:
             self.shortage, self.retry_after = None, min(2 * self.retry_after, _MOST_CALLS)
         return why if self.shortage is not None else ""
 
+    def waits_for_room(self) -> bool:
+        """Whether it is too early to look for room for a recording again."""
+        calls, after = self.refused
+        if calls:
+            self.refused = calls - 1, after
+        return bool(calls)
+
     def note_shortage(self, why: str, pressure: int) -> None:
         """Note a shortage. ``pressure``: see ``ArenaPool.pressure``."""
         self.shortage, self.calls_since = (why, pressure), 0
@@ -343,7 +355,8 @@ class Specializations:
     """A program's specializations by sizes. Decides which may keep recordings.
 
     Attributes:
-        units: native units, in the order in which a call tries them.
+        units: native units, in the order in which a call tries them; none if there are more than ``_TRIED``.
+        units_by_key: then, those for each set of sizes.
     """
 
     def __init__(self, most: int) -> None:
@@ -351,6 +364,7 @@ class Specializations:
         self._by_key: dict[Any, Specialization] = {}
         self.get = self._by_key.get
         self.units: tuple[Unit, ...] = ()
+        self.units_by_key: dict[Any, tuple[Unit, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -360,7 +374,16 @@ class Specializations:
 
     def clear(self) -> None:
         self._by_key.clear()
-        self.units = ()
+        self.find_units()
+
+    def find_units(self) -> None:
+        """Find the native units of all recordings."""
+        by_key = dict[Any, tuple[Unit, ...]]()
+        for key, one in list(self._by_key.items()):
+            if units := tuple(r.unit for r in one.recordings if r.unit is not None and not r.ended):
+                by_key[key] = units
+        in_turn = tuple(unit for units in by_key.values() for unit in units)
+        self.units, self.units_by_key = (in_turn, {}) if len(in_turn) <= _TRIED else ((), by_key)
 
     def add(self, key: Any, new: Specialization) -> Specialization:
         """Remember ``new``; if there are too many, forget the oldest that have no recordings."""
@@ -388,22 +411,28 @@ class Specializations:
             wanted.evicted = False
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         while self.is_full():
-            holders = ((r, holder) for holder in self.values() for r in holder.recordings if not r.ended)
-            for oldest, holder in sorted(holders, key=lambda pair: pair[0].used):
-                recent = list(wanted.missed_at)[-self._patience :]  # other threads append
-                if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:
-                    return False
-                why = "max_recordings: the least recently used"
-                try:
-                    if not oldest.acquire(owner):
-                        continue
-                    oldest.end(why)
-                finally:
-                    oldest.release(owner)
-                holder.ended_because = why
-                holder.recordings = tuple(r for r in holder.recordings if r is not oldest)
-                holder.evicted = holder is not wanted
-                break
-            else:
+            if not self._evict_for(wanted, owner):
+                _, calls = wanted.refused
+                wanted.refused = calls, min(2 * calls, _MOST_PATIENCE)
                 return False
+        wanted.refused = 0, 1
         return True
+
+    def _evict_for(self, wanted: Specialization, owner: LockOwner) -> bool:
+        recent = list(wanted.missed_at)[-self._patience :]  # other threads append
+        holders = ((r, holder) for holder in self.values() for r in holder.recordings if not r.ended)
+        for oldest, holder in sorted(holders, key=lambda pair: pair[0].used):
+            if sum(when > oldest.used for when in recent) < self._patience and holder is not wanted:
+                return False
+            why = "max_recordings: the least recently used"
+            try:
+                if not oldest.acquire(owner):
+                    continue
+                oldest.end(why)
+            finally:
+                oldest.release(owner)
+            holder.ended_because = why
+            holder.recordings = tuple(r for r in holder.recordings if r is not oldest)
+            holder.evicted = holder is not wanted
+            return True
+        return False

@@ -11,7 +11,7 @@ from conftest import Compiled, assert_same, inductor, on_simulated
 from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.recording import next_use
-from fxwrap.graphs.specialization import Specialization
+from fxwrap.graphs.specialization import Specialization, Specializations
 from fxwrap.packing.reserved import lay_out_arena
 
 
@@ -132,6 +132,32 @@ def test_shapes_that_come_back_after_a_while_stay(compiled: Any, device: torch.d
     counters = f.program.counters
     assert sum(counters.recordings.values()) <= 40, counters.to_dict()
     assert counters.replays >= 0.4 * 40 * 16, counters.to_dict()
+
+
+def test_a_shape_without_room_looks_for_it_more_and_more_rarely(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking takes as long as the call itself: all recordings are sorted by their last use."""
+    f: Compiled = compiled(torch.nn.Linear(4, 4), dynamic=True, options={"max_recordings": 4})
+    asked: list[int] = []
+    make_room = Specializations.make_room
+
+    def asks(self: Specializations, wanted: Specialization, owner: LockOwner) -> bool:
+        asked.append(number)
+        return make_room(self, wanted, owner)
+
+    monkeypatch.setattr(Specializations, "make_room", asks)
+    for number in range(130):
+        if number == 2:
+            asked.clear()
+        for batch in range(2, 7):
+            _call(f, batch, torch.device("cpu"), 4)
+    assert asked == [3, 6, 11, 20, 37, 70], "a call, then after 2, 4, ... 64 more"
+    assert f.program.counters.eager[f.program._no_room] == 129
+    assert sum(f.program.counters.recordings.values()) == 4
+    for _ in range(64):  # a phase of it alone
+        _call(f, 6, torch.device("cpu"), 4)
+    assert sum(f.program.counters.recordings.values()) == 5
 
 
 def test_a_recording_in_use_is_not_evicted(compiled: Any) -> None:
