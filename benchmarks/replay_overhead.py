@@ -70,7 +70,7 @@ def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) ->
                 torch.testing.assert_close(a.cpu(), b.cpu())
             a = b = None
         programs = [program for compilation in live_compilations() for program in compilation.programs]
-        program = [one for one in programs if len(one._prepared.placeholders) == static + copied][-1]
+        program = [one for one in programs if len(one.plan.placeholders) == static + copied][-1]
         run, program.run = program.run, lambda inputs: (caught.append(list(inputs)), run(inputs))[1]
         for batch in batches:
             compiled(*batch)

@@ -300,7 +300,7 @@ def _check_schedule(state: Any) -> None:
 def _check_memory(state: Any) -> None:
     planned, program = state.planned, state.planned.program
     replaced = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
-    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.numbers, replaced)
+    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.symbol_values, replaced)
 
 
 REWRITES = (

@@ -461,7 +461,7 @@ class Planned:
     """A program at concrete sizes.
 
     Attributes:
-        numbers: concrete sizes (``evaluate_sizes``).
+        symbol_values: concrete sizes (``evaluate_sizes``).
         input_buffers: inputs that are copied to a static buffer in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else memory comes and goes with each call.
         places_results: whether the device's allocator is told where what operators return shall lie.
@@ -469,7 +469,7 @@ class Planned:
     """
 
     program: ProgramPlan
-    numbers: Mapping[Node, Any]
+    symbol_values: Mapping[Node, Any]
     input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool = True
     places_results: bool = False

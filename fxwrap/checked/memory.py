@@ -80,7 +80,7 @@ def _differs(walk: Walk, other: Run, index: int) -> str:
 
 
 def check_memory(
-    plan: ProgramPlan, numbers: Mapping[Node, Any], memory: MemoryPlan, first: list[Any], second: list[Any]
+    plan: ProgramPlan, symbol_values: Mapping[Node, Any], memory: MemoryPlan, first: list[Any], second: list[Any]
 ) -> None:
     """Run a program twice, side by side: each storage in memory of its own, and all where the plan has them.
 
@@ -91,9 +91,9 @@ def check_memory(
         CheckError: by the plan, storages get into each other's way; or somebody reads what nobody has written.
     """
     with without_gradients():
-        walk = Walk(plan, numbers, first, OwnMemory(NAN))
+        walk = Walk(plan, symbol_values, first, OwnMemory(NAN))
         planned = PlannedMemory(memory)
-        other = Walk(plan, numbers, second, planned)
+        other = Walk(plan, symbol_values, second, planned)
         planned.lay_out(other)
         found = first_difference(walk, other, plan.device)
         if found is None:

@@ -22,7 +22,7 @@ from .walk import OwnMemory, Walk, may_keep
 
 
 def check_operators(
-    plan: ProgramPlan, numbers: Mapping[Node, Any], inputs: list[Any], frozen: bool, call: Callable[..., Any]
+    plan: ProgramPlan, symbol_values: Mapping[Node, Any], inputs: list[Any], frozen: bool, call: Callable[..., Any]
 ) -> None:
     """Run a program eagerly, each storage in memory of its own, and watch.
 
@@ -36,7 +36,7 @@ def check_operators(
     """
     captured = {node.name for node in plan.captured_work}
     with without_gradients():
-        walk = Walk(plan, numbers, inputs, OwnMemory())
+        walk = Walk(plan, symbol_values, inputs, OwnMemory())
         for step, node in enumerate(walk.schedule):
             walk.begin(step)
             if _is_foreign(node):

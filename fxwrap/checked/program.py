@@ -87,10 +87,10 @@ class CheckedProgram(Program):
         if not self._every:
             return record()
         generators, copies = Generators(self.plan.device), Copies(inputs)
-        numbers = self._planner.sizes(dict(zip(prepared.placeholders, inputs, strict=True)))
+        symbol_values = self._planner.sizes(dict(zip(prepared.plan.placeholders, inputs, strict=True)))
         try:
             check_operators(
-                prepared.plan, numbers, copies.make(), self._freezes_addresses, self.functions.below_modes
+                prepared.plan, symbol_values, copies.make(), self._freezes_addresses, self.functions.below_modes
             )
         finally:
             generators.set()
@@ -239,7 +239,9 @@ class _Check:
         self._before.set()
         planned = request.planned
         try:
-            check_memory(planned.program, planned.numbers, request.memory, self._copies.make(), self._copies.make())
+            check_memory(
+                planned.program, planned.symbol_values, request.memory, self._copies.make(), self._copies.make()
+            )
         except CheckError:
             if not self._differs_from_itself(recording):
                 raise
@@ -364,7 +366,7 @@ class _Check:
         planned = recording.request.planned
         self._before.set()
         first, second = self._copies.make(), self._copies.make()
-        walks = [Walk(planned.program, planned.numbers, inputs, OwnMemory()) for inputs in (first, second)]
+        walks = [Walk(planned.program, planned.symbol_values, inputs, OwnMemory()) for inputs in (first, second)]
         found = first_difference(walks[0], walks[1], planned.program.device)
         if found is None:
             return False
@@ -382,7 +384,7 @@ class _Check:
         return True
 
     def _placeholder(self, position: int) -> Node:
-        return self._program._prepared.placeholders[position]
+        return self._program.plan.placeholders[position]
 
 
 def _tell(walk: Walk, found: Difference) -> str:

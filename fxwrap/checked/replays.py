@@ -235,8 +235,8 @@ class _Stepwise:
             value = self._builder._memory.get(maker)
         if value is None and storage.origin is Origin.INPUT:
             value = self._inputs[self.plan.placeholders.index(maker)]
-        if value is None and maker in self._builder._registers.numbers:
-            value = self._replay.registers[self._builder._registers.numbers[maker]]
+        if value is None and maker in self._builder._registers.by_node:
+            value = self._replay.registers[self._builder._registers.by_node[maker]]
         if storage.element is not None and isinstance(value, (tuple, list)):
             value = value[storage.element] if storage.element < len(value) else None
         return [t for t in tensors_in(value) if has_address(t) and t.numel() and t.untyped_storage().nbytes()]
@@ -266,7 +266,7 @@ def locate(
         if made.ended or made.eager_reasons:
             return None
         with without_gradients():
-            walk = Walk(plan, planned.numbers, twins, OwnMemory())
+            walk = Walk(plan, planned.symbol_values, twins, OwnMemory())
             steps = _Stepwise(builder, made, where, inputs)
             steps.start(walk)
             found = first_difference(walk, steps, plan.device)

@@ -67,10 +67,12 @@ class Walk:
         first, last: the steps in which a storage is first and last named, by index; an output's last one is the end.
     """
 
-    def __init__(self, plan: ProgramPlan, numbers: Mapping[Node, Any], inputs: list[Any], memory: Memory) -> None:
+    def __init__(
+        self, plan: ProgramPlan, symbol_values: Mapping[Node, Any], inputs: list[Any], memory: Memory
+    ) -> None:
         self.plan, self.facts, self.memory = plan, plan.facts, memory
         self.placeholders = plan.placeholders
-        self._known: dict[Node, Any] = {**constants(plan.graph), **numbers}
+        self._known: dict[Node, Any] = {**constants(plan.graph), **symbol_values}
         self.values: dict[Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         inputs.clear()
         self._compiled = {plan.work_in(p)[-1]: p for p in plan.partitions if p.index in plan.compiled}

@@ -30,7 +30,7 @@ class Planner(Protocol):
         """The plan before sizes are known, partitioned around operators whose capture failed (with the error)."""
 
     def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
-        """The numbers of symbolic nodes, for the values of all placeholders."""
+        """The values of symbolic nodes, for the values of all placeholders."""
 
     def plan(
         self, planned: Planned, reserved_in: ReservedIn, hint: PlacementHint | None, like: MemoryPlan | None

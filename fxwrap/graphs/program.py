@@ -50,7 +50,7 @@ from .units import CannotReplay, Description, Guards, Part, Unit, make_unit
 
 log = logging.getLogger(__name__)
 
-_MISSED = object()
+_NOT_REPLAYED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 _OVERLAP = "a mutated input overlaps another one"
 # Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
@@ -67,7 +67,6 @@ class _Prepared:
     """A program plan, and what is derived from it. Made again when the program is cut again."""
 
     plan: ProgramPlan
-    placeholders: Sequence[Node]
     eager: EagerRuns
     outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs that the program or an operator allocates
     copied: frozenset[int]  # storages of outputs copied because of copy_outputs; saved ones are not
@@ -104,8 +103,8 @@ class Program:
         self._traces = functions.traces(self.name)
         self._traces.compiled(plan)
         self._prepared = self._adopt(plan)
-        self._inputs = len(self._prepared.placeholders)
-        self._dynamic = _dynamic_positions(self._prepared.placeholders)
+        self._inputs = len(self.plan.placeholders)
+        self._dynamic = _dynamic_positions(self.plan.placeholders)
         self._freezes_addresses = freezes_addresses(self.plan.device)
         self._mutated_inputs = MutatedInputs.of(self.plan, functions.overlap) if self._freezes_addresses else None
         self._is_forward = self.plan.phase == "forward"
@@ -127,22 +126,20 @@ class Program:
         for one in plan.partitions:
             what = partition_range(self.name, one.index), one.verdict.value, one.launches, one.externs
             log.info("%s: %s, %d launches, %d extern calls; %s", *what, one.reason or one.benefit)
-        placeholders = plan.placeholders
         written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         provider = MemoryProvider(
             self._planner,
-            placeholders,
+            plan.placeholders,
             _inputs_counted_from_their_storage(plan),
             self.options.max_memory,
         )
         outputs = _tensor_outputs(plan)
         return _Prepared(
             plan,
-            placeholders,
-            EagerRuns(self.name, _eager_function(plan, placeholders, self.name), len(placeholders), self.functions),
+            EagerRuns(self.name, _eager_function(plan, self.name), len(plan.placeholders), self.functions),
             outputs,
             frozenset(index for p, index in outputs if self.options.copy_outputs and p not in plan.saved),
-            [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(placeholders[p])],
+            [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(plan.placeholders[p])],
             provider,
         )
 
@@ -213,7 +210,7 @@ class Program:
             found = self.specializations.add(key, Specialization())
         elif found.recordings:
             outputs = self._replay(found, inputs)
-            if outputs is not _MISSED:
+            if outputs is not _NOT_REPLAYED:
                 return outputs
         return self._not_replayed(found, inputs)
 
@@ -222,12 +219,12 @@ class Program:
         # If the caller is capturing, its graph would keep arena addresses, but hold no reference to the memory.
         # Stream 0 cannot be captured, so the driver, which answers slowly, is not asked about it.
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
-            return _MISSED
+            return _NOT_REPLAYED
         for recording in specialization.recordings:
             if recording.acquire(owner) and recording.may_run(inputs, owner):
                 return self._run_recording(recording, inputs, owner)
             recording.release(owner)
-        return _MISSED
+        return _NOT_REPLAYED
 
     def _key(self, inputs: Sequence[Any]) -> Any:
         """The key of a specialization: all dynamic sizes and strides, and number inputs."""
@@ -381,7 +378,7 @@ class Program:
         """
         self._forward = weakref.ref(forward), inputs
         names = {name for several in inputs.values() for name in several}
-        self._saved_tensors = frozenset(p for p, node in enumerate(self._prepared.placeholders) if node.name in names)
+        self._saved_tensors = frozenset(p for p, node in enumerate(self.plan.placeholders) if node.name in names)
 
     def _saved(self) -> Saved | None:
         if self._forward is None:
@@ -401,7 +398,7 @@ class Program:
         owner: LockOwner,
     ) -> Any:
         why, locked, device = decision.record, list[Arena](), prepared.plan.device
-        short_of, outputs, begin = "", _MISSED, time.perf_counter()
+        short_of, outputs, begin = "", _NOT_REPLAYED, time.perf_counter()
         if why == "first":
             specialization.copy_live_warm_outputs()
             why = "first" if len(self.specializations) == 1 else "new shape"
@@ -451,7 +448,7 @@ class Program:
         specialization.note_shortage(short_of, min(before[short_of], SHARED.arenas.pressure(short_of, device)))
         if short_of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # arenas need not grow for this recording
-        if outputs is _MISSED:  # by now what was made for the recording is free
+        if outputs is _NOT_REPLAYED:  # by now what was made for the recording is free
             return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
         return outputs
@@ -507,7 +504,7 @@ class Program:
         copied = request.copied if request.memory.arenas else ()  # without arenas outputs are new tensors, not copies
         copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
         copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
-        values = [self._prepared.placeholders[p].meta["val"] for p, *_ in self._dynamic]
+        values = [self.plan.placeholders[p].meta["val"] for p, *_ in self._dynamic]
         names = (
             val if how is None else (val.size(dim) if how == "size" else val.stride(dim))
             for (_, how, dim), val in zip(self._dynamic, values, strict=True)
@@ -578,10 +575,10 @@ class EagerRuns:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))
 
 
-def _eager_function(plan: ProgramPlan, placeholders: Sequence[Node], name: str) -> FlatFunction:
+def _eager_function(plan: ProgramPlan, name: str) -> FlatFunction:
     """The whole schedule as one flat function with plain allocations."""
-    builder = FlatBuilder(constants(plan.graph), {node: i for i, node in enumerate(placeholders)})
-    for node in checks_on(placeholders):
+    builder = FlatBuilder(constants(plan.graph), {node: i for i, node in enumerate(plan.placeholders)})
+    for node in checks_on(plan.placeholders):
         if builder.available(node):
             builder.check(node)
     for partition in plan.partitions:

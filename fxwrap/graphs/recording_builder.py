@@ -58,7 +58,7 @@ class RecordingBuilder:
         self._placeholders = self.plan.placeholders
         self._constants = constants(self.plan.graph)
         self._registers = Registers.of(self.plan, request.memory, self._frozen)
-        self._values: list[Any] = [None] * len(self._registers.numbers)
+        self._values: list[Any] = [None] * len(self._registers.by_node)
         self._inputs_end = len(self._placeholders)
         # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
         self._fixed_storages = self.plan.facts.named_in(self.plan.captured_work)
@@ -186,12 +186,12 @@ class RecordingBuilder:
         return storage
 
     def _layout(self, node: Node) -> Any:
-        return torch.fx.map_arg(node.args[:2], self.request.planned.numbers.__getitem__)
+        return torch.fx.map_arg(node.args[:2], self.request.planned.symbol_values.__getitem__)
 
     def _capture_all(self, inputs: Sequence[Any]) -> Replay:
         self._values[: self._inputs_end] = inputs
         check_inputs = self._input_checks()
-        common = {**self._constants, **self.request.planned.numbers, **self._memory}
+        common = {**self._constants, **self.request.planned.symbol_values, **self._memory}
         common.update(self._fill_input_buffers(inputs))
         bindings = _Bindings(inputs, common, {**common, **self._static_inputs(inputs)})
         for partition in self.plan.partitions:
@@ -248,8 +248,8 @@ class RecordingBuilder:
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
         """Bind only numbers and constants. Everything else comes from registers."""
-        bound = {**self._constants, **self.request.planned.numbers}
-        return bound, {n: i for n, i in self._registers.numbers.items() if n not in bound}
+        bound = {**self._constants, **self.request.planned.symbol_values}
+        return bound, {n: i for n, i in self._registers.by_node.items() if n not in bound}
 
     def _fill_input_buffers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Lay out static input buffers, and fill them."""
@@ -303,7 +303,7 @@ class RecordingBuilder:
         flat = self._flat(partition, bindings, True, stores)
         call = _BoundCall(flat, self._values, self.request.functions.below_autograd)
         call.inputs = self._inputs_end
-        call.stores = [self._registers.numbers[node] for node in stores]
+        call.stores = [self._registers.by_node[node] for node in stores]
         capture = functools.partial(self._capture_graph, call, partition.index)
         try:
             if runtime.runs_while_capturing:
@@ -340,7 +340,7 @@ class RecordingBuilder:
             # recording holds them: otherwise a later capture could get their memory.
             stable = self._fixed_addresses(bindings.inputs)
             for node in stores:
-                value = self._values[self._registers.numbers[node]]
+                value = self._values[self._registers.by_node[node]]
                 if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
                     self._pooled.add(node)
                 self._keep(node, value, bindings)
@@ -403,7 +403,7 @@ class RecordingBuilder:
         nodes = [
             node for node in self._registers.complete.get(partition.index, ()) if self._needs_fixed_address(node)
         ]
-        registers = [self._registers.numbers[node] for node in nodes]
+        registers = [self._registers.by_node[node] for node in nodes]
         try:
             device = self.request.runtime.device
             buffers = take_memory(device, lambda: [static_buffers.buffer_of(r[n]) for n in registers], lambda: None)
@@ -463,7 +463,7 @@ class RecordingBuilder:
     ) -> FlatFunction:
         bound = bindings.captured if captured else bindings.common
         last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
-        registers = {n: i for n, i in self._registers.numbers.items() if n not in bound}
+        registers = {n: i for n, i in self._registers.by_node.items() if n not in bound}
         work, before = self.plan.work_in(partition), self._regions.before
         landings: Landings = (
             self._placed.landings(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
@@ -492,13 +492,13 @@ class RecordingBuilder:
             value: Bound | Register
             if planned:
                 value, owned = Bound(self._memory[node]), memory
-            elif node.op == "placeholder" or node not in self._registers.numbers:
+            elif node.op == "placeholder" or node not in self._registers.by_node:
                 continue
             elif (position := self._aliased_input(node)) is not None:
                 # The result aliases an input: the output is a view of the caller's own tensor.
                 given, seen = builder.register(self._placeholders[position]), self._input_tensors[position]
                 if self._frozen:
-                    views = views_of(self._values[self._registers.numbers[node]], seen.data_ptr())
+                    views = views_of(self._values[self._registers.by_node[node]], seen.data_ptr())
                     builder.assign(node, functools.partial(relay, views), given)
                 else:
                     builder.assign(node, functools.partial(relay_shared, seen), builder.register(node), given)
@@ -546,7 +546,7 @@ class RecordingBuilder:
 
     def _aliased_input(self, node: Node) -> int | None:
         """Position of the input that a result aliases (its memory, or its static buffer), declared or not."""
-        value = self._values[self._registers.numbers[node]]
+        value = self._values[self._registers.by_node[node]]
         return next((p for p, seen in self._input_tensors.items() if shares_storage(seen, value)), None)
 
     def _watch(self, tensors: Sequence[torch.Tensor], indices: frozenset[int]) -> None:

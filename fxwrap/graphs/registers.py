@@ -16,7 +16,7 @@ class Registers:
     """First the inputs, then the values that leave the partition which makes them.
 
     Attributes:
-        numbers: register by value.
+        by_node: register by value.
         stores: values that a partition stores, by its index.
         complete: the same values, by the partition after which they are there: a communication may fill one beyond
             the end of its own.
@@ -25,7 +25,7 @@ class Registers:
             emptied, so that memory is freed as soon as can be; none where addresses are frozen.
     """
 
-    numbers: Mapping[Node, int]
+    by_node: Mapping[Node, int]
     stores: Mapping[int, list[Node]]
     complete: Mapping[int, list[Node]]
     per_call: Mapping[int, list[Node]]
@@ -33,7 +33,7 @@ class Registers:
 
     @classmethod
     def of(cls, plan: ProgramPlan, memory: MemoryPlan, frozen: bool) -> Registers:
-        numbers = {node: position for position, node in enumerate(plan.placeholders)}
+        by_node = {node: position for position, node in enumerate(plan.placeholders)}
         stores: dict[int, list[Node]] = {}
         complete: dict[int, list[Node]] = {}
         per_call = _allocated_per_call(plan, memory)
@@ -47,14 +47,14 @@ class Registers:
                 users = effective_users(node, made_here)
                 leaves = any(producer.get(user) != partition.index for user in users)
                 if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
-                    numbers[node] = len(numbers)
+                    by_node[node] = len(by_node)
                     stores.setdefault(partition.index, []).append(node)
                     complete.setdefault(_complete_after(plan, node, producer), []).append(node)
         for view, index in views.items():
-            numbers[view] = len(numbers)
+            by_node[view] = len(by_node)
             stores.setdefault(index, []).append(view)
-        last_reader = {} if frozen else _last_readers(plan, numbers, producer)
-        return cls(numbers, stores, complete, per_call, last_reader)
+        last_reader = {} if frozen else _last_readers(plan, by_node, producer)
+        return cls(by_node, stores, complete, per_call, last_reader)
 
 
 def is_bound(index: int, plan: ProgramPlan, memory: MemoryPlan) -> bool:
@@ -88,12 +88,12 @@ def _returned_views(
     return found
 
 
-def _last_readers(plan: ProgramPlan, numbers: Mapping[Node, int], producer: Mapping[Node, int]) -> dict[Node, int]:
+def _last_readers(plan: ProgramPlan, by_node: Mapping[Node, int], producer: Mapping[Node, int]) -> dict[Node, int]:
     found = {}
     facts = plan.facts
     returned = facts.behind(output_node(plan.graph).all_input_nodes)
     waits = {one: producer[wait] for wait, over in plan.awaited.items() for one in over}
-    for node in numbers:
+    for node in by_node:
         if node.op == "placeholder" and facts.of(node) & returned:
             continue  # an output may alias this input
         users = effective_users(node)

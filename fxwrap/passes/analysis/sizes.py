@@ -19,38 +19,39 @@ def evaluate_sizes(gm: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, An
         inputs: a placeholder's tensor or number, for every placeholder.
 
     Returns:
-        The numbers, for symbolic nodes and for placeholders that are numbers. Data-dependent nodes are
-        missing.
+        Their values, and those of placeholders that are numbers. Data-dependent nodes are missing.
     """
-    numbers: dict[Node, Any] = {node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)}
+    symbol_values: dict[Node, Any] = {
+        node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)
+    }
     for node in gm.graph.nodes:
         if kind_of(node) is not Kind.SYMBOLIC:
             continue
-        known = {arg: numbers.get(arg, inputs.get(arg)) for arg in node.all_input_nodes}
+        known = {arg: symbol_values.get(arg, inputs.get(arg)) for arg in node.all_input_nodes}
         if all(value is not None for value in known.values()):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            numbers[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return numbers
+            symbol_values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return symbol_values
 
 
-def concrete(value: Any, numbers: Mapping[Node, Any]) -> Any:
-    """``value`` with its nodes replaced by numbers; None when one is not known."""
+def concrete(value: Any, symbol_values: Mapping[Node, Any]) -> Any:
+    """``value`` with its nodes replaced by their values; None when one is not known."""
     missing = False
 
     def look_up(node: Node) -> Any:
         nonlocal missing
-        missing |= node not in numbers
-        return numbers.get(node)
+        missing |= node not in symbol_values
+        return symbol_values.get(node)
 
     result = torch.fx.map_arg(value, look_up)
     return None if missing else result
 
 
-def number_at(value: Any, numbers: Mapping[Node, Any]) -> int | None:
+def number_at(value: Any, symbol_values: Mapping[Node, Any]) -> int | None:
     """A size at concrete sizes; None if they do not tell."""
     if isinstance(value, int):
         return value
-    known = ((node.meta.get("val"), number) for node, number in numbers.items())
+    known = ((node.meta.get("val"), number) for node, number in symbol_values.items())
     symbols = {val.node.expr: number for val, number in known if isinstance(val, torch.SymInt)}
     found = value.node.expr.xreplace(symbols)
     return int(found) if found.is_Integer else None
@@ -72,7 +73,7 @@ def hinted_layout(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     and for what is no strided tensor."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    size, stride = (tuple(hint(n) for n in numbers) for numbers in (value.size(), value.stride()))
+    size, stride = (tuple(hint(n) for n in each) for each in (value.size(), value.stride()))
     return None if None in size or None in stride else (size, stride)  # type: ignore[return-value]
 
 

@@ -26,7 +26,7 @@ def placeable_results(
     gm: GraphModule,
     device: torch.device,
     may_keep: Collection[str],
-    numbers: Mapping[Node, Any] = MappingProxyType({}),
+    symbol_values: Mapping[Node, Any] = MappingProxyType({}),
 ) -> dict[int, int]:
     """Bytes of what operators return that the plan can have a place for, by storage.
 
@@ -34,7 +34,7 @@ def placeable_results(
 
     Args:
         may_keep: custom operators among these are left out: they may keep what they return.
-        numbers: concrete sizes, for what depends on symbols.
+        symbol_values: concrete sizes, for what depends on symbols.
     """
     handed_out = facts.behind(output_node(gm).all_input_nodes)
     # What a communication fills is there before and after its call.
@@ -59,7 +59,7 @@ def placeable_results(
         value = storage.value(node)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device != device:
             continue
-        if nbytes := number_at(value.untyped_storage().nbytes(), numbers):
+        if nbytes := number_at(value.untyped_storage().nbytes(), symbol_values):
             found[storage.index] = nbytes
     return found
 

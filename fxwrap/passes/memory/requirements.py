@@ -151,7 +151,7 @@ def _planned_buffers(
             continue  # the compiled partition allocates it itself
         first, last = ranges.get(storage.index, (0, 1))
         if storage.origin is Origin.ALLOCATION:
-            layout = concrete(node.args[:2], planned.numbers)
+            layout = concrete(node.args[:2], planned.symbol_values)
             if layout is None:
                 continue  # its size is data-dependent: allocated when it is known
             kwargs: Mapping[str, Any] = node.kwargs
@@ -239,7 +239,7 @@ def _placed_results(planned: Planned) -> dict[int, int]:
     captured = program.captured_work - program.replaced_work
     read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
     may_keep = {n.name for n in captured} if planned.places_results else ()
-    results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.numbers)
+    results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.symbol_values)
     placed = {}
     for index, nbytes in results.items():
         node = program.maker(index)

@@ -86,14 +86,13 @@ def _captured(groups: Groups) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """The nodes in program order, the verdict of each (``colours``), and the positions of the nodes that each depends
-    on (``before``).
+    """The nodes in program order; by position the verdict of each, and the positions of the nodes that it depends on.
 
     A node that is evaluated when recorded (a view, a size) has no verdict here: it is in no partition.
     """
 
     nodes: list[Node]
-    colours: list[Verdict | None]
+    verdict_at: list[Verdict | None]
     before: list[list[int]]
 
     def __len__(self) -> int:
@@ -103,34 +102,34 @@ class _Work:
     def of(cls, dependencies: nx.DiGraph, verdicts: Mapping[str, NodeVerdict]) -> _Work:
         nodes = _in_order(dependencies)
         position = {node: index for index, node in enumerate(nodes)}
-        colours = [
+        verdict_at = [
             verdicts[node.name].verdict if is_work(node) or verdicts[node.name].verdict is Verdict.EAGER else None
             for node in nodes
         ]
         before: list[list[int]] = [[] for _ in nodes]
         for source, user in dependencies.edges:
             before[position[user]].append(position[source])
-        return cls(nodes, colours, before)
+        return cls(nodes, verdict_at, before)
 
     def program_order(self) -> list[int]:
         """The level of each node if nothing is reordered."""
         levels, level, last = [], 0, None
-        for colour in self.colours:
-            if colour is not None:
-                level += last is not None and colour is not last
-                last = colour
+        for verdict in self.verdict_at:
+            if verdict is not None:
+                level += last is not None and verdict is not last
+                last = verdict
             levels.append(level)
         return levels
 
     def grouped(self, levels: Sequence[int]) -> Groups:
         """Group nodes by level; adjacent groups with the same verdict are merged."""
         groups: Groups = []
-        by_level = sorted((level, i) for i, level in enumerate(levels) if self.colours[i] is not None)
+        by_level = sorted((level, i) for i, level in enumerate(levels) if self.verdict_at[i] is not None)
         for _, i in by_level:
-            colour = self.colours[i]
-            assert colour is not None
-            if not groups or groups[-1][0] is not colour:
-                groups.append((colour, []))
+            verdict = self.verdict_at[i]
+            assert verdict is not None
+            if not groups or groups[-1][0] is not verdict:
+                groups.append((verdict, []))
             groups[-1][1].append(i)
         return groups
 
@@ -167,9 +166,9 @@ def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, in
         for source in work.before[i]:
             if levels.get(source, 0) > level:
                 level = levels[source]
-        colour = work.colours[i]
-        if colour is not None:
-            level += (level % 2 == 0) is not (colour is first)
+        verdict = work.verdict_at[i]
+        if verdict is not None:
+            level += (level % 2 == 0) is not (verdict is first)
         levels[i] = level
     return levels
 
@@ -182,7 +181,7 @@ def _fewest(work: _Work, piece: range) -> list[int]:
     best: tuple[tuple[int, int], list[int]] | None = None
     for first in Verdict:
         levels = _earliest(work, piece, first)
-        used = {levels[i] for i in piece if work.colours[i] is not None}
+        used = {levels[i] for i in piece if work.verdict_at[i] is not None}
         captured = sum((level % 2 == 0) is (first is Verdict.CAPTURED) for level in used)
         cost = (captured, len(used))
         if best is None or cost < best[0]:
@@ -211,10 +210,12 @@ def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
 
 def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]:
     """Move each node marked ``late`` to the latest partition of its verdict that is not after any of its users."""
-    last = max((level for level, colour in zip(early, work.colours, strict=True) if colour is not None), default=0)
+    last = max(
+        (level for level, verdict in zip(early, work.verdict_at, strict=True) if verdict is not None), default=0
+    )
     levels, limits = list(early), [last] * len(work)
     for i in range(len(work) - 1, -1, -1):
-        if work.colours[i] is None:
+        if work.verdict_at[i] is None:
             levels[i] = limits[i]  # in no partition: it passes on its users' limit
         elif late[i]:
             levels[i] = limits[i] - (limits[i] - early[i]) % 2  # every other level has its verdict
@@ -243,7 +244,7 @@ class _Lifetimes:
         touched, first, last = [], dict[int, int](), dict[int, int]()
         for i, node in enumerate(work.nodes):
             counted = tuple(index for index in facts.touched(node) if index in sizes)
-            touched.append(counted if work.colours[i] is not None else ())
+            touched.append(counted if work.verdict_at[i] is not None else ())
             for index in touched[-1]:
                 first.setdefault(index, i)
                 last[index] = i

@@ -25,7 +25,7 @@ def verify_memory(
     schedule: Sequence[Node],
     facts: StorageFacts,
     plan: MemoryPlan,
-    numbers: Mapping[Node, Any],
+    symbol_values: Mapping[Node, Any],
     replaced_groups: Sequence[Sequence[str]] = (),
 ) -> None:
     """Prove that no two storages that are live at one time share a byte of an arena.
@@ -56,7 +56,7 @@ def verify_memory(
         if place.home is not Home.REGION:
             continue
         region = plan.regions[place.region]
-        size = _check_bounds(storage, maker, plan, numbers, place.offset, region)
+        size = _check_bounds(storage, maker, plan, symbol_values, place.offset, region)
         begin, stop = spans.get(root, (0, 0))
         if not region.arena:
             in_call_regions[root] = place
@@ -149,11 +149,11 @@ def _check_workspace(
 
 
 def _check_bounds(
-    storage: Storage, maker: Node, plan: MemoryPlan, numbers: Mapping[Node, Any], offset: int, region: Region
+    storage: Storage, maker: Node, plan: MemoryPlan, symbol_values: Mapping[Node, Any], offset: int, region: Region
 ) -> int:
     """Bytes of a storage that are accessed. Raises unless it is aligned and lies within its region."""
     made = storage.origin is Origin.EXTERN
-    size = _bytes_returned(storage, maker) if made else _bytes_reached(maker, numbers)
+    size = _bytes_returned(storage, maker) if made else _bytes_reached(maker, symbol_values)
     known = plan.sizes.get(storage.index, 0)
     size = known if size is None else size
     # Wide vector loads on a CPU want a cache line.
@@ -273,13 +273,13 @@ def _live_ranges(
     return spans
 
 
-def _bytes_reached(root: Node, numbers: Mapping[Node, Any]) -> int | None:
+def _bytes_reached(root: Node, symbol_values: Mapping[Node, Any]) -> int | None:
     """Bytes of ``root``'s storage that its own layout and views of it reach; None where sizes are unknown."""
     if root.op != "call_function":
         return None
 
     def number(value: Any) -> Any:
-        return torch.fx.map_arg(value, numbers.get)
+        return torch.fx.map_arg(value, symbol_values.get)
 
     size, stride = number(root.args[0]), number(root.args[1])
     dtype = root.kwargs["dtype"]
