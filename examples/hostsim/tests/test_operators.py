@@ -54,6 +54,7 @@ DEFERRABLE = {
     "out with strides": lambda x: torch.mm(x, x.t(), out=x.new_empty(4, 8)[:, ::2]),
     "foreach add": lambda x: torch._foreach_add([x, x[0]], 1.0),
     "foreach copy": lambda x: torch._foreach_copy_([x.new_zeros(4, 8), x.new_zeros(8)], [x, x[1]]),
+    "foreach copy, with conversion": lambda x: torch._foreach_copy_([x.new_zeros(8, 4).t(), x.double()], [x, x + 1]),
     "in place": lambda x: x.clone().add_(1).mul_(x).relu_(),
     "resize": lambda x: x.clone().resize_(2, 2),
     "zero, fill": lambda x: (x.clone().zero_(), x.clone().fill_(3), torch.full((2,), 3, device=x.device)),

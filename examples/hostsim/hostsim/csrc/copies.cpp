@@ -11,9 +11,11 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace backend {
 
@@ -53,6 +55,13 @@ void copy_within_device(const at::Tensor& source, const at::Tensor& destination)
   order_streams(to, from);
 }
 
+// Whether a copy is one of bytes.
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.device() == b.device() && a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+      a.strides() == b.strides() && a.is_non_overlapping_and_dense() && a.is_conj() == b.is_conj() &&
+      a.is_neg() == b.is_neg();
+}
+
 void copy_from_or_to_host(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
   const bool to_device = on_device(destination);
   const at::Tensor& host = to_device ? source : destination;
@@ -87,6 +96,30 @@ at::Tensor copy_between(const at::Tensor& source, const at::Tensor& destination,
     copy_from_or_to_host(source, destination, non_blocking);
   }
   return destination;
+}
+
+void copy_lists(at::TensorList destinations, at::TensorList sources, bool non_blocking) {
+  TORCH_CHECK(destinations.size() == sources.size(), "lists of ", destinations.size(), " and ", sources.size());
+  std::vector<MemoryRange> memory;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (same_layout(sources[i], destinations[i]) && destinations[i].device() == destinations[0].device()) {
+      memory.push_back(range_of(sources[i], false));
+      memory.push_back(range_of(destinations[i], true));
+    }
+  }
+  if (memory.size() != 2 * sources.size() || memory.empty()) {
+    for (size_t i = 0; i < sources.size(); ++i) {
+      at::Tensor destination = destinations[i];
+      destination.copy_(sources[i], non_blocking);
+    }
+    return;
+  }
+  auto run = [memory] {
+    for (size_t i = 0; i < memory.size(); i += 2) {
+      std::memmove(memory[i + 1].data, memory[i].data, memory[i].bytes);
+    }
+  };
+  issue(current_stream(destinations[0].device().index()), {"copy of lists", std::move(run), std::move(memory)});
 }
 
 } // namespace backend

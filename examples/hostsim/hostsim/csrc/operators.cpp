@@ -179,6 +179,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("is_set_to", &at::native::is_set_to);
   m.impl("_copy_from", &copy_between);
   m.impl("_copy_from_and_resize", &copy_and_resize);
+  m.impl("_foreach_copy_", &copy_lists);
   m.impl("record_stream", &record_stream);
   m.impl("native_dropout", &dropout);
   m.impl("_fused_sdp_choice", &choose_attention);
