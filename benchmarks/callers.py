@@ -156,6 +156,12 @@ def specializations(program: Any) -> list[Any]:
     return list((known if known is not None else program.families).values())
 
 
+def known_arenas() -> list[Any]:
+    """All arenas, whatever tells them in this tree."""
+    pool: Any = SHARED.arenas
+    return pool.alive() if hasattr(pool, "alive") else pool._on(None)
+
+
 def live(fn: Function) -> int:
     """Recordings that could be replayed."""
     return sum(len(one.recordings) for program in programs(fn) for one in specializations(program))
@@ -531,7 +537,7 @@ def threads_call(place: Place, threads: int, count: int, calls: int = 500) -> Ro
     meet()
     share = (replays[1] - replays[0]) / (threads * (calls - 20))
     all_numbers = Numbers(wrong=sum(n.wrong for n in numbers), seen=sum(n.seen for n in numbers))
-    arenas, most = len(SHARED.arenas._on(None)), max(live(f) for f in functions)
+    arenas, most = len(known_arenas()), max(live(f) for f in functions)
     by_host = sum((eager(f) for f in functions), Counter())
     made = sum((Counter(fxwrap.stats(f)["recordings"]) for f in functions), Counter())
     measured = f"{share:.1%} replays, {arenas} arenas, at most {most} live recordings of a program"

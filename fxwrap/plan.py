@@ -226,11 +226,6 @@ class Cut:
     def captured(self) -> int:
         return sum(partition.verdict is Verdict.CAPTURED for partition in self.partitions)
 
-    @property
-    def partitions_cost_memory(self) -> bool:
-        """Whether there would be fewer captured partitions if memory were no matter."""
-        return self.chosen > self.fewest
-
 
 @dataclass(frozen=True)
 class Signature:

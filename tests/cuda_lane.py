@@ -482,7 +482,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
             own_outputs = [i for p, i in first._prepared.outputs if p in first.plan.saved]
             assert received or not own_outputs, "backward gets nothing of its forward"
             saved = Saved(before, received)
-        estimate = provider.estimate(plan, inputs, None, saved)
+        estimate = provider.estimate(inputs, None, saved)
         _note_plan(estimate.memory, outcome)
         if plan.phase == "forward":
             forward = program, estimate

@@ -467,7 +467,7 @@ class Faulty:
 
     def _demand_that_nothing_is_locked(self) -> None:
         assert not any(lock.locked() for lock in SHARED.capturing.values())
-        assert not any(arena.lock.locked() for arena in SHARED.arenas._on(None))
+        assert not any(arena.lock.locked() for arena in SHARED.arenas.alive())
         for program in self.programs:
             for recording in program.specializations.recordings():
                 assert not any(lock.locked() for lock in recording._locks)

@@ -76,7 +76,7 @@ class CheckedProgram(Program):
                     recorded = self._checking.recorded
                 check.compare(outputs, recorded)
         if self._every:
-            self._handed_out.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(outputs))
+            self._handed_out.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(outputs))
         return outputs
 
     def _record(self, prepared: Any, specialization: Any, inputs: list[Any], decision: Any, owner: Any) -> Any:
@@ -134,7 +134,7 @@ class CheckedProgram(Program):
 
         Those that this call gets as ``inputs`` are left out.
         """
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors(inputs)}
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in(inputs)}
         arenas = SHARED.arenas.alive()
         watched = {o.storage._cdata: o.storage for a in arenas for own in a.watched_outputs for o in own.outputs}
         live = {output.storage._cdata for arena in arenas for output in arena.live()}
@@ -417,10 +417,6 @@ def _first_reader(program: Program, node: Node) -> str:
 
 def _several(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else [value]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(value) if has_address(tensor)]
 
 
 def _alias(value: Any, inputs: Sequence[Any]) -> int | None:

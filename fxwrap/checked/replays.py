@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import CheckError
-from ..graphs.arenas import has_address, tensors_in
+from ..graphs.arenas import tensors_in
 from ..graphs.locks import LockOwner
 from ..graphs.ranges import copies_after, partition_range
 from ..graphs.recording import Recording, fill
@@ -239,7 +239,7 @@ class _Stepwise:
             value = self._replay.registers[self._builder._registers.by_node[maker]]
         if storage.element is not None and isinstance(value, (tuple, list)):
             value = value[storage.element] if storage.element < len(value) else None
-        return [t for t in tensors_in(value) if has_address(t) and t.numel() and t.untyped_storage().nbytes()]
+        return [t for t in tensors_in(value) if t.numel() and t.untyped_storage().nbytes()]
 
 
 def locate(

@@ -224,9 +224,6 @@ class ArenaUser(Protocol):
         """End for good and drop its references. The caller holds the arena's lock."""
 
 
-_Choice = Callable[[Arena], bool] | None
-
-
 class ArenaPool:
     """Arenas by device.
 
@@ -240,7 +237,12 @@ class ArenaPool:
         self._announced: dict[torch.device, dict[int, tuple[weakref.ref[Any], int]]] = {}
 
     def acquire(
-        self, device: torch.device, stream: Any, owner: LockOwner, locked: list[Arena], but: _Choice = None
+        self,
+        device: torch.device,
+        stream: Any,
+        owner: LockOwner,
+        locked: list[Arena],
+        but: Callable[[Arena], bool] = lambda arena: False,
     ) -> Arena:
         """Lock an arena for ``owner`` and append it to ``locked``. It is a new one if none is free.
 
@@ -248,11 +250,10 @@ class ArenaPool:
             stream: where the call issues its work.
             but: whether an arena must not be used.
         """
-        arenas = self._arenas.setdefault(device, [])
-        alive = self._alive(arenas)
+        alive = self.alive(device)
         busy = [arena for arena in alive if not arena.is_idle_for(stream)]
         for arena in alive:
-            if (but is not None and but(arena)) or (arena in busy and len(busy) < AT_ONE_TIME):
+            if but(arena) or (arena in busy and len(busy) < AT_ONE_TIME):
                 continue
             # Appended first: an interrupt after the lock is acquired must find what to release.
             locked.append(arena)
@@ -264,6 +265,7 @@ class ArenaPool:
         arena.stream = stream
         locked.append(arena)
         arena.lock.acquire(owner)
+        arenas = self._arenas.setdefault(device, [])
         arenas.append(weakref.ref(arena, arenas.remove))
         return arena
 
@@ -294,7 +296,7 @@ class ArenaPool:
 
     def kept(self, device: torch.device | None = None) -> int:
         """Bytes of the arenas of a device (None: of all), and of what their recordings keep outside of them."""
-        return sum(map(self._kept_by, self._on(device)))
+        return sum(map(self._kept_by, self.alive(device)))
 
     @staticmethod
     def _kept_by(arena: Arena) -> int:
@@ -310,8 +312,8 @@ class ArenaPool:
             limit: bytes of all arenas of the device, and of what recordings keep outside of them.
         """
         owner = LockOwner()
-        locked = [known for known in self._on(arena.device) if known is arena or known.lock.acquire(owner)]
-        if nbytes + sum(self._kept_by(known) for known in self._on(arena.device) if known not in locked) > limit:
+        locked = [known for known in self.alive(arena.device) if known is arena or known.lock.acquire(owner)]
+        if nbytes + sum(self._kept_by(known) for known in self.alive(arena.device) if known not in locked) > limit:
             return False
         if nbytes != arena.nbytes:
             arena.resize(0)
@@ -325,13 +327,14 @@ class ArenaPool:
                 home.clear("")
         return True
 
-    def alive(self) -> list[Arena]:
-        """All arenas that are alive."""
-        return self._on(None)
+    def alive(self, device: torch.device | None = None) -> list[Arena]:
+        """The arenas of a device (None: of all), oldest first: all calls ask for the same one first."""
+        lists = [arenas for where, arenas in list(self._arenas.items()) if device in (None, where)]
+        return [arena for arenas in lists for ref in list(arenas) if (arena := ref()) is not None]
 
     def owns(self, address: int) -> bool:
         """Whether an address lies in an arena. A tensor that a caller passes from there is a recording's output."""
-        blocks = [arena.block for arena in self._on(None) if arena.block is not None]
+        blocks = [arena.block for arena in self.alive() if arena.block is not None]
         return any(block.data_ptr() <= address < block.data_ptr() + block.nbytes() for block in blocks)
 
     def pressure(self, short_of: str, device: torch.device) -> int:
@@ -348,29 +351,20 @@ class ArenaPool:
                 return int(module.memory_allocated(device) - min(free + module.memory_reserved(device), allowed))
         return sum(
             self._kept_by(arena) if arena.lock.locked() else sum(output.high - output.low for output in arena.live())
-            for arena in self._on(device)
+            for arena in self.alive(device)
         )
 
     def pools(self) -> list[Any]:
         """The pools in which graphs allocate."""
-        return [arena._pool.id for arena in self._on(None) if arena._pool is not None]
+        return [arena._pool.id for arena in self.alive() if arena._pool is not None]
 
     def give_back(self) -> None:
         """Free the memory of arenas without recordings."""
-        for arena in self._on(None):
+        for arena in self.alive():
             owner = LockOwner()
             if arena.lock.acquire(owner) and not arena.users():
                 arena.clear("")
             arena.lock.release(owner)
-
-    def _on(self, device: torch.device | None) -> list[Arena]:
-        lists = [arenas for where, arenas in list(self._arenas.items()) if device in (None, where)]
-        return [arena for arenas in lists for arena in self._alive(arenas)]
-
-    @staticmethod
-    def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:
-        """The arenas that live, oldest first: all calls ask for the same one first."""
-        return [arena for ref in list(arenas) if (arena := ref()) is not None]
 
 
 def has_address(tensor: torch.Tensor) -> bool:

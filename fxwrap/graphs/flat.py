@@ -53,13 +53,12 @@ class FlatFunction:
 
     def __init__(self, lines: Sequence[AnyLine], result: Any) -> None:
         self.lines, self.result = lines, result
-        python = as_python(lines, result)
-        self.function, self.source, self._nodes = python.function, python.source, python.nodes
+        self.function, self.source, self._nodes = as_python(lines, result)
 
     @functools.cached_property
     def profiled(self) -> Callable[[list[Any]], Any]:
         """The function with its ranges."""
-        return as_python(self.lines, self.result, profiled=True).function
+        return as_python(self.lines, self.result, profiled=True)[0]
 
     def node_at(self, error: BaseException) -> Node | None:
         """The node whose call raised ``error``."""
@@ -69,9 +68,6 @@ class FlatFunction:
                 return self._nodes.get(trace.tb_lineno)
             trace = trace.tb_next
         return None
-
-    def __repr__(self) -> str:
-        return self.source
 
 
 class FlatBuilder:
@@ -347,11 +343,9 @@ class FlatBuilder:
 
     def available(self, node: Node) -> bool:
         """Whether a value (or a check) can be had in this function without running work for it."""
-        if kind_of(node) is Kind.CHECK:
-            return all(self.available(arg) for arg in node.all_input_nodes)
         if node in self.bound or node in self._locals or node in self.registers:
             return True
-        if kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC):
+        if kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC, Kind.CHECK):
             return False
         return all(self.available(arg) for arg in node.all_input_nodes)
 

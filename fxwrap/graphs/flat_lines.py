@@ -115,25 +115,16 @@ def operands_in(value: Any) -> Iterator[Any]:
             yield from operands_in(part)
 
 
-@dataclass(frozen=True)
-class PythonFunction:
-    """Lines as a Python function of the registers.
-
-    Attributes:
-        source: its text.
-        nodes: the node behind a line of the text, by its number.
-    """
-
-    function: Callable[[list[Any]], Any]
-    source: str
-    nodes: Mapping[int, Node]
-
-
-def as_python(lines: Sequence[AnyLine], result: Any, profiled: bool = False) -> PythonFunction:
+def as_python(
+    lines: Sequence[AnyLine], result: Any, profiled: bool = False
+) -> tuple[Callable[[list[Any]], Any], str, Mapping[int, Node]]:
     """Straight-line Python, in which ``c``s are bound values and ``r`` are the registers.
 
     Args:
         profiled: whether ranges show in profiles.
+
+    Returns:
+        The function of the registers, its text, and the node behind a line of the text, by its number.
     """
     text, nodes = _Text(), dict[int, Node]()
     body, indent = list[str](), ""
@@ -150,7 +141,7 @@ def as_python(lines: Sequence[AnyLine], result: Any, profiled: bool = False) -> 
     source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
     exec(compile(source, "<fxwrap flat function>", "exec"), text.namespace)
     # Not in its own namespace: what is bound goes with the function, not with the next garbage collection.
-    return PythonFunction(text.namespace.pop("flat"), source, nodes)
+    return text.namespace.pop("flat"), source, nodes
 
 
 class _Text:

@@ -116,14 +116,12 @@ class MemoryProvider:
     """Finds memory for the recordings of one program."""
 
     planner: Planner
-    placeholders: Sequence[Node]
+    program: ProgramPlan
     # Inputs of which an operator may read what lies before their first element, and that operator.
     whole_storage: Mapping[Node, str] = field(default_factory=dict)
     max_memory: int = 0
 
-    def estimate(
-        self, plan: ProgramPlan, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None
-    ) -> Estimate:
+    def estimate(self, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None) -> Estimate:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
 
         Args:
@@ -134,16 +132,16 @@ class MemoryProvider:
             PlanError: the program cannot be recorded at all.
         """
         try:
-            planned = self._planned(plan, inputs, plan.static_inputs)
+            planned = self._planned(inputs, self.program.static_inputs)
         except CaptureError:
-            planned = Planned(plan, self._numbers(inputs), {})  # a report wants a plan all the same
+            planned = Planned(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planner.plan(planned, nothing_reserved, None, like)
-        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in plan.static_inputs])))
+        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.static_inputs])))
         estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
             SHARED.arenas.withdraw(saved.estimate)  # what both need together is found when the first is recorded
-        elif plan.phase != "backward":
+        elif self.program.phase != "backward":
             for device, arena in memory.arenas.items():
                 SHARED.arenas.announce(device, estimate, arena.size)
         return estimate
@@ -157,7 +155,6 @@ class MemoryProvider:
 
     def provide(
         self,
-        plan: ProgramPlan,
         inputs: Sequence[Any],
         static: Collection[int],
         estimate: Estimate | None,
@@ -179,7 +176,7 @@ class MemoryProvider:
             MemoryLimitError: more than ``max_memory`` would be kept, or the device is out of memory.
             PlanError: the verifier refused the plan.
         """
-        planned = self._planned(plan, inputs, static)
+        planned = self._planned(inputs, static)
         if not planned.frozen:
             # Such a plan depends on no addresses: what the warm-up has planned still holds.
             if estimate is not None and estimate.is_for(planned):
@@ -189,10 +186,10 @@ class MemoryProvider:
             estimate.planned = planned  # it is known by now which inputs stay
         hint = self._with_successor(planned, estimate)
         donated: dict[int, list[int]] = defaultdict(list)  # positions by storage
-        for position in plan.donated.intersection(static):
+        for position in self.program.donated.intersection(static):
             donated[inputs[position].untyped_storage()._cdata].append(position)
         reused_inputs: set[int] = set()
-        stream = current_stream(plan.device)
+        stream = current_stream(self.program.device)
 
         def arena_of(device: torch.device) -> Arena:
             found = next((arena for arena in locked if arena.device == device), None)
@@ -203,7 +200,7 @@ class MemoryProvider:
             for output, holders in arena_of(device).live().items():
                 positions = donated.get(output.storage._cdata, [])
                 last = positions if len(positions) == holders else []
-                names = tuple(self.placeholders[p].name for p in last)
+                names = tuple(self.program.placeholders[p].name for p in last)
                 found.append(Reserved(output.low, output.high, nodes=names))
                 reused_inputs.update(last)
             return found
@@ -218,7 +215,7 @@ class MemoryProvider:
             moved = any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
                 # The arena's pool is where operators allocate during capture.
-                arenas = {device: arena_of(device) for device in {*memory.arenas, plan.device}}
+                arenas = {device: arena_of(device) for device in {*memory.arenas, self.program.device}}
                 return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))
 
     def _fit(self, arena: Arena, nbytes: int) -> bool:
@@ -252,32 +249,32 @@ class MemoryProvider:
         own, after.hint = self.planner.plan_pair(planned, after.planned, estimate.successor[1])
         return own
 
-    def _planned(self, plan: ProgramPlan, inputs: Sequence[Any], static: Collection[int]) -> Planned:
-        runtime = runtime_for(plan.device)
+    def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> Planned:
+        runtime = runtime_for(self.program.device)
         if runtime.frozen_addresses:
             buffers, places_results = self._input_buffers(inputs, static), runtime.place_allocations is not None
-            return Planned(plan, self._numbers(inputs), buffers, places_results=places_results)
-        donated = tuple(self._donated(plan, inputs))
-        return Planned(plan, self._numbers(inputs), {}, False, donated=donated)
+            return Planned(self.program, self._numbers(inputs), buffers, places_results=places_results)
+        donated = tuple(self._donated(inputs))
+        return Planned(self.program, self._numbers(inputs), {}, False, donated=donated)
 
-    def _donated(self, plan: ProgramPlan, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    def _donated(self, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Storages of which all that share them are donated: bytes, and the inputs."""
         sharing: dict[int, list[int]] = defaultdict(list)
         for position, value in enumerate(inputs):
             if isinstance(value, torch.Tensor) and has_address(value):
                 sharing[value.untyped_storage()._cdata].append(position)
         for positions in sharing.values():
-            if plan.donated.issuperset(positions):
+            if self.program.donated.issuperset(positions):
                 nbytes = inputs[positions[0]].untyped_storage().nbytes()
-                yield nbytes, tuple(self.placeholders[p].name for p in positions)
+                yield nbytes, tuple(self.program.placeholders[p].name for p in positions)
 
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        return self.planner.sizes(dict(zip(self.placeholders, inputs, strict=True)))
+        return self.planner.sizes(dict(zip(self.program.placeholders, inputs, strict=True)))
 
     def _input_buffers(self, inputs: Sequence[Any], static: Collection[int]) -> dict[str, tuple[torch.device, int]]:
         """Inputs that are copied to static buffers in the arena: device and bytes."""
         found = {}
-        for position, (node, value) in enumerate(zip(self.placeholders, inputs, strict=True)):
+        for position, (node, value) in enumerate(zip(self.program.placeholders, inputs, strict=True)):
             if position in static or not isinstance(value, torch.Tensor) or not has_address(value):
                 continue
             if node in self.whole_storage:

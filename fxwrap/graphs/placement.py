@@ -47,7 +47,7 @@ class PlacementHints:
         self, nodes: Sequence[Node], captured: bool, results: PlacedResults, landings: Landings
     ) -> tuple[Calls, Landings]:
         """What to call before nodes run, and with what they have returned."""
-        offers: dict[Node, _Offer] = {}
+        offers: dict[Node, _CapturedOffer | _EagerOffer] = {}
         for node in nodes:
             places, workspace = results.places.get(node, {}), self.workspace.get(node, ())
             land = landings.get(node, list.pop)
@@ -99,9 +99,6 @@ class _Offer:
         self._offers = self._node.target not in SHARED.keeping
         if self._offers:
             self._hints.place(self._places, self._workspace)
-
-    def __call__(self, made: list[Any]) -> Any:
-        raise NotImplementedError
 
     def _kept(self, offered: Iterable[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """What is in use of the memory that was offered."""

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
-from ..errors import CaptureError, FxwrapError, InputError, MemoryLimitError, PlanError
+from ..errors import CaptureError, InputError, MemoryLimitError, PlanError
 from ..host_graph.nodes import (
     Kind,
     checks_on,
@@ -129,7 +129,7 @@ class Program:
         written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         provider = MemoryProvider(
             self._planner,
-            plan.placeholders,
+            plan,
             _inputs_counted_from_their_storage(plan),
             self.options.max_memory,
         )
@@ -205,10 +205,8 @@ class Program:
             return self._run(key, inputs)
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
-        found = self.specializations.get(key)
-        if found is None:
-            found = self.specializations.add(key, Specialization())
-        elif found.recordings:
+        found = self.specializations.get(key) or self.specializations.add(key)
+        if found.recordings:
             outputs = self._replay(found, inputs)
             if outputs is not _NOT_REPLAYED:
                 return outputs
@@ -347,7 +345,7 @@ class Program:
         if self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full()):
             return
         try:
-            estimate = prepared.provider.estimate(prepared.plan, inputs, self.newest_plan, self._saved())
+            estimate = prepared.provider.estimate(inputs, self.newest_plan, self._saved())
             specialization.estimate = estimate
             self._note_plan(estimate.planned, estimate.memory)
         except PlanError as error:
@@ -366,7 +364,7 @@ class Program:
     def plan_ahead(self, inputs: Sequence[Any]) -> None:
         """Plan memory for a call with inputs like these, without making the call."""
         key = self._key(inputs) if self._dynamic else None
-        found = self.specializations.get(key) or self.specializations.add(key, Specialization())
+        found = self.specializations.get(key) or self.specializations.add(key)
         if found.estimate is None:
             self._make_estimate(self._prepared, inputs, found)
 
@@ -414,7 +412,7 @@ class Program:
             estimate = specialization.estimate
             decision.without_live_outputs |= specialization.without_live_outputs
             provide, which = prepared.provider.provide, decision.excludes
-            own = provide(prepared.plan, inputs, static, estimate, self.newest_plan, owner, locked, which)
+            own = provide(inputs, static, estimate, self.newest_plan, owner, locked, which)
             self._note_plan(own.planned, own.memory)
             specialization.estimate = estimate or Estimate(own.planned, own.memory)
             request = self._request_for(prepared, specialization, inputs, static, own)
@@ -428,8 +426,8 @@ class Program:
                 arena.clear(OUT_OF_MEMORY)  # drops the pool, too: failed captures left allocations in it
             if self.options.strict:
                 raise
-        except FxwrapError as error:
-            if self.options.strict or not isinstance(error, (PlanError, CaptureError)):
+        except (PlanError, CaptureError) as error:
+            if self.options.strict:
                 raise
             if isinstance(error, PlanError) and any(arena.live() for arena in locked):
                 specialization.without_live_outputs = True  # they may be why: next time use an arena without any
@@ -504,12 +502,8 @@ class Program:
         copied = request.copied if request.memory.arenas else ()  # without arenas outputs are new tensors, not copies
         copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
         copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
-        values = [self.plan.placeholders[p].meta["val"] for p, *_ in self._dynamic]
-        names = (
-            val if how is None else (val.size(dim) if how == "size" else val.stride(dim))
-            for (_, how, dim), val in zip(self._dynamic, values, strict=True)
-        )
-        sizes = dict(zip(map(str, names), self._key(inputs), strict=True))
+        symbols = self._key([node.meta.get("val") for node in self.plan.placeholders])
+        sizes = dict(zip(map(str, symbols), self._key(inputs), strict=True))
         made = sizes, len(recording.graphs), request.memory.size, copied_in, copied_out
         self.history.append(RecordingMade(time.time(), why, seconds, *made))
         how = "replays natively" if recording.unit is not None else "replays in Python"
@@ -523,14 +517,11 @@ class Program:
             if native:
                 self._count("events", f"replays in Python: {native}")
             return
-        numbers = [(p, inputs[p]) for p, how, _ in self._dynamic if how is None]
+        known = list(zip(self._dynamic, self._key(inputs), strict=True))
+        numbers = [(p, value) for (p, how, _), value in known if how is None]
         if not all(type(number) is int for _, number in numbers):
             return
-        dimensions = [
-            (p, how == "stride", dim, inputs[p].stride(dim) if how == "stride" else inputs[p].size(dim))
-            for p, how, dim in self._dynamic
-            if how is not None
-        ]
+        dimensions = [(p, how == "stride", dim, value) for (p, how, dim), value in known if how is not None]
         guards = Guards(
             numbers=numbers,
             dimensions=dimensions,

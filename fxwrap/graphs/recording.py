@@ -121,15 +121,14 @@ class RecordingResources:
 
     Attributes:
         pools: of the graphs; kept so that no new pool gets their streams while others are left.
-        memory: tensors over planned and per-recording storages.
-        kept: values at fixed addresses: results of captured partitions, and static buffers of eager results.
+        kept: tensors over planned and per-recording storages, and values at fixed addresses: results of captured
+            partitions, and static buffers of eager results.
         in_arenas: (device, offset) of each storage in an arena, by its handle.
         eager_reasons: by partition: why it runs eagerly although it was to be captured.
     """
 
     graphs: Sequence[DeviceGraph]
     pools: Sequence[GraphPool | None]
-    memory: Sequence[torch.Tensor]
     kept: Sequence[Any]
     in_arenas: Mapping[int, tuple[torch.device, int]]
     regions: Regions
@@ -174,7 +173,7 @@ class Recording:
         self.listing: Sequence[str] = ()
         self._watched_outputs = WatchedOutputs()
         self._liveness: LivenessGuard | None = None
-        self._retire: Callable[[], object] = _nothing
+        self._retire: Callable[[], object] = lambda: None  # until ``watch`` has run
 
     def watch(self, outputs: Sequence[OutputStorage], inputs: Sequence[Any], returned: Any) -> None:
         """Take the use-count baselines of the first call's outputs, and enter the arenas.
@@ -195,7 +194,7 @@ class Recording:
         }
         donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
         self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
-        unplanned = [t for value in (*self._resources.memory, *self._resources.kept) for t in tensors_in(value)]
+        unplanned = tensors_in(self._resources.kept)
         without_modes = self.request.functions.without_modes
         self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, unplanned)
         self._retire.atexit = False
@@ -263,8 +262,7 @@ class Recording:
         """Bytes that it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
         if self._resources is None:
             return 0
-        kept = [*self._resources.memory, *(t for value in self._resources.kept for t in tensors_in(value))]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in kept}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(self._resources.kept)}
         return sum(
             storage.nbytes() for handle, storage in storages.items() if handle not in self._resources.in_arenas
         )
@@ -409,10 +407,6 @@ _WAIT_S = 1.0
 def next_use() -> int:
     _CLOCK.value += 1
     return _CLOCK.value
-
-
-def _nothing() -> None:
-    """Stands for ``_retire`` until ``watch`` has run."""
 
 
 def _retire(

@@ -15,12 +15,12 @@ from torch.fx import Node
 
 from ..errors import MemoryLimitError
 from ..host_graph.nodes import Kind, checks_layout, checks_on, constants, kind_of, operator_name, output_node
-from ..plan import Home, Origin, Partition, Place, Verdict
+from ..plan import Home, Origin, Partition, Verdict
 from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_over, tensors_in
 from .devices.cpu_graph import issue
 from .devices.device_graph import DeviceGraph
 from .devices.runtime import GraphPool
-from .flat import FlatBuilder, FlatFunction, Landings
+from .flat import Calls, FlatBuilder, FlatFunction, Landings
 from .flat_lines import AnyLine, Bound, Call, Line, Range, Register, Store
 from .live_outputs import OutputStorage
 from .output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
@@ -61,9 +61,8 @@ class RecordingBuilder:
         self._values: list[Any] = [None] * len(self._registers.by_node)
         self._inputs_end = len(self._placeholders)
         # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
-        self._fixed_storages = self.plan.facts.named_in(self.plan.captured_work)
-        places = enumerate(request.memory.places)
-        self._fixed_storages |= {index for index, place in places if self._in_arena(place)}
+        in_arenas = map(request.memory.inside, request.memory.arenas.values())
+        self._fixed_storages = self.plan.facts.named_in(self.plan.captured_work).union(*in_arenas)
         self._memory: dict[Node, torch.Tensor] = {}
         self._in_arenas: dict[int, tuple[torch.device, int]] = {}
         self._regions = Regions(self.plan, request.memory)
@@ -137,17 +136,16 @@ class RecordingBuilder:
         self._values[:] = [None] * len(self._values)
 
     def _make_recording(self, replay: Replay) -> Recording:
-        memory = list(self._memory.values())
-        kept = self._graphs, self._pools, memory, self._captured_values, self._in_arenas, self._regions, self._hints
-        return Recording(self.request, replay, RecordingResources(*kept, self._eager_reasons), self._static_addresses)
+        kept = [*self._memory.values(), *self._captured_values]
+        resources = RecordingResources(
+            self._graphs, self._pools, kept, self._in_arenas, self._regions, self._hints, self._eager_reasons
+        )
+        return Recording(self.request, replay, resources, self._static_addresses)
 
     def _clear_arenas(self, why: str) -> None:
         """End all recordings in the arenas, and drop the arenas' memory."""
         for arena in self.request.arenas.values():
             arena.clear(why)
-
-    def _in_arena(self, place: Place) -> bool:
-        return place.home is Home.REGION and self.request.memory.regions[place.region].arena
 
     def _make_tensors(self) -> None:
         """Make tensors over planned and per-recording memory.
@@ -333,7 +331,8 @@ class RecordingBuilder:
             graph.replay()
         self._graphs.append(graph)
         name = partition_range(self.request.name, partition.index)
-        self._parts.append(_replay_part(graph, name) if self._frozen else Part(flat.lines, below_autograd=True))
+        replay = Part([Range(name), Line(Call(Bound(graph.replay)))])
+        self._parts.append(replay if self._frozen else Part(flat.lines, below_autograd=True))
         self._steps.append((name, graph.replay))
         if self._frozen:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The
@@ -464,7 +463,8 @@ class RecordingBuilder:
         bound = bindings.captured if captured else bindings.common
         last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.by_node.items() if n not in bound}
-        work, before = self.plan.work_in(partition), self._regions.before
+        work = self.plan.work_in(partition)
+        before: Calls = self._regions.before
         landings: Landings = (
             self._placed.landings(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
         )
@@ -481,14 +481,11 @@ class RecordingBuilder:
         output = output_node(self.plan.graph)
         lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())
-        lasting = {
-            self.plan.nodes[s.node] for s in self.plan.facts.storages if s.index in self.request.memory.outputs
-        }
         for node, users in _made_of(output).items():
             indices = self.plan.facts.of(node)
-            behind = [self.plan.maker(i) for i in indices]
-            memory = [self._memory[n] for n in behind if n in lasting and n in self._memory]
-            planned = node in lasting and node in self._memory
+            makers = map(self.plan.maker, indices & self.request.memory.outputs)
+            memory = [self._memory[maker] for maker in makers if maker in self._memory]
+            planned = bool(memory) and node in self._memory
             value: Bound | Register
             if planned:
                 value, owned = Bound(self._memory[node]), memory
@@ -619,10 +616,6 @@ class _BoundCall:
 
 # The operator, not ``torch.Tensor.copy_``: a unit calls operators without Python.
 _COPY = Bound(torch.ops.aten.copy_.default)
-
-
-def _replay_part(graph: DeviceGraph, name: str) -> Part:
-    return Part([Range(name), Line(Call(Bound(graph.replay)))])
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,16 +43,14 @@ class Regions:
     def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
         self.places: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
-        before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
-        after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
+        self.before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
+        self.after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
         for region in (one for one in memory.regions if not one.arena):
             storage = torch.UntypedStorage(0)
             self._sizes.append((storage, region.size))
             self.places.update({index: (storage, offset) for index, offset in memory.inside(region).items()})
-            before[program.schedule[region.begin]].append(Resize(storage, region.size))
-            after[program.schedule[region.end - 1]].append(Resize(storage, 0))
-        self.before: Mapping[Node, Sequence[Callable[[], object]]] = dict(before)
-        self.after: Mapping[Node, Sequence[Callable[[], object]]] = dict(after)
+            self.before[program.schedule[region.begin]].append(Resize(storage, region.size))
+            self.after[program.schedule[region.end - 1]].append(Resize(storage, 0))
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[None]:

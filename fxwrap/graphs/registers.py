@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..host_graph.nodes import Kind, effective_users, kind_of, output_node, reinterpret
+from ..host_graph.nodes import effective_users, output_node, reinterpret
 from ..plan import MemoryPlan, Origin, ProgramPlan
 
 
@@ -39,14 +39,16 @@ class Registers:
         per_call = _allocated_per_call(plan, memory)
         producer = {node: p.index for p in plan.partitions for node in plan.work_in(p)}
         producer.update({node: index for index, nodes in per_call.items() for node in nodes})
-        bound = {plan.nodes[s.node] for s in plan.facts.storages if is_bound(s.index, plan, memory)}
+        # Allocated for the recording: tensors over them are the same at every call.
+        known = memory.sizes.keys() - memory.per_call
+        bound = {plan.maker(i) for i in known if plan.facts.storages[i].origin is Origin.ALLOCATION}
         views = _returned_views(plan, per_call, producer)
         for partition in plan.partitions:
             made_here = {view for view, index in views.items() if index == partition.index}
             for node in (*plan.work_in(partition), *per_call.get(partition.index, ())):
                 users = effective_users(node, made_here)
                 leaves = any(producer.get(user) != partition.index for user in users)
-                if leaves and kind_of(node) is not Kind.CHECK and node not in bound:
+                if leaves and node not in bound:
                     by_node[node] = len(by_node)
                     stores.setdefault(partition.index, []).append(node)
                     complete.setdefault(_complete_after(plan, node, producer), []).append(node)
@@ -55,12 +57,6 @@ class Registers:
             stores.setdefault(index, []).append(view)
         last_reader = {} if frozen else _last_readers(plan, by_node, producer)
         return cls(by_node, stores, complete, per_call, last_reader)
-
-
-def is_bound(index: int, plan: ProgramPlan, memory: MemoryPlan) -> bool:
-    """Whether a storage is allocated for the recording, so that tensors over it are the same at every call."""
-    allocated = plan.facts.storages[index].origin is Origin.ALLOCATION
-    return allocated and index in memory.sizes and index not in memory.per_call
 
 
 def _allocated_per_call(plan: ProgramPlan, memory: MemoryPlan) -> dict[int, list[Node]]:

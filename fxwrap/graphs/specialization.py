@@ -385,13 +385,13 @@ class Specializations:
         in_turn = tuple(unit for units in by_key.values() for unit in units)
         self.units, self.units_by_key = (in_turn, {}) if len(in_turn) <= _TRIED else ((), by_key)
 
-    def add(self, key: Any, new: Specialization) -> Specialization:
-        """Remember ``new``; if there are too many, forget the oldest that have no recordings."""
+    def add(self, key: Any) -> Specialization:
+        """Make a specialization; if there are too many, forget the oldest that have no recordings."""
         if len(self._by_key) >= _KNOWN * self._most:
             idle = [known_key for known_key, known in list(self._by_key.items()) if not known.recordings]
             for idle_key in idle[: len(idle) // 2 + 1]:
                 self._by_key.pop(idle_key, None)
-        return self._by_key.setdefault(key, new)
+        return self._by_key.setdefault(key, Specialization())
 
     def recordings(self) -> list[Recording]:
         """The recordings that have not ended. An ended one stays until its specialization is called again."""

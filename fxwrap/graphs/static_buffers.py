@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .arenas import tensor_over
+
 
 @dataclass(frozen=True)
 class Fill:
@@ -44,12 +46,8 @@ class StaticBuffers:
         if storage.data_ptr() not in self._storages:
             new = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
             self._storages[storage.data_ptr()] = new.untyped_storage()
-        buffer = torch.empty(0, dtype=value.dtype, device=value.device).set_(
-            self._storages[storage.data_ptr()],  # type: ignore[call-overload]
-            value.storage_offset(),
-            value.size(),
-            value.stride(),
-        )
+        memory, offset = self._storages[storage.data_ptr()], int(value.storage_offset()) * value.dtype.itemsize
+        buffer = tensor_over(memory, tuple(value.size()), value.stride(), value.dtype, offset)
         copy_tensors(value, buffer)
         return buffer
 

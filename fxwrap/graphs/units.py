@@ -187,19 +187,6 @@ def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, descr
     Raises:
         CannotReplay: they have to be run in Python.
     """
-    _describe(native, parts, registers, description)
-    try:
-        return native.unit(description.for_library())
-    except RuntimeError as error:
-        raise CannotReplay(str(error).partition("\n")[0]) from error
-
-
-def _describe(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> None:
-    """Add the steps of flat functions.
-
-    Raises:
-        CannotReplay: they have to be run in Python.
-    """
     description.slots = registers
     below = False
     last: _Lowering | None = None
@@ -222,6 +209,10 @@ def _describe(native: NativeReplay, parts: Sequence[Part], registers: int, descr
     description.loads = [(p, p) for p in range(description.inputs) if p in description.used or p not in static]
     dropped = {step[1] for step in description.steps if step[0] == "drop"}
     description.cleared = sorted(({slot for _, slot in description.loads} | description.used) - dropped)
+    try:
+        return native.unit(description.for_library())
+    except RuntimeError as error:
+        raise CannotReplay(str(error).partition("\n")[0]) from error
 
 
 class _Lowering:

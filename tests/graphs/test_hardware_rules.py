@@ -209,7 +209,7 @@ def test_a_pool_that_is_not_held_takes_no_other_graph(
     with torch.no_grad():
         for _ in range(3):
             f(x)
-        arenas = own_arenas._on(hardware.device)
+        arenas = own_arenas.alive(hardware.device)
         for _ in range(2):
             fxwrap.release()
             f(x)

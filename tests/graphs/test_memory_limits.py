@@ -339,7 +339,7 @@ def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_aren
     arena.enter(user, WatchedOutputs(), 70 << 10)
     arena.resize(10 << 10)
     assert user.ended and arena.needed() == 0 and arena.needed_again() == 70 << 10
-    provider = MemoryProvider(missing, (), max_memory=80 << 10)
+    provider = MemoryProvider(missing, missing, max_memory=80 << 10)
     assert provider._fit(arena, 32 << 10) and arena.nbytes == 70 << 10
     other = own_arenas.acquire(torch.device("cpu"), None, call, taken, lambda arena: True)
     other.resize(40 << 10)

@@ -63,7 +63,7 @@ def test_a_stream_for_each_request_needs_one_recording(
                 _check(f, [(x, f(x.to(device)))])
     counters = f.program.counters
     assert sum(counters.recordings.values()) == 1 and counters.replays >= 3 * STREAMS - 2, counters.to_dict()
-    assert len(own_arenas._on(None)) == 1
+    assert len(own_arenas.alive()) == 1
 
 
 def test_streams_that_work_at_one_time_have_a_recording_each_up_to_a_few(
@@ -96,7 +96,7 @@ def test_streams_that_work_at_one_time_have_a_recording_each_up_to_a_few(
     counters = f.program.counters
     assert 1 < sum(counters.recordings.values()) <= AT_ONE_TIME, counters.to_dict()
     assert sum(counters.eager.values()) == 1, counters.to_dict()  # the warm-up
-    assert len(own_arenas._on(None)) <= AT_ONE_TIME
+    assert len(own_arenas.alive()) <= AT_ONE_TIME
 
 
 def _overlapping(f: Any, g: Any, device: torch.device, asynchronous: Any) -> None:
@@ -121,7 +121,7 @@ def test_streams_do_not_share_a_workspace(
     product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool
 ) -> None:
     _overlapping(product(), product(), device, asynchronous)
-    assert len(own_arenas._on(None)) == 2
+    assert len(own_arenas.alive()) == 2
 
 
 def test_captured_on_one_side_stream_they_would(

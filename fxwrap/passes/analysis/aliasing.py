@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import (
+    ControlFlow,
     Kernel,
     Kind,
     communicates,
@@ -85,7 +86,7 @@ class _Analysis:
                 self.of[node] = self._new(node, Origin.INPUT)
         elif kind is Kind.CONSTANT:
             # Kernels and subgraphs are no memory; a torchbind object is state of its own.
-            if not isinstance(_attribute(self.gm, str(node.target)), (Kernel, torch.nn.Module)):
+            if not isinstance(operator.attrgetter(str(node.target))(self.gm), (Kernel, torch.nn.Module)):
                 first = self.constants.setdefault(str(node.target), node)
                 self.of[node] = self.of[first] if first in self.of else self._new(node, Origin.CONSTANT)
         elif kind is Kind.ALLOCATION:
@@ -198,8 +199,8 @@ class _Analysis:
             self.of[node] = _NONE.union(*self.elements[node].values())
 
     def _visit_undeclared(self, node: Node) -> None:
-        if control_flow_of(node) is not None:
-            self._visit_control_flow(node)
+        if (flow := control_flow_of(node)) is not None:
+            self._visit_control_flow(node, flow)
             return
         target = node.target
         if isinstance(target, torch._ops.OpOverloadPacket):
@@ -218,10 +219,8 @@ class _Analysis:
         self.writes[node] = self.reads[node]
         self.of[node] = self.reads[node] | self._new(node, Origin.EXTERN)
 
-    def _visit_control_flow(self, node: Node) -> None:
+    def _visit_control_flow(self, node: Node, flow: ControlFlow) -> None:
         """What a branch or a loop writes and hands back of its operands is what its subgraphs do."""
-        flow = control_flow_of(node)
-        assert flow is not None
         written: frozenset[int] = _NONE
         handed_back: list[list[frozenset[int]]] = []
         for subgraph in flow.subgraphs:
@@ -263,10 +262,3 @@ def _by_name(found: dict[Node, frozenset[int]]) -> dict[str, frozenset[int]]:
 
 def _may_be_tensor(declared: Any) -> bool:
     return "Tensor" in str(declared.type) or "Future" in str(declared.type)
-
-
-def _attribute(gm: GraphModule, path: str) -> Any:
-    value: Any = gm
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

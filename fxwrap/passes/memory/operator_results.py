@@ -9,7 +9,7 @@ result itself, where the device's allocator can be told where to put it, or a co
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import Kind, by_name, communicates, kind_of, only_computes, output_node
-from ...plan import Origin, Storage, StorageFacts
+from ...plan import Origin, StorageFacts
 from ..analysis.sizes import number_at
 
 
@@ -52,9 +52,11 @@ def placeable_results(
             continue
         if storage.node in may_keep and not only_computes(node):
             continue
-        if any(facts.of(value) != {storage.index} for value in _values(node, storage.element)):
+        values = list(_values(node, storage.element))
+        if any(facts.of(value) != {storage.index} for value in values):
             continue  # it may alias another value
-        if storage.index in handed_out and _only_value(facts, storage, node) is None:
+        # Of what a communication fills there is nothing to copy until somebody has waited.
+        if storage.index in handed_out and (communicates(node) or not _is_one_plain_tensor(values)):
             continue
         value = storage.value(node)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device != device:
@@ -64,14 +66,9 @@ def placeable_results(
     return found
 
 
-def _only_value(facts: StorageFacts, storage: Storage, maker: Node) -> Node | None:
-    """The one node whose value is an operator's result, if that is a plain tensor in memory of its own."""
-    if storage.origin is not Origin.EXTERN or communicates(maker):
-        return None  # there is nothing to copy until somebody has waited
-    values = list(_values(maker, storage.element))
-    fake = values[0].meta.get("val") if len(values) == 1 and facts.of(values[0]) == {storage.index} else None
-    plain = isinstance(fake, torch.Tensor) and fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg())
-    return values[0] if plain else None
+def _is_one_plain_tensor(values: Sequence[Node]) -> bool:
+    fake = values[0].meta.get("val") if len(values) == 1 else None
+    return isinstance(fake, torch.Tensor) and fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg())
 
 
 def _values(node: Node, element: int | None) -> Iterator[Node]:

@@ -110,9 +110,7 @@ def _assign_homes(
     """
     homes = {Origin.INPUT: Home.INPUT, Origin.CONSTANT: Home.CONSTANT, Origin.EXTERN: Home.OPERATOR}
     places = [
-        Place(
-            homes.get(storage.origin) or (unplaced_home if storage.index in requirements.allocations else Home.CALL)
-        )
+        Place(homes.get(storage.origin) or (unplaced_home if storage.index in requirements.sizes else Home.CALL))
         for storage in requirements.facts.storages
     ]
     for number, inside in enumerate(offsets):
@@ -135,20 +133,15 @@ def plan_pair(
         saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
     timeline = _Timeline.of([Requirements.of(first), Requirements.of(second)], saved_as)
-    placements = {}
-    for device, items in timeline.planned.items():
-        placements[device] = plan_memory(items, _alignment(device), SEARCH_S)
+    placements = {d: plan_memory(items, _alignment(d), SEARCH_S) for d, items in timeline.planned.items()}
 
-    def half(which: int) -> PlacementHint:
-        def own(name: str) -> bool:
-            return name.startswith(str(which))
-
+    def half(which: str) -> PlacementHint:
         return {
-            device: Placement({n[1:]: o for n, o in p.offsets.items() if own(n)}, p.size, p.lower_bound)
+            device: Placement({n[1:]: o for n, o in p.offsets.items() if n[0] == which}, p.size, p.lower_bound)
             for device, p in placements.items()
         }
 
-    return half(0), half(1)
+    return half("0"), half("1")
 
 
 def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:

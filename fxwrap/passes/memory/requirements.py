@@ -36,9 +36,8 @@ class Requirements:
         planned: storages that the plan places, by device, each with its index.
         unplanned: what operators allocate themselves, if its size was known when the program was compiled: by device,
             with the storage's index, or None for workspace.
-        allocations: storages with an allocation node whose size is known.
-        temporaries: those of them that are never live after a call, in the steps that name them; none where
-            addresses are frozen.
+        temporaries: allocated storages of known size that are never live after a call, in the steps that name them;
+            none where addresses are frozen.
         apart: temporaries that need a region of their own: an operator counts from the start of their storage.
         donated: inputs that are freed after their last use.
         copies: bytes of the copies of what eager work returns and captured work reads.
@@ -52,7 +51,6 @@ class Requirements:
     outputs: frozenset[int]
     handed_out: frozenset[int]
     ranges: Mapping[int, tuple[int, int]]
-    allocations: frozenset[int]
     temporaries: Mapping[int, Buffer]
     apart: frozenset[int]
     donated: Sequence[Buffer]
@@ -103,7 +101,6 @@ class Requirements:
             outputs=outputs,
             handed_out=handed_out,
             ranges=ranges,
-            allocations=frozenset(i for i in sizes if program.facts.storages[i].origin is Origin.ALLOCATION),
             temporaries=temporaries,
             apart=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
             donated=_donated(planned, ranges, handed_out, end),

@@ -49,7 +49,7 @@ def judge(
         refused: names of operators and kernels that a capture has failed at, and how.
     """
     device = main_device(gm)
-    rules = (*as_rules(eager_ops), *_rules(device))
+    rules = (*as_rules(eager_ops), *_EVERYWHERE, *(_ON_ACCELERATORS if device.type != "cpu" else ()))
     asked = [rule for rule in rules if not rule.devices or device.type in rule.devices]
     verdicts: dict[str, NodeVerdict] = {}
     for node in gm.graph.nodes:
@@ -88,9 +88,7 @@ def _cause(node: Node, rules: Sequence[EagerRule], refused: Mapping[str, str]) -
 
 def _inherited(node: Node, kind: Kind, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, str] | None:
     """Why a node runs eagerly because of what it works on."""
-    source = next(
-        (arg for arg in node.all_input_nodes if arg.name in verdicts and verdicts[arg.name].data_dependent), None
-    )
+    source = next((arg for arg in node.all_input_nodes if verdicts[arg.name].data_dependent), None)
     if source is None:
         return None
     if kind in _WORK:
@@ -99,11 +97,6 @@ def _inherited(node: Node, kind: Kind, verdicts: Mapping[str, NodeVerdict]) -> t
 
 
 # -- general rules ------------------------------------------------------------------------------------------
-
-
-def _rules(device: torch.device) -> tuple[EagerRule, ...]:
-    """What no device graph can hold, and what a graph of ``device`` cannot."""
-    return _EVERYWHERE if device.type == "cpu" else (*_EVERYWHERE, *_ON_ACCELERATORS)
 
 
 def _decides_on_the_host(node: Node) -> bool:
@@ -151,6 +144,7 @@ def _has_no_address(node: Node) -> bool:
     return any(tensor.layout is not torch.strided or tensor.device.type == "meta" for tensor in tensors)
 
 
+# What no device graph can hold.
 _EVERYWHERE = (
     EagerRule(
         "control flow is decided on the host",
@@ -239,4 +233,4 @@ def _is_data_dependent(node: Node, verdicts: Mapping[str, NodeVerdict]) -> bool:
         return True
     if overload is not None and not overload._schema.returns:
         return False
-    return any(verdicts[arg.name].data_dependent for arg in node.all_input_nodes if arg.name in verdicts)
+    return any(verdicts[arg.name].data_dependent for arg in node.all_input_nodes)

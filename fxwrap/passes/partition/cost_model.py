@@ -44,8 +44,13 @@ def apply_cost_model(
         if partition.verdict is Verdict.EAGER:
             judged.append(partition)
             continue
-        copied = (elsewhere & _touched(plan, partition)) - paid
-        benefit = _benefit(partition, cost, [sizes.get(index, 0) for index in copied])
+        touched = frozenset[int]().union(*map(plan.facts.touched, plan.work_in(partition)))
+        copied = (elsewhere & touched) - paid
+        benefit = CaptureBenefit(
+            saved=partition.launches * cost.launch + partition.externs * cost.extern,
+            replay=cost.replay,
+            copies=len(copied) * cost.copy + sum(sizes.get(index, 0) for index in copied) / cost.bytes,
+        )
         reason = _too_little(partition, benefit, capture, min_launches)
         if reason:
             changes: dict[str, Any] = {"verdict": Verdict.EAGER, "reason": reason, "device": torch.device("cpu")}
@@ -74,19 +79,6 @@ def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min
     if capture == "auto" and not benefit.pays:
         return f"a capture does not pay: it {benefit}"
     return ""
-
-
-def _benefit(partition: Partition, cost: CaptureCost, copied: Sequence[int]) -> CaptureBenefit:
-    """The estimate; ``copied`` are the bytes of each storage that is copied for it."""
-    return CaptureBenefit(
-        saved=partition.launches * cost.launch + partition.externs * cost.extern,
-        replay=cost.replay,
-        copies=len(copied) * cost.copy + sum(copied) / cost.bytes,
-    )
-
-
-def _touched(plan: ProgramPlan, partition: Partition) -> frozenset[int]:
-    return frozenset().union(*(plan.facts.touched(node) for node in plan.work_in(partition)))
 
 
 def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:

@@ -34,7 +34,7 @@ class _Cutter:
         self.nodes = plan.work_in(partition)
         self.inside = set(self.nodes)
         self.temporaries = self._temporaries()
-        self.outputs = [n for n in self.nodes if not effective_users(n) <= self.inside and _has_value(n)]
+        self.outputs = [n for n in self.nodes if not effective_users(n) <= self.inside]
         self.inputs: list[Node] = []
         self._checks = {node: self._checks_after(node) for node in self.nodes}
         seen: set[Node] = set()
@@ -109,10 +109,6 @@ class _Cutter:
             tuple(i for i, node in enumerate(self.inputs) if is_symbolic_value(node.meta.get("val"))),
             self.temporaries,
         )
-
-
-def _has_value(node: Node) -> bool:
-    return kind_of(node) not in (Kind.LAUNCH, Kind.CHECK)
 
 
 def _is_tensor(node: Node) -> bool:

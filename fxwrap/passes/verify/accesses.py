@@ -24,6 +24,7 @@ from ...host_graph.nodes import (
     is_symbolic_value,
     kind_of,
     launch,
+    output_node,
     reinterpret,
 )
 
@@ -249,7 +250,7 @@ class Accesses:
         found: list[frozenset[Root]] = []
         for subgraph in flow.subgraphs:
             inner = Accesses(subgraph.graph)
-            (results,) = next(node for node in reversed(subgraph.graph.nodes) if node.op == "output").args
+            (results,) = output_node(subgraph).args
             for position, result in enumerate(results):  # type: ignore[union-attr,arg-type]
                 found += [frozenset()] * (position + 1 - len(found))
                 found[position] |= self._outside(inner.roots_in(result), subgraph, flow)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ...errors import PlanError
 from ...host_graph.listing import line_of
-from ...host_graph.nodes import control_flow_of, counts_from_storage, only_computes, reinterpret
+from ...host_graph.nodes import control_flow_of, counts_from_storage, only_computes, output_node, reinterpret
 from ...plan import Home, MemoryPlan, Origin, Place, Region, Reserved, Storage, StorageFacts
 from .accesses import Accesses, Root, fault, name_of
 
@@ -45,7 +45,7 @@ def verify_memory(
     nodes = {node.name: node for node in gm.graph.nodes}
     position = {node.name: step for step, node in enumerate(schedule)}
     end = len(schedule) + 1
-    handed_out = {root for node in _output_nodes(gm.graph) for root in accesses.roots(node)}
+    handed_out = {root for node in output_node(gm).all_input_nodes for root in accesses.roots(node)}
     written = {root for node in schedule if accesses.works(node) for root in accesses.written(node)}
     intervals: dict[int, list[_Interval]] = defaultdict(list)
     in_call_regions: dict[Root, Place] = {}
@@ -303,7 +303,3 @@ def _reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
     if any(extent == 0 for extent in size):
         return 0
     return offset + 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-
-
-def _output_nodes(graph: Graph) -> list[Node]:
-    return next(node for node in reversed(graph.nodes) if node.op == "output").all_input_nodes
