@@ -728,7 +728,9 @@ class HostGraphConverter(FxConverter):
 
 
 def _is_assert(function: Any) -> bool:
-    return getattr(function, "__name__", "").startswith("assert_")
+    # A custom operator may be called so, too, and returns something.
+    is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return not is_operator and getattr(function, "__name__", "").startswith("assert_")
 
 
 def _is_view_here(node: Node) -> bool:

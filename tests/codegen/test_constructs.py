@@ -679,6 +679,20 @@ def test_custom_operators_that_return_nothing() -> None:
     assert f.replays() == [2] and not f.compilation.fallbacks
 
 
+@torch.library.custom_op("fxwrap_constructs::assert_finite", mutates_args=())
+def assert_finite(x: torch.Tensor) -> torch.Tensor:
+    assert bool(x.isfinite().all()), "not finite"
+    return x.clone()
+
+
+assert_finite.register_fake(torch.empty_like)
+
+
+def test_a_custom_operator_whose_name_is_that_of_a_check() -> None:
+    """``assert_size_stride`` and its like return nothing; this one does, and its result is used."""
+    compare(lambda x: assert_finite(x * 2) + 1)
+
+
 def test_custom_operators_with_out() -> None:
     with torch.library._scoped_library("fxwrap_constructs_out", "DEF") as library:
         library.define("sin(Tensor x, *, Tensor(a!) out) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
