@@ -102,6 +102,8 @@ def first_call(name: str, mode: str, side: str) -> None:
 def in_process(name: str, mode: str, side: str, cache: str, profiled: bool = False) -> Any:
     """What ``first_call`` prints in a new process."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # An installed package is compiled to bytecode, as torch is here; a checkout shall be no slower.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if profiled:
         environment["WARM_START_PROFILE"] = "1"
     command = [sys.executable, __file__, "--first-call", name, mode, side]

@@ -29,6 +29,7 @@ from ..devices import KernelCall, kernel_kind
 from ..errors import EmissionError
 from ..host_graph.nodes import Kernel, Kind, last_frame, launch, output_node, reinterpret, require, switch, while_loop
 from . import torch_versions as versions
+from .garbage import no_garbage_collection
 from .kernels import load_kernels, loaded_kernel
 from .out_forms import OutForm, out_form
 from .statements import StatementReader, UndefinedName, assigned_names
@@ -169,9 +170,10 @@ class HostGraphConverter(FxConverter):
                 self._name_value,
             )
             self._pending_asserts = versions.scalar_asserts()
-            self._read_lines([(text, text) for text in versions.prefix_asserts(self.wrapper)])
-            self._read_lines(lines)
-            self.gm.graph.output(self._outputs())
+            with no_garbage_collection():
+                self._read_lines([(text, text) for text in versions.prefix_asserts(self.wrapper)])
+                self._read_lines(lines)
+                self.gm.graph.output(self._outputs())
         finally:
             self.gm._unregister_create_node_hook(self._infer_value)
         self.gm.recompile()

@@ -18,6 +18,7 @@ from ..plan import PartitionGraph
 from . import torch_versions as versions
 from .caches import caching, without_uuid, write_module
 from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
+from .garbage import no_garbage_collection
 from .request import current_request
 from .stored_program import as_module, boxed
 from .triton_kernels import lower_launches
@@ -126,11 +127,12 @@ class FxwrapCodegen(WrapperFxCodegen):
         )
         converter.wrapper = self
         gm = converter.generate()
-        compiled = self.compile_graph(gm)
-        if caching() and not self.is_subgraph:  # type: ignore[misc,truthy-function]
-            text = as_module(compiled, gm)
-            write_module(text)
-            return ValueWithLineMap(text, []), None
+        with no_garbage_collection():
+            compiled = self.compile_graph(gm)
+            if caching() and not self.is_subgraph:  # type: ignore[misc,truthy-function]
+                text = as_module(compiled, gm)
+                write_module(text)
+                return ValueWithLineMap(text, []), None
         return HostGraphModule(gm, compiled), None
 
 

@@ -28,6 +28,7 @@ from ..pipeline import CompileRequest, restore_program
 from ..plan import ProgramPlan
 from ..plan_json import from_data, to_data
 from . import torch_versions as versions
+from .garbage import no_garbage_collection
 from .kernels import load_kernels, loaded_kernel
 from .request import current_request, handed_over
 from .stored_kernels import stored_kernel
@@ -137,8 +138,9 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: Compil
             raise StorageError(f"kernel {known['kernel']}", expected=expected)
         return found
 
-    graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
-    return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), request)
+    with no_garbage_collection():
+        graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
+        return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), request)
 
 
 def functions() -> Functions:
