@@ -11,8 +11,8 @@ a static input is elsewhere        record for the new address; after ``_MOVES`` 
 an output is live                  run eagerly; an output found live twice is copied from then on (one of the warm-up
                                    that is still live at the first recording: at once)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
-there are ``max_recordings``       the least recently used one ends, if this shape is called more often; asked after
-                                   1, 2, 4, ... ``_MOST_PATIENCE`` calls: looking at all of them takes time
+there are ``max_recordings``       the least recently used one ends, if this shape is called more often; asked again
+                                   after 0, 1, 2, 4, ... ``_MOST_PATIENCE`` other calls: looking at all takes time
 there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
                                    growing number of calls: not every holder of memory is visible
 ================================== ==================================================================================
@@ -153,7 +153,7 @@ class Specialization:
     estimate: Estimate | None = None
     missed_at: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=_MOST_PATIENCE))
     evicted: bool = False
-    refused: tuple[int, int] = (0, 1)
+    refused: tuple[int, int] = (0, 0)
     shortage: tuple[str, int] | None = None
     calls_since: int = 0
     retry_after: int = ASKED_AGAIN
@@ -413,9 +413,9 @@ class Specializations:
         while self.is_full():
             if not self._evict_for(wanted, owner):
                 _, calls = wanted.refused
-                wanted.refused = calls, min(2 * calls, _MOST_PATIENCE)
+                wanted.refused = calls, min(max(2 * calls, 1), _MOST_PATIENCE)
                 return False
-        wanted.refused = 0, 1
+        wanted.refused = 0, 0
         return True
 
     def _evict_for(self, wanted: Specialization, owner: LockOwner) -> bool:
