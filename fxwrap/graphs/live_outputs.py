@@ -75,8 +75,8 @@ class WatchedOutputs:
 
     def retire(self) -> None:
         """The recording ends, and with it every reference to its outputs but the caller's and the one kept here."""
-        self._retired = True
-        self.baseline = [1] * len(self.outputs)
+        # Both at once: with the old baseline an interrupt would leave live outputs that look dead.
+        self.baseline, self._retired = [1] * len(self.outputs), True
 
     def is_dead(self) -> bool:
         """Whether the recording has ended, and none of its outputs is live."""
@@ -157,10 +157,11 @@ class LivenessGuard:
                     if output.device == arena.device and output.within(footprint):
                         near.append(output)
                         free.append(outputs.baseline[position] + self._donated.get(output.storage._cdata, 0))
-        self._near, self._free, self._versions = near, free, versions
         # Kept alive: the counter knows them by their handles.
-        self._counted = [output.storage for output in (*self._own.outputs, *near)]
-        self._counts = self._counter(self._counted)
+        counted = [output.storage for output in (*self._own.outputs, *near)]
+        counts = self._counter(counted)
+        # All at once, after the last call: an interrupt must not leave counts of other outputs.
+        self._near, self._free, self._versions, self._counted, self._counts = near, free, versions, counted, counts
 
 
 _version = operator.attrgetter("version.value")
