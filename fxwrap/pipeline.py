@@ -1,4 +1,4 @@
-"""The pipeline: one list of stages, from a traced graph to the plans of the program that runs it.
+"""The pipeline: one list of stages, from a host graph to the plans of the program that runs it.
 
 A stage reads some fields of a ``State`` and fills in others. It declares which. Hooks run after each stage.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from .compilation import Compilation
 from .devices import capture_cost, device_support
@@ -28,16 +28,14 @@ from .options import Options
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
-from .passes.analysis.sizes import evaluate_sizes
 from .passes.memory.operator_results import placeable_results
-from .passes.memory.planner import plan_pair, plan_program, predict_memory
+from .passes.memory.planner import plan_pair, plan_program
 from .passes.memory.requirements import hinted_sizes, inner_storages
 from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import FIXED_ADDRESSES, captured, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
 from .passes.partition.cut import cut
 from .passes.partition.export import partition_graph
-from .passes.rewrites.host_scalars import copy_host_scalars
 from .passes.rewrites.shared_views import share_views
 from .passes.rewrites.view_copies import view_needless_copies
 from .passes.verify import verify_memory, verify_schedule
@@ -48,7 +46,6 @@ from .plan import (
     PartitionGraph,
     PlacementHint,
     Planned,
-    Prediction,
     ProgramPlan,
     ReservedIn,
     Signature,
@@ -90,7 +87,6 @@ class CompileRequest:
 class Scope(enum.Enum):
     """How often a stage runs."""
 
-    TRACED = "once, on the graph that Inductor gets"
     GRAPH = "once, on the host graph that Inductor emits"
     PARTITION = "once, and again without the operators whose capture failed"
     SIZES = "for each set of concrete sizes"
@@ -110,7 +106,7 @@ class State:
     """
 
     graph: GraphModule
-    request: CompileRequest | None = None
+    request: CompileRequest
     # Scope.GRAPH
     device: torch.device | None = None
     facts: StorageFacts | None = None
@@ -304,7 +300,6 @@ def _check_memory(state: Any) -> None:
 
 
 REWRITES = (
-    Stage("host scalars", Scope.TRACED, lambda state: copy_host_scalars(state.graph)),
     rewrite("needless copies", view_needless_copies, lint=False),
     rewrite("shared views", share_views, lint=False),
 )
@@ -327,7 +322,6 @@ DECISIONS = (
     Stage("partitions compiled elsewhere", Scope.PARTITION, _replace_partitions, ("request", "plan"), ("plan",)),
     Stage("memory", Scope.SIZES, _plan_memory, ("planned",), ("memory",), _check_memory),
 )
-STAGES = (*REWRITES, *DECISIONS)
 
 
 # -- what runs them -------------------------------------------------------------------------------------------
@@ -368,12 +362,6 @@ class HostGraphPlanner:
     ) -> tuple[PlacementHint, PlacementHint]:
         return plan_pair(first, second, saved_as)
 
-    def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
-        return predict_memory(programs, saved_as)
-
-    def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
-        return evaluate_sizes(self.state.graph, inputs)
-
 
 def _result(state: State, name: str) -> Any:
     if getattr(state, name) is None:
@@ -397,7 +385,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequenc
     return _add_to_compilation(_program(HostGraphPlanner(stages, state), request), request)
 
 
-def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
+def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
     """Make a program from a stored plan. Its graph is already rewritten.
 
     Raises:
@@ -414,7 +402,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest, stages: Sequence
     )
     state = State(plan.graph, request, plan.device, plan.facts, plan=plan)
     _check_schedule(state)
-    return _add_to_compilation(_program(HostGraphPlanner(stages, state), request), request)
+    return _add_to_compilation(_program(HostGraphPlanner(DECISIONS, state), request), request)
 
 
 def _program(planner: HostGraphPlanner, request: CompileRequest) -> Program:

@@ -13,9 +13,8 @@ import fxwrap
 from fxwrap.codegen.inductor import inductor_options
 from fxwrap.codegen.torch_versions import registered_operators
 from fxwrap.errors import EmissionError, OptionError, UnsupportedModelError
-from fxwrap.host_graph.nodes import operator_name
+from fxwrap.host_graph.nodes import is_work, operator_name
 from fxwrap.options import Options, parse_options
-from fxwrap.passes.partition.capturability import is_work
 from fxwrap.plan import Verdict
 
 

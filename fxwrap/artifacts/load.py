@@ -41,8 +41,8 @@ def load(
 ) -> LoadedProgram:
     """Load what ``fxwrap.save`` has written.
 
-    The file holds no pickled objects, and every byte of it is compared with its digest before it is used. Compiled
-    kernels are native code all the same, which may do anything, and digests say nothing of who wrote the file.
+    The file holds no pickled objects, and no member is used before its digest is found to be right. Compiled kernels
+    are native code all the same, which may do anything, and digests say nothing of who wrote the file.
 
     Args:
         weights: parameters and buffers by name, instead of those in the file; those that it lacks have to be there.

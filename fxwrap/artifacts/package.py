@@ -1,7 +1,7 @@
 """The file of a saved program: a zip of JSON, tensors and kernels, each with its digest in a manifest.
 
-Nothing in it is pickled, nothing is unpacked under a name that the file chooses, and no byte is used before its
-digest was found to be right.
+Nothing in it is pickled, nothing is unpacked under a name that the file chooses, and no member is used before its
+digest is found to be right. The manifest has no digest, and is read first.
 """
 
 from __future__ import annotations

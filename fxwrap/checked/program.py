@@ -24,6 +24,7 @@ from ..graphs.program import Program
 from ..graphs.recording import Recording, next_use
 from ..graphs.shared_state import SHARED
 from ..host_graph.nodes import communicates, only_computes, operator_name, output_values, user_line
+from ..host_graph.sizes import evaluate_sizes
 from ..plan import Origin
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference
@@ -87,7 +88,7 @@ class CheckedProgram(Program):
         if not self._every:
             return record()
         generators, copies = Generators(self.plan.device), Copies(inputs)
-        symbol_values = self._planner.sizes(dict(zip(prepared.plan.placeholders, inputs, strict=True)))
+        symbol_values = evaluate_sizes(self.plan.graph, dict(zip(self.plan.placeholders, inputs, strict=True)))
         try:
             check_operators(
                 prepared.plan, symbol_values, copies.make(), self._freezes_addresses, self.functions.below_modes

@@ -10,7 +10,7 @@ import torch._functorch.config
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from ..passes.analysis.sizes import hint
+from ..host_graph.sizes import hint
 
 # For a data-dependent size: odd, because nothing may be taken for granted of it.
 _UNKNOWN_SIZE = 7

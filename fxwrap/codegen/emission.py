@@ -49,11 +49,7 @@ class FxwrapCodegen(WrapperFxCodegen):
         return compile_host_graph(gm, request, self.stages())
 
     def stages(self) -> Sequence[Stage]:
-        """What a host graph goes through, in order. Override it to insert, replace or leave out stages.
-
-        Stages of ``Scope.TRACED`` ("host scalars") have run before, on the graph that Inductor got. They stand in the
-        list for completeness: leaving them out has no effect.
-        """
+        """What a host graph goes through, in order. Override it to insert, replace or leave out stages."""
         # Launches are lowered first: torch does not know that a portable Triton call has an effect, and a pass that
         # drops dead code would drop it; of launches torch does know.
         lowered = rewrite("launches", lower_launches, lint=False)
@@ -71,7 +67,8 @@ class FxwrapCodegen(WrapperFxCodegen):
         """Compile one partition some other way, or return None to have it run as usual.
 
         Args:
-            graph: the partition as a GraphModule with its signature; ``graph.partition`` has the verdict.
+            graph: ``graph.module`` is the partition as a GraphModule, ``graph.signature`` names its inputs and
+                outputs, and ``graph.partition`` has the verdict.
 
         Returns:
             A function of the signature's inputs that returns a sequence of its outputs and writes the inputs that

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ..errors import StorageError
 from ..host_graph.nodes import Kernel
-from ..passes.analysis.sizes import hint, hinted_layout
+from ..host_graph.sizes import hint, hinted_layout
 from . import torch_versions as versions
 from .stored_triton import check_formula
 from .triton_kernels import TritonLauncher

@@ -20,7 +20,8 @@ from torch.fx import GraphModule
 from ..devices import device_support
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
 from ..options import Options
-from ..pipeline import REWRITES, CompileRequest, Scope, State, run_stages
+from ..passes.rewrites.host_scalars import copy_host_scalars
+from ..pipeline import CompileRequest
 from . import torch_versions as versions
 from .caches import cache_key, extended_cache_key, remove_entry, shared_storages, without_uuid
 from .emission import FxwrapCodegen
@@ -117,7 +118,7 @@ def _compile_program(
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
     kwargs = {**kwargs, "cpp_wrapper": False}
     cudagraphs = kwargs.pop("cudagraphs", None)
-    run_stages(REWRITES, State(gm), Scope.TRACED)
+    copy_host_scalars(gm)
     try:
         with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request) as handed_over:
             compiled = compile_fx_inner(

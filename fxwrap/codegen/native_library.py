@@ -1,4 +1,4 @@
-"""The helper library of native replay (``native/replay.cpp``): built once for each version of torch, and kept."""
+"""The helper library of native replay (``native/replay.cpp``): built for each torch, Python and compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between torch versions, tried by feature. Nothing else in fxwrap asks which torch it runs on."""
+"""What differs between torch versions in Inductor, tried by feature."""
 
 from __future__ import annotations
 

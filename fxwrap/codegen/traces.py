@@ -17,7 +17,7 @@ from torch._logging import trace_structured
 
 from ..graphs.devices.device_graph import DeviceGraph
 from ..host_graph.listing import list_graph
-from ..passes.partition.capturability import is_work
+from ..host_graph.nodes import is_work
 from ..plan import MemoryPlan, ProgramPlan, Verdict
 
 log = logging.getLogger(__name__)

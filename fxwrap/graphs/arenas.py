@@ -201,6 +201,8 @@ class Arena:
 _versions = itertools.count(1)
 # Streams that may work at the same time, each in its own arena; another stream waits for one of these.
 AT_ONE_TIME = 4
+# An arena may be so many times as large as its largest user needs.
+_SLACK = 2
 
 
 class ArenaUser(Protocol):
@@ -326,6 +328,37 @@ class ArenaPool:
             if home is not arena and not home.users():
                 home.clear("")
         return True
+
+    def fit(self, arena: Arena, nbytes: int, limit: int) -> bool:
+        """Make an arena large enough, at most twice as large as its largest user needs; whether its memory moved.
+
+        Args:
+            limit: bytes of all arenas of the device, and of what recordings keep outside of them; 0: no limit.
+
+        Raises:
+            MemoryLimitError: more would be kept, or the device is out of memory.
+        """
+        # Around live outputs it may be more next time: few steps up, so that few recordings end.
+        again = arena.needed_again()
+        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0
+        for expected in (max(room, again, self.largest_announced(arena.device)), 0):
+            needed = max(nbytes, arena.needed(), expected)
+            size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
+            if not limit or self.make_room(arena, size, limit):
+                if size == arena.nbytes:
+                    return False
+                try:
+                    arena.resize(size)
+                except MemoryLimitError:
+                    if not expected:
+                        raise
+                    continue  # without what others will need
+                return True
+        raise MemoryLimitError(
+            f"recording needs {nbytes:,} bytes on {arena.device}",
+            expected=f"no more than max_memory, {limit:,}, with what other calls use now",
+            remedy="raise max_memory, or free outputs that are kept",
+        )
 
     def alive(self, device: torch.device | None = None) -> list[Arena]:
         """The arenas of a device (None: of all), oldest first: all calls ask for the same one first."""

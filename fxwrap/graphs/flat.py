@@ -27,6 +27,7 @@ from ..host_graph.nodes import (
     checks_on,
     constants,
     effective_users,
+    is_work,
     kernel_of,
     kind_of,
     nodes_in,
@@ -246,7 +247,7 @@ class FlatBuilder:
     def _statement(self, node: Node) -> None:
         if node in self._landings:
             self._define(node, Call(Bound(self._landings[node]), ([self._call(node)],)), node)
-        elif kind_of(node) in (Kind.LAUNCH, Kind.EXTERN) and not node.users:
+        elif is_work(node) and not node.users:
             self._lines.append(Line(self._call(node), node=node))
         elif kind_of(node) is Kind.CHECK:
             self.check(node)
@@ -354,7 +355,7 @@ def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
     """A subgraph (a branch, the body of a loop) as a flat function of its inputs."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     builder = FlatBuilder(constants(gm), {node: position for position, node in enumerate(inputs)})
-    work = [node for node in gm.graph.nodes if kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)]
+    work = [node for node in gm.graph.nodes if is_work(node)]
     with_their_values = set(checks_on([*inputs, *work]))
     for node in checks_on(inputs):
         if builder.available(node):

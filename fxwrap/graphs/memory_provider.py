@@ -11,16 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from ..errors import CaptureError, MemoryLimitError
+from ..errors import CaptureError
+from ..host_graph.sizes import evaluate_sizes
 from ..packing import Reserved
-from ..plan import MemoryPlan, PlacementHint, Planned, Prediction, ProgramPlan, ReservedIn, nothing_reserved
+from ..plan import MemoryPlan, PlacementHint, Planned, ProgramPlan, ReservedIn, nothing_reserved
 from .arenas import Arena, has_address, reach, tensors_in
 from .devices.runtime import current_stream, runtime_for
 from .locks import LockOwner
 from .shared_state import SHARED
-
-# An arena may be so many times as large as its largest user needs.
-_SLACK = 2
 
 
 class Planner(Protocol):
@@ -28,9 +26,6 @@ class Planner(Protocol):
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
         """The plan before sizes are known, partitioned around operators whose capture failed (with the error)."""
-
-    def sizes(self, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
-        """The values of symbolic nodes, for the values of all placeholders."""
 
     def plan(
         self, planned: Planned, reserved_in: ReservedIn, hint: PlacementHint | None, like: MemoryPlan | None
@@ -46,9 +41,6 @@ class Planner(Protocol):
         self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
         """Hints for two programs, of which the second gets what the first saves."""
-
-    def predict(self, programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
-        """The memory of one program, or of two that are planned together."""
 
     @property
     def took(self) -> Mapping[str, tuple[int, float]]:
@@ -118,8 +110,8 @@ class MemoryProvider:
     planner: Planner
     program: ProgramPlan
     # Inputs of which an operator may read what lies before their first element, and that operator.
-    whole_storage: Mapping[Node, str] = field(default_factory=dict)
-    max_memory: int = 0
+    whole_storage: Mapping[Node, str]
+    max_memory: int
 
     def estimate(self, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None) -> Estimate:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
@@ -145,13 +137,6 @@ class MemoryProvider:
             for device, arena in memory.arenas.items():
                 SHARED.arenas.announce(device, estimate, arena.size)
         return estimate
-
-    def predict(self, estimate: Estimate) -> list[Prediction]:
-        """The memory of a specialization's calls, with that of the program that gets what they save, by device."""
-        programs, saved_as = [estimate.planned], dict[int, Sequence[str]]()
-        if estimate.successor is not None and (after := estimate.successor[0]()) is not None:
-            programs, saved_as = [estimate.planned, after.planned], dict(estimate.successor[1])
-        return self.planner.predict(programs, saved_as)
 
     def provide(
         self,
@@ -212,35 +197,11 @@ class MemoryProvider:
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
             # Moved memory has no live outputs in it: another plan, if there were any.
-            moved = any([self._fit(arena, nbytes) for arena, nbytes in sizes.items()])
+            moved = any([SHARED.arenas.fit(arena, nbytes, self.max_memory) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
                 # The arena's pool is where operators allocate during capture.
                 arenas = {device: arena_of(device) for device in {*memory.arenas, self.program.device}}
                 return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))
-
-    def _fit(self, arena: Arena, nbytes: int) -> bool:
-        """Make an arena large enough, at most twice as large as its largest user needs; whether its memory moved."""
-        # Around live outputs it may be more next time: few steps up, so that few recordings end.
-        again = arena.needed_again()
-        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0
-        for expected in (max(room, again, SHARED.arenas.largest_announced(arena.device)), 0):
-            needed = max(nbytes, arena.needed(), expected)
-            size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
-            if not self.max_memory or SHARED.arenas.make_room(arena, size, self.max_memory):
-                if size == arena.nbytes:
-                    return False
-                try:
-                    arena.resize(size)
-                except MemoryLimitError:
-                    if not expected:
-                        raise
-                    continue  # without what others will need
-                return True
-        raise MemoryLimitError(
-            f"recording needs {nbytes:,} bytes on {arena.device}",
-            expected=f"no more than max_memory, {self.max_memory:,}, with what other calls use now",
-            remedy="raise max_memory, or free outputs that are kept",
-        )
 
     def _with_successor(self, planned: Planned, estimate: Estimate | None) -> PlacementHint | None:
         """What suits the program that gets what this one saves, too."""
@@ -269,7 +230,7 @@ class MemoryProvider:
                 yield nbytes, tuple(self.program.placeholders[p].name for p in positions)
 
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        return self.planner.sizes(dict(zip(self.program.placeholders, inputs, strict=True)))
+        return evaluate_sizes(self.program.graph, dict(zip(self.program.placeholders, inputs, strict=True)))
 
     def _input_buffers(self, inputs: Sequence[Any], static: Collection[int]) -> dict[str, tuple[torch.device, int]]:
         """Inputs that are copied to static buffers in the arena: device and bytes."""

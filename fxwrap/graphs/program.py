@@ -31,7 +31,7 @@ from ..host_graph.nodes import (
     output_values,
 )
 from ..options import Options
-from ..plan import MemoryPlan, Origin, Planned, Prediction, ProgramPlan
+from ..plan import MemoryPlan, Origin, Planned, ProgramPlan
 from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
@@ -300,10 +300,6 @@ class Program:
     def stages(self) -> Mapping[str, tuple[int, float]]:
         """How often each stage of the pipeline ran for this program, and the seconds that it took."""
         return self._planner.took
-
-    def predict(self) -> list[Prediction]:
-        """The memory of calls with the newest shape that is known, by device; empty where nothing is planned."""
-        return self._prepared.provider.predict(self.estimate) if self.estimate is not None else []
 
     def release(self) -> None:
         """End every recording, but those that another call uses at this moment; the next call records again."""

@@ -340,8 +340,8 @@ class Recording:
 
         Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
         """
-        replay, resources = self._replay, self._resources
-        assert replay is not None and resources is not None, f"a recording was run that has ended: {self.ended}"
+        replay = self._replay
+        assert replay is not None, f"a recording was run that has ended: {self.ended}"
         r = replay.registers
         self._used = next_use()
         for arena in self._arenas:

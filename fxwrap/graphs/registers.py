@@ -20,7 +20,6 @@ class Registers:
         stores: values that a partition stores, by its index.
         complete: the same values, by the partition after which they are there: a communication may fill one beyond
             the end of its own.
-        per_call: storages allocated per call, by the first partition that names them.
         last_reader: for values that nobody reads after the calls, the last partition that does. There the register is
             emptied, so that memory is freed as soon as can be; none where addresses are frozen.
     """
@@ -28,7 +27,6 @@ class Registers:
     by_node: Mapping[Node, int]
     stores: Mapping[int, list[Node]]
     complete: Mapping[int, list[Node]]
-    per_call: Mapping[int, list[Node]]
     last_reader: Mapping[Node, int]
 
     @classmethod
@@ -56,7 +54,7 @@ class Registers:
             by_node[view] = len(by_node)
             stores.setdefault(index, []).append(view)
         last_reader = {} if frozen else _last_readers(plan, by_node, producer)
-        return cls(by_node, stores, complete, per_call, last_reader)
+        return cls(by_node, stores, complete, last_reader)
 
 
 def _allocated_per_call(plan: ProgramPlan, memory: MemoryPlan) -> dict[int, list[Node]]:

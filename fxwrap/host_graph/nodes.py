@@ -196,6 +196,11 @@ _VIEWS = {
 }
 
 
+def is_work(node: Node) -> bool:
+    """Whether a node does something at run time (a launch or an extern call)."""
+    return kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
+
+
 def kind_of(node: Node) -> Kind:
     """Classify a host-graph node. Emission may settle doubtful cases through ``node.meta["kind"]``."""
     if node.op == "placeholder":

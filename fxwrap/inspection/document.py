@@ -13,6 +13,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, cast
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 from typing_extensions import NotRequired
@@ -22,9 +23,7 @@ from ..compilation import Compilation
 from ..errors import InputError
 from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
-from ..host_graph.nodes import Kernel, Kind, constants, kind_of, module_path, operator_name, user_line
-from ..passes.analysis.sizes import bytes_expression
-from ..passes.partition.capturability import is_work
+from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, module_path, operator_name, user_line
 from ..plan import MemoryPlan, Origin, ProgramPlan
 from .memory_map import MemoryData, memory_data
 
@@ -147,7 +146,7 @@ class GraphData(TypedDict):
 
 
 class DynamoData(TypedDict):
-    """What Dynamo made of the function: ``codegen.dynamo.DynamoStory``, as plain data."""
+    """What Dynamo made of the function: ``codegen.dynamo_story.DynamoStory``, as plain data."""
 
     breaks: list[dict[str, str]]
     skipped: list[dict[str, str]]
@@ -366,3 +365,14 @@ def outside_the_plan(plan: ProgramPlan) -> dict[str, str]:
         for storage, maker in ((storage, plan.nodes[storage.node]) for storage in plan.facts.storages)
         if storage.origin is Origin.EXTERN
     }
+
+
+def bytes_expression(value: torch.Tensor) -> str:
+    """Bytes that a fake tensor reaches, in the symbols of its sizes: ``32*s77``."""
+    steps = zip(value.size(), value.stride(), strict=True)
+    elements = 1 + sum((_expression(extent) - 1) * _expression(step) for extent, step in steps)
+    return str(sympy.expand(elements * value.dtype.itemsize))
+
+
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)

@@ -28,6 +28,7 @@ from ..host_graph.nodes import Kernel
 from ..plan import MemoryPlan, Partition, Prediction
 from .difference import Difference, difference
 from .document import CallData, Document, Facts, checked, document_of, graph_data, kernels_of, unit_of
+from .memory_map import predictions
 from .text import text_of
 
 
@@ -60,10 +61,7 @@ class GraphReport:
     def predicted(self) -> tuple[Prediction, ...]:
         """The memory of the newest shape that is known, by device: that of a forward is with its backward, as soon as
         that has run, and that of a backward is with its forward."""
-        estimate = self.program.estimate
-        if estimate is None or estimate.follows:
-            return ()
-        return tuple(self.program.predict())
+        return tuple(predictions(self.program))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -214,9 +212,9 @@ def explain(
         fxwrap_options: options as for ``torch.compile(..., options=...)``.
         calls: how often it runs. A single call only warms up; from the third on most programs replay. The time and
             the memory of each call but the first, which compiles, are measured.
-        target: another device than that of the arguments, also one that is not there ("cuda:90", "xpu"): the function
-            is compiled for it, in another process, and never runs (``docs/cuda_target.md``). A training graph has its
-            backward graph with it.
+        target: another device than that of the arguments (``docs/cuda_target.md``). One that is not there ("cuda:90",
+            "xpu"): the function is compiled for it in another process, and never runs. "cpu" or a registered device:
+            a copy of the function's model is compiled and run there. A training graph has its backward graph with it.
     """
     compilation = Compilation()
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)

@@ -12,8 +12,9 @@ from torch.fx import Node
 from ..graphs.program import Program
 from ..host_graph.nodes import output_values, user_line
 from ..packing import Buffer, plan_memory
+from ..passes.memory.planner import predict_memory
 from ..passes.memory.requirements import Requirements
-from ..plan import Home, MemoryPlan, Origin, Planned, ProgramPlan
+from ..plan import Home, MemoryPlan, Origin, Planned, Prediction, ProgramPlan
 
 
 class StorageData(TypedDict):
@@ -92,6 +93,19 @@ class MemoryData(TypedDict):
     copies: list[CopyData]
 
 
+def predictions(program: Program) -> list[Prediction]:
+    """The memory of calls with the newest shape that is known, by device.
+
+    That of a forward is with its backward, as soon as that has run; then there is none of the backward alone.
+    """
+    estimate = program.estimate
+    if estimate is None or estimate.follows:
+        return []
+    if estimate.successor is None or (backward := estimate.successor[0]()) is None:
+        return predict_memory([estimate.planned], {})
+    return predict_memory([estimate.planned, backward.planned], estimate.successor[1])
+
+
 def memory_data(program: Program, memory: MemoryPlan) -> MemoryData:
     """The newest plan of a program."""
     plan, planned, estimate = program.plan, program.newest_planned, program.estimate
@@ -132,7 +146,7 @@ def memory_data(program: Program, memory: MemoryPlan) -> MemoryData:
                 "outputs": one.outputs,
                 "total": one.total,
             }
-            for one in (() if predicted_with == "forward" else program.predict())
+            for one in predictions(program)
         ],
         "predicted_with": predicted_with,
         "static_input_bytes": estimate.static_inputs if estimate is not None else 0,

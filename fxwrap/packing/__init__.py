@@ -1,4 +1,4 @@
-"""Packing buffers into one arena. On its own: nothing of torch and nothing else of fxwrap is in it."""
+"""Packing buffers into one arena. On its own: nothing of torch is in it, and of fxwrap only ``native_build``."""
 
 from .planner import plan_memory
 from .problem import Buffer, Placement, Reserved, joined

@@ -1,7 +1,8 @@
 """What CUDA does, and a line that lives with it: pools that die, captures that fail and leave traces.
 
-The rules are those of the simulated device (``fxwrap.testing.simulated.Rules``) and of hostsim (``hostsim.rules()``),
-which say where they stand in torch. Both devices count their graph launches themselves: counters have to agree.
+The rules are those of the simulated device (``fxwrap.testing.simulated.Rules``) and of hostsim
+(``torch.hostsim.rules()``), which say where they stand in torch. Both devices count their graph launches themselves:
+counters have to agree.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import copy
 import gc
 import itertools
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ import fxwrap
 from fxwrap.graphs.arenas import Arena, ArenaPool
 from fxwrap.graphs.live_outputs import WatchedOutputs
 from fxwrap.graphs.locks import LockOwner
-from fxwrap.graphs.memory_provider import MemoryProvider
 
 CPU = torch.device("cpu")
 
@@ -332,18 +331,17 @@ class User:
 
 def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_arenas: ArenaPool) -> None:
     """Room is kept for a recording that ended because its arena moved, but not if another one could not be made."""
-    call, taken, missing = LockOwner(), list[Arena](), cast(Any, None)
+    call, taken = LockOwner(), list[Arena]()
     arena = own_arenas.acquire(torch.device("cpu"), None, call, taken)
     arena.resize(70 << 10)
     user = User(1)
     arena.enter(user, WatchedOutputs(), 70 << 10)
     arena.resize(10 << 10)
     assert user.ended and arena.needed() == 0 and arena.needed_again() == 70 << 10
-    provider = MemoryProvider(missing, missing, max_memory=80 << 10)
-    assert provider._fit(arena, 32 << 10) and arena.nbytes == 70 << 10
+    assert own_arenas.fit(arena, 32 << 10, 80 << 10) and arena.nbytes == 70 << 10
     other = own_arenas.acquire(torch.device("cpu"), None, call, taken, lambda arena: True)
     other.resize(40 << 10)
-    assert provider._fit(arena, 32 << 10) and arena.nbytes == 32 << 10
+    assert own_arenas.fit(arena, 32 << 10, 80 << 10) and arena.nbytes == 32 << 10
     del user
     assert arena.needed_again() == 0
 

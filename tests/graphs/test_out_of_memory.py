@@ -12,7 +12,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ from fxwrap.graphs.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
 from fxwrap.graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, using_runtime
 from fxwrap.graphs.live_outputs import WatchedOutputs
 from fxwrap.graphs.locks import LockOwner
-from fxwrap.graphs.memory_provider import MemoryProvider
 from fxwrap.graphs.placement import _CapturedOffer
 from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.specialization import ASKED_AGAIN
@@ -660,11 +659,10 @@ def test_the_pool_of_graphs_that_are_gone_goes_before_an_arena_cannot_grow(monke
 def test_an_arena_is_not_as_large_as_others_will_need_if_there_is_no_memory_for_it(
     own_arenas: ArenaPool, no_more_than: Callable[[int], None]
 ) -> None:
-    missing, other = cast(Any, None), User()
-    provider = MemoryProvider(missing, missing, missing, ())
+    other = User()
     arena = own_arenas.acquire(CPU, None, LockOwner(), [])
     own_arenas.announce(CPU, other, 3000)
     no_more_than(2000)
-    assert provider._fit(arena, 1000) and arena.nbytes == 1000
+    assert own_arenas.fit(arena, 1000, 0) and arena.nbytes == 1000
     with pytest.raises(fxwrap.MemoryLimitError, match="cpu is out of memory"):
-        provider._fit(arena, 2500)
+        own_arenas.fit(arena, 2500, 0)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import Kind, by_name, communicates, kind_of, only_computes, output_node
+from ...host_graph.nodes import by_name, communicates, only_computes, output_node
+from ...host_graph.sizes import number_at
 from ...plan import Origin, StorageFacts
-from ..analysis.sizes import number_at
 
 
 def placeable_results(
@@ -44,11 +44,7 @@ def placeable_results(
     found: dict[int, int] = {}
     for storage in facts.storages:
         node = nodes[storage.node]
-        if (
-            storage.origin is not Origin.EXTERN
-            or storage.index in in_communication
-            or kind_of(node) is not Kind.EXTERN
-        ):
+        if storage.origin is not Origin.EXTERN or storage.index in in_communication:
             continue
         if storage.node in may_keep and not only_computes(node):
             continue

@@ -22,9 +22,9 @@ from ...host_graph.nodes import (
     operator_name,
     output_node,
 )
+from ...host_graph.sizes import concrete, hinted_layout, storage_bytes
 from ...packing import Buffer
 from ...plan import Origin, Planned, ProgramPlan, StorageFacts
-from ..analysis.sizes import concrete, hinted_layout, storage_bytes
 from .operator_results import placeable_results
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name
+from ...host_graph.sizes import hint, hinted_layout
 from ...plan import Allocations
-from ..analysis.sizes import hint, hinted_layout
 
 # They work in memory that their library keeps.
 _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

@@ -16,20 +16,15 @@ from ...host_graph.nodes import (
     control_flow_of,
     device_of,
     is_symbolic_value,
+    is_work,
     kind_of,
     operator_name,
     schema_of,
 )
 from ...plan import NodeVerdict, Verdict
 
-_WORK = (Kind.LAUNCH, Kind.EXTERN)
 _CAPTURED = NodeVerdict(Verdict.CAPTURED, "")
 _FOLDED = NodeVerdict(Verdict.CAPTURED, "evaluated when recorded")
-
-
-def is_work(node: Node) -> bool:
-    """Whether a node does something at run time (a launch or an extern call)."""
-    return kind_of(node) in _WORK
 
 
 def captured(verdicts: Mapping[str, NodeVerdict]) -> set[str]:
@@ -53,14 +48,13 @@ def judge(
     asked = [rule for rule in rules if not rule.devices or device.type in rule.devices]
     verdicts: dict[str, NodeVerdict] = {}
     for node in gm.graph.nodes:
-        kind = kind_of(node)
-        if kind in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
+        if kind_of(node) in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
             verdicts[node.name] = _FOLDED
             continue
-        own = _cause(node, asked, refused or {}) if kind in _WORK else None
-        cause = own or _inherited(node, kind, verdicts)
+        own = _cause(node, asked, refused or {}) if is_work(node) else None
+        cause = own or _inherited(node, verdicts)
         if cause is None:
-            verdicts[node.name] = _CAPTURED if kind in _WORK else _FOLDED
+            verdicts[node.name] = _CAPTURED if is_work(node) else _FOLDED
         else:
             dependent = _is_data_dependent(node, verdicts)
             verdicts[node.name] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=own is None)
@@ -86,12 +80,12 @@ def _cause(node: Node, rules: Sequence[EagerRule], refused: Mapping[str, str]) -
     return None
 
 
-def _inherited(node: Node, kind: Kind, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, str] | None:
+def _inherited(node: Node, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, str] | None:
     """Why a node runs eagerly because of what it works on."""
     source = next((arg for arg in node.all_input_nodes if verdicts[arg.name].data_dependent), None)
     if source is None:
         return None
-    if kind in _WORK:
+    if is_work(node):
         return f"works on {source.name}, whose value or size is data-dependent", f"see {source.name}"
     return f"depends on {source.name}, which is data-dependent", f"see {source.name}"
 

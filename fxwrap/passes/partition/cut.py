@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from ...host_graph.nodes import Kind, kind_of, operator_name, user_line
+from ...host_graph.nodes import Kind, is_work, kind_of, operator_name, user_line
 from ...plan import Cut, NodeVerdict, Partition, StorageFacts, Verdict
-from .capturability import is_work
 
 if TYPE_CHECKING:
     import networkx as nx

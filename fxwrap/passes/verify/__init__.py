@@ -1,4 +1,4 @@
-"""CHECK: proofs that share no code with what they check."""
+"""CHECK: proofs that share no code with what they check, but the vocabulary of ``host_graph/nodes.py``."""
 
 from .memory import verify_memory
 from .schedule import verify_schedule

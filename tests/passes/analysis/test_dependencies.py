@@ -30,10 +30,9 @@ from random_graphs import (
 from torch.fx import GraphModule
 
 from fxwrap.errors import PlanError
-from fxwrap.host_graph.nodes import communicates
+from fxwrap.host_graph.nodes import communicates, is_work
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
-from fxwrap.passes.partition.capturability import is_work
 from fxwrap.passes.verify import verify_schedule
 from fxwrap.plan import StorageFacts
 

@@ -32,9 +32,9 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import PlanError
 from fxwrap.host_graph.nodes import Kind, kind_of, output_node
+from fxwrap.host_graph.sizes import storage_bytes
 from fxwrap.options import Options
 from fxwrap.packing import Buffer, Reserved
-from fxwrap.passes.analysis.sizes import storage_bytes
 from fxwrap.passes.memory.planner import plan_program, predict_memory
 from fxwrap.passes.memory.requirements import live_ranges, output_storages
 from fxwrap.passes.verify import verify_memory

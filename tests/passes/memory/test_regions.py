@@ -41,8 +41,8 @@ from fxwrap.errors import PlanError
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.recording import Recording
 from fxwrap.packing import Buffer, plan_memory
+from fxwrap.packing.shared_regions import SharedRegion, share_regions
 from fxwrap.passes.memory.planner import plan_program
-from fxwrap.passes.memory.regions import SharedRegion, share_regions
 from fxwrap.passes.memory.requirements import Requirements
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph

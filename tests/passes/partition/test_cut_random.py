@@ -39,11 +39,12 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.graphs.devices.runtime import using_runtime
 from fxwrap.graphs.program import Program
+from fxwrap.host_graph.nodes import is_work
 from fxwrap.options import Options
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.memory.planner import plan_program
-from fxwrap.passes.partition.capturability import is_work, judge
+from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_schedule
 from fxwrap.pipeline import compile_host_graph

@@ -37,14 +37,14 @@ from random_graphs import (
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import PlanError
-from fxwrap.host_graph.nodes import reinterpret
+from fxwrap.host_graph.nodes import is_work, reinterpret
 from fxwrap.options import Options
 from fxwrap.packing import Buffer, Reserved, plan_memory
 from fxwrap.passes import verify
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.memory.planner import plan_program
-from fxwrap.passes.partition.capturability import is_work, judge
+from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_memory, verify_schedule
 from fxwrap.pipeline import compile_host_graph

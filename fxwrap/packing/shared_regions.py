@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...packing import Buffer, plan_memory
-from ...packing.reserved import SEARCH_S, alive_at_steps, lowest_gap
+from .planner import plan_memory
+from .problem import Buffer
+from .reserved import SEARCH_S, alive_at_steps, lowest_gap
 
 # Steps and storages that are looked at in all, a storage like ten steps: up to half a second on a CPU.
 _EFFORT = 10_000_000

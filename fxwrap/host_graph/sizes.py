@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import Kind, kind_of
+from .nodes import Kind, kind_of
 
 
 def evaluate_sizes(gm: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, Any]:
@@ -75,17 +74,6 @@ def hinted_layout(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return None
     size, stride = (tuple(hint(n) for n in each) for each in (value.size(), value.stride()))
     return None if None in size or None in stride else (size, stride)  # type: ignore[return-value]
-
-
-def bytes_expression(value: torch.Tensor) -> str:
-    """Bytes that a fake tensor reaches, in the symbols of its sizes: ``32*s77``."""
-    steps = zip(value.size(), value.stride(), strict=True)
-    elements = 1 + sum((_expression(extent) - 1) * _expression(step) for extent, step in steps)
-    return str(sympy.expand(elements * value.dtype.itemsize))
-
-
-def _expression(number: Any) -> Any:
-    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
 
 
 def storage_bytes(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
