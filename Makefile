@@ -16,7 +16,8 @@ CACHES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fxwrap-tests
 export TORCHINDUCTOR_CACHE_DIR ?= $(CACHES)/torch-$(TORCH)
 export HOSTSIM_CACHE ?= $(CACHES)/hostsim
 export MINIMAL_CACHE ?= $(CACHES)/minimal
-# How many processes test at a time. Each compiles in itself, and with one thread.
+# How many processes run tests/ on the CPU at a time; `make test` has up to two more, for the simulated accelerator and
+# examples/. Each compiles in itself, and with one thread.
 WORKERS ?= 2
 TESTS := test test-main test-hostsim test-device test-own test-minimal test-models test-vendor
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1

@@ -5,9 +5,10 @@
     PYTHONPATH=. python benchmarks/gpu.py --list
     PYTHONPATH=. python benchmarks/gpu.py --device hostsim   # on the simulated accelerator, as far as that goes
 
-The checks run in the order of value, and each prints its line as soon as it is over, so that a run that is cut short
-tells what it can. They share a process; after one that fails, and for one that may leave the device unusable, there
-is a new one. What is raised is printed to stderr in full. Takes less than ten minutes on an H200.
+The most valuable checks run first. Each prints its line when it ends, so that a run that is cut short tells what it
+can. They share a process; after one that fails, and for one that may leave the device unusable, there is a new one.
+What is raised is printed to stderr in full. Ten minutes on an H200 are the limit that it is written for, not a
+result.
 
 Exit code: 0 if no check failed, 1 if one did, 77 if there is no GPU (the code of a test that was skipped).
 """

@@ -56,7 +56,7 @@ def microseconds(functions: dict[str, Callable[[], Any]], turns: int, calls: int
 def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) -> dict[str, float]:
     import fxwrap
     from fxwrap.compilation import live_compilations
-    from fxwrap.graphs.recording import fill
+    from fxwrap.graphs.ranges import copies_of_inputs
 
     torch._dynamo.reset()
     device = torch.device("hostsim", 0)
@@ -78,15 +78,17 @@ def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) ->
         recording = program.specializations.recordings()[0]
         assert len(recording.request.static_inputs) == static, recording.request.static_inputs
         (graph,) = recording.graphs
-        inputs = caught[-1]
+        inputs, replay = caught[-1], recording._replay
+        (fill,) = (part for part in replay.parts if part.name == copies_of_inputs(program.name))
+        filled = [*inputs, *replay.registers[len(inputs) :]]
         before = program.counters.replays
         times = microseconds(
             {
                 "program": lambda: program.run(list(inputs)),
                 "list": lambda: list(inputs),
                 "replay": graph.replay,
-                "fill": lambda: fill(recording._replay.input_buffers, inputs),
-                "collect": lambda: recording._replay.collect(recording._replay.registers),
+                "fill": lambda: fill.run(filled),
+                "collect": lambda: replay.parts[-1].run(replay.registers),
             },
             args.turns,
             args.calls,
@@ -112,8 +114,9 @@ def ranges(turns: int, calls: int) -> dict[str, float]:
     assert not isinstance(native, str), native
     unit = recording.unit
     bare = dataclasses.replace(native, unit=lambda known: native.unit({**known, "name": "", "ranges": []}))
-    with mock.patch.object(program, "functions", dataclasses.replace(functions, native=lambda: bare)):
-        program._replay_natively(recording, [x])
+    request = dataclasses.replace(recording.request, functions=dataclasses.replace(functions, native=lambda: bare))
+    with mock.patch.object(recording, "request", request):
+        recording.make_unit()
     without, program.specializations.units = recording.unit, ()
     assert without is not unit and unit is not None
 

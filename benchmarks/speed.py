@@ -3,10 +3,10 @@
     python benchmarks/speed.py                                     # all models, on the GPU if there is one
     python benchmarks/speed.py --models mlp gru --seconds 20
     python benchmarks/speed.py --alternatives inductor cpp_wrapper fxwrap --start --memory
-    python benchmarks/speed.py --json benchmarks/results/DATE-cpu.json --picture docs/speed.svg
+    python benchmarks/speed.py --json benchmarks/results/DATE-cpu.json --picture docs/speed-cpu.svg
 
 All alternatives of a model live in one process, compiled from copies of one module, each with code of its own. They
-are timed in turn, in random order, for a few milliseconds each. A ratio is fxwrap's time by the other's
+are timed in turn, in random order, for a few milliseconds each. A ratio is fxwrap's time divided by the other's
 in the same turn; shown are the median and, in brackets, the quartiles. fxwrap is there twice, compiled twice:
 "itself" is the ratio of the two, which is 1.00 on a machine that is perfectly quiet. (Two processes that take turns
 differ from each other twice as much.) On one thread of a CPU it is the processor's time that is taken, else that of a

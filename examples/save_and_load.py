@@ -1,7 +1,7 @@
 """A small decoder with a key-value cache: saved as one file with two methods, loaded, and asked for tokens.
 
-python examples/save_and_load.py                       # saves decoder.fxw beside this file, loads it, generates
-python -m fxwrap inspect examples/decoder.fxw
+python examples/save_and_load.py                       # saves decoder.fxw in the working folder, loads it, generates
+python -m fxwrap inspect decoder.fxw
 python -m fxwrap save examples.save_and_load:methods -o decoder.fxw
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,10 +15,12 @@ from torch.fx import Node
 
 from ..errors import CheckError
 from ..graphs.arenas import tensors_in
+from ..graphs.flat_lines import Line, Register, operands_in
 from ..graphs.locks import LockOwner
-from ..graphs.ranges import copies_after, partition_range
-from ..graphs.recording import Recording, fill
+from ..graphs.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
+from ..graphs.recording import Recording, Replay
 from ..graphs.recording_builder import RecordingBuilder
+from ..graphs.units import Part
 from ..host_graph.nodes import Kind, kind_of, operator_name
 from ..plan import Cut, Origin, Partition, ProgramPlan
 from .copies import Copies, without_gradients
@@ -144,7 +147,7 @@ def check_steps(recording: Recording) -> None:
     assert replay is not None
     plan = request.planned.program
     expected = [partition_range(request.name, partition.index) for partition in plan.partitions]
-    steps = [name for name, _ in replay.steps if name in expected]
+    steps = [part.name for part in replay.parts if part.name in expected]
     remedy = "this is a bug of fxwrap, or of who changes its recordings: please report it"
     if steps != expected:
         missing = [name for name in expected if name not in steps]
@@ -158,12 +161,11 @@ def check_steps(recording: Recording) -> None:
             remedy=remedy,
         )
     copied = {p for p, node in enumerate(plan.placeholders) if node.name in request.planned.input_buffers}
-    filled = {position for _, positions in replay.input_buffers for position in positions}
     written = plan.facts.all_written()
     mutated = {p for p in copied - plan.donated if plan.facts.of(plan.placeholders[p]) & written}
     for fault, forgotten in (
-        ("input not copied in", copied - filled),
-        ("input not copied back", mutated - {position for position, _ in replay.mutated}),
+        ("input not copied in", copied - _registers_in(replay, copies_of_inputs(request.name))),
+        ("input not copied back", mutated - _registers_in(replay, copies_to_inputs(request.name))),
     ):
         for position in sorted(forgotten):
             node = plan.placeholders[position]
@@ -176,6 +178,13 @@ def check_steps(recording: Recording) -> None:
                 got="none",
                 remedy=remedy,
             )
+
+
+def _registers_in(replay: Replay, name: str) -> set[int]:
+    """The registers that parts of this name read."""
+    lines = [line for part in replay.parts if part.name == name for line in part.lines if isinstance(line, Line)]
+    operands = itertools.chain.from_iterable(operands_in(line.value) for line in lines)
+    return {operand.number for operand in operands if isinstance(operand, Register)}
 
 
 class _Noting(RecordingBuilder):
@@ -203,27 +212,28 @@ class _Stepwise:
         self._builder, self._replay, self._where = builder, recording._replay, where
         self._facts, self.plan = builder.plan.facts, builder.plan
         name = builder.request.name
-        steps = list(self._replay.steps)
-        self._steps = {
-            index: [step for n, step in steps if n in (partition_range(name, index), copies_after(name, index))]
-            for index in where.values()
+        self._parts = {
+            index: self._named(partition_range(name, index), copies_after(name, index)) for index in where.values()
         }
         self._inputs = inputs
         self._schedule: Sequence[Node] = ()
 
+    def _named(self, *names: str) -> list[Part]:
+        return [part for part in self._replay.parts if part.name in names]
+
     def start(self, walk: Walk) -> None:
         self._schedule, replay = walk.schedule, self._replay
         replay.registers[: replay.inputs_end] = self._inputs
-        if replay.input_buffers:
-            fill(replay.input_buffers, self._inputs)
+        for part in self._named(copies_of_inputs(self._builder.request.name)):
+            part.run(replay.registers)
 
     def begin(self, step: int) -> None:
         """Memory comes with the step that needs it."""
 
     def run(self, step: int) -> None:
         index = self._where.get(self._schedule[step])
-        for one in self._steps[index] if index is not None else ():
-            one()
+        for part in self._parts[index] if index is not None else ():
+            part.run(self._replay.registers)
 
     def end(self, step: int) -> None:
         """... and goes with the last."""
@@ -255,7 +265,7 @@ def locate(
     request = recording.request
     plan, where = in_single_steps(request.planned.program)
     planned = dataclasses.replace(request.planned, program=plan)
-    request = dataclasses.replace(request, planned=planned)
+    request = dataclasses.replace(request, planned=planned, guards=None)
     everything = [p for p in range(len(copies)) if p not in statics]
     first = copies.make(() if changed else everything, statics)
     inputs = copies.make(changed, statics)

@@ -456,18 +456,32 @@ class Program:
         own: RecordingMemory,
     ) -> RecordingRequest:
         return RecordingRequest(
-            self.name,
-            self._traces,
-            runtime_for(prepared.plan.device),
-            self.functions,
-            own.planned,
-            own.memory,
-            own.arenas,
-            own.reused_inputs,
-            static,
-            specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied,
-            self._mutated_inputs.with_static(inputs, static) if self._mutated_inputs is not None else None,
-            weakref.ref(specialization),
+            **vars(own),
+            name=self.name,
+            traces=self._traces,
+            runtime=runtime_for(prepared.plan.device),
+            functions=self.functions,
+            static_inputs=static,
+            copied=specialization.copied_of(index for _, index in prepared.outputs) | prepared.copied,
+            mutated_inputs=self._mutated_inputs.with_static(inputs, static) if self._mutated_inputs else None,
+            guards=self._guards(prepared, inputs),
+            count=self.counters.cell(),
+            policy=weakref.ref(specialization),
+        )
+
+    def _guards(self, prepared: _Prepared, inputs: Sequence[Any]) -> Guards | None:
+        """What native calls must satisfy, whatever recording they replay; None if a unit cannot check it."""
+        known = list(zip(self._dynamic, self._key(inputs), strict=True))
+        numbers = [(p, value) for (p, how, _), value in known if how is None]
+        if not all(type(number) is int for _, number in numbers):
+            return None
+        return Guards(
+            numbers=numbers,
+            dimensions=[(p, how == "stride", dim, value) for (p, how, dim), value in known if how is not None],
+            packed=SHARED.packed.known,
+            overwritten=prepared.overwritten,
+            no_hooks=self._is_forward,
+            caller_captures=self._caller_captures,
         )
 
     def _keep(self, specialization: Specialization, recorded: Recorded, inputs: list[Any], why: str) -> None:
@@ -483,7 +497,11 @@ class Program:
             self._count("events", reason)
         if not recorded.refused:
             specialization.add(recording, inputs)
-            self._replay_natively(recording, inputs)
+            if recorded.not_native:
+                self._count("events", f"replays in Python: {recorded.not_native}")
+            if recording.unit is not None and not isinstance(native := self.functions.native(), str):
+                self._missed = native.missed
+            self.specializations.find_units()
             return
         # Cut again with these operators eager: otherwise each would make its whole partition eager.
         self._refused.update(recorded.refused)
@@ -506,30 +524,6 @@ class Program:
         memory, how = request.memory.size or request.memory.peak, "is not kept" if recorded.refused else how
         told = why, seconds * 1e3, len(recording.graphs), memory, how
         log.info("%s: recorded (%s) in %.1f ms: %d graph(s), %d bytes; %s", self.name, *told)
-
-    def _replay_natively(self, recording: Recording, inputs: Sequence[Any]) -> None:
-        native = self.functions.native()
-        if isinstance(native, str):
-            if native:
-                self._count("events", f"replays in Python: {native}")
-            return
-        known = list(zip(self._dynamic, self._key(inputs), strict=True))
-        numbers = [(p, value) for (p, how, _), value in known if how is None]
-        if not all(type(number) is int for _, number in numbers):
-            return
-        dimensions = [(p, how == "stride", dim, value) for (p, how, dim), value in known if how is not None]
-        guards = Guards(
-            numbers=numbers,
-            dimensions=dimensions,
-            packed=SHARED.packed.known,
-            overwritten=self._prepared.overwritten,
-            no_hooks=self._is_forward,
-            caller_captures=self._caller_captures,
-        )
-        if why := recording.make_unit(native, guards, self.counters.cell()):
-            self._count("events", f"replays in Python: {why}")
-        self._missed = native.missed
-        self.specializations.find_units()
 
 
 class EagerRuns:
@@ -554,7 +548,7 @@ class EagerRuns:
         native = self._functions.native()
         if isinstance(native, str):
             return
-        everything = [Part(self._flat.lines, self._flat.result)]
+        everything = [Part(self._flat.function, self._flat.lines, self._flat.result)]
         try:
             self._unit = make_unit(native, everything, self._inputs, Description(self._inputs, True))
             self._missed = native.missed

@@ -5,46 +5,42 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
 
-from ..plan import MemoryPlan, Planned
 from .arenas import Arena, tensors_in
 from .devices.device_graph import DeviceGraph
 from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import LivenessGuard, OutputStorage, SharedMemory, WatchedOutputs
 from .locks import LockOwner, TryLock
+from .memory_provider import RecordingMemory
 from .overlaps import MutatedInputs
 from .placement import MemoryKeptError, PlacementHints
-from .ranges import copies_of_inputs, copies_to_inputs
 from .regions import Regions
-from .static_buffers import Fill
 from .torch_functions import TorchFunctions, Traces
-from .units import CannotReplay, Description, Guards, NativeReplay, Part, Unit, make_unit
+from .units import CannotReplay, Description, Guards, Part, Unit, make_unit
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RecordingRequest:
-    """What one recording is made from.
+@dataclass(frozen=True, kw_only=True)
+class RecordingRequest(RecordingMemory):
+    """What one recording is made from: its memory, and
 
     Attributes:
         name, traces: of the program.
-        arenas: by device; the call that records holds their locks. Empty where graphs do not freeze addresses (CPU).
-        reused_inputs: positions of donated inputs that are outputs live in an arena; the plan may reuse their bytes
-            after their last use.
         static_inputs: positions of the inputs whose addresses are assumed to stay; each call checks them.
         copied: storages of outputs that are copied when handed out.
         mutated_inputs: checks that no mutated input overlaps another input; None where no check is needed.
+        guards: what else native calls must satisfy; None if the recording replays in Python.
+        count: of native replays.
         policy: is told of outputs that are live when their memory is needed.
     """
 
@@ -52,13 +48,11 @@ class RecordingRequest:
     traces: Traces
     runtime: DeviceRuntime
     functions: TorchFunctions
-    planned: Planned
-    memory: MemoryPlan
-    arenas: Mapping[torch.device, Arena]
-    reused_inputs: tuple[int, ...]
     static_inputs: list[int]
     copied: frozenset[int]
     mutated_inputs: MutatedInputs | None
+    guards: Guards | None
+    count: ctypes.c_int64
     policy: weakref.ref[Policy]
 
 
@@ -68,51 +62,35 @@ class Policy(Protocol):
     def found_live(self, outputs: Collection[int]) -> bool: ...
 
 
-# For each device: the copy into its static input buffers, and the positions of the inputs that it copies.
-InputBuffers = Sequence[tuple[Fill, list[int]]]
-
-
 @dataclass(frozen=True)
 class Replay:
-    """What a call runs, in the order in which it runs.
+    """What a call runs.
 
     Attributes:
         registers: values that change from call to call; the first ``inputs_end`` are the inputs.
-        check_inputs: the asserts on inputs that every call has to make.
-        steps: replays of graphs, and eager work between them, each with the name of its range.
-        collect: makes the outputs.
-        mutated: (position, buffer): each replay copies the buffer back to the mutated input.
         frees_inputs: whether a replay drops its references to inputs at their last use.
-        parts: everything as flat functions, for native replay; without them it replays in Python.
+        parts: in order: asserts on inputs, copies to static input buffers, for each partition the replay of its graph
+            or its eager work, copies back to mutated inputs; the last makes the outputs.
     """
 
     registers: list[Any]
     inputs_end: int
-    check_inputs: Callable[[list[Any]], Any] | None
-    input_buffers: InputBuffers
-    steps: Sequence[tuple[str, Callable[[], Any]]]
-    collect: Callable[[list[Any]], Any]
-    mutated: Sequence[tuple[int, torch.Tensor]]
     frees_inputs: bool
     parts: Sequence[Part]
 
-    def work(self, name: str, inputs: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """The steps of a replay with the names of their ranges, input copies and copies back included."""
-        if self.input_buffers:
-            yield copies_of_inputs(name), functools.partial(fill, self.input_buffers, inputs)
-        yield from self.steps
-        if self.mutated:
-            yield copies_to_inputs(name), functools.partial(self.copy_back, inputs)
+    def run(self) -> Any:
+        outputs = None
+        for part in self.parts:
+            outputs = part.run(self.registers)
+        return outputs
 
-    def copy_back(self, inputs: Sequence[Any]) -> None:
-        for position, buffer in self.mutated:
-            inputs[position].copy_(buffer)
-
-
-def fill(buffers: InputBuffers, inputs: Sequence[Any]) -> None:
-    """Copy inputs to their static buffers."""
-    for fill_buffers, positions in buffers:
-        fill_buffers(*(inputs[position] for position in positions))
+    def run_profiled(self) -> Any:
+        """The same, with a range for each part that has a name."""
+        outputs = None
+        for part in self.parts:
+            with record_function(part.name) if part.name else contextlib.nullcontext():
+                outputs = part.run(self.registers)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -224,14 +202,18 @@ class Recording:
         """When it was used last, as a number that grows."""
         return max(self._used, self.unit.used if self.unit is not None else 0)
 
-    def make_unit(self, native: NativeReplay, guards: Guards, count: ctypes.c_int64) -> str:
-        """Make the native unit for calls that pass ``guards``.
+    def make_unit(self) -> str:
+        """Make the native unit.
 
-        Returns why that failed; empty if the unit is made, or if the recording has ended or every capture failed.
+        Returns why that failed; empty if it is made, or if nobody wants it, the recording has ended, or every capture
+        failed.
         """
-        replay = self._replay
-        if replay is None or not replay.parts or self.without_graphs:
+        guards, replay, resources = self.request.guards, self._replay, self._resources
+        if guards is None or replay is None or resources is None or self.without_graphs:
             return ""
+        native = self.request.functions.native()
+        if isinstance(native, str):
+            return native
         static = [(position, self.static_addresses[position]) for position in self.request.static_inputs]
         device = self.request.runtime.device if self._arenas and self.request.runtime.device.type != "cpu" else None
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
@@ -244,10 +226,9 @@ class Recording:
                 static_spans=written.static_spans,
                 written_static_spans=written.written_static_spans,
             )
-        hints = self._resources.hints if self._resources is not None else None
-        on_error = hints.in_use if hints is not None else None
+        on_error = resources.hints.in_use if resources.hints is not None else None
         described = Description(
-            replay.inputs_end, replay.frees_inputs, guards, _CLOCK, count, on_error, self.request.name
+            replay.inputs_end, replay.frees_inputs, guards, _CLOCK, self.request.count, on_error, self.request.name
         )
         try:
             self.unit = make_unit(native, replay.parts, len(replay.registers), described)
@@ -350,20 +331,7 @@ class Recording:
             r[: replay.inputs_end] = inputs
             if replay.frees_inputs:
                 inputs.clear()
-            if replay.check_inputs is not None:
-                replay.check_inputs(r)
-            if self._profiling():
-                for name, step in replay.work(self.request.name, inputs):
-                    with record_function(name):
-                        step()
-                return replay.collect(r)
-            if replay.input_buffers:
-                fill(replay.input_buffers, inputs)
-            for _, step in replay.steps:
-                step()
-            if replay.mutated:
-                replay.copy_back(inputs)
-            return replay.collect(r)
+            return replay.run_profiled() if self._profiling() else replay.run()
         except BaseException as error:
             self.failed(error)
             raise

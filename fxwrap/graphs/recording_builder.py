@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,13 @@ from .devices.cpu_graph import issue
 from .devices.device_graph import DeviceGraph
 from .devices.runtime import GraphPool
 from .flat import Calls, FlatBuilder, FlatFunction, Landings
-from .flat_lines import AnyLine, Bound, Call, Line, Range, Register, Store
+from .flat_lines import AnyLine, Bound, Call, Line, Register, Store
 from .live_outputs import OutputStorage
 from .output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
 from .placed_results import PlacedResults
 from .placement import PlacementHints
 from .ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
-from .recording import Recording, RecordingRequest, RecordingResources, Replay, fill
+from .recording import Recording, RecordingRequest, RecordingResources, Replay
 from .regions import Regions
 from .registers import Registers
 from .static_buffers import Fill, StaticBuffers, copy_tensors, unexpanded
@@ -41,11 +41,13 @@ class Recorded:
     Attributes:
         outputs: outputs of that call.
         refused: operators whose capture failed, with the error: the program can be partitioned again around them.
+        not_native: why it replays in Python although it was to replay natively; empty if it does not.
     """
 
     recording: Recording
     outputs: Any
     refused: Mapping[str, str]
+    not_native: str
 
 
 class RecordingBuilder:
@@ -69,13 +71,12 @@ class RecordingBuilder:
         self._placed = PlacedResults()
         tell = request.runtime.place_allocations
         self._hints = PlacementHints(tell, request.functions.alive) if tell is not None else None
-        self._input_buffers: list[tuple[Fill, list[int]]] = []
+        self._input_buffers: list[torch.Tensor] = []
         self._mutated: list[tuple[int, torch.Tensor]] = []
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
         # By position: the tensor that stands for a static or copied input.
         self._input_tensors: dict[int, torch.Tensor] = {}
-        self._steps: list[tuple[str, Callable[[], Any]]] = []
-        self._parts: list[Part] = []  # the same, for native replay
+        self._parts: list[Part] = []
         self._graphs: list[DeviceGraph] = []
         self._pools: list[GraphPool | None] = []
         self._captured_values: list[Any] = []
@@ -101,10 +102,13 @@ class RecordingBuilder:
                 with self._regions.filled():
                     self._make_tensors()
                 self._place_results()
-                replay = self._capture_all(inputs)
+                common = self._capture_all(inputs)
+            *copies_back, collect = last = [*self._copies_back(), self._outputs_part(common)]
+            replay = Replay(self._values, self._inputs_end, not self._frozen, (*self._parts, *last))
             recording = self._make_recording(replay)
-            replay.copy_back(inputs)
-            outputs = replay.collect(replay.registers)
+            for part in copies_back:
+                part.run(self._values)
+            outputs = collect.run(self._values)
             if self._inference and self._frozen:
                 outputs = self._in_inference_mode(outputs, inputs)
             self._forget_inputs()
@@ -119,7 +123,7 @@ class RecordingBuilder:
             self._forget_inputs()
             self._regions.empty()
             self._end_placement()
-        return Recorded(recording, outputs, self._refused)
+        return Recorded(recording, outputs, self._refused, "" if self._refused else recording.make_unit())
 
     def _in_inference_mode(self, outputs: Any, inputs: Sequence[Any]) -> Any:
         """Outputs of this call as inference tensors. Recording runs outside inference mode; replays do not."""
@@ -186,9 +190,10 @@ class RecordingBuilder:
     def _layout(self, node: Node) -> Any:
         return torch.fx.map_arg(node.args[:2], self.request.planned.symbol_values.__getitem__)
 
-    def _capture_all(self, inputs: Sequence[Any]) -> Replay:
+    def _capture_all(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        """Capture every partition, and run it once. Returns the values that are the same at every call."""
         self._values[: self._inputs_end] = inputs
-        check_inputs = self._input_checks()
+        self._add_input_checks()
         common = {**self._constants, **self.request.planned.symbol_values, **self._memory}
         common.update(self._fill_input_buffers(inputs))
         bindings = _Bindings(inputs, common, {**common, **self._static_inputs(inputs)})
@@ -197,23 +202,22 @@ class RecordingBuilder:
                 self._capture(partition, bindings)
             else:
                 self._add_eager(partition, bindings)
-        outputs = self._outputs_function(common)
-        copies_back: list[AnyLine] = [Range(copies_to_inputs(self.request.name))] if self._mutated else []
-        copies_back += [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in self._mutated]
-        parts = (*self._parts, Part(copies_back), Part(outputs.lines, outputs.result))
-        known_inputs = self._inputs_end, check_inputs, self._input_buffers
-        return Replay(
-            self._values, *known_inputs, self._steps, outputs.function, self._mutated, not self._frozen, parts
-        )
+        return common
 
-    def _input_checks(self) -> Callable[[list[Any]], Any] | None:
-        """Run the asserts on static inputs now. Return a function that runs the others at every call."""
+    def _copies_back(self) -> Iterator[Part]:
+        if self._mutated:
+            mutated, name = self._mutated, copies_to_inputs(self.request.name)
+            lines = [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in mutated]
+            yield Part(functools.partial(_copy_back, mutated), lines, name=name)
+
+    def _add_input_checks(self) -> None:
+        """Run the asserts on inputs now. Those on static inputs run only now, the others at every call."""
         static = {self._placeholders[position] for position in self.request.static_inputs}
         # An assert may also name values that no work has computed yet. Only inputs exist here.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
         once, layouts, others = (FlatBuilder(dict(known), registers) for _ in range(3))
-        looked_at, count = set[int](), 0
+        looked_at = set[int]()
         for node in filter(once.available, checks_on(self._placeholders)):
             inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
             varying = [registers[arg] for arg in inputs if arg in registers]  # sizes are constants of the recording
@@ -226,23 +230,15 @@ class RecordingBuilder:
                 looked_at.update(varying)
             else:
                 others.check(node)
-                count += 1
-        functions = [builder.build() for builder in (once, layouts, others)]
-        for function in functions:
-            function.function(self._values)
-        self._parts += (Part(function.lines) for function in functions[1:])
-        assert_layouts, assert_others = functions[1].function, functions[2].function
-        if not looked_at:
-            return assert_others if count else None
-        same = self.request.functions.layout_check(self._values, sorted(looked_at))
-
-        def check(r: list[Any]) -> None:
-            if not same(r):
-                assert_layouts(r)  # raises if a layout is wrong
-            if count:
-                assert_others(r)
-
-        return check
+        check_once, check_layouts, check_others = (builder.build() for builder in (once, layouts, others))
+        for flat in (check_once, check_layouts, check_others):
+            flat.function(self._values)
+        if looked_at:
+            same = self.request.functions.layout_check(self._values, sorted(looked_at))
+            run = functools.partial(_unless, same, check_layouts.function)  # which raises if a layout is wrong
+            self._parts.append(Part(run, check_layouts.lines))
+        if check_others.lines:
+            self._parts.append(Part(check_others.function, check_others.lines))
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
         """Bind only numbers and constants. Everything else comes from registers."""
@@ -266,11 +262,13 @@ class RecordingBuilder:
             positions.append(position)
             if index in written and position not in self.plan.donated:
                 self._mutated.append((position, buffer))
-        self._input_buffers = [(Fill(tensors), positions) for tensors, positions in buffers.values()]
-        fill(self._input_buffers, inputs)
-        begin = Range(copies_of_inputs(self.request.name))
-        for one, positions in self._input_buffers:
-            self._parts.append(Part([begin, Line(Call(Bound(one), tuple(map(Register, positions))))]))
+        name = copies_of_inputs(self.request.name)
+        for tensors, positions in buffers.values():
+            fill = Fill(tensors)
+            line = Line(Call(Bound(fill), tuple(map(Register, positions))))
+            self._parts.append(Part(functools.partial(_fill, fill, positions), [line], name=name))
+            self._parts[-1].run(self._values)
+            self._input_buffers += tensors
         return found
 
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -299,9 +297,8 @@ class RecordingBuilder:
         runtime = self.request.runtime
         stores = self._registers.stores.get(partition.index, [])
         flat = self._flat(partition, bindings, True, stores)
-        call = _BoundCall(flat, self._values, self.request.functions.below_autograd)
-        call.inputs = self._inputs_end
-        call.stores = [self._registers.by_node[node] for node in stores]
+        filled = [self._registers.by_node[node] for node in stores]
+        call = _BoundCall(flat, self._values, self.request.functions.below_autograd, self._inputs_end, filled)
         capture = functools.partial(self._capture_graph, call, partition.index)
         try:
             if runtime.runs_while_capturing:
@@ -314,7 +311,7 @@ class RecordingBuilder:
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             if isinstance(error, MemoryLimitError):
-                if not self._steps:
+                if partition is self.plan.partitions[0]:
                     raise  # nothing has run yet
                 self._give_up(partition)
             else:
@@ -330,10 +327,9 @@ class RecordingBuilder:
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
-        name = partition_range(self.request.name, partition.index)
-        replay = Part([Range(name), Line(Call(Bound(graph.replay)))])
-        self._parts.append(replay if self._frozen else Part(flat.lines, below_autograd=True))
-        self._steps.append((name, graph.replay))
+        replay, name = graph.replay, partition_range(self.request.name, partition.index)
+        lines = [Line(Call(Bound(replay)))] if self._frozen else flat.lines
+        self._parts.append(Part(lambda r: replay(), lines, name=name, below_autograd=not self._frozen))
         if self._frozen:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The
             # recording holds them: otherwise a later capture could get their memory.
@@ -373,7 +369,7 @@ class RecordingBuilder:
     def _give_up(self, partition: Partition) -> None:
         """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
         self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
-        self._graphs, self._steps, self._parts, self._pools = [], [], [], []
+        self._graphs, self._parts, self._pools = [], [], []
         self._clear_arenas(OUT_OF_MEMORY)
 
     def _end_placement(self) -> None:
@@ -389,11 +385,10 @@ class RecordingBuilder:
     def _add_eager(self, partition: Partition, bindings: _Bindings) -> None:
         stores = self._registers.stores.get(partition.index, [])
         flat = self._flat(partition, bindings, False, stores)
-        self._parts.append(Part(flat.lines))
-        call = _BoundCall(flat, self._values)
+        name = partition_range(self.request.name, partition.index)
+        self._parts.append(Part(flat.function, flat.lines, name=name))
         with self._as_replayed():
-            call()
-        self._steps.append((partition_range(self.request.name, partition.index), call))
+            flat.function(self._values)
         if not self._frozen or self._gave_up_because:
             return
         # Graphs read fixed addresses. Results of eager work that the plan does not place are copied to static
@@ -414,17 +409,12 @@ class RecordingBuilder:
             r[register] = buffer
             self._keep(node, buffer, bindings)
         if refresh:
-
-            def copy_over() -> None:
-                for register, buffer in refresh:
-                    copy_tensors(r[register], buffer)
-                    r[register] = buffer
-
-            name = copies_after(self.request.name, partition.index)
-            self._steps.append((name, copy_over))
+            lines = list[AnyLine]()
             for register, buffer in refresh:
-                copy = Line(Call(Bound(copy_tensors), (Register(register), Bound(buffer))))
-                self._parts.append(Part([Range(name), copy, Store(Register(register), Bound(buffer))]))
+                lines.append(Line(Call(Bound(copy_tensors), (Register(register), Bound(buffer)))))
+                lines.append(Store(Register(register), Bound(buffer)))
+            name = copies_after(self.request.name, partition.index)
+            self._parts.append(Part(functools.partial(_copy_over, refresh), lines, name=name))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """The CPU's graph allocates during capture as at replay: in the caller's inference mode."""
@@ -451,7 +441,7 @@ class RecordingBuilder:
         known = [
             *self._memory.values(),
             *self._captured_values,
-            *(filled.tensors for filled, _ in self._input_buffers),
+            *self._input_buffers,
         ]
         known += [inputs[position] for position in self.request.static_inputs]
         known += list(self._constants.values())
@@ -471,13 +461,12 @@ class RecordingBuilder:
         if self._hints is not None:
             before, landings = self._hints.around(work, captured, self._placed, landings)
         builder = FlatBuilder(bound, registers, last, before, self._regions.after, landings)
-        builder.begin_range(partition_range(self.request.name, partition.index))
         with self._regions.filled():  # views over regions are made: they need memory
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
-    def _outputs_function(self, common: dict[Node, Any]) -> FlatFunction:
-        """Build the function that returns the outputs; collect the storages to watch."""
+    def _outputs_part(self, common: dict[Node, Any]) -> Part:
+        """What returns the outputs; collect the storages to watch."""
         output = output_node(self.plan.graph)
         lay_out = self.request.functions.lay_out
         builder = FlatBuilder(*self._from_registers())
@@ -524,7 +513,8 @@ class RecordingBuilder:
                 self._watch(owned, indices)
                 if self._frozen and isinstance(value, Bound):
                     self._lay_out_views(builder, node, value.value, output)
-        return builder.build(output.args[0])
+        flat = builder.build(output.args[0])
+        return Part(flat.function, flat.lines, flat.result)
 
     def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> None:
         """Make outputs that are views of ``value`` as new tensors over its memory, which does not move.
@@ -596,22 +586,49 @@ def _views_in(node: Node, output: Node) -> list[Node]:
 
 
 class _BoundCall:
-    """A flat function with its registers: a call without arguments."""
+    """A flat function with its registers: a call without arguments.
+
+    Attributes:
+        inputs: number of input registers, which come first (SimulatedGraph reads it).
+        stores: the registers it fills.
+    """
 
     def __init__(
         self,
         flat: FlatFunction,
         registers: list[Any],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        inputs: int,
+        stores: list[int],
     ) -> None:
         self.function, self.registers, self.source = flat.function, registers, flat.source
+        self.inputs, self.stores = inputs, stores
         self._context = context
-        self.inputs = 0  # number of input registers, which come first (SimulatedGraph reads it)
-        self.stores: list[int] = []  # the registers it fills
 
     def __call__(self) -> None:
         with self._context():
             self.function(self.registers)
+
+
+def _unless(holds: Callable[[list[Any]], bool], check: Callable[[list[Any]], Any], r: list[Any]) -> None:
+    if not holds(r):
+        check(r)
+
+
+def _fill(fill: Fill, positions: Sequence[int], r: list[Any]) -> None:
+    fill(*(r[position] for position in positions))
+
+
+def _copy_back(mutated: Sequence[tuple[int, torch.Tensor]], r: list[Any]) -> None:
+    for position, buffer in mutated:
+        r[position].copy_(buffer)
+
+
+def _copy_over(refresh: Sequence[tuple[int, Any]], r: list[Any]) -> None:
+    """Copy results of eager work to their static buffers."""
+    for register, buffer in refresh:
+        copy_tensors(r[register], buffer)
+        r[register] = buffer
 
 
 # The operator, not ``torch.Tensor.copy_``: a unit calls operators without Python.

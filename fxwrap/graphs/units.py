@@ -111,10 +111,19 @@ class Guards:
 
 @dataclass(frozen=True)
 class Part:
-    """Lines of a unit, the result of the last ones, and whether they run below autograd."""
+    """One piece of what a replay does.
 
+    Attributes:
+        run: does it in Python, on the registers.
+        lines, result: the same for a unit.
+        name: of its range in profiles; empty if it has none.
+        below_autograd: whether a unit runs the lines below autograd. ``run`` sees to that itself.
+    """
+
+    run: Callable[[list[Any]], Any]
     lines: Sequence[AnyLine]
     result: Any = None
+    name: str = ""
     below_autograd: bool = False
 
 
@@ -181,8 +190,9 @@ class CannotReplay(Exception):
 
 
 def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> Unit:
-    """A unit of flat functions over the same registers, of which the last makes the result; ``description`` tells the
-    rest, and gets the steps.
+    """A unit of parts over the same registers, of which the last makes the result.
+
+    ``description`` tells the rest, and gets the steps.
 
     Raises:
         CannotReplay: they have to be run in Python.
@@ -195,6 +205,8 @@ def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, descr
             below = part.below_autograd
             description.steps.append(("below autograd", below))
             description.listing.append(f"{'below' if below else 'through'} autograd:")
+        if part.name:
+            description.ranges.append((len(description.steps), part.name))
         last = _Lowering(native, part, description)
         last.lower()
         description.ranges.append((len(description.steps), ""))

@@ -16,6 +16,7 @@ import fxwrap
 import fxwrap.codegen.torch_runtime
 import fxwrap.passes.memory.planner
 import fxwrap.pipeline
+from fxwrap.graphs.flat_lines import Bound
 from fxwrap.graphs.live_outputs import LivenessGuard
 from fxwrap.graphs.recording import Replay
 from fxwrap.graphs.recording_builder import RecordingBuilder
@@ -340,8 +341,9 @@ def _copy_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     take = RecordingBuilder._fill_input_buffers
 
     def planted(self: RecordingBuilder, inputs: Any) -> Any:
-        found, parts = take(self, inputs), len(self._parts)
-        self._input_buffers, self._parts = [], self._parts[: parts - 1]
+        parts = list(self._parts)
+        found = take(self, inputs)
+        self._parts = parts
         return found
 
     monkeypatch.setattr(RecordingBuilder, "_fill_input_buffers", planted)
@@ -391,10 +393,12 @@ def test_an_updated_input_is_not_copied_back(
     finished = RecordingBuilder._make_recording
 
     def planted(self: RecordingBuilder, replay: Replay) -> Any:
-        return finished(self, dataclasses.replace(replay, mutated=(), parts=()))
+        without = [part for part in replay.parts if not part.name.endswith("copies to inputs")]
+        return finished(self, dataclasses.replace(replay, parts=without))
 
     if fault == "wrong input":
-        monkeypatch.setattr(Replay, "copy_back", lambda self, inputs: None)
+        monkeypatch.setattr("fxwrap.graphs.recording_builder._copy_back", lambda mutated, r: None)
+        monkeypatch.setattr("fxwrap.graphs.recording_builder._COPY", Bound(lambda target, source: None))
     else:
         monkeypatch.setattr(RecordingBuilder, "_make_recording", planted)
 
@@ -451,7 +455,9 @@ def test_a_replay_is_not_what_was_planned(
     finished = RecordingBuilder._make_recording
 
     def planted(self: RecordingBuilder, replay: Replay) -> Any:
-        return finished(self, dataclasses.replace(replay, steps=list(replay.steps)[steps], parts=()))
+        begin = next(i for i, part in enumerate(replay.parts) if "partition" in part.name)
+        planned = [*replay.parts[:begin], *replay.parts[begin:-1][steps], replay.parts[-1]]
+        return finished(self, dataclasses.replace(replay, parts=planned))
 
     monkeypatch.setattr(RecordingBuilder, "_make_recording", planted)
     if look == "at results":
