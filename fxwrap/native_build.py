@@ -50,9 +50,12 @@ def library_path(
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept; it need not exist."""
-    cache = os.environ.get("FXWRAP_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "fxwrap"
+    """Where libraries are kept; it need not exist. Raises OSError where nobody tells: the user has no home."""
+    named = os.environ.get("FXWRAP_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(named) if named else Path.home() / ".cache") / "fxwrap"
+    except RuntimeError as error:
+        raise OSError(f"{error} FXWRAP_CACHE_DIR can name a folder") from error
 
 
 def find_compiler() -> list[str]:

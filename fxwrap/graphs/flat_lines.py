@@ -115,6 +115,29 @@ def operands_in(value: Any) -> Iterator[Any]:
             yield from operands_in(part)
 
 
+@dataclass(frozen=True)
+class Part:
+    """One piece of what a replay does.
+
+    Attributes:
+        run: does it in Python, on the registers.
+        lines, result: the same for a unit.
+        name: of its range in profiles; empty if it has none.
+        below_autograd: whether a unit runs the lines below autograd. ``run`` sees to that itself.
+    """
+
+    run: Callable[[list[Any]], Any]
+    lines: Sequence[AnyLine]
+    result: Any = None
+    name: str = ""
+    below_autograd: bool = False
+
+    @classmethod
+    def of(cls, lines: Sequence[AnyLine], name: str) -> Part:
+        """A part that runs its lines as Python."""
+        return cls(as_python(lines, None)[0], lines, name=name)
+
+
 def as_python(
     lines: Sequence[AnyLine], result: Any, profiled: bool = False
 ) -> tuple[Callable[[list[Any]], Any], str, Mapping[int, Node]]:

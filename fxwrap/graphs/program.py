@@ -36,6 +36,7 @@ from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder, FlatFunction
+from .flat_lines import Part
 from .locks import LockOwner
 from .memory_provider import Estimate, MemoryProvider, Planner, RecordingMemory, Saved
 from .overlaps import MutatedInputs
@@ -46,7 +47,7 @@ from .recording_builder import Recorded, RecordingBuilder
 from .shared_state import SHARED
 from .specialization import Decision, Specialization, Specializations
 from .torch_functions import TorchFunctions
-from .units import CannotReplay, Description, Guards, Part, Unit, make_unit
+from .units import CannotReplay, Description, Guards, Unit, make_unit
 
 log = logging.getLogger(__name__)
 
@@ -456,7 +457,10 @@ class Program:
         own: RecordingMemory,
     ) -> RecordingRequest:
         return RecordingRequest(
-            **vars(own),
+            planned=own.planned,
+            memory=own.memory,
+            arenas=own.arenas,
+            reused_inputs=own.reused_inputs,
             name=self.name,
             traces=self._traces,
             runtime=runtime_for(prepared.plan.device),
@@ -510,6 +514,7 @@ class Program:
         self._prepared = self._adopt(self._planner.partition(self._refused))
         for known in self.specializations.values():
             known.drop_recordings()
+        self.specializations.find_units()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:
         recording, request = recorded.recording, recorded.recording.request
@@ -531,27 +536,28 @@ class EagerRuns:
 
     def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
         self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
-        self._calls = 0
+        self._calls, self._tried = 0, False
         self._unit: Callable[[list[Any]], Any] | None = None
         self._missed: Any = None
 
     def __call__(self, inputs: list[Any]) -> Any:
         if (unit := self._unit) is None:
             self._calls += 1
-            if self._calls == _RUNS_BEFORE_UNIT:
+            if self._calls >= _RUNS_BEFORE_UNIT and not self._tried:
                 self._make_unit()
         elif (outputs := unit(inputs)) is not self._missed:
             return outputs
         return (self._flat.profiled if self._functions.profiling() else self._flat.function)(inputs)
 
     def _make_unit(self) -> None:
+        self._tried = True
         native = self._functions.native()
         if isinstance(native, str):
             return
         everything = [Part(self._flat.function, self._flat.lines, self._flat.result)]
         try:
-            self._unit = make_unit(native, everything, self._inputs, Description(self._inputs, True))
-            self._missed = native.missed
+            unit = make_unit(native, everything, self._inputs, Description(self._inputs, True))
+            self._missed, self._unit = native.missed, unit  # in this order: another thread may call it at once
         except CannotReplay as error:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))
 

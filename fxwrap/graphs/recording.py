@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from .arenas import Arena, tensors_in
 from .devices.device_graph import DeviceGraph
 from .devices.runtime import DeviceRuntime, GraphPool
+from .flat_lines import Part
 from .live_outputs import LivenessGuard, OutputStorage, SharedMemory, WatchedOutputs
 from .locks import LockOwner, TryLock
 from .memory_provider import RecordingMemory
@@ -25,7 +26,7 @@ from .overlaps import MutatedInputs
 from .placement import MemoryKeptError, PlacementHints
 from .regions import Regions
 from .torch_functions import TorchFunctions, Traces
-from .units import CannotReplay, Description, Guards, Part, Unit, make_unit
+from .units import CannotReplay, Description, Guards, Unit, make_unit
 
 log = logging.getLogger(__name__)
 

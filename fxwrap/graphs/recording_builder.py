@@ -14,14 +14,24 @@ import torch
 from torch.fx import Node
 
 from ..errors import MemoryLimitError
-from ..host_graph.nodes import Kind, checks_layout, checks_on, constants, kind_of, operator_name, output_node
+from ..host_graph.nodes import (
+    Kind,
+    checks_layout,
+    checks_on,
+    constants,
+    effective_users,
+    kind_of,
+    only_computes,
+    operator_name,
+    output_node,
+)
 from ..plan import Home, Origin, Partition, Verdict
 from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_over, tensors_in
-from .devices.cpu_graph import issue
+from .devices.cpu_graph import BoundCall, issue
 from .devices.device_graph import DeviceGraph
 from .devices.runtime import GraphPool
 from .flat import Calls, FlatBuilder, FlatFunction, Landings
-from .flat_lines import AnyLine, Bound, Call, Line, Register, Store
+from .flat_lines import AnyLine, Bound, Call, Line, Part, Register, Store
 from .live_outputs import OutputStorage
 from .output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
 from .placed_results import PlacedResults
@@ -31,7 +41,6 @@ from .recording import Recording, RecordingRequest, RecordingResources, Replay
 from .regions import Regions
 from .registers import Registers
 from .static_buffers import Fill, StaticBuffers, copy_tensors, unexpanded
-from .units import Part
 
 
 @dataclass(frozen=True)
@@ -206,9 +215,9 @@ class RecordingBuilder:
 
     def _copies_back(self) -> Iterator[Part]:
         if self._mutated:
-            mutated, name = self._mutated, copies_to_inputs(self.request.name)
-            lines = [Line(Call(_COPY, (Register(position), Bound(buffer)))) for position, buffer in mutated]
-            yield Part(functools.partial(_copy_back, mutated), lines, name=name)
+            copies = ((Register(position), Bound(buffer)) for position, buffer in self._mutated)
+            lines, name = [Line(Call(_COPY, operands)) for operands in copies], copies_to_inputs(self.request.name)
+            yield Part.of(lines, name)
 
     def _add_input_checks(self) -> None:
         """Run the asserts on inputs now. Those on static inputs run only now, the others at every call."""
@@ -264,9 +273,7 @@ class RecordingBuilder:
                 self._mutated.append((position, buffer))
         name = copies_of_inputs(self.request.name)
         for tensors, positions in buffers.values():
-            fill = Fill(tensors)
-            line = Line(Call(Bound(fill), tuple(map(Register, positions))))
-            self._parts.append(Part(functools.partial(_fill, fill, positions), [line], name=name))
+            self._parts.append(Part.of([Line(Call(Bound(Fill(tensors)), tuple(map(Register, positions))))], name))
             self._parts[-1].run(self._values)
             self._input_buffers += tensors
         return found
@@ -275,13 +282,19 @@ class RecordingBuilder:
         """Static inputs, without a reference to them: the owner may free one, or count references.
 
         A hardware graph keeps only addresses. The CPU's graph keeps tensors, so these are made over the same memory
-        without owning it.
+        without owning it. There a custom operator may keep its operands, so it gets the caller's own tensor.
         """
+        may_keep = self.plan.replaced_work
         found: dict[Node, Any] = {}
         for position in self.request.static_inputs:
             value = inputs[position]
             self._static_addresses[position] = value.data_ptr()
             if value.device.type == "cpu":
+                users = effective_users(self._placeholders[position])
+                if not self._frozen and any(
+                    user in may_keep or not (user.op == "output" or only_computes(user)) for user in users
+                ):
+                    continue
                 value = self._without_holding(value)
             found[self._placeholders[position]] = self._input_tensors[position] = value
         return found
@@ -298,7 +311,9 @@ class RecordingBuilder:
         stores = self._registers.stores.get(partition.index, [])
         flat = self._flat(partition, bindings, True, stores)
         filled = [self._registers.by_node[node] for node in stores]
-        call = _BoundCall(flat, self._values, self.request.functions.below_autograd, self._inputs_end, filled)
+        call = BoundCall(
+            flat.function, flat.source, self._values, self.request.functions.below_autograd, self._inputs_end, filled
+        )
         capture = functools.partial(self._capture_graph, call, partition.index)
         try:
             if runtime.runs_while_capturing:
@@ -327,9 +342,11 @@ class RecordingBuilder:
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
-        replay, name = graph.replay, partition_range(self.request.name, partition.index)
-        lines = [Line(Call(Bound(replay)))] if self._frozen else flat.lines
-        self._parts.append(Part(lambda r: replay(), lines, name=name, below_autograd=not self._frozen))
+        # The CPU's graph runs on the same registers.
+        part = Part.of([Line(Call(Bound(graph.replay)))], partition_range(self.request.name, partition.index))
+        if not self._frozen:
+            part = dataclasses.replace(part, lines=flat.lines, below_autograd=True)
+        self._parts.append(part)
         if self._frozen:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The
             # recording holds them: otherwise a later capture could get their memory.
@@ -340,7 +357,7 @@ class RecordingBuilder:
                     self._pooled.add(node)
                 self._keep(node, value, bindings)
 
-    def _capture_graph(self, call: _BoundCall, partition: int) -> DeviceGraph:
+    def _capture_graph(self, call: BoundCall, partition: int) -> DeviceGraph:
         runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
         graph = runtime.new_graph(pool.id if pool is not None else None)
         self.request.traces.capturing(graph)
@@ -360,7 +377,7 @@ class RecordingBuilder:
         self._pools.append(pool)
         return graph
 
-    def _forget(self, call: _BoundCall) -> None:
+    def _forget(self, call: BoundCall) -> None:
         """Drop references that a failed capture left, before the retry."""
         self._end_placement()
         for register in call.stores:
@@ -414,7 +431,7 @@ class RecordingBuilder:
                 lines.append(Line(Call(Bound(copy_tensors), (Register(register), Bound(buffer)))))
                 lines.append(Store(Register(register), Bound(buffer)))
             name = copies_after(self.request.name, partition.index)
-            self._parts.append(Part(functools.partial(_copy_over, refresh), lines, name=name))
+            self._parts.append(Part.of(lines, name))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """The CPU's graph allocates during capture as at replay: in the caller's inference mode."""
@@ -585,50 +602,9 @@ def _views_in(node: Node, output: Node) -> list[Node]:
     return [one for one in found[1:] if one in wanted]
 
 
-class _BoundCall:
-    """A flat function with its registers: a call without arguments.
-
-    Attributes:
-        inputs: number of input registers, which come first (SimulatedGraph reads it).
-        stores: the registers it fills.
-    """
-
-    def __init__(
-        self,
-        flat: FlatFunction,
-        registers: list[Any],
-        context: Callable[[], contextlib.AbstractContextManager[Any]],
-        inputs: int,
-        stores: list[int],
-    ) -> None:
-        self.function, self.registers, self.source = flat.function, registers, flat.source
-        self.inputs, self.stores = inputs, stores
-        self._context = context
-
-    def __call__(self) -> None:
-        with self._context():
-            self.function(self.registers)
-
-
 def _unless(holds: Callable[[list[Any]], bool], check: Callable[[list[Any]], Any], r: list[Any]) -> None:
     if not holds(r):
         check(r)
-
-
-def _fill(fill: Fill, positions: Sequence[int], r: list[Any]) -> None:
-    fill(*(r[position] for position in positions))
-
-
-def _copy_back(mutated: Sequence[tuple[int, torch.Tensor]], r: list[Any]) -> None:
-    for position, buffer in mutated:
-        r[position].copy_(buffer)
-
-
-def _copy_over(refresh: Sequence[tuple[int, Any]], r: list[Any]) -> None:
-    """Copy results of eager work to their static buffers."""
-    for register, buffer in refresh:
-        copy_tensors(r[register], buffer)
-        r[register] = buffer
 
 
 # The operator, not ``torch.Tensor.copy_``: a unit calls operators without Python.

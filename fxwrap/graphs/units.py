@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +26,25 @@ from typing import Any, Protocol
 import torch
 
 from ..host_graph.nodes import Kernel, check, require, schema_of
-from .flat_lines import LITERALS, AnyLine, Bound, Call, Delete, Item, Line, Local, Range, Register, Store, operands_in
+from .flat_lines import (
+    LITERALS,
+    AnyLine,
+    Bound,
+    Call,
+    Delete,
+    Item,
+    Line,
+    Local,
+    Part,
+    Range,
+    Register,
+    Store,
+    operands_in,
+)
 from .regions import Resize
 from .static_buffers import Fill
+
+log = logging.getLogger(__name__)
 
 
 class Unit(Protocol):
@@ -109,24 +126,6 @@ class Guards:
     caller_captures: Callable[[], bool] | None = None
 
 
-@dataclass(frozen=True)
-class Part:
-    """One piece of what a replay does.
-
-    Attributes:
-        run: does it in Python, on the registers.
-        lines, result: the same for a unit.
-        name: of its range in profiles; empty if it has none.
-        below_autograd: whether a unit runs the lines below autograd. ``run`` sees to that itself.
-    """
-
-    run: Callable[[list[Any]], Any]
-    lines: Sequence[AnyLine]
-    result: Any = None
-    name: str = ""
-    below_autograd: bool = False
-
-
 @dataclass
 class Description:
     """A unit as the helper library takes it.
@@ -136,6 +135,7 @@ class Description:
         empties_inputs: whether the list of inputs is emptied at the start of the call instead of at its end: inputs
             then live no longer than they are needed.
         loads: (input, slot).
+        kept_inputs: inputs that no slot holds, but the call does.
         used: slots that steps read or write.
         cleared: slots that hold something at the end of a call.
         clock: incremented at every call, and shared by all units.
@@ -154,6 +154,7 @@ class Description:
     name: str = ""
     slots: int = 0
     loads: list[tuple[int, int]] = field(default_factory=list)
+    kept_inputs: list[int] = field(default_factory=list)
     used: set[int] = field(default_factory=set)
     cleared: list[int] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
@@ -197,6 +198,16 @@ def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, descr
     Raises:
         CannotReplay: they have to be run in Python.
     """
+    try:
+        return _make_unit(native, parts, registers, description)
+    except CannotReplay:
+        raise
+    except Exception as error:  # of a fault here: the call has run, and is not to fail for it
+        log.warning("a recording replays in Python: its unit cannot be made", exc_info=True)
+        raise CannotReplay(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+
+
+def _make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> Unit:
     description.slots = registers
     below = False
     last: _Lowering | None = None
@@ -216,9 +227,12 @@ def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, descr
         description.listing.append("through autograd:")
     description.result = last.value(parts[-1].result)
     description.listing.append(f"return {last.text(parts[-1].result)}")
-    # Also those that nobody reads: they live as long as the call, and the plan takes them to be there.
+    # Inputs live as long as the call, also those that no step reads: the plan takes them to be there, and steps know
+    # static ones by their address.
     static = {position for position, _ in description.guards.addresses}
-    description.loads = [(p, p) for p in range(description.inputs) if p in description.used or p not in static]
+    unread = static - description.used
+    description.loads = [(p, p) for p in range(description.inputs) if p not in unread]
+    description.kept_inputs = sorted(unread) if description.empties_inputs else []
     dropped = {step[1] for step in description.steps if step[0] == "drop"}
     description.cleared = sorted(({slot for _, slot in description.loads} | description.used) - dropped)
     try:
@@ -239,10 +253,11 @@ class _Lowering:
             for line in self._lines
             if isinstance(line, Store) and isinstance(line.value, Local)
         }
-        # Tuples of which nothing but elements is read.
+        # Tuples of which nothing but elements is read, each of them once: an element goes with the local that has it.
         whole = {part for line in self._lines for part in _read_whole(line)} | set(operands_in(part.result))
-        items = {line.value.of for line in self._lines if isinstance(line, Line) and isinstance(line.value, Item)}
-        self._taken_apart = items - whole
+        items = [line.value for line in self._lines if isinstance(line, Line) and isinstance(line.value, Item)]
+        whole.update(item.of for item in items if item.position < 0 or items.count(item) > 1)
+        self._taken_apart = {item.of for item in items} - whole
         self._elements: dict[tuple[Local, int], int] = {}
         self._temporaries = 0
 
@@ -366,7 +381,8 @@ class _Lowering:
         return True
 
     def _arithmetic(self, call: Call, line: Line) -> bool:
-        name, args = _ARITHMETIC.get(call.function.value), _known(call.args)
+        function, args = call.function.value, _known(call.args)
+        name = next((name for known, name in _ARITHMETIC.items() if known is function), None)  # it may have no hash
         if name is None or len(args) != 2 or not all(map(_is_number, args)) or not line.results:
             return False
         python, operands = self._python(call, line), list(map(self.value, args))
@@ -438,6 +454,7 @@ class _Lowering:
             (local,) = line.results
             if len(schema.returns) == 1:
                 results = [self._new(local)]
+                self._taken_apart.discard(local)  # a list is a value of its own: it goes when the local goes
             elif local in self._taken_apart:
                 results = self._elements_of(local, len(schema.returns))
             else:
@@ -455,8 +472,7 @@ class _Lowering:
         for line in self._lines:
             if isinstance(line, Line) and isinstance(line.value, Item) and line.value.of == whole:
                 position = line.value.position
-                if results[position] is None:
-                    results[position] = self._elements[whole, position] = self._new(line.results[0])
+                results[position] = self._elements[whole, position] = self._new(line.results[0])
         return results
 
     # -- operands -------------------------------------------------------------------------------------

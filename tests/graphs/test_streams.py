@@ -99,6 +99,47 @@ def test_streams_that_work_at_one_time_have_a_recording_each_up_to_a_few(
     assert len(own_arenas.alive()) <= AT_ONE_TIME
 
 
+def test_another_stream_gets_the_arena_while_python_is_asked_who_captures(
+    product: Any, device: torch.device, asynchronous: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    ::
+
+        first thread    f(a) on stream 1: does the caller capture?                        no: is the arena still free?
+        second thread                         f(b) on stream 2: works in the arena for long
+    """
+    between, asks = list[Callable[[], None]](), asynchronous.is_current_stream_capturing
+
+    def asked() -> bool:
+        answer = bool(asks())
+        if between and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=between.pop())
+            thread.start()
+            thread.join()
+        return answer
+
+    monkeypatch.setattr(asynchronous, "is_current_stream_capturing", asked)
+    f, (one, two) = product(), [asynchronous.Stream(device) for _ in range(2)]
+    inputs, results = [torch.randn(16, 32) for _ in range(2)], list[tuple[torch.Tensor, torch.Tensor]]()
+    placed = [x.to(device) for x in inputs]
+    asynchronous.synchronize()
+
+    def on_the_other_stream() -> None:
+        with torch.no_grad(), asynchronous.stream(two):
+            asynchronous.delay(two, 0.2)
+            results.append((inputs[1], f(placed[1]).clone()))
+
+    with torch.no_grad(), asynchronous.stream(one):
+        for x in placed * 2:
+            f(x)
+            one.synchronize()
+        between.append(on_the_other_stream)
+        results.append((inputs[0], f(placed[0])))
+        assert not between
+    asynchronous.synchronize()
+    _check(f, results)
+
+
 def _overlapping(f: Any, g: Any, device: torch.device, asynchronous: Any) -> None:
     """Two programs on a stream each, again and again: they share no memory, but perhaps a library's workspace."""
     streams, inputs = [asynchronous.Stream(device) for _ in range(2)], [torch.randn(512, 32) for _ in range(2)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import linecache
+import operator
 import os
 import re
 import signal
@@ -29,13 +31,14 @@ from random_graphs import PROPERTY, GraphMaker, Recipe, build, compile_request, 
 from threads import in_threads
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import fxwrap
 from fxwrap.codegen.native_library import native_replay
 from fxwrap.errors import InputError
 from fxwrap.graphs.devices.runtime import using_runtime
 from fxwrap.graphs.locks import LockOwner, TryLock
 from fxwrap.graphs.recording import Recording
 from fxwrap.graphs.shared_state import SHARED
-from fxwrap.native_build import built_library
+from fxwrap.native_build import built_library, cache_folder
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.testing.simulated import SIMULATED
 
@@ -53,6 +56,7 @@ torch.library.define("fxwrap_units::make", "(Tensor x) -> Tensor")
 torch.library.define("fxwrap_units::plus", "(Tensor x, Tensor? y, str how, ScalarType dtype) -> Tensor")
 torch.library.define("fxwrap_units::note", "(Tensor x) -> ()")
 torch.library.define("fxwrap_units::two", "(Tensor x) -> (Tensor, Tensor)")
+torch.library.define("fxwrap_units::many", "(Tensor x) -> Tensor[]")
 
 
 @torch.library.impl("fxwrap_units::look", "CompositeExplicitAutograd")
@@ -87,10 +91,19 @@ def _two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x + 1, x + 2
 
 
+@torch.library.impl("fxwrap_units::many", "CompositeExplicitAutograd")
+def _many(x: torch.Tensor) -> list[torch.Tensor]:
+    made = [x + 1, x + 2]
+    for one in seen:
+        one(made)  # type: ignore[arg-type]
+    return made
+
+
 for _name in ("look", "make"):
     torch.library.register_fake(f"fxwrap_units::{_name}")(torch.empty_like)
 torch.library.register_fake("fxwrap_units::plus")(lambda x, y, how, dtype: torch.empty_like(x, dtype=dtype))
 torch.library.register_fake("fxwrap_units::two")(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+torch.library.register_fake("fxwrap_units::many")(lambda x: [torch.empty_like(x), torch.empty_like(x)])
 torch.library.register_fake("fxwrap_units::note")(lambda x: None)
 look, make, ops = torch.ops.fxwrap_units.look, torch.ops.fxwrap_units.make, torch.ops.fxwrap_units
 
@@ -1046,7 +1059,7 @@ def test_where_there_is_no_library(tmp_path: Path, what: str) -> None:
 _BUILD = """
 import sys
 from pathlib import Path
-from fxwrap.native_build import built_library
+from fxwrap.native_build import built_library, cache_folder
 import ctypes
 path = built_library("small", Path(sys.argv[1]), ("-O1",), patience_s=100)
 print(ctypes.CDLL(str(path)).answer(), path)
@@ -1504,3 +1517,226 @@ def test_after_hooks_have_packed_something_units_replay_again(compiled: Any) -> 
     for _ in range(3):
         step()
     assert all(r.unit.used > used for r, used in zip(recordings, before, strict=True))
+
+
+# -- what inputs and results live through ---------------------------------------------------------------------
+
+
+#   the call's list: [x, weight]  ->  []      the owner lets go of weight while ``look`` runs; @ weight comes after it
+@native
+@pytest.mark.parametrize("way", [natively, in_python])
+@torch.no_grad()
+def test_a_static_input_lives_as_long_as_the_call(compiled: Any, way: Any) -> None:
+    """Its list may be the last that has it, as in a backward whose saved tensors are handed over."""
+
+    class Looks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return look(x.sin()) @ self.weight
+
+    model = Looks()
+    f: Compiled = compiled(model)
+    recording = recorded(f, lambda: torch.randn(8, 8))
+    (position,) = recording.request.static_inputs
+    x, storage = torch.randn(8, 8), StorageWeakRef(model.weight.untyped_storage())
+    expected = x.sin() * 2 @ model.weight
+    inputs, gone = [x, x], list[bool]()
+    inputs[position] = model.weight
+
+    def let_go(_: torch.Tensor) -> None:
+        if "weight" in model._parameters:
+            del model.weight
+        gone.append(storage.expired())
+
+    seen.append(let_go)
+    with way(f.program):
+        (y,) = tensors_in(f.program.run(inputs))
+    assert gone == [False] and storage.expired()
+    torch.testing.assert_close(y, expected)
+
+
+@native
+def test_backward_after_the_model_is_gone(compiled: Any) -> None:
+    """Only what forward has saved has the weight, and backward takes that over."""
+
+    def last_loss() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight = torch.nn.Parameter(torch.randn(300, 300), requires_grad=False)
+        f: Compiled = compiled(lambda x: ((x @ weight).sin() @ weight).sum())
+        for call in range(5):
+            x = torch.randn(300, 300, requires_grad=True)
+            loss = f(x)
+            if call < 4:
+                loss.backward()
+        twin = x.detach().clone().requires_grad_()
+        ((twin @ weight).sin() @ weight).sum().backward()
+        assert twin.grad is not None
+        return x, loss, twin.grad
+
+    x, loss, expected = last_loss()
+    gc.collect()
+    loss.backward()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-3, atol=1e-3)
+
+
+@native
+@pytest.mark.parametrize("way", [natively, in_python])
+@torch.no_grad()
+def test_an_operator_may_keep_a_parameter(compiled: Any, way: Any) -> None:
+    """It gets the caller's own tensor, whose memory is there for as long as somebody has it."""
+    kept = list[torch.Tensor]()
+
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(700, 700))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return look(self.weight.view(490_000)).view(700, 700) @ x.sin()
+
+    model = Keeps()
+    f: Compiled = compiled(model)
+    recorded(f, lambda: torch.randn(700, 700))
+    seen.append(lambda weight: kept.__setitem__(slice(None), [weight]))
+    with way(f.program):
+        f(torch.randn(700, 700))
+    storage = StorageWeakRef(model.weight.untyped_storage())
+    assert kept[0].untyped_storage()._cdata == storage.cdata
+    del model.weight
+    assert not storage.expired() and kept[0].sum().item() == 490_000
+
+
+#   many  ->  [a, b]  ->  a @ b  ->  look        a and b are gone here
+@native
+def test_what_an_operator_returns_in_a_list_is_freed_at_its_last_use(compiled: Any) -> None:
+    def g(x: torch.Tensor) -> torch.Tensor:
+        a, b = ops.many(x)
+        return look(a @ b)
+
+    f: Compiled = compiled(g)
+    recorded(f, lambda: torch.randn(4, 4))
+    storages, alive = list[StorageWeakRef](), list[bool]()
+
+    def watch(value: Any) -> None:
+        alive.extend(not storage.expired() for storage in storages)
+        storages.extend(StorageWeakRef(item.untyped_storage()) for item in value if isinstance(value, list))
+
+    def call() -> list[bool]:
+        storages.clear()
+        alive.clear()
+        f(torch.randn(4, 4))
+        return list(alive)
+
+    seen.append(watch)
+    through_unit, through_python = both_ways(f, call)
+    assert through_unit == through_python == [False, False]
+
+
+#   a, b = two(x)        a taken out twice: each local goes by itself
+@native
+@pytest.mark.parametrize("position", [0, -2])
+def test_an_element_that_is_taken_out_twice(compiled: Any, position: int) -> None:
+    class Twice(fxwrap.FxwrapCodegen):
+        def passes(self) -> Any:
+            def twice(gm: torch.fx.GraphModule) -> None:
+                for node in list(gm.graph.nodes):
+                    if node.target is operator.getitem and node.args[1] == 0:
+                        *_, last = node.users
+                        with gm.graph.inserting_before(last):
+                            again = gm.graph.call_function(operator.getitem, (node.args[0], position))
+                        again.meta = dict(node.meta)
+                        last.replace_input_with(node, again)
+
+            return (twice,)
+
+    def g(x: torch.Tensor) -> torch.Tensor:
+        a, b = ops.two(x.sin())
+        return ((a @ b).cos() @ x) @ a
+
+    f: Compiled = compiled(g, options={"codegen": Twice})
+    recorded(f, lambda: torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    for result in both_ways(f, lambda: f(x)):
+        torch.testing.assert_close(result, g(x))
+
+
+# -- what must not fail a call -----------------------------------------------------------------------------------
+
+
+@native
+def test_a_partition_that_has_no_hash(compiled: Any) -> None:
+    """What ``compile_partition`` returns is called; nothing else is asked of it."""
+
+    @dataclasses.dataclass
+    class Runs:
+        module: Any
+
+        def __call__(self, *inputs: Any) -> Any:
+            return self.module(*inputs)
+
+    class Mine(fxwrap.FxwrapCodegen):
+        def compile_partition(self, graph: Any) -> Any:
+            return Runs(graph.module)
+
+    f: Compiled = compiled(lambda x: (x.sin() @ x).cos(), options={"codegen": Mine})
+    recorded(f, lambda: torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(f(x), (x.sin() @ x).cos())
+
+
+@native
+@pytest.mark.parametrize("eager", [False, True], ids=["recording", "eager runs"])
+def test_a_fault_while_a_unit_is_made(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eager: bool
+) -> None:
+    """Planted. The call has run: it returns, the recording replays in Python, and that is told."""
+
+    def planted(*_: Any) -> bool:
+        raise KeyError("planted")
+
+    monkeypatch.setattr("fxwrap.graphs.units._Lowering._kernel", planted)
+    f: Compiled = compiled(lambda x: x.sin(), options={"warmup": 1 << 40} if eager else {})
+    for _ in range(5):
+        x = torch.randn(4, 4)
+        torch.testing.assert_close(f(x), x.sin())
+    assert caplog.text.count("its unit cannot be made") == 1
+    assert eager or f.program.counters.events == {"replays in Python: KeyError: 'planted'": 1}
+
+
+def test_nobody_tells_where_home_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is not in its list of users: an error that callers expect."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    for name in ("FXWRAP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(OSError, match="FXWRAP_CACHE_DIR can name a folder"):
+        cache_folder()
+
+
+#   p --lazy clone--> q       one memory until somebody writes to p or q
+@native
+@torch.no_grad()
+def test_a_static_input_that_has_been_cloned_lazily(compiled: Any) -> None:
+    """A kernel that writes by address would write the clone, too."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("p", torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.p.add_(x)
+            return self.p.sin()
+
+    model = Counts()
+    f: Compiled = compiled(model)
+    recording = recorded(f, lambda: torch.ones(64))
+    before, clone = model.p[0].item(), torch._lazy_clone(model.p)
+    with missed(recording):
+        f(torch.ones(64))
+    assert clone[0].item() == before and model.p[0].item() == before + 1

@@ -82,17 +82,20 @@ struct Guards {
     return true;
   }
 
-  // May run Python: asked before anything else is.
+  // Whether the caller captures on the current stream. May run Python.
+  bool is_captured() const {
+    if (!device.has_value() || !caller_captures) return false;
+    if (c10::impl::getDeviceGuardImpl(device->type())->getStream(*device).id() == 0) return false;  // it cannot be
+    auto asked = caller_captures;  // the unit may be gone before it has answered
+    return py::cast<bool>(owned(PyObject_CallNoArgs(asked.ptr())));
+  }
+
   bool device_suits() const {
     if (!device.has_value()) return true;
     const auto* guard = c10::impl::getDeviceGuardImpl(device->type());
     if (guard->getDevice() != *device) return false;
     const auto stream = guard->getStream(*device).id();
-    for (const auto* last : streams)
-      if (*last != stream) return false;
-    if (stream == 0 || !caller_captures) return true;  // the default stream cannot be captured
-    auto asked = caller_captures;                       // the unit may be gone before it has answered
-    return !py::cast<bool>(owned(PyObject_CallNoArgs(asked.ptr())));
+    return std::all_of(streams.begin(), streams.end(), [&](const auto* last) { return *last == stream; });
   }
 
   bool is_packed(const at::Tensor* tensor) const {
@@ -116,7 +119,7 @@ struct Guards {
     for (const auto& [position, written] : moving) {
       const auto* tensor = tensor_at(inputs, position);
       if (tensor == nullptr) return false;
-      const auto begin = reinterpret_cast<uint64_t>(tensor->const_data_ptr());
+      const auto begin = reinterpret_cast<uint64_t>(tensor->mutable_data_ptr());
       const auto end =
           begin + at::detail::computeStorageNbytes(tensor->sizes(), tensor->strides(), tensor->element_size());
       if (begin == end) continue;
@@ -151,7 +154,8 @@ struct Guards {
     }
     for (const auto& [position, address] : addresses) {
       const auto* tensor = tensor_at(inputs, position);
-      if (tensor == nullptr || reinterpret_cast<uint64_t>(tensor->const_data_ptr()) != address) return false;
+      // A lazy clone gets memory of its own by this question, and so has moved.
+      if (tensor == nullptr || reinterpret_cast<uint64_t>(tensor->mutable_data_ptr()) != address) return false;
     }
     if (!moving.empty() && !apart(inputs)) return false;
     return !no_hooks || !at::SavedTensorDefaultHooks::get_hooks(true).has_value();

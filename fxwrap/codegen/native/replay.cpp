@@ -25,6 +25,7 @@ struct UnitState {
   bool empties_inputs = false;  // at once; else at the end
   Slots slots;
   std::vector<std::pair<Py_ssize_t, size_t>> loads;  // input -> slot
+  std::vector<Py_ssize_t> kept_inputs;               // without a slot
   std::vector<std::unique_ptr<Step>> steps;
   std::vector<ResizeStep*> regions;
   std::vector<size_t> cleared;  // slots, at the end of a call
@@ -75,6 +76,7 @@ class Call {
     }
     for (auto slot : state_.cleared) state_.slots[slot].clear();
     if (!state_.empties_inputs) PyList_SetSlice(inputs_, 0, PY_SSIZE_T_MAX, nullptr);
+    for (auto* input : kept_) Py_DECREF(input);
     unit_->busy = 0;
     for (const auto& [owners, native] : state_.guards.locks) *native = 0;
     if (unit_->ended) delete std::exchange(unit_->state, nullptr);
@@ -83,6 +85,7 @@ class Call {
 
   py::object run(bool profiled) {
     for (const auto& [position, slot] : state_.loads) state_.slots[slot].set(PyList_GET_ITEM(inputs_, position));
+    for (auto position : state_.kept_inputs) kept_.push_back(Py_NewRef(PyList_GET_ITEM(inputs_, position)));
     if (state_.empties_inputs && PyList_SetSlice(inputs_, 0, PY_SSIZE_T_MAX, nullptr) != 0) throw python_error();
     size_t at = 0;
     try {
@@ -135,6 +138,7 @@ class Call {
   Unit* unit_;
   UnitState& state_;
   PyObject* inputs_;
+  c10::SmallVector<PyObject*, 32> kept_;
   bool done_ = false;
 };
 
@@ -168,8 +172,10 @@ PyObject* unit_call(PyObject* self, PyObject* const* arguments, size_t flags, Py
   }
   auto* inputs = arguments[0];
   try {
-    const bool suits = unit->state != nullptr && unit->state->guards.device_suits() && is_idle(unit) &&
-                       PyList_GET_SIZE(inputs) == unit->state->inputs && unit->state->guards.hold(inputs);
+    // Whether somebody captures is asked first: while Python answers, other threads may do anything.
+    const bool suits = unit->state != nullptr && !unit->state->guards.is_captured() && is_idle(unit) &&
+                       unit->state->guards.device_suits() && PyList_GET_SIZE(inputs) == unit->state->inputs &&
+                       unit->state->guards.hold(inputs);
     return suits ? replay(unit, inputs) : Py_NewRef(missed);
   } catch (python_error& error) {
     error.restore();
@@ -286,6 +292,7 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   state->empties_inputs = py::cast<bool>(described["empties_inputs"]);
   state->slots.resize(py::cast<size_t>(described["slots"]));
   state->loads = py::cast<std::vector<std::pair<Py_ssize_t, size_t>>>(described["loads"]);
+  state->kept_inputs = py::cast<std::vector<Py_ssize_t>>(described["kept_inputs"]);
   state->cleared = py::cast<std::vector<size_t>>(described["cleared"]);
   for (auto step : described["steps"]) state->steps.push_back(made(*state, py::cast<py::tuple>(step)));
   state->result.emplace(described["result"]);

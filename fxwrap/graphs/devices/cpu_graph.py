@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CaptureError
@@ -81,3 +83,27 @@ def issue(call: Callable[[], Any]) -> None:
         call()
     else:
         graph.add(call)
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A flat function with its registers: a call without arguments, as ``issue`` takes it.
+
+    Attributes:
+        source: the text of the function.
+        registers: those of the recording.
+        context: makes what it runs in.
+        inputs: number of input registers, which come first (SimulatedGraph reads it).
+        stores: the registers it fills.
+    """
+
+    function: Callable[[list[Any]], Any]
+    source: str
+    registers: list[Any]
+    context: Callable[[], contextlib.AbstractContextManager[Any]]
+    inputs: int
+    stores: list[int]
+
+    def __call__(self) -> None:
+        with self.context():
+            self.function(self.registers)
