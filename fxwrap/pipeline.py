@@ -230,6 +230,8 @@ def _analyse(state: Any) -> None:
 
 def _measure_workspace(state: Any) -> None:
     """Where memory comes and goes with each call, the plan leaves room for what library calls take."""
+    if state.workspace is not None:
+        return  # a stored program has it in its plan
     state.workspace = {}
     if state.device.type == "cpu" and not freezes_addresses(state.device):
         work = (node for node in state.graph.graph.nodes if node.op == "call_function")
@@ -400,7 +402,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
         inputs=plan.inputs,
         phase=plan.phase,
     )
-    state = State(plan.graph, request, plan.device, plan.facts, plan=plan)
+    state = State(plan.graph, request, plan.device, plan.facts, workspace=plan.workspace, plan=plan)
     _check_schedule(state)
     return _add_to_compilation(_program(HostGraphPlanner(DECISIONS, state), request), request)
 

@@ -29,6 +29,7 @@ from fxwrap.pipeline import (
     State,
     compile_host_graph,
     observed_by,
+    restore_program,
     rewrite,
     run_stages,
 )
@@ -136,3 +137,16 @@ def test_a_pass_that_breaks_the_graph_is_found_at_once() -> None:
 def test_stages_of_one_scope_run() -> None:
     state = run_stages(STAGES, State(small_graph(), compile_request()), Scope.GRAPH)
     assert state.facts is not None and state.dependencies is not None and state.verdicts is None
+
+
+def test_a_restored_program_that_is_partitioned_again_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan has what library calls take."""
+    plan = compile_host_graph(small_graph(), compile_request()).plan
+    plan = replace(plan, workspace={"mix": 64})
+
+    def measured(*_: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("fxwrap.pipeline.measure_workspace", measured)
+    restored = restore_program(plan, compile_request())
+    assert restored._planner.partition({"mix": "planted"}).workspace == {"mix": 64}
