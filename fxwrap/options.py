@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_origin
 
 from .eager_rules import EagerRule, check_names
 from .errors import OptionError
@@ -87,13 +87,13 @@ class Options:
 
 
 def parse_options(
-    user: Mapping[str, Any] | None, inductor_options: Mapping[str, Any], operators: Iterable[str]
+    user: Mapping[str, Any] | None, inductor_options: Mapping[str, tuple[Any, Any]], operators: Iterable[str]
 ) -> tuple[Options, dict[str, Any]]:
     """Split what the user passed into fxwrap's options and Inductor's.
 
     Args:
         user: the ``options`` dictionary given to ``torch.compile``.
-        inductor_options: Inductor's option names with their present values.
+        inductor_options: Inductor's option names with their present values and declared types.
         operators: the names of all registered operators.
 
     Returns:
@@ -118,7 +118,7 @@ def parse_options(
         if key in specs:
             own[key] = _checked(key, value, specs[key])
         elif key in inductor_options:
-            patches[key] = _checked_inductor(key, value, inductor_options[key])
+            patches[key] = _checked_inductor(key, value, *inductor_options[key])
         else:
             close = difflib.get_close_matches(key, [*specs, *inductor_options], n=1)
             raise OptionError(
@@ -178,9 +178,10 @@ def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[st
     return f"{kind} of at least {minimum}" if minimum is not None else kind
 
 
-def _checked_inductor(name: str, value: Any, current: Any) -> Any:
-    # The same rule as torch.compile's own: a plain value keeps its type.
-    if isinstance(current, (bool, int, float, str)) and type(value) is not type(current):
+def _checked_inductor(name: str, value: Any, current: Any, declared: Any) -> Any:
+    # The same rule as torch.compile's own: a plain value keeps its type, unless the option takes several.
+    plain = isinstance(current, (bool, int, float, str)) and get_origin(declared) is None
+    if plain and type(value) is not type(current):
         raise OptionError(
             f"wrong value for Inductor's option {name!r}",
             expected=type(current).__name__,

@@ -193,8 +193,8 @@ class _Noting(RecordingBuilder):
         super().__init__(*args)
         self.noted: dict[Node, Any] = {}
 
-    def _keep(self, node: Node, value: Any, known: Any) -> None:
-        super()._keep(node, value, known)
+    def _bind(self, node: Node, value: Any, known: Any) -> None:
+        super()._bind(node, value, known)
         self.noted[node] = value
 
     def _fill_input_buffers(self, inputs: Sequence[Any]) -> dict[Node, Any]:

@@ -22,9 +22,6 @@ from ..devices import device_support
 from ..graphs.arenas import has_address
 from ..options import Options
 
-# Overriding one of these changes what is compiled.
-_HOOKS = ("compile_graph", "compile_partition", "passes", "stages", "writeline", "_generate")
-
 
 def caching() -> bool:
     """Whether Inductor stores what it compiles now."""
@@ -32,9 +29,17 @@ def caching() -> bool:
 
 
 def without_uuid(codegen: type, base: type) -> list[str]:
-    """What a codegen subclass overrides without declaring a ``uuid``; empty if it has one."""
-    uuid = getattr(codegen, "uuid", None)
-    return [] if uuid else [name for name in _HOOKS if getattr(codegen, name, None) is not getattr(base, name)]
+    """What a codegen subclass defines that no ``uuid`` speaks for.
+
+    One speaks for the class that has it, and for those that it inherits from.
+    """
+    found: list[str] = []
+    for cls in codegen.__mro__[: codegen.__mro__.index(base)]:
+        if vars(cls).get("uuid"):
+            break
+        names = (name for name in vars(cls) if name not in ("uuid", "supports_caching"))
+        found += [name for name in names if not (name.startswith("__") and name.endswith("__"))]
+    return list(dict.fromkeys(found))
 
 
 @contextlib.contextmanager
@@ -86,30 +91,64 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(value: Any) -> Any:
-    """A description that is equal in every process, and differs if the value behaves differently."""
+def _fingerprint(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """A description that is equal in every process, and differs if the value behaves differently.
+
+    Of a function: its code, defaults, what its closure has, and the globals that it names.
+
+    Args:
+        inside: what this is part of, by ``id``.
+    """
+    if id(value) in inside:
+        return "itself"
+    inside = (*inside, id(value))
+
+    def of(part: Any) -> Any:
+        return _fingerprint(part, inside)
+
     if isinstance(value, functools.partial):
-        return ["partial", _fingerprint(value.func), _fingerprint(value.args), _fingerprint(dict(value.keywords))]
-    if isinstance(value, types.FunctionType):
-        return ["function", value.__module__, value.__qualname__, _code(value.__code__), _closure(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return [type(value).__name__, *([f.name, _fingerprint(getattr(value, f.name))] for f in fields)]
+        return ["partial", of(value.func), of(value.args), of(dict(value.keywords))]
+    if isinstance(value, types.ModuleType):
+        return ["module", value.__name__]
     if isinstance(value, type):
         return ["type", value.__module__, value.__qualname__, getattr(value, "uuid", None)]
+    if isinstance(value, types.MethodType):
+        return ["method", of(value.__func__), of(value.__self__)]
+    name = [getattr(value, "__module__", ""), getattr(value, "__qualname__", type(value).__qualname__)]
+    if isinstance(value, types.FunctionType):
+        known = str(name[0]).partition(".")[0] in _KNOWN_PACKAGES
+        names = () if known else _names_in(value.__code__)
+        used = {key: value.__globals__[key] for key in names if key in value.__globals__}
+        kept = [cell.cell_contents for cell in value.__closure__ or ()]
+        state = value.__defaults__, value.__kwdefaults__, kept, used
+        return ["function", *name, _code(value.__code__), *map(of, state)]
+    if dataclasses.is_dataclass(value):
+        return [type(value).__name__, *([f.name, of(getattr(value, f.name))] for f in dataclasses.fields(value))]
     if isinstance(value, dict):
-        return sorted([repr(key), _fingerprint(item)] for key, item in value.items())
+        return sorted([repr(key), of(item)] for key, item in value.items())
     if isinstance(value, (tuple, list)):
-        return list(map(_fingerprint, value))
+        return list(map(of, value))
     if isinstance(value, (set, frozenset)):
-        return sorted(repr(_fingerprint(item)) for item in value)
-    if callable(value):
-        return [
-            "callable",
-            getattr(value, "__module__", ""),
-            getattr(value, "__qualname__", type(value).__qualname__),
-        ]
-    return repr(value)
+        return sorted(repr(of(item)) for item in value)
+    if callable(value) and type(value).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
+        return ["callable", *name, *map(of, _state(value))]
+    return repr(value) if not callable(value) else ["callable", *name, str(value) if name[0] else ""]
+
+
+def _state(instance: Any) -> Iterator[dict[str, Any]]:
+    """What an object has, and what the classes define that are its own or come before torch's."""
+    yield getattr(instance, "__dict__", {})
+    for cls in type(instance).__mro__:
+        if cls.__module__.partition(".")[0] in _KNOWN_PACKAGES:
+            break
+        slots = vars(cls).get("__slots__", ())
+        yield {name: getattr(instance, name, None) for name in ([slots] if isinstance(slots, str) else slots)}
+        plain = {name: of for name, of in vars(cls).items() if not isinstance(of, types.GetSetDescriptorType)}
+        yield {name: of for name, of in plain.items() if name == "__call__" or not name.startswith("__")}
+
+
+# What these define is known by the versions, which are in the key.
+_KNOWN_PACKAGES = ("torch", "fxwrap", "builtins")
 
 
 def _code(code: types.CodeType) -> Any:
@@ -117,9 +156,10 @@ def _code(code: types.CodeType) -> Any:
     return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()
 
 
-def _closure(function: types.FunctionType) -> Any:
-    cells = function.__closure__ or ()
-    return [_fingerprint(cell.cell_contents) for cell in cells if cell.cell_contents is not function]
+def _names_in(code: types.CodeType) -> list[str]:
+    """Names that code and the functions in it look up."""
+    inner = (name for c in code.co_consts if isinstance(c, types.CodeType) for name in _names_in(c))
+    return sorted({*code.co_names, *inner})
 
 
 # -- entries --------------------------------------------------------------------------------------------------------

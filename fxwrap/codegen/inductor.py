@@ -45,9 +45,10 @@ _EMISSION = {
 DEVICE_TABLES = threading.RLock()
 
 
-def inductor_options() -> dict[str, Any]:
-    """Inductor's option names with their present values."""
-    return config.get_config_copy()
+def inductor_options() -> dict[str, tuple[Any, Any]]:
+    """Inductor's option names with their present values and declared types."""
+    declared: Any = config
+    return {name: (value, declared.get_type(name)) for name, value in config.get_config_copy().items()}
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
@@ -106,6 +107,8 @@ def compile_with_inductor(
     # A hit in AOTAutograd's cache compiles nothing, and loads programs.
     base = CompileRequest(options=options, compilation=compilation, torch=torch_functions())
     with requesting(base), extended_cache_key(key):
+        # Whatever they are for others: ``compile_fx`` chooses a way by them.
+        patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled
 
@@ -117,6 +120,7 @@ def _compile_program(
     # Inductor's passes edit the graph, so that a second try needs the first one's input.
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
     kwargs = {**kwargs, "cpp_wrapper": False}
+    kwargs.pop("fx_wrapper", None)
     cudagraphs = kwargs.pop("cudagraphs", None)
     copy_host_scalars(gm)
     try:

@@ -22,7 +22,7 @@ from ..errors import StorageError
 from ..graphs.program import Program
 from ..host_graph.graph_json import Functions, graph_from_data, graph_to_data
 from ..host_graph.listing import list_graph
-from ..host_graph.nodes import Kernel
+from ..host_graph.nodes import Kernel, output_node
 from ..host_graph.stand_ins import StandIns
 from ..pipeline import CompileRequest, restore_program
 from ..plan import ProgramPlan
@@ -108,21 +108,30 @@ def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], 
 
 
 def boxed(compiled: Any, compilation: Compilation | None = None) -> Callable[[list[Any]], Any]:
-    """What Inductor calls: it takes its arguments as a list and empties it, as Inductor's own wrapper does, so that
-    the caller does not keep inputs alive while the program runs.
+    """What Inductor calls: like its own wrapper.
+
+    It takes its arguments as a list and empties it, so that the caller does not keep inputs alive while the program
+    runs; and it returns a sequence, even of one output.
 
     Args:
         compilation: lives as long: reports find the program in it.
     """
 
-    def call(args: list[Any], is_program: bool = isinstance(compiled, Program), of: Any = compilation) -> Any:
-        if is_program:
-            return compiled.run(args)
+    def run(args: list[Any], of: Any = compilation) -> Any:
+        return compiled.run(args)
+
+    def run_for_one(args: list[Any], of: Any = compilation) -> Any:
+        return (compiled.run(args),)
+
+    def call(args: list[Any], of: Any = compilation) -> Any:
         inputs = list(args)
         args.clear()
-        return compiled(*inputs)
+        outputs = compiled(*inputs)
+        return outputs if isinstance(outputs, (list, tuple)) else (outputs,)
 
-    return call
+    if not isinstance(compiled, Program):
+        return call
+    return run if isinstance(output_node(compiled.plan.graph).args[0], (list, tuple)) else run_for_one
 
 
 def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: CompileRequest) -> Program:

@@ -180,9 +180,16 @@ def library_functions() -> dict[str, Callable[..., Any]]:
 
 
 def symbolic_value(symbol: sympy.Expr) -> Any:
-    """A torch.SymInt (or SymFloat, SymBool) that stands for ``symbol``."""
+    """A torch.SymInt (or SymFloat, SymBool) that stands for ``symbol``.
+
+    The traced graph's own, if an input is one: of the size of a jagged tensor no other can be made.
+    """
     from torch._inductor.virtualized import V
 
+    for placeholder in V.graph.orig_gm.graph.find_nodes(op="placeholder"):
+        known = placeholder.meta.get("val")
+        if isinstance(known, torch.SymInt) and known.node.expr == symbol:
+            return known
     env = V.graph.sizevars.shape_env
     if getattr(symbol, "is_integer", False):
         return env.create_symintnode(symbol, hint=None)

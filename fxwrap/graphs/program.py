@@ -474,7 +474,10 @@ class Program:
         )
 
     def _guards(self, prepared: _Prepared, inputs: Sequence[Any]) -> Guards | None:
-        """What native calls must satisfy, whatever recording they replay; None if a unit cannot check it."""
+        """What native calls must satisfy, whatever recording they replay; None if a unit cannot check it.
+
+        ``Recording.make_unit`` adds what is the recording's own: addresses, locks, streams.
+        """
         known = list(zip(self._dynamic, self._key(inputs), strict=True))
         numbers = [(p, value) for (p, how, _), value in known if how is None]
         if not all(type(number) is int for _, number in numbers):

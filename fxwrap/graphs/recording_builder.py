@@ -355,7 +355,7 @@ class RecordingBuilder:
                 value = self._values[self._registers.by_node[node]]
                 if any(tensor.untyped_storage().data_ptr() not in stable for tensor in tensors_in(value)):
                     self._pooled.add(node)
-                self._keep(node, value, bindings)
+                self._bind(node, value, bindings)
 
     def _capture_graph(self, call: BoundCall, partition: int) -> DeviceGraph:
         runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
@@ -424,7 +424,7 @@ class RecordingBuilder:
         refresh = list(zip(registers, buffers, strict=True))
         for node, (register, buffer) in zip(nodes, refresh, strict=True):
             r[register] = buffer
-            self._keep(node, buffer, bindings)
+            self._bind(node, buffer, bindings)
         if refresh:
             lines = list[AnyLine]()
             for register, buffer in refresh:
@@ -449,7 +449,8 @@ class RecordingBuilder:
         indices = self.plan.facts.values.get(node.name)
         return indices is None or not indices.isdisjoint(self._fixed_storages)
 
-    def _keep(self, node: Node, value: Any, bindings: _Bindings) -> None:
+    def _bind(self, node: Node, value: Any, bindings: _Bindings) -> None:
+        """Later work may bind the value: it is at a fixed address."""
         bindings.captured[node] = bindings.common[node] = value
         self._captured_values.append(value)
 

@@ -209,7 +209,7 @@ class Specialization:
     def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
         """No recording fits the addresses of the static inputs.
 
-        A move inside an arena is not counted: an arena has few addresses.
+        A move inside an arena is not counted while there is a recording for each address: an arena has few of them.
         """
 
         def moved_from(recording: Recording) -> list[int]:
@@ -217,9 +217,10 @@ class Specialization:
 
         moved = min(map(moved_from, self.recordings), key=len)
         in_arena = [p for p in moved if SHARED.arenas.owns(inputs[p].data_ptr())]
+        many = len(self.recordings) > _ELSEWHERE  # the next one takes the place of one that is needed again
+        self.moves.update(moved if many else set(moved).difference(in_arena))
         if len(in_arena) == len(moved):
             return Decision(record="inputs lie elsewhere in an arena")
-        self.moves.update(set(moved).difference(in_arena))
         return Decision(record="inputs moved", event="a static input has moved")
 
     def _decide_live(self, recordings: Sequence[Recording]) -> Decision:

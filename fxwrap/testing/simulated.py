@@ -25,6 +25,7 @@ from ..errors import CaptureError
 from ..graphs.arenas import tensor_over, tensors_in
 from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
+from ..graphs.shared_state import SHARED
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,8 @@ class _Memory:
 
     def __init__(self, call: Callable[[], Any]) -> None:
         storages = [tensor.untyped_storage() for value in _works_on(call) for tensor in tensors_in(value)]
+        # Where results of operators are brought to their places, the call is bound to more than its tensors.
+        storages += [arena.block for arena in SHARED.arenas.alive() if arena.block is not None]
         known = {(storage.data_ptr(), storage.nbytes()): storage for storage in storages}
         self._before = [(storage, storage.clone()) for storage in known.values()]
         self._random = torch.get_rng_state()
@@ -294,7 +297,7 @@ class _Memory:
         for index in _stores(call):
             for tensor in tensors_in(_registers(call)[index]):
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in known:
+                if storage.data_ptr() not in known and not SHARED.arenas.owns(storage.data_ptr()):
                     tensor_over(storage, (storage.nbytes(),), (1,), torch.uint8).fill_(255)
 
 

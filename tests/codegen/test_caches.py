@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -543,3 +545,91 @@ def test_a_cache_is_carried_to_another_machine(tmp_path: Path) -> None:
         found.append(json.loads(done.stdout))
     (saved, *missed), (loaded, *hit) = found
     assert loaded == saved and (missed, hit) == ([0, 0], [1, 1])
+
+
+# -- what a key has to know ----------------------------------------------------------------------------------------
+
+_names: list[str] = []
+
+
+def _named(node: Any) -> str | None:
+    return "named" if any(name in str(node.target) for name in _names) else None
+
+
+class Names:
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __call__(self, node: Any) -> str | None:
+        return "named" if any(name in str(node.target) for name in self.names) else None
+
+    def has(self, node: Any) -> str | None:
+        return self(node)
+
+
+class SlottedNames(Names):
+    __slots__ = ()
+
+
+def _predicates(*names: str) -> dict[str, Any]:
+    """Predicates that are alike but for what they know."""
+    nested = lambda known: lambda node: _named(node)
+    return {
+        "an object": Names(*names),
+        "a method": Names(*names).has,
+        "a default": lambda node, known=names: Names(*known)(node),
+        "a closure": lambda node: Names(*names)(node),
+        "a partial": functools.partial(lambda known, node: Names(*known)(node), names),
+        "a global": _named,
+        "a global of a function in it": nested(None),
+        "slots": SlottedNames(*names),
+    }
+
+
+@pytest.mark.usefixtures("caches")
+@pytest.mark.parametrize("how", _predicates())
+def test_rules_that_are_alike_but_for_what_they_know(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second keeps an operator out of captures that the first lets in; and each finds its own entry."""
+    verdicts, before = list[str](), hits()
+    for names in ((), ("mm",), ("mm",)):
+        monkeypatch.setattr(sys.modules[__name__], "_names", list(names))
+        rule = fxwrap.EagerRule("rule", predicate=_predicates(*names)[how])
+        f = compile_anew(lambda x: (x @ x).sin(), options={"capture": "always", "eager_ops": [rule]})
+        f(torch.randn(4, 4))
+        verdicts.append(fxwrap.report(f).graphs[0].partitions[0].verdict.value)
+        if len(verdicts) == 2:
+            assert hits() == before
+    assert verdicts == ["captured", "eager", "eager"]
+    assert hits() > before
+
+
+class _Versioned(fxwrap.FxwrapCodegen):
+    uuid = "1"
+
+    def passes(self) -> Any:
+        return [lambda gm: None]
+
+
+def _edited(seen: list[int], version: int, base: type, hook: str) -> type:
+    """A subclass as it stands in one process, and in the next."""
+
+    original = getattr(base, hook)
+
+    def overridden(self: Any, *args: Any) -> Any:
+        seen.append(version)
+        return original(self, *args)
+
+    return type("Edited", (base,), {hook: overridden})
+
+
+@pytest.mark.usefixtures("caches")
+@pytest.mark.parametrize("base", [_Versioned, fxwrap.FxwrapCodegen])
+@pytest.mark.parametrize("hook", ["passes", "run_wrapper_ir_passes"])
+def test_a_uuid_speaks_for_the_class_that_has_it_alone(base: type, hook: str) -> None:
+    """What a subclass of it changes is not cached; nor is any other method of Inductor's wrapper."""
+    for version in (1, 2):
+        seen = list[int]()
+        f = compile_anew(lambda x: (x @ x).cos(), options={"codegen": _edited(seen, version, base, hook)})
+        f(torch.randn(4, 4))
+        assert seen == [version]
+        assert list(fxwrap.stats(f)["not_stored"]) == [f"what Edited compiles: it changes {hook}, and has no uuid"]

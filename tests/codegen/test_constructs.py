@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled, assert_same, freezes, inductor, tensors_in
+from torch._inductor import config
 from torch._inductor.codegen.wrapper import WrapperLine
 from torch.fx import Graph, GraphModule
+from torch.utils._pytree import tree_map_only
 
 import fxwrap
 from fxwrap.host_graph.listing import list_graph
@@ -1029,3 +1031,68 @@ def test_explanations_name_the_users_code() -> None:
     assert "while_loop_body_graph_0 = graph\n    " in listing
     # Kernels of branches and bodies are shown, too.
     assert all(f"launch {kernel.name}(" in listing for kernel in graph.kernels) and len(graph.kernels) >= 5
+
+
+class Box(torch.Tensor):
+    """A subclass around one tensor. AOTAutograd takes it apart and makes it again."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Box:
+        how = {"strides": inner.stride(), "dtype": inner.dtype, "requires_grad": inner.requires_grad}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **how)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Box:
+        return Box(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Box, lambda box: box.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Box, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_subclass_around_one_tensor_in_a_graph_with_one_output(compiled: Any, training: bool) -> None:
+    """Inductor's wrapper returns a list, even of one output, and whoever unwraps the subclass takes its first."""
+    f: Any = compiled(lambda x: x * 2)
+    for _ in range(4):
+        x = Box(torch.arange(12.0).reshape(3, 4)).requires_grad_(training)
+        y = f(x)
+        assert torch.equal(y.inner, torch.arange(12.0).reshape(3, 4) * 2)
+        if training:
+            y.sum().backward()
+            assert torch.equal(x.grad.inner, torch.full((3, 4), 2.0))
+
+
+@torch.no_grad()
+def test_jagged_tensors(compiled: Any) -> None:
+    """The size of the jagged dimension is a number of its own kind, and an input of the graph."""
+    n = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
+    linear = torch.nn.Linear(4, 4)
+    for g in (lambda n: n.sin() * 2 + 1, lambda n: n.values().sum(), linear):
+        f: Compiled = compiled(g, options={"strict": True})
+        for _ in range(4):
+            got, expected = f(n), g(n)
+            if got.is_nested:
+                got, expected = got.values(), expected.values()
+            torch.testing.assert_close(got, expected)
+        assert f.program.counters.replays
+
+
+@pytest.mark.parametrize("name", ["cpp_wrapper", "fx_wrapper"])
+def test_whatever_wrapper_the_process_has_chosen_for_inductor(compiled: Any, name: str) -> None:
+    """As TORCHINDUCTOR_CPP_WRAPPER=1 does."""
+    with config.patch(name, True):
+        f: Compiled = compiled(lambda x: (x.sin() @ x).cos(), options={"strict": True})
+        for _ in range(4):
+            x = torch.randn(4, 4)
+            torch.testing.assert_close(f(x), (x.sin() @ x).cos())
+        assert f.program.counters.replays and getattr(config, name)

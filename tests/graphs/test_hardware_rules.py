@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ from conftest import Compiled, freezes, launches, launches_compared, on_simulate
 import fxwrap
 from fxwrap.codegen import torch_runtime
 from fxwrap.errors import CaptureError
-from fxwrap.graphs.arenas import Arena, ArenaPool
+from fxwrap.graphs.arenas import Arena, ArenaPool, tensor_over
 from fxwrap.graphs.devices.cpu_graph import issue
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
+from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.program import Program
 from fxwrap.testing.simulated import SIMULATED, Rules, SimulatedGraph, SimulatedRuntime, simulated
 
@@ -348,6 +350,20 @@ def test_captured_work_waits_for_a_replay(here: SimulatedRuntime) -> None:
     kinder = simulated(Rules(captured_work_waits=False))
     _capture(kinder, lambda: out.add_(x))
     assert out.eq(3).all() and kinder.runs_while_capturing and not here.runs_while_capturing
+
+
+#   arena   | other values, 7 | where work writes |      work knows the place through an object of its own
+def test_captured_work_leaves_all_of_an_arena_as_it_was(here: SimulatedRuntime, own_arenas: ArenaPool) -> None:
+    """Results of operators are brought to places that other values have until then."""
+    arena = own_arenas.acquire(torch.device("cpu"), None, LockOwner(), [])
+    arena.resize(256)
+    assert arena.block is not None
+    arena.block.copy_(torch.full((256,), 7, dtype=torch.uint8).untyped_storage())
+    hidden = SimpleNamespace(place=tensor_over(arena.storage(64, 64), (16,), (1,), torch.float32))
+    graph = _capture(here, lambda: hidden.place.fill_(1.0))
+    assert set(arena.block.tolist()) == {7}
+    graph.replay()
+    assert hidden.place.eq(1).all() and arena.block.tolist()[:64] == [7] * 64
 
 
 def test_what_is_drawn_in_a_capture_is_drawn_at_replays(here: SimulatedRuntime) -> None:

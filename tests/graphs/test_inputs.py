@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, assert_same, freezes, inductor, tensors_in
+from conftest import Compiled, assert_same, freezes, inductor, on_simulated, tensors_in
 
 from fxwrap.graphs.ranges import copies_to_inputs
 
@@ -421,3 +421,23 @@ def test_an_offset_that_counts_from_the_start_of_an_inputs_storage(
         torch.testing.assert_close(f(x), torch.view_as_real(torch.as_strided(x, (2, 2), (6, 1), 3) * 1j))
     counters = f.program.counters
     assert counters.replays == 2 or any("start of an input's storage" in reason for reason in counters.eager)
+
+
+#   arena   | w0 | w1 | ... | w7 |      weight.data = w0, w1, ... in turn; recordings for four addresses are kept
+@torch.no_grad()
+def test_a_parameter_that_lies_at_many_places_of_an_arena_in_turn(compiled: Any, own_arenas: Any) -> None:
+    """Weights that another program makes: after a few moves the parameter is copied like any other input."""
+    with on_simulated() as device:
+        make: Compiled = compiled(lambda x: tuple((x + k).cos() @ x for k in range(8)))
+        model, x = torch.nn.Linear(8, 8).to(device), torch.ones(8, 8, device=device)
+        f: Compiled = compiled(lambda x: model(x).relu())
+        for _ in range(6):
+            weights = None
+            weights = make(x)
+        assert weights is not None
+        for call in range(60):
+            model.weight.data = weights[call % 8]
+            expected = torch.nn.functional.linear(x, weights[call % 8], model.bias).relu()
+            torch.testing.assert_close(f(x), expected, rtol=1e-4, atol=1e-4)
+        counters = f.program.counters
+        assert sum(counters.recordings.values()) <= 10 and counters.replays >= 45, counters.to_dict()
