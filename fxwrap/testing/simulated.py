@@ -283,7 +283,8 @@ class _Memory:
     def __init__(self, call: Callable[[], Any]) -> None:
         storages = [tensor.untyped_storage() for value in _works_on(call) for tensor in tensors_in(value)]
         # Where results of operators are brought to their places, the call is bound to more than its tensors.
-        storages += [arena.block for arena in SHARED.arenas.alive() if arena.block is not None]
+        mine = (arena for arena in SHARED.arenas.alive() if arena.lock.is_this_thread_s())
+        storages += [arena.block for arena in mine if arena.block is not None]
         known = {(storage.data_ptr(), storage.nbytes()): storage for storage in storages}
         self._before = [(storage, storage.clone()) for storage in known.values()]
         self._random = torch.get_rng_state()

@@ -74,12 +74,7 @@ def test_training(device: torch.device, compiled: Any, no_kernels: None) -> None
     train(compiled, torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.GELU(), torch.nn.GroupNorm(2, 4)))
 
 
-def test_training_with_batch_normalisation(
-    device: torch.device, compiled: Any, no_kernels: None, request: pytest.FixtureRequest
-) -> None:
-    if request.node.callspec.params["device"] == "simulated":
-        # The call that records gives wrong gradients, the replays after it right ones: not found yet.
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_training_with_batch_normalisation(device: torch.device, compiled: Any, no_kernels: None) -> None:
     train(compiled, torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.GELU()))
 
 

@@ -355,7 +355,8 @@ def test_captured_work_waits_for_a_replay(here: SimulatedRuntime) -> None:
 #   arena   | other values, 7 | where work writes |      work knows the place through an object of its own
 def test_captured_work_leaves_all_of_an_arena_as_it_was(here: SimulatedRuntime, own_arenas: ArenaPool) -> None:
     """Results of operators are brought to places that other values have until then."""
-    arena = own_arenas.acquire(torch.device("cpu"), None, LockOwner(), [])
+    call = LockOwner()
+    arena = own_arenas.acquire(torch.device("cpu"), None, call, [])
     arena.resize(256)
     assert arena.block is not None
     arena.block.copy_(torch.full((256,), 7, dtype=torch.uint8).untyped_storage())

