@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -192,11 +193,22 @@ def torch_functions() -> TorchFunctions:
         below_autograd=below_autograd,
         below_modes=below_modes,
         saved_tensors_hooks=saved_tensors_hooks,
-        without_modes=_disable_current_modes,
+        without_modes=without_modes,
         profiling=profiling,
         traces=ProgramTraces.of,
         native=native_replay,
     )
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Outside of everybody's tracing: no dispatch modes, and no kernels of the meta device.
+
+    A finalizer may run while fake tensors have a kernel answer for the meta device: then every operator does so.
+    """
+    with _disable_current_modes(), torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(False)
+        yield
 
 
 def wrapper_functions() -> dict[str, Callable[..., Any]]:

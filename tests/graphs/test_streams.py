@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from fxwrap.graphs.arenas import AT_ONE_TIME, ArenaPool
 from fxwrap.graphs.devices import runtime as device_graph
@@ -236,8 +237,9 @@ def test_if_one_thread_had_warmed_up_for_all_a_capture_would_fail(
     assert any("making a library's handle" in event for event in counters["events"]), counters
 
 
+@pytest.mark.parametrize("in_kernel", [False, True])
 def test_a_recording_that_is_collected_while_another_program_is_traced(
-    compiled: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    compiled: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, in_kernel: bool
 ) -> None:
     """Its memory is kept until the device is done with it; tracing is none of its business."""
     f: Compiled = compiled(lambda x: x.sin() + 1)
@@ -249,7 +251,8 @@ def test_a_recording_that_is_collected_while_another_program_is_traced(
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     monkeypatch.setattr(sys, "excepthook", lambda *error: raised.append(error))
     del recording
-    with FakeTensorMode():
+    # ... and also where fake tensors have a kernel of the meta device answer.
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode) if in_kernel else contextlib.nullcontext():
         f.program.specializations.clear()
         gc.collect()
     assert gone() is None and not raised
