@@ -91,20 +91,22 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(value: Any, inside: tuple[int, ...] = ()) -> Any:
+def _fingerprint(value: Any, inside: tuple[int, ...] = (), told: set[int] | None = None) -> Any:
     """A description that is equal in every process, and differs if the value behaves differently.
 
     Of a function: its code, defaults, what its closure has, and the globals that it names.
 
     Args:
         inside: what this is part of, by ``id``.
+        told: functions that are described already. Many may name one, which is told of once.
     """
+    told = set() if told is None else told
     if id(value) in inside:
         return "itself"
     inside = (*inside, id(value))
 
     def of(part: Any) -> Any:
-        return _fingerprint(part, inside)
+        return _fingerprint(part, inside, told)
 
     if isinstance(value, functools.partial):
         return ["partial", of(value.func), of(value.args), of(dict(value.keywords))]
@@ -116,6 +118,9 @@ def _fingerprint(value: Any, inside: tuple[int, ...] = ()) -> Any:
         return ["method", of(value.__func__), of(value.__self__)]
     name = [getattr(value, "__module__", ""), getattr(value, "__qualname__", type(value).__qualname__)]
     if isinstance(value, types.FunctionType):
+        if id(value) in told:
+            return ["function", *name]
+        told.add(id(value))
         known = str(name[0]).partition(".")[0] in _KNOWN_PACKAGES
         names = () if known else _names_in(value.__code__)
         used = {key: value.__globals__[key] for key in names if key in value.__globals__}

@@ -25,6 +25,7 @@ from torch._inductor.codecache import FxGraphCache, PyCodeCache
 from torch._logging._internal import trace_log
 
 import fxwrap
+from fxwrap.codegen.caches import _fingerprint
 from fxwrap.codegen.inductor import _EMISSION
 from fxwrap.codegen.stored_program import functions
 from fxwrap.errors import EmissionError
@@ -633,3 +634,15 @@ def test_a_uuid_speaks_for_the_class_that_has_it_alone(base: type, hook: str) ->
         f(torch.randn(4, 4))
         assert seen == [version]
         assert list(fxwrap.stats(f)["not_stored"]) == [f"what Edited compiles: it changes {hook}, and has no uuid"]
+
+
+def test_functions_that_name_each_other_are_told_of_once() -> None:
+    """Each of thirty names the next one twice: there are 2 ** 30 ways to the last."""
+    space: dict[str, Any] = {}
+    for number in range(30):
+        exec(f"def g{number}(node): return f{number + 1}(node)", space)
+        exec(f"def f{number}(node): return g{number}(node) or f{number + 1}(node)", space)
+    space["f30"] = lambda node: None
+    before = repr(_fingerprint(space["f0"]))
+    space["f30"] = lambda node: "last"
+    assert len(before) < 100_000 and repr(_fingerprint(space["f0"])) != before
