@@ -26,7 +26,7 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.host_graph.nodes import launch, reinterpret
+from fxwrap.host_graph.nodes import Kind, kind_of, launch, reinterpret
 from fxwrap.packing import Reserved
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.verify import verify_memory
@@ -207,11 +207,24 @@ class Case:
                     return f"{facts.storages[index].name}, in steps {region.begin} to {region.end - 1}"
         return ""
 
+    @property
+    def calls(self) -> list[str]:
+        """The library calls of its schedule."""
+        return [node.name for node in self.plan.schedule if kind_of(node) is Kind.EXTERN]
+
     def calls_again(
-        self, facts: StorageFacts | None = None, donated: Sequence[tuple[int, tuple[str, ...]]] = ()
+        self,
+        facts: StorageFacts | None = None,
+        donated: Sequence[tuple[int, tuple[str, ...]]] = (),
+        workspace: Mapping[str, int] | None = None,
     ) -> Planned:
-        """Where no address is frozen: there are no places, and no arena that others have outputs in."""
-        plan = replace(self.plan, facts=facts or self.plan.facts)
+        """Where no address is frozen: there are no places, and no arena that others have outputs in.
+
+        Args:
+            workspace: bytes that library calls are known to take; None: none of them takes any.
+        """
+        known = dict.fromkeys(self.calls, 0) if workspace is None else workspace
+        plan = replace(self.plan, facts=facts or self.plan.facts, workspace=known)
         return Planned(plan, {}, {}, frozen=False, donated=tuple(donated))
 
     def plan_with(self, facts: StorageFacts | None = None) -> MemoryPlan:

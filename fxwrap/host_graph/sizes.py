@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -46,12 +47,16 @@ def concrete(value: Any, symbol_values: Mapping[Node, Any]) -> Any:
     return None if missing else result
 
 
-def number_at(value: Any, symbol_values: Mapping[Node, Any]) -> int | None:
+def symbols_at(symbol_values: Mapping[Node, Any]) -> dict[Any, int]:
+    """The symbolic expressions that nodes stand for, with their values at concrete sizes."""
+    known = ((node.meta.get("val"), number) for node, number in symbol_values.items())
+    return {val.node.expr: sympy.Integer(number) for val, number in known if isinstance(val, torch.SymInt)}
+
+
+def number_at(value: Any, symbols: Mapping[Any, int]) -> int | None:
     """A size at concrete sizes; None if they do not tell."""
     if isinstance(value, int):
         return value
-    known = ((node.meta.get("val"), number) for node, number in symbol_values.items())
-    symbols = {val.node.expr: number for val, number in known if isinstance(val, torch.SymInt)}
     found = value.node.expr.xreplace(symbols)
     return int(found) if found.is_Integer else None
 
@@ -70,9 +75,18 @@ def hint(number: Any) -> int | None:
 def hinted_layout(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Size and stride that a fake tensor had when the program was compiled; None if one is data-dependent,
     and for what is no strided tensor."""
+    return _layout(value, hint)
+
+
+def layout_at(value: Any, symbols: Mapping[Any, int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Size and stride of a fake tensor at concrete sizes; None if these do not tell, and for no strided tensor."""
+    return _layout(value, lambda number: number_at(number, symbols))
+
+
+def _layout(value: Any, number: Callable[[Any], int | None]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    size, stride = (tuple(hint(n) for n in each) for each in (value.size(), value.stride()))
+    size, stride = (tuple(number(n) for n in each) for each in (value.size(), value.stride()))
     return None if None in size or None in stride else (size, stride)  # type: ignore[return-value]
 
 

@@ -39,8 +39,9 @@ def analyse_storages(gm: GraphModule) -> StorageFacts:
     return _Analysis(gm).run()
 
 
-def inputs_that_may_overlap(gm: GraphModule, facts: StorageFacts) -> Mapping[int, frozenset[int]]:
-    """For each input's storage, those of all inputs on its device, where one of them is written.
+def overlap_groups(gm: GraphModule, facts: StorageFacts) -> Mapping[int, int]:
+    """Storages of inputs that may overlap at a call, with a number below zero for each group: all inputs on a device,
+    where one of them is written.
 
     Inputs that did not overlap when the program was compiled may do so at a call: nothing guards that. Inductor runs
     its program in one order, which is what such a call means.
@@ -50,7 +51,8 @@ def inputs_that_may_overlap(gm: GraphModule, facts: StorageFacts) -> Mapping[int
     for node in gm.graph.nodes:
         if kind_of(node) is Kind.PLACEHOLDER and isinstance(val := node.meta.get("val"), torch.Tensor):
             on_device[str(val.device)] |= facts.of(node)
-    return {index: frozenset(group) for group in on_device.values() if group & written for index in group}
+    groups = [group for group in on_device.values() if group & written]
+    return {index: -1 - number for number, group in enumerate(groups) for index in group}
 
 
 class _Analysis:

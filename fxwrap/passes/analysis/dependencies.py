@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
 from ...plan import StorageFacts
-from .aliasing import inputs_that_may_overlap
+from .aliasing import overlap_groups
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -37,8 +37,7 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     last_write: dict[int, Node] = {}
     reads_since: dict[int, list[Node]] = defaultdict(list)
     last_in_order: dict[str, Node] = {}
-    # One number for the inputs on a device, beside those of their storages.
-    groups = {index: -1 - min(group) for index, group in inputs_that_may_overlap(gm, facts).items()}
+    groups = overlap_groups(gm, facts)
 
     def with_groups(storages: frozenset[int]) -> frozenset[int]:
         return storages.union(groups[index] for index in storages if index in groups)

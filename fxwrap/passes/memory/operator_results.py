@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import by_name, communicates, only_computes, output_node
-from ...host_graph.sizes import number_at
+from ...host_graph.sizes import number_at, symbols_at
 from ...plan import Origin, StorageFacts
 
 
@@ -41,7 +41,7 @@ def placeable_results(
     nodes = by_name(gm)
     begun = frozenset[str]().union(*facts.awaited.values(), facts.awaited)
     in_communication = facts.named_in(map(nodes.__getitem__, begun))
-    found: dict[int, int] = {}
+    symbols, found = symbols_at(symbol_values), dict[int, int]()
     for storage in facts.storages:
         node = nodes[storage.node]
         if storage.origin is not Origin.EXTERN or storage.index in in_communication:
@@ -57,7 +57,7 @@ def placeable_results(
         value = storage.value(node)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device != device:
             continue
-        if nbytes := number_at(value.untyped_storage().nbytes(), symbol_values):
+        if nbytes := number_at(value.untyped_storage().nbytes(), symbols):
             found[storage.index] = nbytes
     return found
 

@@ -111,12 +111,14 @@ def _offered_spans(
 def _plan_calls(requirements: Requirements) -> MemoryPlan:
     """Memory of one call: temporaries share regions; the rest is allocated per call.
 
-    The peak is no higher than if each storage were allocated separately, from first to last use.
+    The peak is no higher than if each storage were allocated separately, from first to last use. In a step in which
+    nobody knows what else is taken, regions therefore take no more than the storages in them.
     """
     own = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
     others = [*unplanned, *(b for index, b in own.items() if index not in requirements.temporaries)]
     peak_limit, alignment = most_alive([*unplanned, *own.values()]), _alignment(_CPU)
+    others += [Buffer("unknown", peak_limit, step, step + 1) for step in requirements.unknown]
     shared = share_regions(requirements.temporaries, others, peak_limit, alignment, requirements.apart)
     regions = [Region(_CPU, one.begin, one.end, one.size, alignment) for one in shared]
     plan = _assign_homes(requirements, regions, [one.offsets for one in shared], Home.CALL)

@@ -22,10 +22,11 @@ from ...host_graph.nodes import (
     operator_name,
     output_node,
 )
-from ...host_graph.sizes import concrete, hinted_layout, storage_bytes
+from ...host_graph.sizes import concrete, hinted_layout, layout_at, storage_bytes, symbols_at
 from ...packing import Buffer
 from ...plan import Origin, Planned, ProgramPlan, StorageFacts
 from .operator_results import placeable_results
+from .workspace import needs_no_workspace, same_layouts
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class Requirements:
 
     Attributes:
         planned: storages that the plan places, by device, each with its index.
-        unplanned: what operators allocate themselves, if its size was known when the program was compiled: by device,
-            with the storage's index, or None for workspace.
+        unplanned: what operators allocate themselves, as far as its size is known: by device, with the storage's
+            index, or None for workspace.
+        unknown: steps in which memory of unknown size is taken, too: data-dependent, or workspace that was not
+            measured at these sizes.
         temporaries: allocated storages of known size that are never live after a call, in the steps that name them;
             none where addresses are frozen.
         apart: temporaries that need a region of their own: an operator counts from the start of their storage.
@@ -47,6 +50,7 @@ class Requirements:
     facts: StorageFacts
     planned: Mapping[torch.device, list[tuple[int, Buffer]]]
     unplanned: Mapping[torch.device, list[tuple[int | None, Buffer]]]
+    unknown: frozenset[int]
     sizes: Mapping[int, int]
     outputs: frozenset[int]
     handed_out: frozenset[int]
@@ -87,7 +91,11 @@ class Requirements:
         end = len(program.schedule) + 1
         sizes, buffers = _planned_buffers(planned, ranges, results, handed_out, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
-        unplanned = _unplanned(planned, ranges, handed_out, end, placed)
+        symbols = symbols_at(planned.symbol_values)
+        results_at = _sizes_of_results(program, symbols)
+        workspace = _workspace_at(program, symbols)
+        unplanned = _unplanned(planned, ranges, handed_out, end, placed, results_at, workspace)
+        unknown = _unknown_steps(program, ranges, {**sizes, **results_at}, workspace)
         temporaries = {
             index: Buffer(program.facts.storages[index].name, sizes[index], *steps)
             for index, steps in (_temporaries(program).items() if not planned.frozen else ())
@@ -97,6 +105,7 @@ class Requirements:
             facts=program.facts,
             planned=buffers,
             unplanned=unplanned,
+            unknown=unknown,
             sizes=sizes,
             outputs=outputs,
             handed_out=handed_out,
@@ -104,7 +113,7 @@ class Requirements:
             temporaries=temporaries,
             apart=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
             donated=_donated(planned, ranges, handed_out, end),
-            copies=_copies(planned, placed) if planned.frozen else 0,
+            copies=_copies(program, placed, results_at) if planned.frozen else 0,
             end=end,
         )
 
@@ -247,24 +256,50 @@ def _placed_results(planned: Planned) -> dict[int, int]:
     return placed
 
 
+def _sizes_of_results(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[int, int]:
+    """Bytes of what operators allocate for their results, by storage; data-dependent ones are missing."""
+    sizes = {}
+    for storage in program.facts.storages:
+        if storage.origin is Origin.EXTERN:
+            value = storage.value(program.nodes[storage.node])
+            if (layout := layout_at(value, symbols)) is not None:
+                sizes[storage.index] = storage_bytes(*layout, value.dtype)
+    return sizes
+
+
+def _workspace_at(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[str, int]:
+    """Bytes of workspace, by node, where it is known: it was measured at the sizes that the program was compiled for,
+    and is another one at others."""
+    extern = [node for node in program.schedule if kind_of(node) is Kind.EXTERN]
+    without = {node.name: 0 for node in extern if needs_no_workspace(node)}
+    alike = [node.name for node in extern if node.name in program.workspace and same_layouts(node, symbols)]
+    return {**without, **{name: program.workspace[name] for name in alike}}
+
+
 def _unplanned(
     planned: Planned,
     ranges: Mapping[int, tuple[int, int]],
     handed_out: frozenset[int],
     end: int,
     placed: Collection[int],
+    sizes: Mapping[int, int],
+    workspace: Mapping[str, int],
 ) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
     """What operators allocate themselves: results, from the call that makes them to the last use, and workspace.
 
     A result that is copied to its place in the plan lives until the end of its partition.
+
+    Args:
+        sizes: bytes of results, by storage.
+        workspace: bytes, by node.
     """
     program = planned.program
     steps = {node.name: step for step, node in enumerate(program.schedule)}
-    sizes = hinted_sizes(program.graph, program.facts)
     unplanned: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
-    for name, nbytes in program.workspace.items():
-        buffer = Buffer(f"{name} workspace", nbytes, steps[name], steps[name] + 1)
-        unplanned[program.device].append((None, buffer))
+    for name, nbytes in workspace.items():
+        if nbytes:
+            buffer = Buffer(f"{name} workspace", nbytes, steps[name], steps[name] + 1)
+            unplanned[program.device].append((None, buffer))
     ends = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
     for storage in program.facts.storages:
         if storage.index in placed and planned.places_results:
@@ -280,11 +315,27 @@ def _unplanned(
     return unplanned
 
 
-def _copies(planned: Planned, placed: Collection[int]) -> int:
+def _unknown_steps(
+    program: ProgramPlan,
+    ranges: Mapping[int, tuple[int, int]],
+    sizes: Mapping[int, int],
+    workspace: Mapping[str, int],
+) -> frozenset[int]:
+    """Steps with library calls whose workspace is not known, or with storages whose sizes are not."""
+    found = {
+        step
+        for step, node in enumerate(program.schedule)
+        if kind_of(node) is Kind.EXTERN and node.name not in workspace
+    }
+    for storage in program.facts.storages:
+        if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in sizes:
+            found.update(range(*ranges.get(storage.index, (0, 0))))
+    return frozenset(found)
+
+
+def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, int]) -> int:
     """Bytes of the results of eager work that graphs read and that are not planned: copied to static buffers."""
-    program = planned.program
-    eager = set(program.schedule) - program.captured_work
-    sizes, copied = hinted_sizes(program.graph, program.facts), 0
+    eager, copied = set(program.schedule) - program.captured_work, 0
     for index in program.facts.named_in(program.captured_work).difference(placed):
         node = program.maker(index)
         if node in eager and not program.verdicts[node.name].data_dependent:

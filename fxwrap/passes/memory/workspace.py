@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name
-from ...host_graph.sizes import hint, hinted_layout
+from ...host_graph.sizes import hint, hinted_layout, layout_at, number_at
 from ...plan import Allocations
 
 # They work in memory that their library keeps.
@@ -23,7 +23,8 @@ def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[s
     """Bytes that calls allocate beyond what they return, at most at one time, by node.
 
     Each kind of call runs once in a process, on zeros of the sizes that the program was compiled for. What cannot be
-    run so (custom operators, operands that are no tensors or numbers) is missing, as is all work on accelerators.
+    run so (custom operators, operands that are no tensors or numbers) is missing, as is all work on accelerators, and
+    what needs none at any size.
     """
     kinds: dict[Hashable, list[Node]] = {}
     for node in nodes:
@@ -34,9 +35,37 @@ def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[s
         for kind in unknown:
             if (nbytes := _measure(kinds[kind][0], allocations)) is not None:
                 _MEASURED[kind] = nbytes
-    return {
-        node.name: nbytes for kind, alike in kinds.items() if (nbytes := _MEASURED.get(kind, 0)) for node in alike
-    }
+    return {node.name: _MEASURED[kind] for kind, alike in kinds.items() if kind in _MEASURED for node in alike}
+
+
+def needs_no_workspace(node: Node) -> bool:
+    """Whether a call takes none at any size: products of matrices that the library reads as they lie."""
+    if operator_name(node) not in _WITHOUT or _type_of(node) not in (torch.float32, torch.float64):
+        return False
+    factors = [arg for arg in node.args if isinstance(arg, Node)][-2:]
+    return all(_reads_as_it_lies(factor.meta.get("val")) for factor in factors)
+
+
+def _reads_as_it_lies(value: Any) -> bool:
+    """Whether a matrix lies row by row, or column by column; of any other the library makes a copy."""
+    if (layout := hinted_layout(value)) is None or len(layout[0]) < 2:
+        return False
+    (rows, columns), (row, column) = layout[0][-2:], layout[1][-2:]
+    return (column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows))
+
+
+def same_layouts(node: Node, symbols: Mapping[Any, int]) -> bool:
+    """Whether all that a call takes and returns has the sizes that the program was compiled for."""
+    values = [found.meta.get("val") for found in (node, *node.all_input_nodes)]
+    return all(_same(value, symbols) for value in values)
+
+
+def _same(value: Any, symbols: Mapping[Any, int]) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_same(one, symbols) for one in value)
+    if isinstance(value, torch.SymInt):
+        return number_at(value, symbols) == hint(value)
+    return not isinstance(value, torch.Tensor) or layout_at(value, symbols) == hinted_layout(value)
 
 
 class _Unknown(Exception):
@@ -47,7 +76,7 @@ def _kind_of_call(node: Node) -> Hashable | None:
     """What tells calls apart that may take different workspace; None for one that is not run."""
     if kind_of(node) is not Kind.EXTERN or not only_computes(node) or "effect" in node.meta:
         return None
-    if operator_name(node) in _WITHOUT and _type_of(node) in (torch.float32, torch.float64):
+    if needs_no_workspace(node):
         return None
     try:
         return str(node.target), repr(torch.fx.map_arg((node.args, node.kwargs), _description))
@@ -80,7 +109,7 @@ def _measure(node: Node, allocations: Allocations) -> int | None:
         function = node.meta.get("call", node.target)
         changes = allocations(lambda: function(*args, **kwargs))
     except Exception:
-        return 0  # zeros do not suit it
+        return None  # zeros do not suit it
     if changes is None:
         return None
     held = list(itertools.accumulate(changes))

@@ -24,7 +24,7 @@ from ...host_graph.nodes import (
     schema_of,
 )
 from ...plan import Origin, StorageFacts
-from ..analysis.aliasing import analyse_storages, inputs_that_may_overlap
+from ..analysis.aliasing import analyse_storages, overlap_groups
 
 # What kernels for accelerators take for granted of the buffers that they are given, in bytes.
 _ALIGNMENT = 16
@@ -102,30 +102,33 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
 
 @dataclass(frozen=True)
 class _Uses:
-    """When storages are written and read, by position in the graph."""
+    """When storages are written and read, by position in the graph; groups of inputs, when one of them is."""
 
     position: dict[Node, int]
     writes: dict[int, list[int]]
     last_read: dict[int, int]
-    may_overlap: Mapping[int, frozenset[int]]
+    groups: Mapping[int, int]
 
     @classmethod
     def of(cls, gm: GraphModule, facts: StorageFacts) -> _Uses:
         position = {node: index for index, node in enumerate(gm.graph.nodes)}
         writes: dict[int, list[int]] = defaultdict(list)
         last_read: dict[int, int] = {}
+        groups = overlap_groups(gm, facts)
         for node, index in position.items():
             for storage in facts.writes(node):
                 writes[storage].append(index)
+                if storage in groups:
+                    writes[groups[storage]].append(index)
             for storage in facts.reads(node):
                 last_read[storage] = index
-        return cls(position, writes, last_read, inputs_that_may_overlap(gm, facts))
+        return cls(position, writes, last_read, groups)
 
     def tell_apart(self, copy: Node, own: frozenset[int], base: frozenset[int]) -> bool:
         """Whether a write makes a difference between a copy and a view."""
         begin = self.position[copy]
         end = max((self.last_read.get(index, begin) for index in own), default=begin)
-        sources = base.union(*(self.may_overlap.get(index, _NONE) for index in base))
+        sources = {*base, *(self.groups[index] for index in base if index in self.groups)}
         between = any(begin < write <= end for index in sources for write in self.writes.get(index, ()))
         return between or any(self.writes.get(index) for index in own)
 
