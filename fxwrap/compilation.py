@@ -21,6 +21,7 @@ class Compilation:
         pieces: Dynamo's id of each piece that was compiled, and the code that it is a piece of.
         callers: what ``torch.compile`` had made and was running then.
         skipped: the code that was running inside of these as it is, for Dynamo had skipped it.
+        lines: the user's lines that its graph was traced from (``codegen/user_lines.py``); None if nobody traced one.
         seconds: that the call of the backend took; what is compiled later (a backward) is not in it.
     """
 
@@ -30,6 +31,7 @@ class Compilation:
     pieces: list[tuple[Any, weakref.ref[Any]]] = field(default_factory=list)
     callers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     skipped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    lines: Any = None
     seconds: float = 0.0
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from .emission import FxwrapCodegen
 from .library_calls import prepare
 from .request import requesting
 from .torch_runtime import torch_functions
+from .user_lines import UserLines
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ def compile_with_inductor(
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
     key = cache_key(options, devices, shared_storages(example_inputs))
+    if compilation is not None:
+        compilation.lines = UserLines.of(gm)
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         request = CompileRequest(

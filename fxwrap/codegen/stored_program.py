@@ -33,6 +33,7 @@ from .kernels import load_kernels, loaded_kernel
 from .request import current_request, handed_over
 from .stored_kernels import stored_kernel
 from .torch_runtime import size_functions, wrapper_functions
+from .user_lines import UserLines
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,11 @@ def _data_of(compiled: Callable[..., Any]) -> Any:
     plan = compiled.plan
     if plan.calls:
         raise StorageError("a partition that compile_partition compiled", expected="a program of fxwrap's alone")
-    return {"graph": graph_to_data(plan.graph, functions()), "plan": to_data(plan)}
+    data = {"graph": graph_to_data(plan.graph, functions()), "plan": to_data(plan)}
+    compilation = current_request().compilation
+    if compilation is not None and compilation.lines is not None:
+        data["traced"] = compilation.lines.to_data()
+    return data
 
 
 def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], Any]:
@@ -137,6 +142,11 @@ def boxed(compiled: Any, compilation: Compilation | None = None) -> Callable[[li
 def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: CompileRequest) -> Program:
     if (reason := data.get("not stored")) is not None:
         raise StorageError(reason)
+    now = request.compilation.lines if request.compilation is not None else None
+    if "traced" in data and now is not None:
+        stored = [{**data["graph"], "modules": []}, data["plan"]]
+        graph, plan = UserLines.from_data(data["traced"]).renamed(stored, now)
+        data = {"graph": {**graph, "modules": data["graph"]["modules"]}, "plan": plan}
     texts: list[str] = data["graph"]["modules"]
     modules = list(map(load_kernels, texts))
 
@@ -148,8 +158,8 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: Compil
         return found
 
     with no_garbage_collection():
-        graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
-        return restore_program(from_data(ProgramPlan, data["plan"], graph=graph), request)
+        host_graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
+        return restore_program(from_data(ProgramPlan, data["plan"], graph=host_graph), request)
 
 
 def functions() -> Functions:

@@ -166,8 +166,7 @@ class _Writer:
             if key in meta:
                 found[key] = meta[key]
         if where := last_frame(meta.get("stack_trace") or ""):
-            line, _, code = where.partition(": ")
-            found["line"] = [line, code]
+            found["line"] = where
         if "origins" in meta:
             found["origins"] = list(map(str, meta["origins"]))
         return found
@@ -248,9 +247,9 @@ class _Reader:
                 found[key] = self.functions[data[key]]
         if "kind" in data:
             found["kind"] = Kind(data["kind"])
-        if "line" in data:
-            line, code = data["line"]
-            found["stack_trace"] = f"File {line}, in \n{code}"
+        if data.get("line"):
+            line, _, code = data["line"].partition(": ")
+            found["stack_trace"] = f"File {line}, in the user's code\n{code}"
         if "origins" in data:
             found["origins"] = tuple(data["origins"])
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import linecache
 import logging
 import random
 import re
@@ -646,3 +647,72 @@ def test_functions_that_name_each_other_are_told_of_once() -> None:
     before = repr(_fingerprint(space["f0"]))
     space["f30"] = lambda node: "last"
     assert len(before) < 100_000 and repr(_fingerprint(space["f0"])) != before
+
+
+# -- lines of the user's --------------------------------------------------------------------------------------
+
+BODY = """
+def {name}(x):
+    y = x @ x
+    return look(y.relu()) + 0.125
+"""
+
+
+def from_text(path: Path, text: str, name: str) -> Callable[..., Any]:
+    """A function of a file with this text."""
+    path.write_text(text)
+    linecache.checkcache()
+    scope: dict[str, Any] = {"look": torch.ops.fxwrap_caches.look}
+    exec(compile(text, str(path), "exec"), scope)
+    return scope[name]  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("fxwrap_caches::look", mutates_args=())
+def look(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+look.register_fake(torch.empty_like)
+
+
+def lines_of(f: Callable[..., Any]) -> tuple[set[str], str]:
+    """The lines that a report names: of its nodes, and in the reason of what is eager."""
+    (graph,) = fxwrap.report(f).to_dict()["graphs"]
+    reason = "".join(one["reason"] for one in graph["partitions"])
+    return {node["user_line"] for node in graph["nodes"].values() if node["operator"]}, reason
+
+
+def test_a_program_from_a_cache_names_the_lines_of_the_code_that_is_compiled_now(
+    caches: Path, tmp_path: Path
+) -> None:
+    """Not of the code that was compiled first: it has moved, or belongs to another script.
+
+    ::
+
+        a.py, compiled     a.py, five lines more     b.py, an equal graph     c.py, the same in one line
+        line 3, line 4  -> line 8, line 9            line 3, line 4           no line is known
+    """
+    x, options = torch.randn(4, 4), {"eager_ops": ["fxwrap_caches::look"]}
+
+    def compiled(name: str, text: str) -> tuple[set[str], str]:
+        before = hits()
+        f = compile_anew(from_text(tmp_path / f"{name}.py", text, name), options=options)
+        with torch.no_grad():
+            f(x)
+        assert (hits() != before) == (text != BODY.format(name="a"))
+        return lines_of(f)
+
+    def there(name: str, first: int) -> set[str]:
+        texts = "y = x @ x", "return look(y.relu()) + 0.125"
+        return {f"{tmp_path / name}.py, line {first + i}: {text}" for i, text in enumerate(texts)}
+
+    for name, text, first in (
+        ("a", BODY, 3),
+        ("a", "# a comment\n" * 5 + BODY, 8),
+        ("b", BODY, 3),
+    ):
+        lines, reason = compiled(name, text.format(name=name))
+        assert lines == there(name, first)
+        assert f"{tmp_path / name}.py, line {first + 1}: return look" in reason
+    lines, reason = compiled("c", "def c(x): return look((x @ x).relu()) + 0.125")
+    assert lines == {""} and "fxwrap_caches::look" in reason and "line" not in reason
