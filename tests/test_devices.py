@@ -197,13 +197,34 @@ def test_the_devices_codegen_is_used_and_the_option_goes_before_it(compiled: Any
         ("mtia", {"scheduling": "cpp"}, "nothing says how they are launched"),
         ("mtia", {"config": {"no_such_setting": 1}}, "Inductor has no setting 'no_such_setting'"),
         ("mtia", {"codegen": dict}, "wrong codegen"),
+        ("mtia", {"eager_ops": ["nosuch::op"]}, "no operator is called 'nosuch::op'"),
+        ("mtia", {"eager_ops": "aten::mmm"}, "did you mean 'aten::mm'"),
+        ("mtia", {"eager_ops": [3]}, "wrong value for option 'eager_ops'"),
+        ("mtia", {"eager_ops": None}, "wrong eager_ops"),
+        ("mtia", {"kernels": "cpp"}, "wrong kernels"),
+        ("mtia", {"kernels": 3}, "wrong kernels"),
+        ("mtia", {"kernels": [run_directly]}, "wrong kernels"),
+        ("mtia", {"cost": 3}, "wrong cost"),
+        ("mtia", {"config": ["split_reductions"]}, "wrong config"),
+        ("mtia", {"scheduling": ["triton"]}, "needs a scheduling"),
+        ("mtia:0", {}, "'mtia:0' is no type of device"),
+        (torch.device("mtia"), {}, "is no type of device"),
     ],
 )
-def test_bad_registrations(name: str, arguments: dict[str, Any], message: str) -> None:
+def test_bad_registrations(name: Any, arguments: dict[str, Any], message: str) -> None:
     before = tables()
     with pytest.raises(fxwrap.DeviceError, match=message):
         fxwrap.register_device(name, **arguments)
     assert [len(table) for table in tables()] == [len(table) for table in before] or before[1] == {}
+
+
+def test_one_operator_and_one_kind_need_no_list() -> None:
+    kind, rule = fxwrap.cpp_kernels(run_directly), fxwrap.EagerRule("a reason", ("aten::mm",))
+    for given in ("aten::mm", rule):
+        with fxwrap.register_device("mtia", scheduling="cpp", kernels=kind, eager_ops=given) as handle:
+            assert handle.support.kernels == (kind,) and handle.support.eager_ops == (given,)
+    with fxwrap.register_device("mtia", eager_ops=(name for name in ["aten::mm", "aten::add.Tensor"])) as handle:
+        assert handle.support.eager_ops == ("aten::mm", "aten::add.Tensor")
 
 
 def test_registered_twice() -> None:

@@ -37,11 +37,13 @@ class Search:
         compilations: what was found, the oldest first.
         codes: the code of the functions that Dynamo has looked at, callers first.
         callers: what ``torch.compile`` made.
+        is_compiled: whether a function that was looked at is compiled, by fxwrap or not, for this one or for others.
     """
 
     def __init__(self, compiled: Any) -> None:
         self.callers: set[Any] = set()
         self.codes: dict[types.CodeType, None] = {}
+        self.is_compiled = False
         self._ids: list[Any] = []
         self._seen: set[Any] = set()
         self._visit(compiled, None, asked=True)
@@ -53,8 +55,15 @@ class Search:
         self.compilations = [
             one
             for one in live_compilations()
-            if (not self.callers.isdisjoint(one.callers) and _in_use(one)) or any(id(i) in ids for i, _ in one.pieces)
+            if (self.asked_for(one) and _in_use(one)) or any(id(i) in ids for i, _ in one.pieces)
         ]
+
+    def asked_for(self, compilation: Compilation) -> bool:
+        """Whether a compilation was made while the function was running.
+
+        Its callers are looked up, not iterated over: another thread may be adding to them.
+        """
+        return any(caller in compilation.callers for caller in self.callers)
 
     def _visit(self, target: Any, caller: Any, asked: bool = False) -> None:
         """
@@ -100,6 +109,7 @@ class Search:
         entries = _debug_get_cache_entry_list(code)
         serving = [one for one in entries if _is_for(one, caller) and not _is_refused(one, known)]
         self._ids += [entry.compile_id for entry in serving]
+        self.is_compiled |= bool(entries)
         for runs in [entry.code for entry in serving] if entries else [code]:
             names = [name for name in _names(runs) if not name.startswith("__compiled_fn")]
             for nested in _nested(runs):

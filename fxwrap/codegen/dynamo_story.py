@@ -6,12 +6,12 @@ import inspect
 import linecache
 import types
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo import trace_rules
+from torch._dynamo import config, trace_rules
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
@@ -76,7 +76,10 @@ class DynamoStory:
     def from_dict(cls, data: Any) -> DynamoStory:
         """What ``to_dict`` gave."""
         kinds = {"breaks": Break, "skipped": Skipped, "frames": Frame}
-        parts = {name: tuple(kind(**one) for one in data[name]) for name, kind in kinds.items()}
+        parts = {
+            name: tuple(kind(**{spec.name: one[spec.name] for spec in fields(kind)}) for one in data[name])
+            for name, kind in kinds.items()
+        }
         return cls(**parts, seen=data["seen"])  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -88,8 +91,14 @@ class DynamoStory:
     @property
     def why_nothing(self) -> str:
         """Why there is no program."""
-        unseen = "one that Dynamo has not seen: not compiled, not called, or forgotten at torch._dynamo.reset()"
-        return str(self) or ("one that was compiled with another backend only" if self.seen else unseen)
+        if self.breaks or self.skipped:
+            return str(self)
+        if not self.seen:
+            return (
+                "one that Dynamo has not seen: not compiled, not called, forgotten at torch._dynamo.reset(), or "
+                "compiling is switched off (TORCH_COMPILE_DISABLE, torch.compiler.set_stance)"
+            )
+        return "one that was compiled for others only: with another backend, or for other values"
 
 
 def known_of(compiled: Any) -> tuple[list[Compilation], DynamoStory]:
@@ -100,9 +109,13 @@ def known_of(compiled: Any) -> tuple[list[Compilation], DynamoStory]:
     """
     search = Search(compiled)
     pieces = [code for one in search.compilations for _, reference in one.pieces if (code := reference())]
-    own = [one for one in search.compilations if not search.callers.isdisjoint(one.callers)]
+    own = [one for one in search.compilations if search.asked_for(one)]
     looked_at = [*search.codes, *(code for one in own for code in one.skipped)]
-    skipped = [code for code in dict.fromkeys(looked_at) if not _debug_get_cache_entry_list(code) and _is_users(code)]
+    # Switched off, Dynamo notes the functions that it passes by.
+    without = [code for code in dict.fromkeys(looked_at) if not (config.disable or _debug_get_cache_entry_list(code))]
+    skipped = [Skipped(_name(code), _place(code), _why_skipped(code)) for code in without if _is_users(code)]
+    if not (skipped or search.is_compiled):
+        skipped = _skipped_of_torch(without)
     places = [(code.co_filename, code.co_firstlineno, _last_line(code)) for code in {*looked_at, *pieces}]
     breaks = [
         Break(_brief(one.reason), _user_line(one.user_stack[-1].filename, one.user_stack[-1].lineno))
@@ -112,11 +125,29 @@ def known_of(compiled: Any) -> tuple[list[Compilation], DynamoStory]:
     ]
     story = DynamoStory(
         tuple(dict.fromkeys(breaks)),
-        tuple(Skipped(_name(code), _place(code), _why_skipped(code)) for code in skipped),
+        tuple(skipped),
         tuple(Frame(_name(code), _place(code), count) for code, count in Counter(pieces).items()),
-        bool(search.codes),
+        bool(search.codes) and not config.disable,
     )
     return search.compilations, story
+
+
+def _skipped_of_torch(codes: list[types.CodeType]) -> list[Skipped]:
+    """Functions of torch's that Dynamo has looked at, the first for each reason: a rule for a file has many."""
+    first: dict[str, types.CodeType] = {}
+    for code in codes:
+        if Path(code.co_filename).is_relative_to(Path(torch.__file__).parent):
+            first.setdefault(_why_skipped(code), code)
+    remedy = 'torch.compile(module, backend="fxwrap") compiles a module of such a class, module.compile() does not'
+    modules = Path(torch.nn.__file__).parent
+    return [
+        Skipped(
+            _name(code),
+            _user_line(code.co_filename, code.co_firstlineno),
+            f"{why}; {remedy}" if Path(code.co_filename).is_relative_to(modules) else why,
+        )
+        for why, code in first.items()
+    ]
 
 
 def _why_skipped(code: types.CodeType) -> str:

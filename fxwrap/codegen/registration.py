@@ -27,11 +27,12 @@ from ..devices import (
     registered_devices,
 )
 from ..eager_rules import EagerRule
-from ..errors import DeviceError
+from ..errors import DeviceError, OptionError
+from ..options import parse_options
 from .emission import FxwrapCodegen
 from .inductor import DEVICE_TABLES
 from .library_calls import LIBRARY_CALLS, LibraryCalls
-from .torch_versions import CPP_DEVICE_NAMES
+from .torch_versions import CPP_DEVICE_NAMES, registered_operators
 
 # Places where Inductor asks "is it the CPU?" and means "are the kernels C++?".
 _CPP_CONFIG = {
@@ -81,8 +82,8 @@ def register_device(
     cpp_device: str | None = None,
     config: Mapping[str, Any] | None = None,
     device_graph: Callable[[Any], Any] | None = None,
-    eager_ops: Iterable[str | EagerRule] = (),
-    kernels: Iterable[KernelKind] = (),
+    eager_ops: str | EagerRule | Iterable[str | EagerRule] = (),
+    kernels: KernelKind | Iterable[KernelKind] = (),
     cost: CaptureCost | None = None,
     place_allocations: PlaceAllocations | None = None,
     after_failed_capture: PutRight | None = None,
@@ -102,7 +103,8 @@ def register_device(
         config: Inductor's settings while a graph with this device in it is compiled; no other graph sees them.
         device_graph: ``device_graph(pool)`` makes an object with the methods of ``torch.accelerator.Graph``; by
             default that class itself.
-        eager_ops: operators that its graphs cannot capture, by name or as ``EagerRule``.
+        eager_ops: operators that its graphs cannot capture, by name or as ``EagerRule``; what has a name is
+            registered with torch by now.
         kernels: kinds of compiled kernels (``KernelKind``); Triton's need none.
         cost: what issuing work costs the host, for the cost model of captures.
         place_allocations: tells the device's allocator where to put things: after ``place_allocations(places)``, an
@@ -118,12 +120,15 @@ def register_device(
         A handle whose ``unregister()`` takes everything back.
 
     Raises:
-        DeviceError: the device does not exist, is registered already, or something that it needs is missing.
+        DeviceError: the device does not exist, is registered already, something that it needs is missing, or an
+            argument is of another kind.
     """
+    _check_name(device_type)
+    _check_kinds(device_type, config=config, cost=cost, eager_ops=eager_ops, kernels=kernels)
     support = DeviceSupport(
         device_type,
-        tuple(kernels),
-        tuple(eager_ops),
+        (kernels,) if isinstance(kernels, KernelKind) else tuple(kernels),
+        _eager_ops(device_type, eager_ops),
         device_graph,
         codegen,
         {**_settings(scheduling), **(config or {})},
@@ -183,11 +188,11 @@ def _entering(undo: contextlib.ExitStack) -> Callable[[dict[Any, Any], Any, Any]
     return enter
 
 
-def _check(support: DeviceSupport, scheduling: Any) -> None:
-    name = support.device_type
+def _check_name(name: Any) -> None:
     try:
-        torch.device(name)
-        torch.get_device_module(name)
+        is_type = isinstance(name, str) and torch.device(name).index is None
+        if is_type:
+            torch.get_device_module(name)
     except RuntimeError as error:
         raise DeviceError(
             f"no device {name!r} to register",
@@ -195,6 +200,40 @@ def _check(support: DeviceSupport, scheduling: Any) -> None:
             got=str(error).splitlines()[0],
             remedy="call torch.utils.rename_privateuse1_backend and torch._register_device_module first",
         ) from None
+    if not is_type:
+        raise DeviceError(
+            f"{name!r} is no type of device", expected="its name, without an index, such as 'cuda'", got=repr(name)
+        )
+
+
+def _check_kinds(device: str, **arguments: Any) -> None:
+    """What would be taken silently, and fail or do nothing while something is compiled."""
+    kinds: dict[str, tuple[Any, str]] = {
+        "config": ((Mapping, types.NoneType), "a dictionary of Inductor's settings"),
+        "cost": ((CaptureCost, types.NoneType), "a fxwrap.CaptureCost"),
+        "eager_ops": ((EagerRule, Iterable), "names of operators and fxwrap.EagerRule, or one of them"),
+        "kernels": ((KernelKind, Iterable), "a list of fxwrap.KernelKind, or one of them"),
+    }
+    for name, value in arguments.items():
+        kind, expected = kinds[name]
+        if not isinstance(value, kind):
+            raise DeviceError(f"device {device!r}: wrong {name}", expected=expected, got=repr(value))
+
+
+def _eager_ops(device: str, given: str | EagerRule | Iterable[str | EagerRule]) -> tuple[str | EagerRule, ...]:
+    """What the option ``eager_ops`` would be made into, with its checks."""
+    listed = given if isinstance(given, (str, EagerRule)) else list(given)
+    try:
+        options, _ = parse_options({"eager_ops": listed}, {}, registered_operators())
+    except OptionError as error:
+        raise DeviceError(
+            f"device {device!r}: {error.subject}", expected=error.expected, got=error.got, remedy=error.remedy
+        ) from None
+    return options.eager_ops
+
+
+def _check(support: DeviceSupport, scheduling: Any) -> None:
+    name = support.device_type
     if name in registered_devices():
         raise DeviceError(
             f"device {name!r} is registered already", remedy="call unregister() on the handle of its registration"
@@ -202,7 +241,7 @@ def _check(support: DeviceSupport, scheduling: Any) -> None:
     common.init_backend_registration()
     interfaces.get_registered_device_interfaces()  # torch fills its tables at the first look, over what is there
     common.get_device_op_overrides("cpu")
-    known = isinstance(scheduling, type) or scheduling in _SCHEDULING
+    known = isinstance(scheduling, type) or (isinstance(scheduling, str) and scheduling in _SCHEDULING)
     if not known and not (scheduling is None and name in common.device_codegens):
         raise DeviceError(
             f"device {name!r} needs a scheduling",
@@ -218,6 +257,10 @@ def _check(support: DeviceSupport, scheduling: Any) -> None:
     if support.codegen is not None and not hasattr(support.codegen, "compile_graph"):
         raise DeviceError(
             f"device {name!r}: wrong codegen", expected="a class with compile_graph()", got=repr(support.codegen)
+        )
+    if wrong_kinds := [kind for kind in support.kernels if not isinstance(kind, KernelKind)]:
+        raise DeviceError(
+            f"device {name!r}: wrong kernels", expected="fxwrap.KernelKind", got=", ".join(map(repr, wrong_kinds))
         )
     if scheduling == "cpp" and not support.kernels:
         raise DeviceError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import io
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,14 @@ app = typer.Typer(
 )
 _console, _errors = Console(), Console(stderr=True)
 _PACKAGE = Path(__file__).parent.parent
+
+
+@app.callback()
+def _begin() -> None:
+    """Before every command: a name that the terminal's encoding lacks is escaped, and does not end the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
 
 _File = Annotated[Path, typer.Argument(help="a file that fxwrap.save has written", exists=True, dir_okay=False)]
 
@@ -201,18 +210,11 @@ def diff(
     """
     with _told(2), _errors.status("comparing"):
         from .difference import difference
+        from .document import read
 
-        found = difference(_report_in(before), _report_in(after))
+        found = difference(read(before), read(after))
     print(dumps(found.to_dict(), indent=1) if as_json else found)
     raise typer.Exit(bool(found))
-
-
-def _report_in(path: Path) -> Any:
-    try:
-        return loads(path.read_text())
-    except ValueError as error:
-        remedy = "python -m fxwrap explain --json writes one"
-        raise FxwrapError(f"{path} is no report", got=_described(error), remedy=remedy) from error
 
 
 @app.command()

@@ -350,10 +350,10 @@ def _source(kernel: KernelData) -> tuple[str, str]:
 
 def _counters(graph: GraphData) -> dict[str, int]:
     counters = graph["counters"]
-    kinds = {"recordings": "recordings", "eager": "eager runs", "events": "events"}
+    kinds = {"recordings": counters["recordings"], "eager runs": counters["eager"], "events": counters["events"]}
     return {
         "replays": counters["replays"],
-        **{f"{kind}, {why}": count for key, kind in kinds.items() for why, count in counters[key].items()},
+        **{f"{kind}, {why}": count for kind, counts in kinds.items() for why, count in counts.items()},
         "native steps of a replay": len(graph["unit"]),
         "of them in Python": sum(step.endswith(PYTHON) for step in graph["unit"]),
     }

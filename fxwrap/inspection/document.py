@@ -8,10 +8,14 @@ work nodes in the order in which they run.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 import platform
+import types
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+from pathlib import Path
+from typing import Any, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 import sympy
 import torch
@@ -53,6 +57,12 @@ class NodeData(TypedDict):
     module: str
 
 
+class BenefitData(TypedDict):
+    saved: float
+    replay: float
+    copies: float
+
+
 class PartitionData(TypedDict):
     index: int
     verdict: str
@@ -60,7 +70,7 @@ class PartitionData(TypedDict):
     extern_calls: int
     device: str
     reason: str
-    benefit_us: dict[str, float] | None
+    benefit_us: BenefitData | None
     nodes: list[str]
 
 
@@ -120,6 +130,13 @@ class StageData(TypedDict):
     us: float
 
 
+class CountersData(TypedDict):
+    replays: int
+    recordings: dict[str, int]
+    eager: dict[str, int]
+    events: dict[str, int]
+
+
 class GraphData(TypedDict):
     """A host graph, what was decided about it, and what became of it.
 
@@ -142,15 +159,32 @@ class GraphData(TypedDict):
     unit: list[str]
     stages: list[StageData]
     recordings: list[RecordingData]
-    counters: dict[str, Any]
+    counters: CountersData
+
+
+class BreakData(TypedDict):
+    reason: str
+    user_line: str
+
+
+class SkippedData(TypedDict):
+    function: str
+    user_line: str
+    reason: str
+
+
+class FrameData(TypedDict):
+    function: str
+    user_line: str
+    graphs: int
 
 
 class DynamoData(TypedDict):
     """What Dynamo made of the function: ``codegen.dynamo_story.DynamoStory``, as plain data."""
 
-    breaks: list[dict[str, str]]
-    skipped: list[dict[str, str]]
-    frames: list[dict[str, Any]]
+    breaks: list[BreakData]
+    skipped: list[SkippedData]
+    frames: list[FrameData]
     seen: bool
 
 
@@ -197,6 +231,17 @@ class Facts:
             tuple(calls),
         )
 
+    @classmethod
+    def from_document(cls, known: Document) -> Facts:
+        """What a document says besides its graphs."""
+        return cls(
+            known["compile_us"],
+            tuple(known["fallbacks"]),
+            tuple(known["not_stored"]),
+            DynamoStory.from_dict(known["dynamo"]),
+            tuple(known["calls"]),
+        )
+
 
 def document_of(programs: Sequence[Program], about: Facts) -> Document:
     """What is known of programs at this moment."""
@@ -217,17 +262,62 @@ def checked(data: Any) -> Document:
     """A document that was read from a file.
 
     Raises:
-        InputError: it is none, or one of another version.
+        InputError: it is none, one of another version, or one of which parts are missing.
     """
     schema = data.get("schema") if isinstance(data, Mapping) else None
-    if schema != SCHEMA:
-        raise InputError(
-            "this is not a report that can be read here",
-            expected=f"a document with schema {SCHEMA!r}",
-            got=repr(schema) if schema is not None else "data without a schema",
-            remedy="write it with this version of fxwrap: fxwrap.explain(...).to_dict()",
-        )
-    return data  # type: ignore[no-any-return]
+    got = repr(schema) if schema is not None else "data without a schema"
+    if schema == SCHEMA and not (got := _damage(data, Document)):
+        return data  # type: ignore[no-any-return]
+    raise InputError(
+        "this is not a report that can be read here",
+        expected=f"a document with schema {SCHEMA!r}",
+        got=got,
+        remedy="write it with this version of fxwrap: fxwrap.explain(...).to_dict()",
+    )
+
+
+def read(path: Path) -> Document:
+    """The document in a file.
+
+    Raises:
+        InputError: there is none in it.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # no JSON, or no text
+        got = f"{type(error).__name__}: {error}"
+        remedy = "python -m fxwrap explain --json writes one, and so does fxwrap.explain(...).save"
+        raise InputError(f"{path} is no report", expected="JSON", got=got, remedy=remedy) from error
+    return checked(data)
+
+
+def _damage(data: Any, kind: Any, where: str = "the document") -> str:
+    """What is missing in data, or of another type than ``kind``; empty if nothing is. More keys may be there."""
+    origin, inner = get_origin(kind), get_args(kind)
+    parts: list[tuple[Any, Any, str]] = []
+    if is_typeddict(kind):
+        if not isinstance(data, Mapping):
+            return f"{where} is {type(data).__name__}"
+        hints = _hints(kind)
+        if missing := [key for key, hint in hints.items() if key not in data and get_origin(hint) is not NotRequired]:
+            return f"{where} without {', '.join(missing)}"
+        parts = [(data[key], hint, f"{key!r} of {where}") for key, hint in hints.items() if key in data]
+    elif origin is dict and isinstance(data, Mapping):
+        parts = [(value, inner[1], f"{key!r} of {where}") for key, value in data.items()]
+    elif origin is list and isinstance(data, (list, tuple)):
+        parts = [(value, inner[0], f"{number} of {where}") for number, value in enumerate(data)]
+    elif origin is NotRequired:
+        return _damage(data, inner[0], where)
+    elif origin is types.UnionType:
+        left = [one for one in inner if one is not types.NoneType]
+        return "" if data is None else _damage(data, left[0], where)
+    elif kind is not Any and not isinstance(data, (int, float) if kind is float else origin or kind):
+        return f"{where} is {type(data).__name__}"
+    return next(filter(None, (_damage(*part) for part in parts)), "")
+
+
+# Looking them up evaluates text, and every node of a graph is asked.
+_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 def versions() -> dict[str, str]:
@@ -236,8 +326,24 @@ def versions() -> dict[str, str]:
     return {"fxwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
+def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryData]:
+    """A graph whose memory can be shown, by its number.
+
+    Raises:
+        InputError: there is no such graph, or it has no plan.
+    """
+    graphs = document["graphs"]
+    graph = graphs[number] if 0 <= number < len(graphs) else None
+    memory = graph["memory"] if graph is not None else None
+    if graph is None or memory is None or not memory["storages"]:
+        got = f"number {number}" if graph is None else f"number {number}, {graph['phase']}, without a plan"
+        raise InputError("there is no memory to show", expected=f"a planned graph below {len(graphs)}", got=got)
+    return graph, memory
+
+
 def graph_data(program: Program) -> GraphData:
-    plan = program.plan
+    """What is known of a program at this moment. Other threads may run it: what they change is taken at one time."""
+    plan, planned, memory = program.plan, program.newest_planned, program.newest_plan
     return {
         "name": program.name,
         "phase": plan.phase,
@@ -256,11 +362,11 @@ def graph_data(program: Program) -> GraphData:
             "peak_budget": plan.cut.peak_budget,
         },
         "kernels": _kernels(plan.graph),
-        "memory": None if program.newest_plan is None else memory_data(program, program.newest_plan),
+        "memory": None if memory is None else memory_data(program, plan, planned, memory),
         "sizes": sizes_in_symbols(plan),
         "outside_the_plan": outside_the_plan(plan),
         "unit": unit_of(program),
-        "stages": [{"stage": name, "runs": n, "us": s * 1e6} for name, (n, s) in program.stages.items()],
+        "stages": [{"stage": name, "runs": n, "us": s * 1e6} for name, (n, s) in list(program.stages.items())],
         "recordings": [
             {
                 "when": made.when,
@@ -272,9 +378,9 @@ def graph_data(program: Program) -> GraphData:
                 "copied_in_bytes": made.copied_in,
                 "copied_out_bytes": made.copied_out,
             }
-            for made in program.history
+            for made in list(program.history)
         ],
-        "counters": program.counters.to_dict(),
+        "counters": cast(CountersData, program.counters.to_dict()),
     }
 
 

@@ -27,7 +27,18 @@ from ..graphs.program import Program
 from ..host_graph.nodes import Kernel
 from ..plan import MemoryPlan, Partition, Prediction
 from .difference import Difference, difference
-from .document import CallData, Document, Facts, checked, document_of, graph_data, kernels_of, unit_of
+from .document import (
+    CallData,
+    Document,
+    Facts,
+    checked,
+    document_of,
+    graph_data,
+    kernels_of,
+    planned_graph,
+    read,
+    unit_of,
+)
 from .memory_map import predictions
 from .text import text_of
 
@@ -113,25 +124,28 @@ class Explanation:
         Raises:
             InputError: it is something else, or of another version of fxwrap.
         """
-        known = checked(document)
-        found = cls([], Facts(dynamo=DynamoStory.from_dict(known["dynamo"])))
+        return cls._of_document(checked(document))
+
+    @classmethod
+    def _of_document(cls, known: Document) -> Explanation:
+        found = cls([], Facts.from_document(known))
         found._document = known
         return found
 
     @classmethod
     def load(cls, path: str | Path) -> Explanation:
         """Read what ``save`` wrote. Raises InputError if it is something else."""
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        return cls._of_document(read(Path(path)))
 
     @property
     def fallbacks(self) -> list[str]:
         """Graphs that run through Inductor's own wrapper, with the reason."""
-        return self.to_document()["fallbacks"]
+        return list(self._about.fallbacks)
 
     @property
     def not_stored(self) -> list[str]:
         """Why no cache could hold what was compiled; empty where nobody asked for it."""
-        return self.to_document()["not_stored"]
+        return list(self._about.not_stored)
 
     @property
     def dynamo(self) -> DynamoStory:
@@ -174,22 +188,24 @@ class Explanation:
             width, height: pixels of the part with the storages.
 
         Raises:
-            InputError: another ending, or a graph without a plan.
+            InputError: another ending, no such graph, or one without a plan.
             FxwrapError: the library that draws is missing.
         """
         from .page.memory_picture import write_picture
 
-        write_picture(self.to_document(), Path(path), graph, width, height)
+        shown, _ = planned_graph(self.to_document(), graph)
+        write_picture(shown, Path(path), width, height)
 
     def memory_snapshot(self, path: str | Path, graph: int = 0) -> None:
         """Write the plan of one graph as a pickled snapshot for pytorch.org/memory_viz: a microsecond is a step.
 
         Raises:
-            InputError: the graph has no plan.
+            InputError: there is no such graph, or it has no plan.
         """
         from .memory_snapshot import snapshot_of
 
-        Path(path).write_bytes(pickle.dumps(snapshot_of(self.to_document()["graphs"][graph])))
+        _, memory = planned_graph(self.to_document(), graph)
+        Path(path).write_bytes(pickle.dumps(snapshot_of(memory)))
 
     def __str__(self) -> str:
         return text_of(self.to_document())

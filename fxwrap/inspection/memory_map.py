@@ -58,6 +58,23 @@ class CopyData(TypedDict):
     bytes: int
 
 
+class ArenaData(TypedDict):
+    device: str
+    bytes: int
+    lower_bound_bytes: int
+    without_reuse_bytes: int
+    storages: int
+
+
+class PredictionData(TypedDict):
+    device: str
+    arena: int
+    operators: int
+    outside: int
+    outputs: int
+    total: int
+
+
 class MemoryData(TypedDict):
     """The newest plan, at concrete sizes, in bytes.
 
@@ -81,10 +98,10 @@ class MemoryData(TypedDict):
     without_reuse_bytes: int
     operator_bytes: int
     output_bytes: int
-    arenas: list[dict[str, Any]]
+    arenas: list[ArenaData]
     regions: int
     region_bytes: int
-    predicted: list[dict[str, Any]]
+    predicted: list[PredictionData]
     predicted_with: str
     static_input_bytes: int
     steps: int
@@ -106,9 +123,13 @@ def predictions(program: Program) -> list[Prediction]:
     return predict_memory([estimate.planned, backward.planned], estimate.successor[1])
 
 
-def memory_data(program: Program, memory: MemoryPlan) -> MemoryData:
-    """The newest plan of a program."""
-    plan, planned, estimate = program.plan, program.newest_planned, program.estimate
+def memory_data(program: Program, plan: ProgramPlan, planned: Planned | None, memory: MemoryPlan) -> MemoryData:
+    """The newest plan of a program.
+
+    Args:
+        plan, planned, memory: the program's, taken at one time: another thread may plan meanwhile.
+    """
+    estimate = program.estimate
     if planned is None or planned.program is not plan:
         storages, operators, inductor_peak = list[StorageData](), 0, 0  # of an older cut
     else:
@@ -153,7 +174,7 @@ def memory_data(program: Program, memory: MemoryPlan) -> MemoryData:
         "steps": len(plan.schedule),
         "storages": storages,
         "peak": _peak(storages, plan.schedule),
-        "copies": _copies(program, memory),
+        "copies": _copies(program, planned, memory),
     }
 
 
@@ -282,9 +303,8 @@ def _allocated(program: ProgramPlan, sizes: Mapping[int, int]) -> Iterable[int]:
     return (index for index in sizes if program.facts.storages[index].origin is Origin.ALLOCATION)
 
 
-def _copies(program: Program, memory: MemoryPlan) -> list[CopyData]:
+def _copies(program: Program, planned: Planned | None, memory: MemoryPlan) -> list[CopyData]:
     """Copies of each replay of the newest plan, the largest first."""
-    planned = program.newest_planned
     found: list[CopyData] = []
     for name, (_, nbytes) in (planned.input_buffers if planned is not None else {}).items():
         found.append({"what": "input", "name": name, "bytes": nbytes})

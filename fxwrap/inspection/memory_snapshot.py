@@ -9,20 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..errors import InputError
-from .document import GraphData
-from .memory_map import StorageData
+from .memory_map import MemoryData, StorageData
 
 
-def snapshot_of(graph: GraphData) -> dict[str, Any]:
-    """A snapshot as it would be at the end of a call.
-
-    Raises:
-        InputError: the graph has no plan.
-    """
-    memory = graph["memory"]
-    if memory is None or not memory["storages"]:
-        raise InputError("there is no memory to show", expected="a planned graph", got=f"{graph['phase']}, no plan")
+def snapshot_of(memory: MemoryData) -> dict[str, Any]:
+    """A snapshot as it would be at the end of a call."""
     devices = list(dict.fromkeys(one["device"] for one in memory["storages"]))
     traces = [_trace([one for one in memory["storages"] if one["device"] == device]) for device in devices]
     end = memory["steps"] + 1

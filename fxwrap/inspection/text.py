@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..graphs.units import PYTHON
-from .document import Document, GraphData, PartitionData, short_line
+from .document import BenefitData, Document, DynamoData, GraphData, PartitionData, short_line
 from .memory_map import MemoryData
 
 _WIDTH = 118
@@ -29,8 +29,7 @@ def text_of(document: Document) -> str:
 
 def print_document(document: Document, console: Console) -> None:
     if not document["graphs"] and not document["fallbacks"]:
-        broken = document["dynamo"]["breaks"] or document["dynamo"]["skipped"]
-        console.print("nothing was compiled" + ("" if broken else ": the function has no tensor operations"))
+        console.print(Text(nothing_compiled(document["dynamo"])))
     for number, graph in enumerate(document["graphs"]):
         console.print(_graph(number, graph))
     for reason in document["fallbacks"]:
@@ -47,6 +46,19 @@ def print_document(document: Document, console: Console) -> None:
         console.print(Text(f"{took}, allocated at one time at most {peaks}" if peaks else took))
     for limit in document["limits"]:
         console.print(Text(f"limit of this report: {limit}"))
+
+
+def nothing_compiled(dynamo: DynamoData) -> str:
+    """What is said where there is no graph."""
+    if dynamo["breaks"] or dynamo["skipped"]:
+        return "nothing was compiled"  # what follows says why
+    if not dynamo["seen"]:
+        return (
+            "nothing was compiled: Dynamo has looked at no function\n"
+            "  none was called, what was compiled is gone, or compiling is switched off\n"
+            "  (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE, torch.compiler.set_stance)"
+        )
+    return "nothing was compiled: the function has no tensor operations"
 
 
 def _graph(number: int, graph: GraphData) -> RenderableType:
@@ -82,7 +94,7 @@ def _partitions(partitions: Sequence[PartitionData]) -> Table:
     return table
 
 
-def _benefit(benefit: Mapping[str, float]) -> str:
+def _benefit(benefit: BenefitData) -> str:
     costs = f"{benefit['replay']:.0f} us of replay and {benefit['copies']:.0f} us of copies"
     return f"saves {benefit['saved']:.0f} us of calls for {costs}"
 

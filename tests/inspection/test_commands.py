@@ -178,10 +178,24 @@ def test_two_reports_are_compared(folder: Path) -> None:
 def test_what_is_no_report_cannot_be_compared(folder: Path) -> None:
     (folder / "empty.json").write_text("{}")
     (folder / "torn.json").write_text('{"schema":')
-    for file, expected in (("empty.json", "not a report"), ("torn.json", "torn.json is no report")):
+    (folder / "parts.json").write_text('{"schema": "fxwrap.report/1"}')
+    (folder / "binary.json").write_bytes(b"\xff\xfe")
+    for file, expected in (
+        ("empty.json", "not a report"),
+        ("torn.json", "torn.json is no report"),
+        ("parts.json", "without versions"),
+        ("binary.json", "binary.json is no report"),
+    ):
         code, said, told = command("diff", file, file)
         assert code == 2 and not said and expected in told and "Traceback" not in told
     assert command("diff", "empty.json", "missing.json")[0] == 2
+
+
+def test_a_terminal_that_lacks_letters_gets_them_escaped(folder: Path) -> None:
+    (folder / "letters.py").write_text("def step(größe):\n    return größe + 0.37\n", encoding="utf-8")
+    result = CliRunner(charset="ascii").invoke(app, ["explain", "letters:step", "--args", "torch.ones(4)"])
+    assert result.exit_code == 0 and "inference on cpu" in result.stdout
+    assert r"gr\xf6\xdfe" in result.stdout
 
 
 def test_every_command_has_help_with_an_example() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import typing
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,67 @@ def test_a_report_from_a_file_says_the_same(explanation: fxwrap.Explanation, tmp
     loaded.to_html(tmp_path / "report.html")
 
 
-@pytest.mark.parametrize("data", [{}, {"schema": "fxwrap.report/0"}, [], "text"])
+def test_what_is_known_besides_graphs_is_read_too(tmp_path: Path) -> None:
+    """Keys that a later version added are passed over."""
+    document = json.loads(json.dumps(fxwrap.explain(_generator, torch.ones(2)).to_dict()))
+    document["dynamo"]["skipped"][0]["later"] = document["dynamo"]["later"] = document["later"] = 1
+    document["fallbacks"], document["not_stored"] = ["one reason"], ["another"]
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    loaded = fxwrap.Explanation.load(tmp_path / "report.json")
+    assert loaded.fallbacks == ["one reason"] and loaded.not_stored == ["another"]
+    assert [one.function for one in loaded.dynamo.skipped] == ["_generator"]
+
+
+def _generator(x: torch.Tensor) -> Any:
+    yield x
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "versions",
+        "dynamo.seen",
+        "calls.0.us",
+        "graphs.0.nodes",
+        "graphs.0.partitions.0.verdict",
+        "graphs.0.kernels.0.source",
+        "graphs.0.stages.0.us",
+        "graphs.0.memory.peak.step",
+        "graphs.0.memory.storages.0.bytes",
+        "graphs.0.memory.predicted.0.total",
+        "graphs.0.counters.replays",
+    ],
+)
+def test_damage_is_told_before_anything_is_read(explanation: fxwrap.Explanation, path: str) -> None:
+    document: Any = json.loads(json.dumps(explanation.to_dict()))
+    *names, last = path.split(".")
+    holder = document
+    for name in names:
+        holder = holder[int(name) if isinstance(holder, list) else name]
+    holder[last] = b"something else"
+    with pytest.raises(fxwrap.InputError, match=f"{last}' of .*the document is bytes"):
+        fxwrap.Explanation.from_dict(document)
+    del holder[last]
+    with pytest.raises(fxwrap.InputError, match=f"the document without {last}"):
+        fxwrap.Explanation.from_dict(document)
+
+
+@pytest.mark.parametrize("data", [b"hello", b"\xff\xfe", b"", b"[" * 10**5], ids=["text", "bytes", "empty", "deep"])
+def test_what_is_no_json(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_bytes(data)
+    with pytest.raises(fxwrap.InputError, match=r"other\.json is no report"):
+        fxwrap.Explanation.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("number", [-1, 7])
+@pytest.mark.parametrize("shown", ["memory_picture", "memory_snapshot"])
+def test_there_is_no_such_graph(explanation: fxwrap.Explanation, shown: str, number: int, tmp_path: Path) -> None:
+    with pytest.raises(fxwrap.InputError, match=f"number {number}"):
+        getattr(explanation, shown)(tmp_path / "memory.svg", number)
+    assert not (tmp_path / "memory.svg").exists()
+
+
+@pytest.mark.parametrize("data", [{}, {"schema": "fxwrap.report/0"}, {"schema": schema.SCHEMA}, [], "text"])
 def test_what_is_no_report(data: Any, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps(data))
     with pytest.raises(fxwrap.InputError, match=r"fxwrap\.report/1"):
@@ -101,3 +163,45 @@ def test_recordings_tell_why_and_for_which_sizes() -> None:
     assert [list(one["sizes"].values()) for one in graph["recordings"]] == [[2, 4], [3, 4]]
     text = str(fxwrap.report(fast))
     assert "new shape" in text and "=3, " in text
+
+
+def test_reports_are_made_while_another_thread_records() -> None:
+    """What it appends to is looked at as it is at one moment."""
+    fast = torch.compile(lambda x: x.sin() + 1, backend="fxwrap")
+    for _ in range(3):
+        fast(torch.randn(3))
+    (graph,) = fxwrap.report(fast).graphs
+    stages, (made,) = graph.program.stages, graph.program.history
+    assert isinstance(stages, dict)
+    usual = dict(stages)
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def record() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            graph.program.history.append(made)
+            stages[f"stage {number % 300}"] = 1, 1.0
+            if number % 300 == 0:
+                for name in stages.keys() - usual:
+                    del stages[name]
+
+    thread = threading.Thread(target=record)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert fxwrap.stats(fast)["replays"] == 1
+            assert len(fxwrap.report(fast).to_dict()["graphs"][0]["recordings"]) > 0
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_counting_makes_no_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked often, and a document takes milliseconds."""
+    fast = torch.compile(lambda x: x.sin() + 1, backend="fxwrap")
+    fast(torch.randn(3))
+    monkeypatch.setattr(fxwrap.Explanation, "to_document", None)
+    assert fxwrap.stats(fast)["eager"] == {"warm-up": 1}

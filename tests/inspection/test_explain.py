@@ -274,6 +274,18 @@ def test_a_function_without_tensors() -> None:
     assert "nothing was compiled" in str(fxwrap.explain(lambda: 3))
 
 
+def test_nothing_is_said_of_a_function_that_dynamo_has_not_looked_at() -> None:
+    def has_operations(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    with torch._dynamo.config.patch(disable=True):
+        disabled = fxwrap.explain(has_operations, torch.ones(3))
+    with torch.compiler.set_stance("force_eager"):
+        eager = fxwrap.explain(has_operations, torch.ones(3))
+    for one in (str(fxwrap.Explanation([])), str(disabled), str(eager)):
+        assert "no tensor operations" not in one and "no function" in one and "TORCH_COMPILE_DISABLE" in one
+
+
 def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
     """Under a profiler nothing can be measured, and what was measured before is known."""
 

@@ -474,8 +474,9 @@ def test_the_story(name: str) -> None:
         (generator, lambda f: list(f(X)), "generators"),
         (lambda: 3, lambda f: f(), "nothing to compile"),
         (helper, lambda f: None, "has not seen"),
+        (helper, lambda f: torch.compiler.set_stance("force_eager")(f)(X), "set_stance"),
     ],
-    ids=["generator", "no tensors", "not called"],
+    ids=["generator", "no tensors", "not called", "stance"],
 )
 def test_no_program_and_why(fn: Any, call: Callable[[Any], Any], says: str) -> None:
     f = fast(fn)
@@ -489,6 +490,28 @@ def test_a_function_that_only_another_backend_compiled() -> None:
     f(X)
     with pytest.raises(FxwrapError, match="another backend"):
         fxwrap.stats(f)
+
+
+@torch._dynamo.config.patch(disable=True)
+def test_no_program_while_compiling_is_switched_off() -> None:
+    f = fast(helper)
+    f(X)
+    with pytest.raises(FxwrapError, match="TORCH_COMPILE_DISABLE"):
+        fxwrap.stats(f)
+
+
+def test_a_module_of_torch_that_was_compiled_in_place() -> None:
+    """Dynamo skips its ``forward`` as it skips all files of torch's modules."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    module.compile(backend="fxwrap")
+    if programs := ran(lambda: module(X)):
+        assert reported(module) == programs, "torch 2.15 compiles it"
+        return
+    with pytest.raises(FxwrapError, match=r"does not compile this file(.|\n)*torch\.compile\(module, ") as error:
+        fxwrap.stats(module)
+    assert "another backend" not in str(error.value)
+    f = fast(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+    assert ran(lambda: f(X)) == reported(f), "what the error says helps"
 
 
 @pytest.mark.skipif(not own_caches(), reason="torch before 2.13 keeps them together")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from conftest import Compiled
 
 import fxwrap
+from fxwrap.compilation import live_compilations
 
 
 def _model(device: torch.device) -> torch.nn.Module:
@@ -84,6 +86,78 @@ def test_random_numbers_go_on_as_if_nothing_had_been_recorded(compiled: Any) -> 
     with torch.no_grad():
         fxwrap.record(f.call, torch.ones(2, 16))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def _marked(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def _shared(x: torch.Tensor) -> Any:
+    return x[:, :4], x[:, 4:], x[:, :4]
+
+
+EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "a slice": lambda: (torch.randn(4, 8)[:, 4:], 2),
+    "an expanded tensor": lambda: (torch.randn(1, 4).expand(4, 4),),
+    "one tensor twice": lambda: (torch.randn(4, 4),) * 2,
+    "tensors that share memory": lambda: _shared(torch.randn(4, 8)),
+    "a parameter": lambda: (torch.nn.Parameter(torch.randn(4, 4)),),
+    "one that requires a gradient": lambda: (torch.randn(4, 4, requires_grad=True),),
+    "conjugated numbers": lambda: (torch.randn(4, 4, dtype=torch.complex64).conj(),),
+    "a size that is marked as dynamic": lambda: (_marked(torch.randn(5, 4)),),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_recorded_is_what_will_be_called(name: str) -> None:
+    """One program, which neither warms up nor records again."""
+    make = EXAMPLES[name]
+    f = torch.compile(lambda *given: [x * 2 + 1 for x in given], backend="fxwrap")
+    with torch.no_grad():
+        fxwrap.record(f, make())
+        before = fxwrap.stats(f)
+        for _ in range(3):
+            f(*make())
+    after = fxwrap.stats(f)
+    assert after["programs"] == before["programs"] == 1
+    assert after["eager"] == before["eager"] and after["recordings"] == before["recordings"]
+
+
+def test_every_call_gets_tensors_of_its_own_as_they_were() -> None:
+    """Copies share memory among themselves, and with no example; tensors of classes of their own are there."""
+    seen = []
+
+    def call(*given: Any) -> None:
+        seen.append((*given,))
+        given[0].fill_(3)
+        fast(given[0])
+
+    fast = torch.compile(lambda x: x.sin() + 1, backend="fxwrap")
+    x, other = torch.arange(8.0).view(2, 4), torch.ones(2).as_subclass(_Own)
+    with torch.no_grad():
+        fxwrap.record(call, (x[:, 1:], x, {"own": other, "sparse": torch.eye(2).to_sparse()}, "text"))
+    assert len(seen) > 2 and torch.equal(x, torch.arange(8.0).view(2, 4))
+    for piece, whole, tensors, text in seen:
+        assert whole.data_ptr() != x.data_ptr() and piece.data_ptr() == whole.data_ptr() + 4
+        assert whole.tolist() == [[0, 3, 3, 3], [4, 3, 3, 3]] and text == "text"
+        assert type(tensors["own"]) is _Own and tensors["own"].data_ptr() != other.data_ptr()
+        assert tensors["sparse"].layout is torch.sparse_coo
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+def test_a_function_that_inductor_runs_says_so() -> None:
+    class Refused(fxwrap.FxwrapCodegen):
+        def compile_graph(self, gm: torch.fx.GraphModule) -> Any:
+            raise fxwrap.EmissionError("no form for this one")
+
+    f = torch.compile(lambda x: (x @ x).relu(), backend="fxwrap", options={"codegen": Refused})
+    with torch.no_grad(), pytest.raises(fxwrap.FxwrapError, match="own wrapper runs it: no form for this one"):
+        fxwrap.record(f, torch.randn(4, 4))
+    assert any(one.fallbacks for one in live_compilations())
 
 
 def test_wrong_uses() -> None:

@@ -16,6 +16,7 @@ from pygments.lexers.special import TextLexer
 
 from ...errors import FxwrapError
 from ..document import Document, GraphData, KernelData, short_line
+from ..text import nothing_compiled
 from .drawing import drawings
 from .memory_picture import COLOURS, memory_spec
 
@@ -37,6 +38,7 @@ def page_of(document: Document, title: str = "fxwrap") -> str:
     return environment.get_template("page.html").render(
         title=title,
         document=document,
+        nothing_compiled=nothing_compiled,
         summaries=[_summary(graph) for graph in graphs],
         charts=_script_data(charts),
         colours=_script_data(COLOURS),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..document import Document, GraphData
+from ..document import GraphData
 from ..memory_map import MemoryData
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name: nothing is fetched
@@ -197,20 +197,15 @@ def _unit(memory: MemoryData) -> tuple[int, str]:
     return _UNITS[max(0, bisect.bisect_right([scale for scale, _ in _UNITS], top) - 1)]
 
 
-def write_picture(document: Document, path: Path, number: int, width: int, height: int) -> None:
+def write_picture(graph: GraphData, path: Path, width: int, height: int) -> None:
     """See ``Explanation.memory_picture``."""
     from . import converter
 
     if path.suffix not in (".svg", ".png"):
         raise InputError("a picture's file", expected="a name that ends with .svg or .png", got=path.name)
-    graphs = document["graphs"]
-    graph = graphs[number] if 0 <= number < len(graphs) else None
-    if graph is None or graph["memory"] is None or not graph["memory"]["storages"]:
-        got = f"one of {len(graphs)} graphs, without a plan" if graph is not None else f"number {number}"
-        raise InputError("there is no memory to draw", expected=f"a planned graph below {len(graphs)}", got=got)
     spec = memory_spec(graph, width, height)
     spec["config"]["background"] = "white"
     if path.suffix == ".svg":
-        path.write_text(converter().vegalite_to_svg(spec))
+        path.write_text(converter().vegalite_to_svg(spec), encoding="utf-8")
     else:
         path.write_bytes(converter().vegalite_to_png(spec, scale=2))
