@@ -5,20 +5,25 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import sympy
 import torch
 
 from ..codegen.stored_kernels import stored_kernel
 from ..codegen.stored_triton import stored_launcher
 from ..codegen.torch_runtime import (
+    autocast_enabled,
+    is_plain_memory,
     library_functions,
     load_object,
     size_functions,
     torch_functions,
+    without_autocast,
     wrapper_functions,
 )
 from ..errors import InputError, StorageError
+from ..graphs.overlaps import MutatedInputs
 from ..graphs.program import Program
 from ..host_graph.graph_json import Functions, expression_from_data, graph_from_data
 from ..host_graph.nodes import Kernel
@@ -29,8 +34,9 @@ from ..plan import ProgramPlan
 from ..plan_json import from_data
 from .machine import check_machine
 from .package import Package
-from .signature import Checker, NumberInput, Signature, TensorInput
+from .signature import Checker, Look, NumberInput, Signature, TensorInput
 from .structure import LEAF, flatten, unflatten
+from .tensors import from_stored, overlapping, same_memory, without_repeats
 
 if TYPE_CHECKING:
     from ..inspection.explain import Explanation
@@ -73,7 +79,7 @@ def load(
 
 def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
     manifest = package.manifest
-    tensors = _Tensors(package, given)
+    tensors = _Tensors(package, _by_entry(package, given))
     functions = Functions({**wrapper_functions(), **library_functions()}, size_functions())
     options = Options(**manifest["options"])
     methods = {}
@@ -87,10 +93,40 @@ def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
             program = restore_program(plan, CompileRequest(torch_functions(), options))
             weights = {weight: tensors[tensor] for weight, tensor in known["weights"]}
             methods[name] = LoadedMethod(signature_of(name, known, functions), program, weights)
-    unknown = sorted(given.keys() - {weight for method in methods.values() for weight in method.weights})
-    if unknown:
+    names = _names_of_weights(manifest["tensors"])
+    weights = {entry: tensors[entry] for entry in dict.fromkeys(names.values())}
+    if given and (found := overlapping([(weights[n], manifest["tensors"][n]["written"]) for n in weights])):
+        one, other = (list(weights)[place] for place in found)
+        got = f"weights {one!r} and {other!r} that share memory"
+        raise package.error(got, "weights with memory of their own, as far as they are written", "give a clone")
+    return LoadedProgram(methods, weights, names)
+
+
+def _names_of_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """What weights are called, their own names first, and which they are."""
+    weights = {name: known["aliases"] for name, known in tensors.items() if known["kind"] == "weights"}
+    own = {name: name for name in weights}
+    return {**{alias: name for name, aliases in weights.items() for alias in aliases}, **own}
+
+
+def _by_entry(package: Package, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights that were given, by the names in the file."""
+    names = _names_of_weights(package.manifest["tensors"])
+    if unknown := sorted(given.keys() - names.keys()):
         raise package.error(f"weights {', '.join(unknown)}", "the names of weights that its methods have")
-    return LoadedProgram(methods)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
+            raise package.error(
+                f"weight {name!r}: {type(tensor).__name__}", "a tensor that is plain memory", "give one"
+            )
+        if not same_memory(found.setdefault(names[name], tensor), tensor):
+            raise package.error(
+                f"two tensors for weight {names[name]!r}, the other one as {name!r}",
+                "one tensor: its methods share it",
+                "leave one of them out",
+            )
+    return found
 
 
 def signature_of(name: str, known: Mapping[str, Any], functions: Functions) -> Signature:
@@ -140,7 +176,7 @@ class _Tensors:
         given = self._given.get(name) if known["kind"] == "weights" else None
         if given is not None:
             got = given.dtype, given.device, tuple(given.size()), tuple(given.stride())
-            if got != look:
+            if got != look or given.is_conj() or given.is_neg():
                 raise self._package.error(
                     f"weight {name!r}: {_describe(*got)}",
                     _describe(*look),
@@ -149,11 +185,12 @@ class _Tensors:
             return given.detach()
         saved = self._file(known["kind"]).get(name)
         if saved is None:
-            raise self._package.error(f"no weight {name!r}", "a weight in the file, or in load(..., weights=)")
-        if saved.dtype != dtype or tuple(saved.size()) != size:
-            raise self._package.error(f"tensor {name!r} of another look", _describe(*look))
+            expected = "a weight in the file, or in load(..., weights=)"
+            raise self._package.error(f"no weight {name!r}", expected, "give it by that name")
         found = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        return found.copy_(saved)
+        if not from_stored(saved, found):
+            raise self._package.error(f"tensor {name!r} of another look", _describe(*look))
+        return found
 
     def _file(self, kind: str) -> Mapping[str, torch.Tensor]:
         member = f"{kind}.safetensors"
@@ -228,18 +265,35 @@ class _Kernels:
         return self._objects[member]
 
 
-class LoadedMethod:
+class _Loaded:
+    """What a file was loaded as: kernels and recordings, which exist in this process alone."""
+
+    def __reduce__(self) -> NoReturn:
+        raise StorageError(
+            "a loaded program cannot be copied or pickled",
+            expected="the file itself, which any process can load",
+            remedy="load the file again: fxwrap.load(path, trust=True)",
+        )
+
+
+class LoadedMethod(_Loaded):
     """One method of a saved program: ``method(*args, **kwargs)``. No gradients are computed.
 
     Attributes:
         signature: what it takes; print it.
-        weights: parameters and buffers by name.
+        weights: parameters and buffers by the names that they have in its module.
     """
 
     def __init__(self, signature: Signature, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
         self.signature, self.program, self.weights = signature, program, dict(weights)
         self._weights = list(self.weights.values())
-        self._check = Checker(signature, torch_functions().layout_check)
+        functions = torch_functions()
+        self._check = Checker(signature, functions.layout_check)
+        passed = [place for place, one in enumerate(signature.inputs) if not _compiled_in(one)]
+        self._passed = passed if len(passed) < len(signature.inputs) else None
+        mutated = MutatedInputs.of(program.plan, functions.overlap)
+        self._mutated = mutated.with_static(self._weights, range(len(self._weights))) if mutated else None
+        self._apart = set[tuple[Any, ...]]()  # layouts and addresses of inputs that were found apart
         args, kwargs = signature.arguments["tuple"]
         # Plain positional tensors are a list already.
         self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
@@ -254,22 +308,74 @@ class LoadedMethod:
 
     def call_flat(self, inputs: list[Any]) -> Any:
         """Call it with its inputs in the order of the signature."""
-        self._check(inputs)
-        found = self.program.run(self._weights + inputs)
+        look = self._check(inputs)
+        if self._passed is not None:
+            inputs = [inputs[place] for place in self._passed]
+        values = self._weights + inputs
+        if self._mutated is not None:
+            self._check_apart(self._mutated, values, look)
+        if autocast_enabled():
+            # Operators would take and return other dtypes than those that memory is planned for.
+            with without_autocast():
+                found = self.program.run(values)
+        else:
+            found = self.program.run(values)
         if self._single:
             return found
         return unflatten(self.signature.results, iter(found if isinstance(found, (list, tuple)) else [found]))
 
+    def _check_apart(self, mutated: MutatedInputs, values: list[Any], look: Look | None) -> None:
+        """Raise where a tensor that is written shares memory with an input: AOTAutograd has taken for granted that
+        none does."""
+        where = (look, *[values[place].data_ptr() for place, _ in mutated.moving])
+        if look is not None and where in self._apart:
+            return
+        if mutated.are_apart(values):
+            if len(self._apart) >= _PLACES:
+                self._apart.clear()
+            if look is not None:
+                self._apart.add(where)
+            return
+        facts, nodes = self.program.plan.facts, self.program.plan.placeholders
+        names = [*self.weights, *(one.name for one in self.signature.inputs if not _compiled_in(one))]
+        written = facts.all_written()
+        of_written = [name for name, node in zip(names, nodes, strict=True) if facts.of(node) & written]
+        raise InputError(
+            f"call of {self.signature.method}, which writes to {', '.join(of_written)}",
+            expected="other inputs with other memory",
+            got="an input that shares memory with one that is written",
+            remedy="pass a clone of one of them",
+        )
 
-class LoadedProgram:
+
+# Allocators give the same few addresses again and again.
+_PLACES = 64
+
+
+def _compiled_in(known: TensorInput | NumberInput) -> bool:
+    return isinstance(known, NumberInput) and not isinstance(known.value, sympy.Basic)
+
+
+class LoadedProgram(_Loaded):
     """The methods of a saved program: ``program["decode"](x)``, or ``program.decode(x)``.
 
     Attributes:
         methods: their signatures by name.
     """
 
-    def __init__(self, methods: Mapping[str, LoadedMethod]) -> None:
-        self._methods = dict(methods)
+    def __init__(
+        self,
+        methods: Mapping[str, LoadedMethod],
+        weights: Mapping[str, torch.Tensor],
+        names: Mapping[str, str],
+    ) -> None:
+        self._methods, self._weights, self._names = dict(methods), dict(weights), dict(names)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of all methods, each once: by the name that it has in its module, or ``method.name``
+        where another weight of an earlier method has that."""
+        return dict(self._weights)
 
     @property
     def methods(self) -> Mapping[str, Signature]:
@@ -290,27 +396,41 @@ class LoadedProgram:
     def __iter__(self) -> Iterator[str]:
         return iter(self._methods)
 
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all methods by name; methods share those with one name."""
-        return {name: tensor for method in self._methods.values() for name, tensor in method.weights.items()}
-
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy other values to weights. What was recorded goes on to be replayed.
 
+        Args:
+            weights: by their names, or by any other that a module has for them (tied weights have several).
+
         Raises:
-            StorageError: a name is unknown, or a shape is another one; then nothing was copied.
+            StorageError: a name is unknown, a shape is another one, or one weight gets two values; then nothing was
+                copied.
         """
-        own = self.weights
+        values: dict[str, torch.Tensor] = {}
         for name, value in weights.items():
-            if name not in own:
-                raise StorageError(f"weight {name!r}", expected=f"one of {', '.join(own)}", got="a name of none")
-            sizes = str(tuple(own[name].size())), str(tuple(value.size()))
+            if name not in self._names:
+                raise StorageError(
+                    f"weight {name!r}", expected=f"one of {', '.join(self._weights)}", got="a name of none"
+                )
+            if not isinstance(value, torch.Tensor):
+                raise StorageError(f"weight {name!r}", expected="a tensor", got=type(value).__name__)
+            own = self._weights[self._names[name]]
+            sizes = str(tuple(own.size())), str(tuple(value.size()))
             if sizes[0] != sizes[1]:
                 raise StorageError(f"weight {name!r}", expected=sizes[0], got=sizes[1])
+            once = without_repeats(value, own.stride())
+            if once.size() != value.size() and not torch.equal(once.expand_as(value), value):
+                raise StorageError(
+                    f"weight {name!r}", expected=f"values that repeat: strides are {own.stride()}", got="others"
+                )
+            if not same_memory(values.setdefault(self._names[name], value), value):
+                raise StorageError(
+                    f"weight {self._names[name]!r}", expected="one tensor", got=f"another one as {name!r}"
+                )
         with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
+            for name, value in values.items():
+                own = self._weights[name]
+                without_repeats(own).copy_(without_repeats(value, own.stride()))
 
     def explain(self) -> Explanation:
         """What is decided about all methods, as ``fxwrap.explain`` shows it."""

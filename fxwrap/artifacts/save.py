@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..backend import parsed
-from ..codegen.export import CompiledMethod, compile_method
+from ..codegen.export import CompiledMethod, TracedMethod, compile_method, is_constant, traced_method
 from ..codegen.export_triton import triton_to_data
 from ..codegen.kernels import object_file
 from ..codegen.stored_program import functions
@@ -21,7 +23,9 @@ from ..host_graph.nodes import Kernel
 from ..plan_json import to_data
 from . import package
 from .machine import versions
+from .signature import solution
 from .structure import structure_of
+from .tensors import identity, overlapping, to_stored
 
 COMPILED = ("object", "source")
 
@@ -73,16 +77,22 @@ def save(
     described: dict[str, Any] = {}
     tensors, kernels = _Tensors(), _Kernels(compile == "object", members)
     for name, method in methods.items():
-        if not name.isidentifier() or name.startswith("_"):
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise OptionError("the name of a method", expected="a Python name", got=repr(name))
         progress(f"{name}: tracing")
-        exported = _exported(name, method)
+        traced = traced_method(name, _exported(name, method))
+        known = _describe_call(traced)
         progress(f"{name}: compiling")
-        compiled = compile_method(name, exported, own, patches)
-        described[name] = _describe(name, compiled, tensors, kernels.of(compiled.plan.graph), members)
+        compiled = compile_method(traced, own, patches)
+        described[name] = {**known, **_describe(compiled, tensors, kernels.of(compiled.plan.graph), members)}
     progress("writing")
+    tensors.check_apart()
+    names = tensors.names()
+    for known in described.values():
+        known["weights"] = [[weight, names[entry]] for weight, entry in known["weights"]]
+        known["constants"] = {attribute: names[entry] for attribute, entry in known["constants"].items()}
     inputs = (one for method in described.values() for one in method["inputs"])
-    devices = {one["device"] for one in (*inputs, *tensors.described.values()) if "device" in one}
+    devices = {one["device"] for one in (*inputs, *tensors.described().values()) if "device" in one}
     where = {
         **versions(),
         "compile": compile,
@@ -92,7 +102,7 @@ def save(
     members["constants.safetensors"] = tensors.serialized("constants")
     if weights:
         members["weights.safetensors"] = tensors.serialized("weights")
-    found = {**where, "options": own.at_run(), "methods": described, "tensors": tensors.described}
+    found = {**where, "options": own.at_run(), "methods": described, "tensors": tensors.described()}
     target = Path(path)
     package.write(target, found, members)
     return target
@@ -111,39 +121,73 @@ def _exported(name: str, method: Any) -> torch.export.ExportedProgram:
     )
 
 
+def _describe_call(method: TracedMethod) -> dict[str, Any]:
+    """How a method is called, as far as tracing says it."""
+    table = functions()
+    values = [value for _, value in method.passed]
+    sizes = [size for value in values for size in _expressions(_sizes(value))]
+    strides = [size for value in values if isinstance(value, torch.Tensor) for size in _expressions(value.stride())]
+    told = {found[0] for size in sizes if (found := solution(size)) is not None}
+    for condition in (*sizes, *strides, *method.guards):
+        unknown: set[Any] = condition.free_symbols - told
+        if unknown:
+            raise StorageError(
+                f"method {method.name!r}: {condition}",
+                expected="sizes that can be told from those of the inputs",
+                got=", ".join(sorted(map(str, unknown))),
+                remedy="export it with such a size as a dimension of an input, or as a constant",
+            )
+    for guard in method.guards:
+        expression_to_data(guard, table)  # what has no form is refused before anything is compiled
+    return {
+        "ranges": {symbol.name: list(bounds) for symbol, bounds in method.ranges.items()},
+        "arguments": structure_of(method.arguments),
+        "results": structure_of(method.results, method.constants),
+    }
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.size() if isinstance(value, torch.Tensor) else (value,)
+
+
+def _expressions(numbers: Sequence[Any]) -> list[Any]:
+    return [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
+
+
 def _describe(
-    name: str, method: CompiledMethod, tensors: _Tensors, kernels: Mapping[str, Any], members: dict[str, bytes]
+    method: CompiledMethod, tensors: _Tensors, kernels: Mapping[str, Any], members: dict[str, bytes]
 ) -> dict[str, Any]:
-    plan, table = method.plan, functions()
+    """A compiled method; for each of its tensors the number of an entry."""
+    plan, table, traced = method.plan, functions(), method.traced
+    name, written = traced.name, plan.facts.all_written()
     # Where the program wants its inputs: that is where it was compiled for.
     devices: list[Any] = [getattr(node.meta.get("val"), "device", None) for node in plan.placeholders]
+    writes = [bool(plan.facts.of(node) & written) for node in plan.placeholders]
     constants = {
-        str(node.target): tensors.add("constants", str(node.target), value, value.device, name)
+        str(node.target): tensors.add("constants", name, str(node.target), value, value.device, False)
         for node in plan.graph.graph.nodes
         if node.op == "get_attr" and isinstance(value := getattr(plan.graph, str(node.target)), torch.Tensor)
     }
     member = f"programs/{name}.json"
     data = {"graph": graph_to_data(plan.graph, table), "plan": to_data(plan), **kernels}
     members[member] = json.dumps(data, separators=(",", ":")).encode()
+    passed = iter(devices[len(traced.weights) :])
     return {
         "program": member,
         "weights": [
-            [weight, tensors.add("weights", weight, tensor, device, name)]
-            for (weight, tensor), device in zip(method.weights.items(), devices, strict=False)
+            [weight, tensors.add("weights", name, weight, tensor, device, writes_it)]
+            for (weight, tensor), device, writes_it in zip(traced.weights.items(), devices, writes, strict=False)
         ],
         "constants": constants,
         "inputs": [
-            _input(known, value, device, table)
-            for (known, value), device in zip(method.inputs, devices[len(method.weights) :], strict=True)
+            _input(known, value, None if is_constant(value) else next(passed), table)
+            for known, value in traced.inputs
         ],
-        "ranges": {symbol.name: list(bounds) for symbol, bounds in method.ranges.items()},
         "guards": [expression_to_data(guard, table) for guard in method.guards],
-        "arguments": structure_of(method.arguments),
-        "results": structure_of(method.results),
     }
 
 
-def _input(name: str, value: Any, device: torch.device, table: Functions) -> dict[str, Any]:
+def _input(name: str, value: Any, device: torch.device | None, table: Functions) -> dict[str, Any]:
     def size(number: Any) -> Any:
         return number if isinstance(number, int) else expression_to_data(number.node.expr, table)
 
@@ -153,9 +197,7 @@ def _input(name: str, value: Any, device: torch.device, table: Functions) -> dic
         return {"name": name, "dtype": dtype, "device": str(device), **sizes}
     if isinstance(value, torch.SymInt):
         return {"name": name, "number": "int", "value": expression_to_data(value.node.expr, table)}
-    if value is None or type(value) in (int, float, bool, str):
-        return {"name": name, "number": type(value).__name__, "value": value}
-    raise StorageError(f"input {name!r} of type {type(value).__name__}", expected="a tensor or a number")
+    return {"name": name, "number": type(value).__name__, "value": value}
 
 
 class _Kernels:
@@ -219,32 +261,84 @@ def _kernels(gm: torch.fx.GraphModule) -> Sequence[tuple[torch.fx.Node, Kernel]]
     return found
 
 
-class _Tensors:
-    """Tensors to save, each once: those with the same memory and layout are one.
+@dataclass
+class _Entry:
+    """A tensor to save.
 
     Attributes:
-        described: by name, in which file it is, and its layout.
+        names: those that it has, with the methods where it has them.
+        written: whether a method writes to it.
     """
 
-    def __init__(self) -> None:
-        self.described: dict[str, Any] = {}
-        self._values: dict[str, dict[str, torch.Tensor]] = {"weights": {}, "constants": {}}
-        self._names: dict[Any, str] = {}
+    kind: str
+    tensor: torch.Tensor
+    device: torch.device
+    names: list[tuple[str, str]]
+    written: bool = False
 
-    def add(self, kind: str, name: str, tensor: torch.Tensor, device: torch.device, method: str) -> str:
-        """The name under which a tensor is saved: its own, or its method's and its own where another has that."""
-        tensor = tensor.detach()
-        look = tuple(tensor.size()), tuple(tensor.stride())
-        same = kind, tensor.device, tensor.dtype, tensor.data_ptr(), *look
-        if tensor.numel() and same in self._names:
-            return self._names[same]
-        name = f"{method}.{name}" if name in self.described else name
-        self._names[same] = name
-        self._values[kind][name] = tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        sizes = {"size": list(look[0]), "stride": list(look[1])}
-        self.described[name] = {"kind": kind, "dtype": dtype, "device": str(device), **sizes}
-        return name
+    def __str__(self) -> str:
+        return " and ".join(f"{name!r} of {method!r}" for method, name in self.names)
+
+
+class _Tensors:
+    """Tensors to save, each once: those with the same memory and layout are one entry."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._numbers: dict[Any, int] = {}
+
+    def add(
+        self, kind: str, method: str, name: str, tensor: torch.Tensor, device: torch.device, written: bool
+    ) -> int:
+        """The number of a tensor's entry."""
+        number = self._numbers.setdefault((kind, device, *identity(tensor)), len(self._entries))
+        if number == len(self._entries):
+            self._entries.append(_Entry(kind, tensor.detach(), device, []))
+        entry = self._entries[number]
+        entry.names.append((method, name))
+        entry.written |= written
+        return number
+
+    def check_apart(self) -> None:
+        """
+        Raises:
+            StorageError: a method writes to a tensor, and another one is a view of its memory: in the file each has
+                its own.
+        """
+        if found := overlapping([(entry.tensor, entry.written) for entry in self._entries]):
+            one, other = (self._entries[place] for place in found)
+            raise StorageError(
+                f"weights {one} and {other} share memory in different layouts, and one is written",
+                expected="one tensor for all methods, or memory of their own",
+                remedy="register one of them, and make the others of it in forward",
+            )
+
+    def names(self) -> list[str]:
+        """A name for each entry: the first that it has; where another entry has that, its method's with it."""
+        real = {name for entry in self._entries for _, name in entry.names}
+        found = dict[str, None]()
+        for entry in self._entries:
+            method, name = entry.names[0]
+            while name in found or (name in real and name != entry.names[0][1]):
+                name = f"{method}.{name}"
+            found[name] = None
+        return list(found)
+
+    def described(self) -> dict[str, Any]:
+        """Entries by name: in which file they are, their layouts, and what else they are called."""
+        claims = Counter(name for entry in self._entries for name in {name for _, name in entry.names})
+        return {
+            name: {
+                "kind": entry.kind,
+                "dtype": str(entry.tensor.dtype).removeprefix("torch."),
+                "device": str(entry.device),
+                "size": list(entry.tensor.size()),
+                "stride": list(entry.tensor.stride()),
+                "written": entry.written,
+                "aliases": sorted({own for _, own in entry.names if own != name and claims[own] == 1}),
+            }
+            for name, entry in zip(self.names(), self._entries, strict=True)
+        }
 
     def serialized(self, kind: str) -> bytes:
         try:
@@ -253,7 +347,14 @@ class _Tensors:
             raise StorageError(
                 "tensors cannot be saved", expected="the package safetensors", remedy="pip install safetensors"
             ) from error
-        plain = {name: tensor.cpu().contiguous() for name, tensor in self._values[kind].items()}
-        # Parts of one storage are saved one by one.
-        whole = {name: t.untyped_storage().nbytes() == t.numel() * t.itemsize for name, t in plain.items()}
-        return serialize({name: tensor if whole[name] else tensor.clone() for name, tensor in plain.items()})
+        plain: dict[str, torch.Tensor] = {}
+        storages: set[int] = set()
+        for name, entry in zip(self.names(), self._entries, strict=True):
+            if entry.kind == kind:
+                tensor = to_stored(entry.tensor)
+                storage = tensor.untyped_storage()
+                # Safetensors wants a storage for each: parts of one are saved one by one.
+                own = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
+                plain[name] = tensor if own else tensor.clone()
+                storages.add(storage.data_ptr())
+        return serialize(plain)

@@ -9,10 +9,13 @@ from typing import Any
 import sympy
 import torch
 
+from ..codegen.torch_runtime import is_plain_memory
 from ..errors import InputError
 
 # A size: a number, or an expression of symbols.
 Size = Any
+# Tells whether tensors have the layouts that others had.
+Look = Callable[[list[Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,24 @@ class Signature:
                 self._check_number(known, value, bound)
             else:
                 self._check_tensor(known, value, bound)
-        # Sizes that are expressions, once all symbols are known.
+        # Sizes that are expressions of others, once all symbols are known.
+        for known, value in zip(self.inputs, values, strict=True):
+            if isinstance(known, TensorInput):
+                _solve(known.size, value.size(), bound)
+            elif isinstance(known.value, sympy.Basic):
+                _solve((known.value,), (value,), bound)
         for known, value in zip(self.inputs, values, strict=True):
             if isinstance(known, TensorInput):
                 self._check_sizes(known, "size", known.size, value.size(), bound)
                 self._check_sizes(known, "stride", known.stride, value.stride(), bound, value.size())
-            elif not isinstance(known.value, (int, float, bool)) and _at(known.value, bound) != value:
+            elif isinstance(known.value, sympy.Basic) and _at(known.value, bound) != value:
                 raise self._error(known, f"{known.value}, {_at(known.value, bound)} here", str(value))
         for symbol, size in bound.items():
             low, high = self.ranges.get(symbol.name, (0, None))
             if size < low or (high is not None and size > high):
                 raise self._range_error(symbol.name, f"{low} to {high if high is not None else 'any'}", size)
         for guard in self.guards:
-            if guard.xreplace(bound) == sympy.false:
+            if _at(guard, bound) != sympy.true:
                 raise InputError(f"call of {self}", expected=str(guard), got=_values(bound))
 
     def _check_tensor(self, known: TensorInput, value: Any, bound: dict[sympy.Symbol, int]) -> None:
@@ -112,6 +120,13 @@ class Signature:
             raise self._error(known, "a tensor", f"{value!r} of type {type(value).__name__}")
         if value.layout is not torch.strided:
             raise self._error(known, "a dense tensor", str(value.layout))
+        # Kernels read memory as it is.
+        if not is_plain_memory(value):
+            raise self._error(known, "a tensor with memory of its own", f"a {type(value).__name__}")
+        for bit, view in (("neg", value.is_neg()), ("conj", value.is_conj())):
+            if view:
+                remedy = f"pass {known.name}.resolve_{bit}()"
+                raise self._error(known, "numbers as they lie in memory", f"a view, with the {bit} bit", remedy)
         for what, expected, got in (
             ("dtype", known.dtype, value.dtype),
             ("device", known.device, value.device),
@@ -131,7 +146,7 @@ class Signature:
         number: Any = value
         if isinstance(known.value, sympy.Symbol):
             bound.setdefault(known.value, int(number))
-        elif isinstance(known.value, (int, float, bool, str)) and known.value != value:
+        elif not isinstance(known.value, sympy.Basic) and not _same(known.value, value):
             raise self._error(known, f"{known.value!r}, which was compiled in", repr(value))
 
     def _check_sizes(
@@ -149,8 +164,9 @@ class Signature:
         if any(a != b for a, b, skip in zip(wanted, got, skipped, strict=True) if not skip):
             raise self._error(known, f"{what} {tuple(wanted)}", f"{what} {tuple(got)}")
 
-    def _error(self, known: TensorInput | NumberInput, expected: str, got: str) -> InputError:
-        return InputError(f"input {known.name!r} of {self.method}", expected=f"{expected} ({known})", got=got)
+    def _error(self, known: TensorInput | NumberInput, expected: str, got: str, remedy: str = "") -> InputError:
+        subject = f"input {known.name!r} of {self.method}"
+        return InputError(subject, expected=f"{expected} ({known})", got=got, remedy=remedy)
 
     def _range_error(self, name: str, expected: str, got: int) -> InputError:
         where = ", ".join(i.name for i in self.inputs if isinstance(i, TensorInput) and name in map(str, i.size))
@@ -164,24 +180,65 @@ class Checker:
         layout_check: ``TorchFunctions.layout_check``.
     """
 
-    def __init__(self, signature: Signature, layout_check: Callable[..., Callable[[list[Any]], bool]]) -> None:
+    def __init__(self, signature: Signature, layout_check: Callable[..., Look]) -> None:
         self._signature, self._layout_check = signature, layout_check
-        self._positions = [i for i, one in enumerate(signature.inputs) if isinstance(one, TensorInput)]
-        self._only_tensors = len(self._positions) == len(signature.inputs)
-        self._known: Callable[[list[Any]], bool] | None = None
+        tensors = [isinstance(one, TensorInput) for one in signature.inputs]
+        self._tensors = [place for place, tensor in enumerate(tensors) if tensor]
+        self._others = [place for place, tensor in enumerate(tensors) if not tensor]
+        self._known: tuple[Look, list[Any]] | None = None
 
-    def __call__(self, values: list[Any]) -> None:
-        if self._known is not None and len(values) == len(self._signature.inputs) and self._known(values):
-            return
+    def __call__(self, values: list[Any]) -> Look | None:
+        """What knows the values' layouts again, if they are those of a call before.
+
+        Raises:
+            InputError: the method may not run on them.
+        """
+        if self._known is not None and len(values) == len(self._signature.inputs):
+            look, others = self._known
+            if look(values) and (not others or self._of_others(values) == others):
+                return look
         self._signature.check(values)
-        if self._only_tensors and values:
-            self._known = self._layout_check(values, self._positions)
+        # A look does not say in which mode of autograd it was right.
+        if self._tensors and not any(values[place].requires_grad for place in self._tensors):
+            self._known = self._layout_check(values, self._tensors), self._of_others(values)
+        return None
+
+    def _of_others(self, values: Sequence[Any]) -> list[Any]:
+        return [(type(values[place]), values[place]) for place in self._others]
+
+
+def solution(size: Size) -> tuple[sympy.Symbol, int, int] | None:
+    """``(symbol, factor, rest)`` of a size ``factor * symbol + rest``: such a size tells what the symbol is."""
+    symbols: Any = getattr(size, "free_symbols", ())
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    if not size.is_polynomial(symbol):
+        return None
+    coefficients = sympy.Poly(size, symbol).all_coeffs()
+    if len(coefficients) != 2 or not all(one.is_Integer for one in coefficients):
+        return None
+    factor, rest = map(int, coefficients)
+    return symbol, factor, rest
+
+
+def _solve(expected: Sequence[Size], got: Sequence[int], bound: dict[sympy.Symbol, int]) -> None:
+    """Symbols that are no size themselves, from sizes that are made of them."""
+    for size, value in zip(expected, got, strict=True):
+        unknown = isinstance(size, sympy.Basic) and not size.free_symbols <= bound.keys()
+        if unknown and (found := solution(size)) is not None:
+            symbol, factor, rest = found
+            bound[symbol] = (value - rest) // factor  # where there is a remainder, the size will not fit
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) or str(one) == str(other) == "nan"
 
 
 def _at(size: Size, bound: Mapping[sympy.Symbol, int]) -> Any:
     if isinstance(size, (int, float, str)):
         return size
-    found = sympy.sympify(size.xreplace(bound))
+    found = sympy.sympify(size.xreplace({symbol: sympy.Integer(value) for symbol, value in bound.items()}))
     return int(found) if found.is_Integer else found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, StorageError
@@ -10,18 +11,27 @@ from ..errors import InputError, StorageError
 LEAF = "*"
 
 
-def structure_of(value: Any) -> Any:
-    """The structure of a nested value, in which ``LEAF`` stands for whatever is no container."""
+def structure_of(value: Any, constants: Mapping[int, Any] | None = None) -> Any:
+    """The structure of a nested value, in which ``LEAF`` stands for whatever is no container.
+
+    Args:
+        constants: leaves that are always the same, by their number: the structure holds them itself.
+    """
+    known = constants or {}
+    return _structure(value, ({"constant": known[n]} if n in known else LEAF for n in itertools.count()))
+
+
+def _structure(value: Any, leaves: Iterator[Any]) -> Any:
     if value == LEAF:
-        return LEAF
+        return next(leaves)
     if type(value) is tuple:
-        return {"tuple": [structure_of(item) for item in value]}
+        return {"tuple": [_structure(item, leaves) for item in value]}
     if type(value) is list:
-        return {"list": [structure_of(item) for item in value]}
+        return {"list": [_structure(item, leaves) for item in value]}
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise StorageError("keys of a dictionary", expected="strings", got=", ".join(map(repr, value)))
-        return {"dict": [[key, structure_of(item)] for key, item in value.items()]}
+        return {"dict": [[key, _structure(item, leaves)] for key, item in value.items()]}
     raise StorageError(
         f"a value of type {type(value).__name__} among arguments or results",
         expected="tensors, numbers, tuples, lists and dictionaries",
@@ -61,6 +71,8 @@ def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
     if structure == LEAF:
         return next(leaves)
     ((kind, inner),) = structure.items()
+    if kind == "constant":
+        return inner
     if kind == "dict":
         return {key: unflatten(part, leaves) for key, part in inner}
     items = [unflatten(part, leaves) for part in inner]

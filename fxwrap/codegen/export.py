@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import sympy
 import torch
 from torch.fx.graph import CodeGen
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import bound_sympy
 
 from ..compilation import Compilation
 from ..errors import StorageError
@@ -18,64 +19,119 @@ from ..host_graph.nodes import output_values
 from ..options import Options
 from ..plan import ProgramPlan
 from .inductor import compile_with_inductor
+from .torch_runtime import is_plain_memory
+
+
+@dataclass(frozen=True)
+class TracedMethod:
+    """
+    Attributes:
+        module: takes what ``passed`` has, and returns what is no constant; both flat.
+        weights: parameters and buffers by name: the program takes them in this order, before its other inputs.
+        inputs: names of the other inputs, and their fake values, or constants, which are compiled in.
+        arguments, results: how ``(args, kwargs)`` and what is returned are nested, with "*" for each value.
+        constants: results that are always the same, by their number.
+        ranges: bounds of symbolic sizes.
+        guards: what tracing has taken for granted of symbolic sizes beside that.
+    """
+
+    name: str
+    module: torch.fx.GraphModule
+    weights: Mapping[str, torch.Tensor]
+    inputs: Sequence[tuple[str, Any]]
+    arguments: Any
+    results: Any
+    constants: Mapping[int, Any]
+    ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
+    guards: Sequence[sympy.Basic]
+
+    @property
+    def passed(self) -> Sequence[tuple[str, Any]]:
+        """Inputs that the program takes."""
+        return [(name, value) for name, value in self.inputs if not is_constant(value)]
 
 
 @dataclass(frozen=True)
 class CompiledMethod:
     """
     Attributes:
-        weights: parameters and buffers by name: the program takes them in this order, before its other inputs.
-        inputs: names and fake values of the other inputs.
-        arguments, results: how ``(args, kwargs)`` and what is returned are nested, with "*" for each value.
-        ranges: bounds of symbolic sizes.
-        guards: what Inductor has taken for granted of symbolic sizes.
+        guards: what tracing and Inductor have taken for granted of symbolic sizes.
     """
 
+    traced: TracedMethod
     plan: ProgramPlan
-    weights: Mapping[str, torch.Tensor]
-    inputs: Sequence[tuple[str, Any]]
-    arguments: Any
-    results: Any
-    ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
     guards: Sequence[sympy.Basic]
 
 
-def compile_method(
-    name: str, method: torch.export.ExportedProgram, options: Options, patches: dict[str, Any]
-) -> CompiledMethod:
-    """Compile what ``torch.export`` has traced; gradients are not computed.
+def is_constant(value: Any) -> bool:
+    return value is None or type(value) in (int, float, bool, str)
+
+
+def _plain(value: Any) -> Any:
+    """A symbolic number that is always the same, as that."""
+    return int(value) if isinstance(value, torch.SymInt) and value.node.expr.is_Integer else value
+
+
+def traced_method(name: str, method: torch.export.ExportedProgram) -> TracedMethod:
+    """What ``torch.export`` has traced, made flat, without constants among inputs and results.
 
     Raises:
-        StorageError: it does not become one program.
+        StorageError: an input, a result, a weight or a guard has no form that can be stored.
     """
-    takes = inspect.signature(method.module).parameters
-    module: Any = method.module(check_guards=False) if "check_guards" in takes else method.module()
+    module: Any = method.module()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = [(node.name, node.meta["val"]) for node in placeholders]
+    inputs = [(node.name, _plain(node.meta.get("val"))) for node in placeholders]
+    for known, value in inputs:
+        if not (is_constant(value) or isinstance(value, (torch.Tensor, torch.SymInt))):
+            raise StorageError(
+                f"input {known!r} of {name!r}, of type {type(value).__name__}", expected="a tensor or a constant"
+            )
+    environments = _environments(inputs)
+    _restore_guards(name, method, module, [value for _, value in inputs])
+    for node, (_, value) in zip(placeholders, inputs, strict=True):
+        if is_constant(value):
+            _bake_in(node, value)
     module.graph.set_codegen(CodeGen())  # takes and returns a flat list
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    output.args = (tuple(pytree.tree_leaves(output.args[0])),)
+    returned = pytree.tree_leaves(output.args[0])
+    constants = {place: value for place, value in enumerate(returned) if not isinstance(value, torch.fx.Node)}
+    for value in constants.values():
+        if not is_constant(value):
+            what = f"a result of {name!r} of type {type(value).__name__}"
+            raise StorageError(what, expected="a tensor or a constant")
+    output.args = (tuple(value for place, value in enumerate(returned) if place not in constants),)
     module.recompile()
     # What AOTAutograd lifts to the program's first inputs, in its order.
     weights = {**dict(module.named_parameters(remove_duplicate=False))}
     weights.update(module.named_buffers(remove_duplicate=False))
-    environments = {size.node.shape_env for _, value in inputs for size in _symbolic_sizes(value)}
+    for weight, tensor in weights.items():
+        _check_weight(name, weight, tensor)
+    ranges, guards = _conditions(method, environments)
+    calls = method.call_spec
+    arguments, results = (pytree.tree_unflatten(["*"] * s.num_leaves, s) for s in (calls.in_spec, calls.out_spec))
+    return TracedMethod(name, module, weights, inputs, arguments, results, constants, ranges, guards)
+
+
+def compile_method(traced: TracedMethod, options: Options, patches: dict[str, Any]) -> CompiledMethod:
+    """Compile a method; gradients are not computed.
+
+    Raises:
+        StorageError: it does not become one program.
+    """
+    name, ranges, inputs = traced.name, traced.ranges, [value for _, value in traced.passed]
+    environments = _environments(traced.passed)
     known = {id(guard) for env in environments for guard in env.guards}
     compilation = Compilation()
     functorch: Any = torch._functorch.config
     with torch.no_grad(), functorch.patch(enable_autograd_cache=False):
         settings = {**patches, "fx_graph_cache": False}
-        compile_with_inductor(module, [value for _, value in inputs], options, settings, compilation)
+        compile_with_inductor(traced.module, inputs, options, settings, compilation)
     if compilation.fallbacks or len(compilation.programs) != 1:
         raise StorageError(
             f"method {name!r}",
             expected="one program",
             got="; ".join(compilation.fallbacks) or f"{len(compilation.programs)} programs",
         )
-    ranges = {
-        symbol: (int(bounds.lower), None if bounds.upper > 1 << 62 else int(bounds.upper))
-        for symbol, bounds in method.range_constraints.items()
-    }
     guards = [guard.expr for env in environments for guard in env.guards if id(guard) not in known]
     for guard in guards:
         if isinstance(guard, sympy.Eq) and guard.lhs in ranges and guard.rhs.is_number:
@@ -86,13 +142,102 @@ def compile_method(
                 got=f"code for {guard.rhs} alone: Inductor has asked for its value",
                 remedy="export the method with that size as a constant, or report it",
             )
-    program, calls = compilation.programs[0], method.call_spec
-    arguments, results = (pytree.tree_unflatten(["*"] * s.num_leaves, s) for s in (calls.in_spec, calls.out_spec))
-    if len(output_values(program.plan.graph)) != calls.out_spec.num_leaves:
+    plan = compilation.programs[0].plan
+    if len(plan.placeholders) != len(traced.weights) + len(inputs):
+        # AOTAutograd makes one input of those that share memory where one of them is written.
+        raise StorageError(
+            f"method {name!r} writes to a weight that shares memory with another",
+            expected="weights with memory of their own, as far as they are written",
+            got=", ".join(_sharing(traced.weights)),
+            remedy="register one of them, and make the others of it in forward",
+        )
+    if len(output_values(plan.graph)) + len(traced.constants) != len(pytree.tree_leaves(traced.results)):
         raise StorageError(f"method {name!r}", expected="a program that returns what the method returns")
     # Weights stay where they are: nobody has to guess that.
-    plan = replace(program.plan, static_inputs=frozenset(range(len(weights))))
-    return CompiledMethod(plan, weights, inputs, arguments, results, ranges, guards)
+    plan = replace(plan, static_inputs=frozenset(range(len(traced.weights))))
+    return CompiledMethod(traced, plan, [*traced.guards, *guards])
+
+
+def _environments(inputs: Sequence[tuple[str, Any]]) -> list[Any]:
+    """What holds the guards on the symbolic sizes of inputs."""
+    found = {id(env): env for _, value in inputs for size in _symbolic_sizes(value) if (env := size.node.shape_env)}
+    return list(found.values())
+
+
+def _restore_guards(name: str, method: Any, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Have the inputs' environment know what ``torch.export`` has guarded on, and the module not check it.
+
+    A program that was read from a file has guards as code alone, which the module calls. Called with symbolic sizes,
+    that guards on them again.
+    """
+    calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target) == "_guards_fn"]
+    for node in calls:
+        try:
+            module.get_submodule(str(node.target))(*inputs)
+        except Exception as error:  # torch 2.11 writes code that knows no NaN
+            got = f"{type(error).__name__}: {error}"
+            raise StorageError(f"method {name!r}", expected="conditions that can be evaluated", got=got) from error
+        module.graph.erase_node(node)
+    known = any(env.guards for env in _environments([("", value) for value in inputs]))
+    if getattr(method, "_guards_code", None) and not calls and not known:
+        raise StorageError(
+            f"method {name!r}",
+            expected="conditions on sizes that can be stored",
+            got="; ".join(method._guards_code),
+            remedy="export it again, in the process that saves it",
+        )
+
+
+def _conditions(
+    method: torch.export.ExportedProgram, environments: Sequence[Any]
+) -> tuple[dict[sympy.Symbol, tuple[int, int | None]], list[sympy.Basic]]:
+    """Ranges of symbols, and the guards that they do not imply."""
+    bounds = method.range_constraints
+    ranges = {
+        symbol: (int(known.lower), None if known.upper > 1 << 62 else int(known.upper))
+        for symbol, known in bounds.items()
+        if isinstance(symbol, sympy.Symbol)
+    }
+    guards: list[Any] = []
+    for size, known in bounds.items():
+        if size not in ranges:  # a derived dimension
+            guards.append(sympy.Ge(size, known.lower))
+            guards += [] if known.upper > 1 << 62 else [sympy.Le(size, known.upper)]
+    guards += [env.replace(guard.expr) for env in environments for guard in env.guards]
+    own: Any = {symbol: bounds[symbol] for symbol in ranges}
+    return ranges, [guard for guard in dict.fromkeys(guards) if not _implied(guard, own)]
+
+
+def _implied(guard: sympy.Basic, ranges: dict[sympy.Symbol, Any]) -> bool:
+    if guard == sympy.true:
+        return True
+    found = bound_sympy(guard, ranges)  # type: ignore[arg-type]
+    return bool(found.is_singleton() and found.lower == sympy.true)
+
+
+def _bake_in(node: torch.fx.Node, value: Any) -> None:
+    """Put a constant in place of an input."""
+    for user in list(node.users):
+        user.args = map_arg(user.args, lambda arg: value if arg is node else arg)
+        user.kwargs = map_arg(user.kwargs, lambda arg: value if arg is node else arg)
+    node.graph.erase_node(node)
+
+
+def _check_weight(method: str, name: str, tensor: torch.Tensor) -> None:
+    if not is_plain_memory(tensor):
+        raise StorageError(
+            f"weight {name!r} of {method!r}: {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}",
+            expected="a tensor that is plain memory",
+            remedy="keep its parts as buffers, and make it of them in forward",
+        )
+
+
+def _sharing(weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of weights that share a storage with another one."""
+    storages: dict[int, list[str]] = {}
+    for name, tensor in weights.items():
+        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return [name for names in storages.values() if len(names) > 1 for name in names]
 
 
 def _symbolic_sizes(value: Any) -> list[torch.SymInt]:

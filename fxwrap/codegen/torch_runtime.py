@@ -165,6 +165,23 @@ def below_modes(overload: Any, *args: Any, **kwargs: Any) -> Any:
     return overload.redispatch(keys, *args, **kwargs)
 
 
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may read a tensor's memory: it wraps no other tensor, and is dense.
+
+    Wrappers are subclasses with a dispatch of their own, and what functorch makes (vmap, functionalize). Zeros that
+    forward-mode derivatives stand in for have no memory at all.
+    """
+    wraps: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor")  # noqa: B009
+    own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return own and dense and not wraps(tensor) and not tensor._is_zerotensor()
+
+
+# Whether autocast is on for any device; and a context in which it is not.
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+without_autocast: Any = getattr(torch._C, "_DisableAutocast")  # noqa: B009
+
+
 def device_guard(device_type: str) -> Callable[[int], Any] | None:
     """What makes a device the current one: Triton launches there, whatever device its arguments are on.
 

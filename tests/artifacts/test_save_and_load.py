@@ -314,7 +314,7 @@ def a_slip_that_is_listed(manifest: dict[str, Any], members: dict[str, bytes]) -
 
 
 LOADS: dict[str, tuple[Callable[[dict[str, Any], dict[str, bytes]], None], str]] = {
-    "another format": (in_manifest(format=99), "format 1"),
+    "another format": (in_manifest(format=99), f"format {package.FORMAT}"),
     "another torch": (in_manifest(torch="1.13.0"), "torch 1.13.0"),
     "another Python": (in_manifest(python="cpython-27"), "python cpython-27"),
     "another machine": (in_manifest(machine="vax"), "machine vax"),
