@@ -333,13 +333,13 @@ class Program:
         if self._on_accelerator:
             self._thread.warm = True
         specialization.eager_runs += 1
-        if last:
+        if last and self._freezes_addresses:
             specialization.warm_outputs = _weak_outputs(prepared, outputs)
         return outputs
 
     def _make_estimate(self, prepared: _Prepared, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
-        if self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.is_full()):
+        if self.newest_plan is not None and (not self.newest_plan.arenas or self.specializations.are_enough()):
             return
         try:
             estimate = prepared.provider.estimate(inputs, self.newest_plan, self._saved())

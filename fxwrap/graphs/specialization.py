@@ -54,6 +54,8 @@ _PATIENCE, _MOST_PATIENCE = 2, 64
 # Calls after which recording is retried on a device that was out of memory and reports no more: initial value,
 # maximum.
 ASKED_AGAIN, _MOST_CALLS = 32, 2048
+# Shapes whose memory is planned ahead although none of them was recorded yet.
+_ESTIMATES = 8
 # Up to so many native units are tried one after another: that takes less time than reading the sizes of the inputs.
 _TRIED = 8
 # Shapes that are remembered, as a multiple of ``max_recordings``.
@@ -400,6 +402,14 @@ class Specializations:
 
     def is_full(self) -> bool:
         return len(self.recordings()) >= self._most
+
+    def are_enough(self) -> bool:
+        """Whether no more is to be estimated ahead: there is no room, or many estimates have led to no recording.
+
+        Some sizes are new at every call, and never come again: those of a cache that grows.
+        """
+        vain = sum(one.estimate is not None and not one.recordings for one in self.values())
+        return vain > _ESTIMATES or self.is_full()
 
     def make_room(self, wanted: Specialization, owner: LockOwner) -> bool:
         """If there are too many recordings, end the least recently used one. Returns whether there is room.

@@ -48,8 +48,11 @@ def concrete(value: Any, symbol_values: Mapping[Node, Any]) -> Any:
 
 
 def symbols_at(symbol_values: Mapping[Node, Any]) -> dict[Any, int]:
-    """The symbolic expressions that nodes stand for, with their values at concrete sizes."""
-    known = ((node.meta.get("val"), number) for node, number in symbol_values.items())
+    """The symbolic expressions that nodes stand for, with their values at concrete sizes.
+
+    The ragged size of a jagged tensor is no number, only the same for tensors of one structure: it is missing.
+    """
+    known = ((node.meta.get("val"), number) for node, number in symbol_values.items() if type(number) is int)
     return {val.node.expr: sympy.Integer(number) for val, number in known if isinstance(val, torch.SymInt)}
 
 

@@ -1087,6 +1087,16 @@ def test_jagged_tensors(compiled: Any) -> None:
         assert f.program.counters.replays
 
 
+def test_training_on_jagged_tensors(compiled: Any) -> None:
+    """The size of the jagged dimension is an output of forward, and an input of backward."""
+    f: Compiled = compiled(lambda n: n.sin() * 2, options={"strict": True})
+    for _ in range(4):
+        rows = [torch.randn(3, 4), torch.randn(5, 4)]
+        n = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        f(n).values().sum().backward()
+        torch.testing.assert_close(n.grad.values(), 2 * torch.cat(rows).cos())
+
+
 @pytest.mark.parametrize("name", ["cpp_wrapper", "fx_wrapper"])
 def test_whatever_wrapper_the_process_has_chosen_for_inductor(compiled: Any, name: str) -> None:
     """As TORCHINDUCTOR_CPP_WRAPPER=1 does."""

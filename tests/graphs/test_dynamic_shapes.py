@@ -184,6 +184,20 @@ def test_nothing_grows_with_the_shapes_that_are_not_recorded(compiled: Any) -> N
         assert len(f.program.specializations) <= 8 * 2
 
 
+def test_sizes_that_never_come_again_are_not_planned_at_every_call(compiled: Any) -> None:
+    """A cache that grows by a row: each size warms up once. One that comes again is recorded all the same."""
+    f: Compiled = compiled(lambda x: (x @ x.t()).softmax(0).sin() @ x, dynamic=True)
+    with torch.no_grad():
+        for rows in (*range(3, 43), 42, 42):
+            x = torch.randn(rows, 8)
+            found = f(x)
+            torch.testing.assert_close(found, (x @ x.t()).softmax(0).sin() @ x)
+            del found
+    runs, _ = f.program.stages["memory"]
+    assert runs <= 12 and f.program.counters.eager == {"warm-up": 40}
+    assert f.program.counters.replays == 1 and sum(f.program.counters.recordings.values()) == 1
+
+
 def test_a_backward_that_takes_an_expression_of_sizes(compiled: Any, device: torch.device) -> None:
     """What a forward saved of its shape is an input of the backward."""
 
