@@ -61,9 +61,12 @@ def overlapping(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[int, int]
     Args:
         tensors: each with whether it is written: of two that overlap, one is.
     """
+    everything = MutatedInputs([(place, written) for place, (_, written) in enumerate(tensors)], (), (), overlap)
+    if everything.are_apart([tensor for tensor, _ in tensors]):
+        return None
+    pair = MutatedInputs([(0, True), (1, False)], (), (), overlap)  # which two of them?
     for place, (one, written) in enumerate(tensors):
         for other_place, (other, _) in enumerate(tensors) if written else ():
-            pair = MutatedInputs([(0, True), (1, False)], (), (), overlap)
             if other_place != place and not pair.are_apart([one, other]):
                 return place, other_place
     return None
