@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .codegen.dynamo import collected_by
+from .codegen.frames import with_room
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
 from .codegen.torch_versions import registered_operators
 from .compilation import Compilation
@@ -39,7 +40,8 @@ def fxwrap(
     own, patches = parsed(options)
     compilation = compilation if compilation is not None else Compilation()
     begin = time.perf_counter()
-    compiled = compile_with_inductor(gm, example_inputs, own, {**mode_options(mode), **patches}, compilation)
+    settings = {**mode_options(mode), **patches}
+    compiled = with_room(compile_with_inductor, gm, example_inputs, own, settings, compilation)
     compilation.seconds = time.perf_counter() - begin
     return collected_by(compiled, compilation)
 

@@ -8,7 +8,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ def from_json(kind: type[Plan], text: str, **missing: Any) -> Plan:
 
 def from_data(kind: type[Plan], data: Any, **missing: Any) -> Plan:
     """The plan that ``to_data`` has made data of. Raises as ``from_json`` does."""
-    return typing.cast(Plan, _typed(kind, data, missing))
+    return typing.cast(Plan, _dataclass(kind, data, **missing))
 
 
 def to_data(value: Any) -> Any:
@@ -63,35 +63,48 @@ def to_data(value: Any) -> Any:
     raise TypeError(f"{value!r} is no data: a plan holds names and numbers")
 
 
-def _typed(kind: Any, value: Any, missing: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
+Reader = Callable[[Any], Any]
+
+
+@functools.cache
+def _reader(kind: Any) -> Reader:
+    """What makes a value of a type of what JSON holds. Types are looked at once: a plan has thousands of values."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        (only,) = [one for one in inner if one is not type(None)]
-        return None if value is None else _typed(only, value)
+        (only,) = [_reader(one) for one in inner if one is not type(None)]
+        return lambda value: None if value is None else only(value)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        known = _stored(kind)
-        if value.keys() != known.keys():
-            raise ValueError(f"a {kind.__name__} has the fields {', '.join(known)}, got {', '.join(value)}")
-        return kind(**{name: _typed(how, value[name]) for name, how in known.items()}, **missing)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(value)
-    if kind is torch.device:
-        return torch.device(value)
+        return functools.partial(_dataclass, kind)
+    if kind is torch.device or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        return typing.cast(Reader, kind)
     if origin is not None and issubclass(origin, Mapping):
-        return {_typed(inner[0], key): _typed(inner[1], item) for key, item in value}
-    if origin is frozenset:
-        return frozenset(_typed(inner[0], item) for item in value)
+        key_of, item_of = map(_reader, inner)
+        return lambda value: {key_of(key): item_of(item) for key, item in value}
+    if origin is frozenset or (origin is tuple and inner[-1] is Ellipsis):
+        item_of = _reader(inner[0])
+        return lambda value: origin(map(item_of, value))
     if origin is tuple:
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_typed(how, item) for how, item in zip(kinds, value, strict=True))
+        readers = tuple(map(_reader, inner))
+        return lambda value: tuple(of(item) for of, item in zip(readers, value, strict=True))
+    return functools.partial(_atom, kind)
+
+
+def _dataclass(kind: type, value: Any, **missing: Any) -> Any:
+    known = _stored(kind)
+    if value.keys() != known.keys():
+        raise ValueError(f"a {kind.__name__} has the fields {', '.join(known)}, got {', '.join(value)}")
+    return kind(**{name: of(value[name]) for name, of in known.items()}, **missing)
+
+
+def _atom(kind: Any, value: Any) -> Any:
     if kind not in (str, int, float, bool) or not isinstance(value, (int, float) if kind is float else kind):
         raise TypeError(f"expected {kind}, got {value!r}")
     return value
 
 
 @functools.cache
-def _stored(kind: type) -> dict[str, Any]:
-    """The fields of a dataclass that are stored, and their types."""
+def _stored(kind: type) -> dict[str, Reader]:
+    """The fields of a dataclass that are stored, and what reads them."""
     types_of = typing.get_type_hints(kind)
     fields = (f for f in dataclasses.fields(kind) if f.metadata.get("stored", True))
-    return {field.name: types_of[field.name] for field in fields}
+    return {field.name: _reader(types_of[field.name]) for field in fields}

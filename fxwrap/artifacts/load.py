@@ -14,6 +14,7 @@ from ..codegen.stored_kernels import stored_kernel
 from ..codegen.stored_triton import stored_launcher
 from ..codegen.torch_runtime import (
     autocast_enabled,
+    empty_graph,
     is_plain_memory,
     library_functions,
     load_object,
@@ -88,7 +89,7 @@ def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
         for name, known in manifest["methods"].items():
             data = package.json(known["program"])
             constants = {attribute: tensors[tensor] for attribute, tensor in known["constants"].items()}
-            graph = graph_from_data(data["graph"], functions, StandIns(), constants, kernels.of(data))
+            graph = graph_from_data(data["graph"], functions, StandIns(), constants, kernels.of(data), empty_graph)
             plan = from_data(ProgramPlan, data["plan"], graph=graph)
             program = restore_program(plan, CompileRequest(torch_functions(), options))
             weights = {weight: tensors[tensor] for weight, tensor in known["weights"]}

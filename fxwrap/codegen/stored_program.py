@@ -32,7 +32,7 @@ from .garbage import no_garbage_collection
 from .kernels import load_kernels, loaded_kernel
 from .request import current_request, handed_over
 from .stored_kernels import stored_kernel
-from .torch_runtime import size_functions, wrapper_functions
+from .torch_runtime import empty_graph, size_functions, wrapper_functions
 from .user_lines import UserLines
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,8 @@ def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], 
             request = replace(request, compilation=Compilation())
         if compiled is None:
             try:
-                compiled = _restored(json.loads(text), scope, request)
+                with no_garbage_collection():
+                    compiled = _restored(json.loads(text), scope, request)
             except Exception as error:
                 log.warning("a stored program cannot be used, and is compiled again: %s", error, exc_info=True)
                 raise OSError("fxwrap: a stored program cannot be used") from error
@@ -157,9 +158,8 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: Compil
             raise StorageError(f"kernel {known['kernel']}", expected=expected)
         return found
 
-    with no_garbage_collection():
-        host_graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel)
-        return restore_program(from_data(ProgramPlan, data["plan"], graph=host_graph), request)
+    host_graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel, empty_graph)
+    return restore_program(from_data(ProgramPlan, data["plan"], graph=host_graph), request)
 
 
 def functions() -> Functions:

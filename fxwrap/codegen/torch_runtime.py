@@ -14,6 +14,8 @@ from typing import Any
 import sympy
 import torch
 from torch.autograd import profiler
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -71,6 +73,11 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors over one storage share an element; True if in doubt."""
     overlapping: Any = getattr(torch._C._dynamo.guards, "compute_overlapping_tensors", None)
     return overlapping is None or bool(overlapping([one, other], symbolic=False))
+
+
+def empty_graph() -> GraphModule:
+    """A module without nodes. Its Python is made when somebody reads or calls it: a restored program does neither."""
+    return _LazyGraphModule({}, Graph())
 
 
 # (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are

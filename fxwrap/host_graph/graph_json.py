@@ -215,9 +215,10 @@ class _Reader:
     values: Values
     constants: Mapping[str, Any]
     kernel: Callable[[Mapping[str, Any]], Kernel]
+    empty: Callable[[], GraphModule]
 
     def graph(self, data: Data) -> GraphModule:
-        gm = GraphModule({}, torch.fx.Graph())
+        gm = self.empty()
         for name, attribute in data["attributes"].items():
             setattr(gm, name, self.attribute(name, attribute))
         known: dict[str, Node] = {}
@@ -304,6 +305,7 @@ def graph_from_data(
     values: Values,
     constants: Mapping[str, Any],
     kernel: Callable[[Mapping[str, Any]], Kernel],
+    empty: Callable[[], GraphModule],
 ) -> GraphModule:
     """The host graph that ``graph_to_data`` has written.
 
@@ -312,11 +314,12 @@ def graph_from_data(
         constants: tensors by the name of their attribute.
         kernel: loads a kernel, from its ``kernel`` (name), ``module`` (number in ``data["modules"]``), ``source``
             (begin and end in that text), ``language``, ``device``, ``writes`` and ``arg_types``.
+        empty: makes a module whose graph has no nodes.
 
     Raises:
         StorageError, KeyError, TypeError, ValueError: the data is no host graph.
     """
-    return _Reader(functions, values, constants, kernel).graph(data)
+    return _Reader(functions, values, constants, kernel, empty).graph(data)
 
 
 def _torch_constant(kind: str, name: str) -> Any:

@@ -14,6 +14,8 @@ import torch
 
 from .graph_json import Layout
 
+_NOTHING = torch.empty(0)
+
 
 class StandIn(torch.Tensor):
     """A tensor by its looks. Nothing can be computed with it."""
@@ -23,7 +25,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, layout: Layout, storage: StorageStandIn) -> StandIn:
-        found: StandIn = torch.empty(0).as_subclass(cls)
+        found: StandIn = _NOTHING.as_subclass(cls)
         found._layout, found._storage = layout, storage
         return found
 
