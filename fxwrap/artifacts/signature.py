@@ -8,8 +8,9 @@ from typing import Any
 
 import sympy
 import torch
+from torch.autograd import forward_ad
 
-from ..codegen.torch_runtime import is_plain_memory
+from ..codegen.torch_runtime import in_forward_ad, is_plain_memory
 from ..errors import InputError
 
 # A size: a number, or an expression of symbols.
@@ -136,6 +137,8 @@ class Signature:
                 raise self._error(known, f"{what} {expected}", f"{what} {got}")
         if value.requires_grad and torch.is_grad_enabled():
             raise self._error(known, "no gradient to be asked for", "requires_grad=True, outside of torch.no_grad()")
+        if in_forward_ad() and forward_ad.unpack_dual(value).tangent is not None:
+            raise self._error(known, "no gradient to be asked for", "a tangent", "pass unpack_dual(...).primal")
         for expected, got in zip(known.size, value.size(), strict=True):
             if isinstance(expected, sympy.Symbol):
                 bound.setdefault(expected, got)
@@ -193,7 +196,8 @@ class Checker:
         Raises:
             InputError: the method may not run on them.
         """
-        if self._known is not None and len(values) == len(self._signature.inputs):
+        # A look sees no tangents.
+        if self._known is not None and not in_forward_ad() and len(values) == len(self._signature.inputs):
             look, others = self._known
             if look(values) and (not others or self._of_others(values) == others):
                 return look

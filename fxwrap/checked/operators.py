@@ -219,7 +219,7 @@ class _Host(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if hasattr(func, "_schema") else str(func)
         operands = tensors_in(list(args))
-        if name in _READERS and operands:
+        if operands and _reads_on_host(func, args, kwargs or {}):
             self._note(name, operands[0])
         elif name in _COPIES:
             there = {tensor.device.type for tensor in (*operands, *tensors_in(result))}
@@ -229,8 +229,16 @@ class _Host(TorchDispatchMode):
         return result
 
 
-_READERS = (
-    "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select",
-    "aten::unique_dim", "aten::_unique2", "aten::unique_consecutive",
-)  # fmt: skip
 _COPIES = ("aten::_to_copy", "aten::copy_")
+_READS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+_INDEXING = "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"
+_READS_NOTHING = "aten::linalg_lstsq", "aten::_ctc_loss"  # their sizes depend on numbers that the host has
+
+
+def _reads_on_host(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator fetches what is in its operands, to choose what it does or how large a result is."""
+    if func._schema.name in _INDEXING:
+        return any(mask.dtype in (torch.bool, torch.uint8) for mask in tensors_in(list(args[1])))
+    if func.name() in _READS_NOTHING or kwargs.get("output_size") is not None:
+        return False
+    return any(tag in func.tags for tag in _READS)

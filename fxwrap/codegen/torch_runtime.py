@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -73,6 +73,11 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors over one storage share an element; True if in doubt."""
     overlapping: Any = getattr(torch._C._dynamo.guards, "compute_overlapping_tensors", None)
     return overlapping is None or bool(overlapping([one, other], symbolic=False))
+
+
+def in_forward_ad() -> bool:
+    """Whether tensors may have tangents (``torch.autograd.forward_ad``)."""
+    return forward_ad._current_level >= 0
 
 
 def empty_graph() -> GraphModule:

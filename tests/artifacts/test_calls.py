@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import fxwrap
 from fxwrap.errors import InputError, OptionError, StorageError
@@ -247,6 +248,18 @@ def test_a_call_without_gradients_does_not_allow_one_with_them(tmp_path: Path) -
             call(x)
         with torch.no_grad():
             call(x)
+
+
+def test_a_tangent_is_not_dropped(tmp_path: Path) -> None:
+    """Replays compute no derivatives: tangents are refused like gradients, and tensors without one pass."""
+    call, x = loaded(tmp_path, nn.Linear(3, 3), torch.randn(2, 3)), torch.randn(2, 3)
+    for _ in range(3):
+        with torch.no_grad(), forward_ad.dual_level():
+            with pytest.raises(InputError, match="a tangent"):
+                call(forward_ad.make_dual(x, torch.ones_like(x)))
+            call(x)
+        with torch.no_grad(), pytest.raises((InputError, RuntimeError)):
+            torch.func.jvp(call, (x,), (torch.ones_like(x),))
 
 
 # -- what a program is not for -------------------------------------------------------------------------------------

@@ -93,7 +93,33 @@ def _choose(t: torch.Tensor) -> torch.Tensor:
     return t + 1 if t.sum() > 0 else t - 1
 
 
-@pytest.mark.parametrize("work", [_scale_by_item, _scale_by_numpy, _scale_by_list, _choose])
+def _compare(t: torch.Tensor) -> torch.Tensor:
+    return t + 1 if torch.allclose(t, t * 2) else t - 1
+
+
+def _choose_by_mask(t: torch.Tensor) -> torch.Tensor:
+    return t + t[t > 0].sum()
+
+
+def _fill_by_mask(t: torch.Tensor) -> torch.Tensor:
+    filled = t.clone()
+    filled[t > 0] = torch.ones(())
+    return filled
+
+
+def _repeat(t: torch.Tensor) -> torch.Tensor:
+    return t + t.flatten().repeat_interleave(torch.ones(48, dtype=torch.int64)).sum()
+
+
+def _count(t: torch.Tensor) -> torch.Tensor:
+    return t + (t > 0).long().flatten().bincount().sum()
+
+
+READERS = [_scale_by_item, _scale_by_numpy, _scale_by_list, _choose]
+READERS += [_compare, _choose_by_mask, _fill_by_mask, _repeat, _count]
+
+
+@pytest.mark.parametrize("work", READERS)
 def test_an_operator_reads_a_value_on_the_host(compiled: Any, simulated: None, operators: Any, work: Any) -> None:
     scale = operators.add("scale(Tensor t) -> Tensor", work)
 
@@ -104,6 +130,28 @@ def test_an_operator_reads_a_value_on_the_host(compiled: Any, simulated: None, o
     assert error.fault == "host value" and error.operator == f"{operators.name}::scale"
     assert "test_planted_faults.py" in error.line and "scale(t.sin())" in error.line
     assert "eager_ops" in error.remedy
+
+
+def _repeat_to_known_size(t: torch.Tensor) -> torch.Tensor:
+    return t + t.flatten().repeat_interleave(torch.ones(48, dtype=torch.int64), output_size=48).sum()
+
+
+def _index(t: torch.Tensor) -> torch.Tensor:
+    indexed = t[torch.zeros(3, dtype=torch.int64)]
+    indexed[torch.tensor([1])] = torch.ones(())
+    return t + indexed.sum()
+
+
+@pytest.mark.parametrize("work", [_repeat_to_known_size, _index])
+def test_an_operator_that_knows_its_sizes_reads_nothing(
+    compiled: Any, simulated: None, operators: Any, work: Any
+) -> None:
+    op = operators.add("knows(Tensor t) -> Tensor", work)
+    f = compiled(lambda t: op(t.sin()).cos(), **CHECKED)
+    with torch.no_grad():
+        for _ in range(4):
+            t = x()
+            torch.testing.assert_close(f(t), work(t.sin()).cos())
 
 
 def test_an_operator_waits_for_the_device(
