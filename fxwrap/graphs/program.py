@@ -30,6 +30,7 @@ from ..host_graph.nodes import (
     output_node,
     output_values,
 )
+from ..host_graph.sizes import number_of
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Planned, ProgramPlan
 from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
@@ -228,7 +229,7 @@ class Program:
     def _key(self, inputs: Sequence[Any]) -> Any:
         """The key of a specialization: all dynamic sizes and strides, and number inputs."""
         return tuple(
-            inputs[position]
+            number_of(inputs[position])
             if how is None
             else (inputs[position].size(dim) if how == "size" else inputs[position].stride(dim))
             for position, how, dim in self._dynamic
@@ -479,7 +480,7 @@ class Program:
         ``Recording.make_unit`` adds what is the recording's own: addresses, locks, streams.
         """
         known = list(zip(self._dynamic, self._key(inputs), strict=True))
-        numbers = [(p, value) for (p, how, _), value in known if how is None]
+        numbers = [(p, value) for (p, how, _), value in known if how is None and value is not None]
         if not all(type(number) is int for _, number in numbers):
             return None
         return Guards(
@@ -524,7 +525,8 @@ class Program:
         copied = request.copied if request.memory.arenas else ()  # without arenas outputs are new tensors, not copies
         copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
         copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
-        symbols = self._key([node.meta.get("val") for node in self.plan.placeholders])
+        fakes = [node.meta.get("val") for node in self.plan.placeholders]
+        symbols = (fakes[p] if how is None else getattr(fakes[p], how)(dim) for p, how, dim in self._dynamic)
         sizes = dict(zip(map(str, symbols), self._key(inputs), strict=True))
         made = sizes, len(recording.graphs), request.memory.size, copied_in, copied_out
         self.history.append(RecordingMade(time.time(), why, seconds, *made))

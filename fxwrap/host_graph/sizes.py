@@ -21,17 +21,25 @@ def evaluate_sizes(gm: GraphModule, inputs: Mapping[Node, Any]) -> dict[Node, An
     Returns:
         Their values, and those of placeholders that are numbers. Data-dependent nodes are missing.
     """
+    known_inputs = {node: number_of(value) for node, value in inputs.items()}
     symbol_values: dict[Node, Any] = {
-        node: value for node, value in inputs.items() if not isinstance(value, torch.Tensor)
+        node: value
+        for node, value in known_inputs.items()
+        if value is not None and not isinstance(value, torch.Tensor)
     }
     for node in gm.graph.nodes:
         if kind_of(node) is not Kind.SYMBOLIC:
             continue
-        known = {arg: symbol_values.get(arg, inputs.get(arg)) for arg in node.all_input_nodes}
+        known = {arg: symbol_values.get(arg, known_inputs.get(arg)) for arg in node.all_input_nodes}
         if all(value is not None for value in known.values()):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
             symbol_values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return symbol_values
+
+
+def number_of(value: Any) -> Any:
+    """An input itself; None for the ragged size of a jagged tensor, which only says whose structure it has."""
+    return None if isinstance(value, torch.SymInt) else value
 
 
 def concrete(value: Any, symbol_values: Mapping[Node, Any]) -> Any:
