@@ -181,13 +181,16 @@ class HostGraphConverter(FxConverter):
 
     def _generate_graph_inputs(self) -> None:
         for name, value in self.graph_inputs.items():
-            node = self.gm.graph.placeholder(str(value) if isinstance(value, sympy.Symbol) else name)
+            # Two inputs can be one symbol: the ragged size of two jagged tensors. The first has its name.
+            names_symbol = isinstance(value, sympy.Symbol) and value not in self.expr_to_proxy
+            node = self.gm.graph.placeholder(str(value) if names_symbol else name)
             self.buffer_to_node[name] = node
             if isinstance(value, (int, float, sympy.Integer, sympy.Float)):
                 node.meta["val"] = value
             elif isinstance(value, sympy.Expr):
                 node.meta["val"] = versions.symbolic_value(value)
-                self._generate_size_proxy(node, value)
+                if value not in self.expr_to_proxy:
+                    self._generate_size_proxy(node, value)
             elif isinstance(value, ir.TensorBox):
                 node.meta["val"] = self._get_buffer(value).get_example()  # type: ignore[union-attr]
             elif (known := getattr(value, "value", None)) is not None:

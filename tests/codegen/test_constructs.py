@@ -1107,6 +1107,20 @@ def test_training_on_jagged_tensors(compiled: Any, where: Any) -> None:
         assert program.counters.replays >= 3, program.name
 
 
+def test_a_size_that_two_inputs_are(compiled: Any) -> None:
+    """Once sizes are dynamic, the ragged size is an input twice: of the tensor, and of its padding."""
+    f: Compiled = compiled(lambda n: torch.nested.to_padded_tensor(n.sin(), 0.0))
+    for lengths in ((3, 5, 2), (4, 1, 1, 6), (2, 2), (3, 5, 2)):
+        rows = [torch.randn(length, 4) for length in lengths]
+        n = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        out = f(n)
+        torch.testing.assert_close(out[1, : lengths[1]], rows[1].sin())
+        assert not out[1, lengths[1] :].any()
+        out.sum().backward()
+        torch.testing.assert_close(n.grad.values(), torch.cat(rows).cos())
+    assert not f.compilation.fallbacks
+
+
 @pytest.mark.parametrize("name", ["cpp_wrapper", "fx_wrapper"])
 def test_whatever_wrapper_the_process_has_chosen_for_inductor(compiled: Any, name: str) -> None:
     """As TORCHINDUCTOR_CPP_WRAPPER=1 does."""
