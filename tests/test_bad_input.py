@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled
+from torch._subclasses import FakeTensorMode
 
 import fxwrap
 from fxwrap.codegen.inductor import inductor_options
 from fxwrap.codegen.torch_versions import registered_operators
-from fxwrap.errors import EmissionError, OptionError, UnsupportedModelError
+from fxwrap.errors import EmissionError, InputError, OptionError, UnsupportedModelError
 from fxwrap.host_graph.nodes import is_work, operator_name
 from fxwrap.options import Options, parse_options
 from fxwrap.plan import Verdict
@@ -338,3 +339,15 @@ def test_options_of_inductor_that_take_several_types(value: Any) -> None:
     """As torch.compile with Inductor does."""
     _, patches = parse_options({"autotune_num_choices_displayed": value}, inductor_options(), ())
     assert patches == {"autotune_num_choices_displayed": value}
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_tensor_without_memory(compiled: Any, warmup: int) -> None:
+    """As memory estimators pass them: a kernel would end the process."""
+    f: Compiled = compiled(lambda x: x.sin() @ x, options={"warmup": warmup})
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        f(x)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(InputError, match="FakeTensor"):
+            f(mode.from_tensor(x))
+        torch.testing.assert_close(f(x), x.sin() @ x)

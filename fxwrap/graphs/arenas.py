@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -403,6 +404,18 @@ class ArenaPool:
 def has_address(tensor: torch.Tensor) -> bool:
     """Whether a tensor has an address: it is strided, and not on the meta device."""
     return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def stands_for_memory(value: Any) -> bool:
+    """Whether a value is a tensor without memory: a fake one, or one that wraps others."""
+    if not isinstance(value, torch.Tensor) or type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of asking a fake tensor for its address
+        try:
+            return bool(value.numel()) and value.data_ptr() == 0
+        except RuntimeError:
+            return True
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

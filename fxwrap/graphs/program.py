@@ -33,7 +33,7 @@ from ..host_graph.nodes import (
 from ..host_graph.sizes import number_of
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Planned, ProgramPlan
-from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
+from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, stands_for_memory
 from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
 from .flat import FlatBuilder, FlatFunction
@@ -207,12 +207,23 @@ class Program:
             return self._run(key, inputs)
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
-        found = self.specializations.get(key) or self.specializations.add(key)
+        found = self.specializations.get(key) or self._add_specialization(key, inputs)
         if found.recordings:
             outputs = self._replay(found, inputs)
             if outputs is not _NOT_REPLAYED:
                 return outputs
         return self._not_replayed(found, inputs)
+
+    def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
+        for value in inputs:
+            if stands_for_memory(value):
+                raise InputError(
+                    f"{self.name} called with a {type(value).__name__}",
+                    expected="tensors that have memory",
+                    got="one that stands for others",
+                    remedy="call the function that was compiled, not what torch.compile returned",
+                )
+        return self.specializations.add(key)
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
