@@ -1043,6 +1043,7 @@ class Box(torch.Tensor):
         how = {"strides": inner.stride(), "dtype": inner.dtype, "requires_grad": inner.requires_grad}
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **how)  # type: ignore[attr-defined, no-any-return]
 
+    @torch.compiler.disable  # torch 2.11's Dynamo fails on it
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
 
