@@ -202,7 +202,9 @@ def fresh() -> Iterator[None]:
     torch.manual_seed(0)
     # Several threads add up an embedding's gradient in any order, in Inductor's own wrapper, too.
     torch.set_num_threads(1)
-    yield
+    # Before torch 2.13, threads that call what is compiled with dynamic=True can leave Dynamo's settings changed.
+    with torch._dynamo.config.patch(assume_static_by_default=True):
+        yield
     torch._dynamo.reset()
 
 
