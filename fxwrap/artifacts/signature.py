@@ -137,7 +137,7 @@ class Signature:
                 raise self._error(known, f"{what} {expected}", f"{what} {got}")
         if value.requires_grad and torch.is_grad_enabled():
             raise self._error(known, "no gradient to be asked for", "requires_grad=True, outside of torch.no_grad()")
-        if in_forward_ad() and forward_ad.unpack_dual(value).tangent is not None:
+        if forward_ad.unpack_dual(value).tangent is not None:
             raise self._error(known, "no gradient to be asked for", "a tangent", "pass unpack_dual(...).primal")
         for expected, got in zip(known.size, value.size(), strict=True):
             if isinstance(expected, sympy.Symbol):

@@ -219,7 +219,7 @@ class _Host(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if hasattr(func, "_schema") else str(func)
         operands = tensors_in(list(args))
-        if operands and _reads_on_host(func, args, kwargs or {}):
+        if operands and _reads_on_host(func, name, args, kwargs or {}):
             self._note(name, operands[0])
         elif name in _COPIES:
             there = {tensor.device.type for tensor in (*operands, *tensors_in(result))}
@@ -235,10 +235,10 @@ _INDEXING = "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 _READS_NOTHING = "aten::linalg_lstsq", "aten::_ctc_loss"  # their sizes depend on numbers that the host has
 
 
-def _reads_on_host(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _reads_on_host(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator fetches what is in its operands, to choose what it does or how large a result is."""
-    if func._schema.name in _INDEXING:
+    if name in _INDEXING:
         return any(mask.dtype in (torch.bool, torch.uint8) for mask in tensors_in(list(args[1])))
     if func.name() in _READS_NOTHING or kwargs.get("output_size") is not None:
         return False
-    return any(tag in func.tags for tag in _READS)
+    return any(tag in getattr(func, "tags", ()) for tag in _READS)

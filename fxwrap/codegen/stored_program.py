@@ -103,8 +103,7 @@ def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], 
             request = replace(request, compilation=Compilation())
         if compiled is None:
             try:
-                with no_garbage_collection():
-                    compiled = _restored(json.loads(text), scope, request)
+                compiled = _restored(json.loads(text), scope, request)
             except Exception as error:
                 log.warning("a stored program cannot be used, and is compiled again: %s", error, exc_info=True)
                 raise OSError("fxwrap: a stored program cannot be used") from error
@@ -158,8 +157,9 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: Compil
             raise StorageError(f"kernel {known['kernel']}", expected=expected)
         return found
 
-    host_graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel, empty_graph)
-    return restore_program(from_data(ProgramPlan, data["plan"], graph=host_graph), request)
+    with no_garbage_collection():
+        host_graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel, empty_graph)
+        return restore_program(from_data(ProgramPlan, data["plan"], graph=host_graph), request)
 
 
 def functions() -> Functions:

@@ -97,7 +97,6 @@ class FlatBuilder:
         self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
         self._names = itertools.count()
         self._subgraphs: dict[GraphModule, Callable[..., Any]] = {}
-        self._bounds: dict[int, Bound] = {}  # by the identity of what they hold
         self._locals: dict[Node, Local | Bound | Register] = {}
         self._lines: list[AnyLine] = []
         self._last_use: dict[Local, int] = {}
@@ -309,9 +308,7 @@ class FlatBuilder:
             if value not in self._subgraphs:
                 self._subgraphs[value] = flat_subgraph(value)
             value = self._subgraphs[value]
-        if (known := self._bounds.get(id(value))) is None:
-            known = self._bounds[id(value)] = Bound(value)
-        return known
+        return Bound(value)
 
     def _reference(self, node: Node, pin: bool = False) -> Local | Bound | Register:
         if node not in self._locals and self._is_known(node):
