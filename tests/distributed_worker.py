@@ -194,6 +194,8 @@ def collectives(rank: int) -> None:
             torch.manual_seed(WORLD * call + rank)
             x = torch.randn(4, 4)
             expected = theirs(other := x.clone()), other
+            # So that an error says whose numbers are wrong.
+            torch.testing.assert_close(expected, (region(eager := x.clone()), eager), rtol=1e-4, atol=1e-4)
             assert_same((ours(mine := x.clone()), mine), expected)
             with on_simulated():
                 assert_same((simulated(mine := x.clone()), mine), expected)

@@ -177,7 +177,11 @@ class OperatorStep : public Step {
     for (const auto& [position, slot, type] : holes_) stack_[position] = in_slot(slots[slot], type);
     for (const auto& [position, value, type] : others_)
       stack_[position] = torch::jit::toIValue(value.make(slots), type);
-    operator_.callBoxed(&stack_);
+    {
+      std::optional<py::gil_scoped_release> others;  // may run, as in Python's own call of an operator
+      if (lock() == Lock::Needed) others.emplace();
+      operator_.callBoxed(&stack_);
+    }
     for (size_t i = 0; i < results_.size(); ++i) {
       if (results_[i] < 0) continue;
       auto& slot = slots[static_cast<size_t>(results_[i])];
