@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,17 @@ from torch.fx.node import has_side_effect
 
 from ..devices import KernelCall, kernel_kind
 from ..errors import EmissionError
-from ..host_graph.nodes import Kernel, Kind, last_frame, launch, output_node, reinterpret, require, switch, while_loop
+from ..host_graph.nodes import (
+    Kernel,
+    Kind,
+    last_frame,
+    launch,
+    output_node,
+    reinterpret,
+    require,
+    switch,
+    while_loop,
+)
 from . import torch_versions as versions
 from .garbage import no_garbage_collection
 from .kernels import load_kernels, loaded_kernel
@@ -324,7 +335,7 @@ class HostGraphConverter(FxConverter):
         """Emit a call of subgraphs that is decided on the host."""
         owner = self._line.node
         node = self.gm.graph.create_node("call_function", function, tuple(map(self._operand, args)))
-        node.meta["val"] = [_example(output) for output in owner.outputs]
+        node.meta["val"] = _results_by_index(owner)
         node.meta["outside_plan"] = "its subgraphs allocate what it returns"
         self._note(node)
         self.reader.assign(owner.get_name(), node)
@@ -568,7 +579,28 @@ class HostGraphConverter(FxConverter):
     def _finish_call(self, node: Node, function: Any) -> Any:
         """What a call's result is: the node, or the buffers that it was made to write into."""
         self._describe_call(node, function)
-        return self._into_buffers(node)
+        result = self._into_buffers(node)
+        self._check_written_results(node)
+        return result
+
+    def _check_written_results(self, node: Node) -> None:
+        """Assert what a custom operator's ``out=`` form has made of the buffers that it was given.
+
+        Its author may have it resize them, where its fake kernel is wrong; torch's own forms do as their fake kernels
+        say. The assert is on what the call returns: of the buffers it would be made before the call.
+        """
+        overload = node.target
+        if not isinstance(overload, torch._ops.OpOverload) or overload.namespace == "aten":
+            return
+        if getattr(torch.Tag, "out", None) not in overload.tags or "val" not in node.meta:
+            return
+        results, several = node.meta["val"], isinstance(node.meta["val"], (tuple, list))
+        for position, result in enumerate(results if several else (results,)):
+            if isinstance(result, torch.Tensor):
+                value = self.gm.graph.call_function(operator.getitem, (node, position)) if several else node
+                layout = self._sizes(result.size()), self._sizes(result.stride())
+                check = self.gm.graph.call_function(self.module.assert_size_stride, (value, *layout, str(overload)))
+                check.meta["kind"] = Kind.CHECK
 
     def _into_buffers(self, node: Node) -> Any:
         """Have a functional operator write into buffers of its own, so that its results are planned.
@@ -588,6 +620,8 @@ class HostGraphConverter(FxConverter):
         if not all(isinstance(result, torch.Tensor) for result in values):
             return node
         form = out_form(overload, values[0].device.type)
+        if isinstance(form, OutForm) and not _same_layouts(values, _predicted_results(self._line)):
+            form = "Inductor predicts no results like these"
         buffers = self._with_buffers(node, form, values) if isinstance(form, OutForm) else form
         if isinstance(buffers, str):
             node.meta["outside_plan"] = buffers
@@ -754,6 +788,38 @@ def _example(owner: Any) -> Any:
         return owner.get_example()
     except Exception:
         return None
+
+
+def _predicted_results(line: Any) -> list[Any]:
+    """The fake values of what Inductor's IR says a call returns; it lays its own kernels out by them."""
+    owner = getattr(line, "node", None)
+    outputs = getattr(owner, "outputs", None) or [owner]
+    return [_example(output) for output in outputs]
+
+
+def _same_layouts(values: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
+    """Whether tensors are alike in size, stride, type and device, by all that is known of symbolic sizes."""
+    same = V.graph.sizevars.statically_known_list_equals
+
+    def layout(tensor: torch.Tensor) -> list[Any]:
+        return [n if isinstance(n, int) else n.node.expr for n in (*tensor.size(), *tensor.stride())]
+
+    return len(values) == len(others) and all(
+        isinstance(other, torch.Tensor)
+        and (value.dtype, value.device, value.dim()) == (other.dtype, other.device, other.dim())
+        and same(layout(value), layout(other))
+        for value, other in zip(values, others, strict=True)
+    )
+
+
+def _results_by_index(owner: Any) -> list[Any]:
+    """The fake values of what a control-flow node returns, at the positions by which ``getitem`` asks for them.
+
+    ``owner.outputs`` leaves out carried values that the loop writes in place: the program reads their buffers, and
+    asks for no element. So an output's place in that list is not its index.
+    """
+    results = {output.indices[0][1]: _example(output) for output in owner.outputs}
+    return [results.get(index) for index in range(max(results, default=-1) + 1)]
 
 
 def _apart(value: Any) -> Any:

@@ -284,6 +284,35 @@ def test_scan_with_gradients(unbacked: None) -> None:
     compare(function, lambda: (torch.randn(4), torch.randn(5, 4)), gradients=True)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_scan_with_several_results(unbacked: None, gradients: bool) -> None:
+    """Inductor writes stacked results in place, and its loop has no outputs for them.
+
+    ::
+
+        loop.outputs = [carry]                   of what the loop returns, carry is number 2
+        getitem(loop, 2)                         not loop.outputs[2]
+    """
+    from torch._higher_order_ops.scan import scan
+
+    def function(start: torch.Tensor, xs: torch.Tensor) -> Any:
+        return scan(lambda carry, x: (carry * 0.5 + x, (carry.sin(), x.cos())), start, xs)
+
+    compare(function, lambda: (torch.randn(3), torch.randn(6, 3)), gradients=gradients)
+
+
+def test_the_carry_of_a_scan_has_its_own_size(unbacked: None) -> None:
+    """What is allocated for a result is sized by its operand's fake value: it must be the carry's, not another's."""
+    from torch._higher_order_ops.scan import scan
+
+    def function(start: torch.Tensor, xs: torch.Tensor) -> Any:
+        carry, stacked = scan(lambda carry, x: (carry * 0.5 + x.sum(), carry.sin()), start, xs)
+        return torch.sort(carry, 1)[0], stacked
+
+    ours = compare(function, lambda: (torch.randn(8, 8), torch.randn(8, 3)))
+    assert "aten.sort.values_stable" in list_graph(ours.program.plan.graph)
+
+
 def test_associative_scan() -> None:
     from torch._higher_order_ops.associative_scan import associative_scan
 

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled, assert_same, inductor
+from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxwrap
+from fxwrap.codegen.converter import HostGraphConverter
 from fxwrap.codegen.out_forms import OutForm, out_form
 from fxwrap.host_graph.listing import list_graph
 from fxwrap.plan import Origin
@@ -179,3 +181,36 @@ def test_a_size_that_data_decides_stays_outside() -> None:
         explanation = fxwrap.explain(lambda x: torch.nonzero(x > 0).sum(0), torch.randn(8))
     (graph,) = explanation.to_dict()["graphs"]
     assert "aten::nonzero: its result's size is data-dependent" in graph["outside_the_plan"].values()
+
+
+def test_results_that_inductor_predicts_otherwise_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a fake value is wrong. Memory of its size would be too small for what the operator writes."""
+    describe = HostGraphConverter._describe_call
+
+    def wrongly(self: HostGraphConverter, node: Node, function: Any) -> None:
+        describe(self, node, function)
+        if node.target is aten.topk.default:
+            node.meta["val"] = tuple(value[:1] for value in node.meta["val"])
+
+    monkeypatch.setattr(HostGraphConverter, "_describe_call", wrongly)
+    explanation = fxwrap.explain(_topk, torch.randn(4, 4))
+    (graph,) = explanation.to_dict()["graphs"]
+    assert set(graph["outside_the_plan"].values()) == {"aten::topk: Inductor predicts no results like these"}
+
+
+def test_a_custom_out_form_must_fill_what_its_fake_kernel_predicts() -> None:
+    """Inductor returns the tensor that the operator has resized, with numbers that no kernel has written."""
+    with torch.library._scoped_library("test_out_forms", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.define("twice.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=[torch.Tag.out])
+
+        def into(x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+            return out.resize_(2 * x.size(0)).copy_(torch.cat([x, x]))
+
+        library.impl("twice", lambda x: torch.cat([x, x]), "CPU")
+        library.impl("twice.out", into, "CPU")
+        torch.library.register_fake("test_out_forms::twice", torch.empty_like, lib=library)
+        f = Compiled(lambda x: torch.ops.test_out_forms.twice(x.sin()).cumsum(0))
+        for _ in range(3):
+            with pytest.raises(AssertionError, match=r"size 8==4[^$]*twice"):
+                f(torch.randn(4))
