@@ -31,6 +31,7 @@ from ..errors import EmissionError
 from ..host_graph.nodes import (
     Kernel,
     Kind,
+    aligned,
     last_frame,
     launch,
     output_node,
@@ -551,6 +552,8 @@ class HostGraphConverter(FxConverter):
         module = self.module
         rewrites: dict[Any, Callable[..., Any]] = {module.reinterpret_tensor: self._reinterpret}
         rewrites[torch.empty_strided] = self._allocate
+        if (copy := getattr(module, "copy_if_misaligned", None)) is not None:
+            rewrites[copy] = self._align
         for name in vars(module):
             if name.startswith("empty_strided_"):
                 rewrites[getattr(module, name)] = self._allocate_pinned if "pinned" in name else self._allocate
@@ -559,6 +562,11 @@ class HostGraphConverter(FxConverter):
     def _reinterpret(self, base: Node, size: Any, stride: Any, offset: Any = 0) -> Node:
         node = self.gm.graph.call_function(reinterpret, (base, size, stride, offset))
         node.meta["call"] = self.module.reinterpret_tensor
+        return node
+
+    def _align(self, given: Node) -> Node:
+        node = self.gm.graph.call_function(aligned, (given,))
+        node.meta["call"] = self.module.copy_if_misaligned
         return node
 
     def _allocate(self, size: Any, stride: Any, dtype: torch.dtype, device: Any = None, **kwargs: Any) -> Node:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch._inductor.codegen.common import FileBackedGraphModule
-from torch._inductor.codegen.wrapper import KernelCallLine, KernelDefinitionLine
+from torch._inductor.codegen.wrapper import KernelCallLine, KernelDefinitionLine, PythonWrapperCodegen
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.utils import ValueWithLineMap
 from torch.fx import GraphModule
@@ -93,6 +93,16 @@ class FxwrapCodegen(WrapperFxCodegen):
         """Kernels of the whole program by name: a subgraph may call one that another part of it defines."""
         parent = getattr(self, "parent_wrapper", None)
         return {} if parent is None else parent.kernel_definitions
+
+    # Where Inductor emits graphs, its caller copies inputs that are not aligned before the program runs. The copy
+    # then misses what the program writes to an input that overlaps one of them. So they are copied where Inductor's
+    # Python wrapper copies them: at their first use. Older versions have neither method, and do not call them.
+
+    def register_alignment_check_inputs(self) -> None:
+        PythonWrapperCodegen.register_alignment_check_inputs(self)
+
+    def codegen_deferred_alignment_copies(self, *args: Any, **kwargs: Any) -> None:
+        PythonWrapperCodegen.codegen_deferred_alignment_copies(self, *args, **kwargs)
 
     # Inductor writes these as strings with loops in them; a branch has a line of its own in every version.
 

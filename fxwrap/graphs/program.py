@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from ..errors import CaptureError, InputError, MemoryLimitError, PlanError
 from ..host_graph.nodes import (
     Kind,
+    aligned_inputs,
     checks_on,
     constants,
     counts_from_storage,
@@ -73,6 +74,7 @@ class _Prepared:
     outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs that the program or an operator allocates
     copied: frozenset[int]  # storages of outputs copied because of copy_outputs; saved ones are not
     overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
+    aligned: frozenset[int]  # positions of inputs that kernels expect to be aligned
     provider: MemoryProvider
 
 
@@ -142,6 +144,7 @@ class Program:
             outputs,
             frozenset(index for p, index in outputs if self.options.copy_outputs and p not in plan.saved),
             [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(plan.placeholders[p])],
+            aligned_inputs(plan.graph),
             provider,
         )
 
@@ -417,6 +420,7 @@ class Program:
                 others_copied=runtime_for(device).frozen_addresses,
                 backward=prepared.plan.phase == "backward",
                 saved=self._saved_tensors,
+                aligned=prepared.aligned,
             )
             estimate = specialization.estimate
             decision.without_live_outputs |= specialization.without_live_outputs

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..host_graph.nodes import is_aligned
 from .arenas import AT_ONE_TIME, OUT_OF_MEMORY, Arena, has_address
 from .locks import LockOwner
 from .memory_provider import Estimate
@@ -287,6 +288,7 @@ class Specialization:
         others_copied: bool,
         backward: bool,
         saved: Collection[int],
+        aligned: Collection[int],
     ) -> list[int]:
         """Positions of the inputs that are static: whose addresses are expected to stay.
 
@@ -296,9 +298,12 @@ class Specialization:
             others_copied: whether the other inputs are copied at every call. Then an input that has not moved is
                 static.
             saved: positions of tensors that the forward allocates: new at every call unless in an arena.
+            aligned: positions of inputs that kernels expect to be aligned. One that is not is copied to a static
+                input buffer, which is.
         """
         asked = range(len(inputs)) if others_copied else sorted(expected)
         believed = frozenset(expected) if others_copied or not backward else frozenset()
+        asked = [p for p in asked if p not in aligned or is_aligned(inputs[p])]
         return [p for p in asked if self._stays(p, inputs[p], p in believed, p in saved)]
 
     def _stays(self, position: int, value: Any, expected: bool, saved: bool) -> bool:

@@ -81,6 +81,7 @@ _FUNCTIONS: dict[str, Any] = {
         for function in (
             host.launch,
             host.reinterpret,
+            host.aligned,
             host.check,
             host.require,
             host.switch,

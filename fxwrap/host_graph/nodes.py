@@ -6,7 +6,8 @@ A host graph is a ``torch.fx.GraphModule`` whose nodes are, besides placeholders
 allocation  ``torch.empty_strided(size, stride, dtype=..., device=...)``
 launch      ``launch(kernel, *args)``: a compiled kernel writes into existing buffers
 extern      a call of an ATen or custom operator; ``switch`` and ``while_loop``, which call subgraphs
-view        ``reinterpret``, ``operator.getitem``, a dtype view: shares its operand's storage
+view        ``reinterpret``, ``operator.getitem``, a dtype view: shares its operand's storage; ``aligned``,
+            which copies an input that is not aligned, and which nothing writes to
 symbolic    arithmetic on sizes
 check       ``assert_size_stride`` and other asserts Inductor makes
 =========== ==================================================================================
@@ -92,6 +93,24 @@ def reinterpret(base: torch.Tensor, size: Iterable[Any], stride: Iterable[Any], 
     itself is a view (an input with a storage offset, a buffer inside an arena).
     """
     return torch.as_strided(base, tuple(size), tuple(stride), base.storage_offset() + offset)
+
+
+# Bytes: Inductor's kernels for GPUs may count on inputs that begin at a multiple of this.
+INPUT_ALIGNMENT = 16
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """An input, or a copy of it where its memory does not begin at a multiple of ``INPUT_ALIGNMENT``."""
+    if _is_fake(tensor) or is_aligned(tensor):
+        return tensor
+    size, stride = tensor.size(), tensor.stride()
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if tensor.numel() else 0
+    copy = torch.as_strided(tensor, (extent,), (1,), tensor.storage_offset()).clone()
+    return torch.as_strided(copy, size, stride)
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % INPUT_ALIGNMENT == 0
 
 
 def check(condition: Any, message: Any = "") -> None:
@@ -190,6 +209,7 @@ def format_text(text: str, *args: Any, **kwargs: Any) -> str:
 
 _VIEWS = {
     reinterpret,
+    aligned,
     operator.getitem,
     torch.ops.aten.as_strided.default,
     torch.ops.aten.view.dtype,
@@ -397,6 +417,12 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 def module_path(node: Node) -> str:
     """The path of the ``torch.nn.Module`` a node comes from (``transformer.h.0.attn``); empty outside of any."""
     return str(node.meta.get("module", ""))
+
+
+def aligned_inputs(gm: GraphModule) -> frozenset[int]:
+    """Positions of the inputs that kernels expect to be aligned: they read what ``aligned`` makes of them."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return frozenset(p for p, node in enumerate(placeholders) if any(u.target is aligned for u in node.users))
 
 
 def output_values(gm: GraphModule) -> list[Any]:

@@ -20,6 +20,7 @@ from ...host_graph.nodes import (
     ControlFlow,
     Kernel,
     Kind,
+    aligned,
     control_flow_of,
     is_symbolic_value,
     kind_of,
@@ -36,7 +37,7 @@ fault = functools.partial(PlanError, remedy="this is a bug in fxwrap; please rep
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 _RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
-_SHARES = (reinterpret, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
+_SHARES = (reinterpret, aligned, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
 
 
 def name_of(root: Root) -> str:
