@@ -34,6 +34,7 @@ from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
 from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.counters import Counters
+from fxwrap.graphs.devices.cpu_graph import capturing_graph
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
 from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.recording import Recording
@@ -194,6 +195,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def freezes(device: torch.device) -> bool:
     """Whether graphs of a device freeze addresses: then outputs lie in memory of the recording's own."""
     return runtime_for(device).frozen_addresses
+
+
+def assert_nothing_captures(device: torch.device) -> None:
+    """A thread that captures cannot wait for its device."""
+    assert capturing_graph() is None
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+        assert torch.ones(3, device=device).sum().item() == 3
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..devices import PutRight
 from ..errors import MemoryLimitError
 from .devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import OutputStorage, WatchedOutputs
@@ -147,13 +148,16 @@ class Arena:
                 if tensor.device == self.device:
                     tensor.record_stream(self.stream)
 
-    def pool(self, runtime: DeviceRuntime) -> GraphPool:
+    def pool(self, runtime: DeviceRuntime, put_right: PutRight | None = None) -> GraphPool:
         """The memory pool of the arena's graphs.
 
         Results in it are valid only while a call holds the arena's lock; outputs there are copied.
+
+        Args:
+            put_right: as for ``DeviceRuntime.make_pool``.
         """
         if self._pool is None or self._pool.spoiled or self._pool.runtime is not runtime:
-            self._pool = runtime.make_pool()
+            self._pool = runtime.make_pool(put_right)
         return self._pool
 
     def drop_pool(self) -> None:

@@ -358,20 +358,15 @@ class RecordingBuilder:
                 self._bind(node, value, bindings)
 
     def _capture_graph(self, call: BoundCall, partition: int) -> DeviceGraph:
-        runtime, pool, put_right = self.request.runtime, self._pool(), self.request.functions.after_failed_capture
+        runtime, pool = self.request.runtime, self._pool()
         graph = runtime.new_graph(pool.id if pool is not None else None)
         self.request.traces.capturing(graph)
-        with runtime.capture_stream(pool.stream if pool is not None else None):
-            graph.capture_begin()
-            try:
-                with self._as_replayed():
-                    issue(call)
-            except BaseException:
-                # On any error, interrupts included: neither stream nor thread may be left capturing.
-                with contextlib.suppress(Exception):
-                    runtime.end_capture(graph, pool, put_right)
-                raise
-            runtime.end_capture(graph, pool, put_right)
+
+        def work() -> None:
+            with self._as_replayed():
+                issue(call)
+
+        runtime.capture(graph, work, pool)
         graph.instantiate()
         self.request.traces.captured(graph, partition)
         self._pools.append(pool)
@@ -397,7 +392,7 @@ class RecordingBuilder:
         """The pool that captures share. It belongs to an arena: whoever holds the arena's lock may use it."""
         runtime = self.request.runtime
         arena = self.request.arenas.get(runtime.device)
-        return arena.pool(runtime) if arena is not None else None
+        return arena.pool(runtime, self.request.functions.after_failed_capture) if arena is not None else None
 
     def _add_eager(self, partition: Partition, bindings: _Bindings) -> None:
         stores = self._registers.stores.get(partition.index, [])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,28 @@ from .contract import Device, GraphSuite
 def capture(device: Device, work: Callable[[], Any], stream: Any = None, **options: Any) -> tuple[Any, Any]:
     """Capture ``work`` on a side stream; returns the graph and what ``work`` returned."""
     graph = torch.accelerator.Graph(**options)
-    with device.side_stream(stream):
-        graph.capture_begin()
-        try:
-            result = work()
-        finally:
-            graph.capture_end()
+    with device.side_stream(stream), capturing(graph):
+        result = work()
     return graph, result
+
+
+@contextlib.contextmanager
+def capturing(graph: Any, lost: bool = False) -> Iterator[None]:
+    """Capture what the block issues. However a test fails, no capture stays open: the tests after it could not wait
+    for the device.
+
+    Args:
+        lost: the capture has to end with an error.
+    """
+    try:
+        graph.capture_begin()
+        yield
+        with pytest.raises(RuntimeError) if lost else contextlib.nullcontext():
+            graph.capture_end()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            graph.capture_end()
+        raise
 
 
 def record_and_wait(event: torch.Event) -> None:
@@ -118,14 +134,13 @@ class Graphs(GraphSuite):
         graph = torch.accelerator.Graph()
         with device.side_stream() as main:
             other = device.new_stream()
-            graph.capture_begin()
-            y = x + 1
-            other.wait_stream(main)
-            with device.on(other):
-                z = y * 3
-            main.wait_stream(other)
-            result = z - x
-            graph.capture_end()
+            with capturing(graph):
+                y = x + 1
+                other.wait_stream(main)
+                with device.on(other):
+                    z = y * 3
+                main.wait_stream(other)
+                result = z - x
         x.fill_(4)
         graph.replay()
         assert result.cpu().tolist() == [11.0] * 8
@@ -156,10 +171,8 @@ class Graphs(GraphSuite):
         x = torch.zeros(4, device=device.first)
         graph, _ = capture(device, lambda: x + 1)
         graph.reset()
-        with device.side_stream():
-            graph.capture_begin()
+        with device.side_stream(), capturing(graph):
             y = x + 2
-            graph.capture_end()
         graph.replay()
         assert y.cpu().tolist() == [2.0] * 4
 
@@ -167,10 +180,8 @@ class Graphs(GraphSuite):
         graph = torch.accelerator.Graph(keep_graph=True)
         graph.enable_debug_mode()
         x = torch.zeros(4, device=device.first)
-        with device.side_stream():
-            graph.capture_begin()
+        with device.side_stream(), capturing(graph):
             x.add_(1)
-            graph.capture_end()
         graph.debug_dump(str(tmp_path / "graph.txt"))
         assert (tmp_path / "graph.txt").stat().st_size
 
@@ -247,12 +258,8 @@ class Graphs(GraphSuite):
             "event synchronize": lambda: record_and_wait(event),
         }
         graph = torch.accelerator.Graph()
-        with device.side_stream():
-            graph.capture_begin()
-            with pytest.raises(RuntimeError):
-                forbidden[what]()
-            with pytest.raises(RuntimeError):  # the capture is lost
-                graph.capture_end()
+        with device.side_stream(), capturing(graph, lost=True), pytest.raises(RuntimeError):
+            forbidden[what]()
         self.usable(device)
 
     def test_capture_refuses_the_default_stream(self, device: Device) -> None:
@@ -289,21 +296,16 @@ class Graphs(GraphSuite):
         graph = torch.accelerator.Graph()
         with device.side_stream() as main:
             other = device.new_stream()
-            graph.capture_begin()
-            other.wait_stream(main)
-            with device.on(other):
-                x.add_(1)
-            with pytest.raises(RuntimeError):
-                graph.capture_end()
+            with capturing(graph, lost=True):
+                other.wait_stream(main)
+                with device.on(other):
+                    x.add_(1)
         self.usable(device)
 
     def test_an_operator_that_fails_under_capture(self, device: Device) -> None:
         graph = torch.accelerator.Graph()
-        with device.side_stream():
-            graph.capture_begin()
-            with pytest.raises(RuntimeError):
-                torch.ones(2, 3, device=device.first) @ torch.ones(2, 3, device=device.first)
-            graph.capture_end()
+        with device.side_stream(), capturing(graph), pytest.raises(RuntimeError):
+            torch.ones(2, 3, device=device.first) @ torch.ones(2, 3, device=device.first)
         self.usable(device)
 
 

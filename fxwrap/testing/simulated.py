@@ -131,8 +131,10 @@ class Simulator:
             self.leave(pool)
 
     def put_right(self, device: torch.device, pool: Any) -> None:
-        """What ``after_failed_capture`` is on this device."""
-        self.abandon(pool)
+        """What ``after_failed_capture`` is on this device. As in torch, only what records is let go of."""
+        with self._lock:
+            if pool in self._recorded_to:
+                self.abandon(pool)
 
     def count_replay(self) -> None:
         with self._lock:

@@ -108,16 +108,13 @@ def test_a_device_without_any_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 def test_gpu_capture_and_replay() -> None:
-    device = torch.device(torch.accelerator.current_accelerator() or "cuda", 0)
+    device = torch.device(getattr(torch.accelerator.current_accelerator(), "type", "cuda"), 0)
     runtime = runtime_for(device)
     x, out = torch.ones(3, device=device), torch.zeros(3, device=device)
     torch.add(x, 1, out=out)
     pool = runtime.make_pool()
     graph = runtime.new_graph(pool.id)
-    with runtime.capture_stream(pool.stream):
-        graph.capture_begin()
-        issue(lambda: torch.add(x, 1, out=out))
-        graph.capture_end()
+    runtime.capture(graph, lambda: issue(lambda: torch.add(x, 1, out=out)), pool)
     graph.instantiate()
     x.fill_(5)
     graph.replay()

@@ -205,7 +205,7 @@ def test_a_pool_that_is_not_held_takes_no_other_graph(
     compiled: Any, hardware: Hardware, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: no graph of its own holds it, and the arena keeps the id."""
-    monkeypatch.setattr(DeviceRuntime, "_capture_little", lambda self, pool, stream: None)
+    monkeypatch.setattr(DeviceRuntime, "_capture_little", lambda self, pool: None)
     monkeypatch.setattr(Arena, "drop_pool", lambda self: None)
     f: Compiled = compiled(lambda x: allocates(x.sin()) @ x)
     x = torch.randn(16, 16, device=hardware.device)
@@ -238,7 +238,7 @@ def test_a_failed_capture_that_is_left_as_it_is_spoils_the_next(
     compiled: Any, hardware: Hardware, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: nobody puts right what it leaves. An innocent program in the arena pays, and so do random numbers."""
-    monkeypatch.setattr(DeviceRuntime, "end_capture", lambda self, graph, pool, put_right: graph.capture_end())
+    monkeypatch.setattr(DeviceRuntime, "_put_right", lambda self, pool: None)
     try:
         innocent = _refused_beside_innocent(compiled, hardware)
         assert any("another capture records to this" in event for event in innocent.program.counters.events)
@@ -259,10 +259,10 @@ def test_an_arena_that_keeps_a_pool_in_which_a_capture_has_failed_captures_nothi
     assert _refused_beside_innocent(compiled, hardware).program.counters.replays == 1
     take = Arena.pool
 
-    def keep(self: Arena, runtime: DeviceRuntime) -> Any:
+    def keep(self: Arena, *how: Any) -> Any:
         if self._pool is not None:
             self._pool.spoiled = False
-        return take(self, runtime)
+        return take(self, *how)
 
     monkeypatch.setattr(Arena, "pool", keep)
     fxwrap.release()

@@ -27,6 +27,7 @@ class GraphPool:
         id: None where there is no such thing: then graphs share nothing.
         stream: on which all of them are captured. The pool gives memory that one has freed to another on one stream
             only, and libraries have a workspace for each stream, whose address is captured, too.
+        put_right: has the allocator record to the pool no more; None where nobody has to.
         keeper: a graph in it: once its last one is gone, a pool takes no other. Source:
             c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
         spoiled: a capture has failed in it, and it takes no other: the allocator of pinned memory goes on recording
@@ -36,7 +37,8 @@ class GraphPool:
     runtime: DeviceRuntime
     id: Any
     stream: Any
-    keeper: Any
+    put_right: PutRight | None = None
+    keeper: Any = None
     spoiled: bool = False
 
 
@@ -64,40 +66,65 @@ class DeviceRuntime:
     place_allocations: PlaceAllocations | None = None
     after_failed_capture: PutRight | None = None
 
-    def make_pool(self) -> GraphPool:
-        """A memory pool that lives as long as the object."""
-        handle, stream = self.new_pool(), _side_stream(self.device)
-        pool = GraphPool(self, handle, stream, None if handle is None else self._capture_little(handle, stream))
+    def make_pool(self, put_right: PutRight | None = None) -> GraphPool:
+        """A memory pool that lives as long as the object.
+
+        Args:
+            put_right: torch's own ``after_failed_capture``, for devices that have none.
+        """
+        pool = GraphPool(self, self.new_pool(), _side_stream(self.device), self.after_failed_capture or put_right)
+        if pool.id is not None:
+            pool.keeper = self._capture_little(pool)
         _pools.add(pool)
         return pool
 
-    def _capture_little(self, pool: Any, stream: Any) -> Any:
+    def _capture_little(self, pool: GraphPool) -> Any:
         """A graph that is never replayed, and keeps no memory. (Torch warns of one without any work.)"""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        graph = self.new_graph(pool)
-        with self.capture_stream(stream):
-            graph.capture_begin()
-            byte.zero_()
-            graph.capture_end()
+        graph = self.new_graph(pool.id)
+        self.capture(graph, byte.zero_, pool)
         return graph
 
-    def end_capture(self, graph: DeviceGraph, pool: GraphPool | None, put_right: PutRight) -> None:
-        """End a capture. One that fails leaves nothing behind.
+    def capture(self, graph: DeviceGraph, work: Callable[[], object], pool: GraphPool | None) -> None:
+        """Capture what ``work`` issues. However it fails, interrupts included, no capture stays open: nothing could
+        wait for the device any more.
 
-        Where ``cudaStreamEndCapture`` fails, ``CUDAGraph::capture_end`` throws before it ends recording to the pool,
-        and (torch 2.11) before generators leave the capture: they draw nothing until another one has ended well.
-        Source: ATen/cuda/CUDAGraph.cpp.
+        This is no context manager: an interrupt can come between ``__enter__`` and the block, and then ``__exit__``
+        is not called.
         """
-        try:
-            graph.capture_end()
-        except Exception:
-            if pool is not None:
-                pool.spoiled = True
-                with contextlib.suppress(Exception):
-                    (self.after_failed_capture or put_right)(self.device, pool.id)
-                with contextlib.suppress(Exception):
-                    self._capture_little(None, pool.stream)
-            raise
+        ending = False
+        with self.capture_stream(pool.stream if pool is not None else None):
+            try:
+                graph.capture_begin()
+                work()
+                ending = True
+                graph.capture_end()
+            except BaseException as error:
+                try:
+                    # An interrupt comes before or after any of the steps, and no graph tells whether it captures. One
+                    # that does not refuses to end.
+                    graph.capture_end()
+                except Exception as refusal:
+                    if not ending and hasattr(error, "add_note"):  # from Python 3.11 on
+                        error.add_note(f"fxwrap: ending the capture has failed, too: {refusal}")
+                    if pool is not None:
+                        self._put_right(pool)
+                raise
+
+    def _put_right(self, pool: GraphPool) -> None:
+        """Undo what a capture leaves that has not ended well.
+
+        Where ``cudaStreamBeginCapture`` fails, recording to the pool has begun. Where ``cudaStreamEndCapture`` fails,
+        ``CUDAGraph::capture_end`` throws before it ends that, and (torch 2.11) before generators leave the capture:
+        they draw nothing until another one has ended well. Source: ATen/cuda/CUDAGraph.cpp.
+        """
+        spoiled_before, pool.spoiled = pool.spoiled, True
+        if pool.put_right is not None:
+            with contextlib.suppress(Exception):
+                pool.put_right(self.device, pool.id)
+        if not spoiled_before:  # a pool that is marked before it is used: what fails in it is not tried again
+            with contextlib.suppress(Exception):
+                self._capture_little(GraphPool(self, self.new_pool(), pool.stream, pool.put_right, spoiled=True))
 
     @contextlib.contextmanager
     def capture_stream(self, side: Any) -> Iterator[None]:
