@@ -112,7 +112,7 @@ def _gpu() -> str | None:
 
 @contextlib.contextmanager
 def on_gpu() -> Iterator[torch.device]:
-    yield torch.device(_gpu() or "cuda")
+    yield torch.device(_gpu() or "cuda", 0)  # with an index, as a tensor's device has one
 
 
 @contextlib.contextmanager

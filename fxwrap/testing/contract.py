@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from ..devices import device_function
+from ..errors import CaptureError
+from ..graphs.devices.runtime import runtime_for
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,24 @@ class Suite:
 
 
 class GraphSuite(Suite):
-    """Classes that need ``torch.accelerator.Graph``; they run in both modes."""
+    """Classes that need a device graph; they run in both modes.
+
+    Attributes:
+        unified: it has to be ``torch.accelerator.Graph``.
+    """
+
+    unified = False
 
     @pytest.fixture(autouse=True)
-    def unified_graph(self) -> None:
-        if not hasattr(torch.accelerator, "Graph"):
-            pytest.skip(f"torch {torch.__version__} has no torch.accelerator.Graph; 2.13 and later have it")
+    def device_graph(self) -> None:
+        """A device that has none at all fails: it has to get one."""
+        unified, graph = "torch.accelerator.Graph", ""
+        with contextlib.suppress(CaptureError):
+            graph = runtime_for(self.contract.first).implementation
+        if graph not in ("", unified) and self.unified:  # it may exist there, and raise when one is made
+            pytest.skip(f"graphs on {self.contract.type} are {graph}, not {unified}")
+        if not graph and not hasattr(torch.accelerator, "Graph"):
+            pytest.skip(f"torch {torch.__version__} has no {unified}; 2.13 and later have it")
 
     @pytest.fixture(params=["synchronous", "asynchronous"])
     def mode(self, request: pytest.FixtureRequest) -> str:

@@ -48,6 +48,8 @@ def record_and_wait(event: torch.Event) -> None:
 class Graphs(GraphSuite):
     """Capture, replay, pools, random numbers, streams, and the errors that capture must raise."""
 
+    unified = True
+
     # -- capture and replay -----------------------------------------------------------------------------
 
     def test_replay_reads_refilled_inputs(self, device: Device) -> None:
