@@ -44,6 +44,7 @@ from . import torch_versions as versions
 from .garbage import no_garbage_collection
 from .kernels import load_kernels, loaded_kernel
 from .out_forms import OutForm, out_form
+from .sizes import symbolic_form
 from .statements import StatementReader, UndefinedName, assigned_names
 from .torch_runtime import empty_strided_cpu
 from .triton_kernels import (
@@ -728,7 +729,7 @@ class HostGraphConverter(FxConverter):
         try:
             # What an operator asks of sizes on the way is nothing that the program relies on.
             with V.fake_mode, torch.no_grad(), V.graph.sizevars.shape_env.suppress_guards():
-                node.meta["val"] = overload(*args, **kwargs)
+                node.meta["val"] = symbolic_form(overload)(*args, **kwargs)
         except Exception:
             self._value_from_layout(node)
 

@@ -21,7 +21,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..errors import EmissionError
-from ..host_graph.nodes import Kind, check, format_text, nodes_in, reinterpret, select
+from ..host_graph.arithmetic import BUILTINS, is_arithmetic, select
+from ..host_graph.nodes import Kind, check, format_text, nodes_in, reinterpret
 
 _BINARY: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -50,9 +51,7 @@ _UNARY: dict[type, Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.Invert: operator.invert,
 }
-_ARITHMETIC = {*_BINARY.values(), *_COMPARE.values(), *_UNARY.values(), max, min, select}
-
-_BUILTINS: dict[str, Any] = {f.__name__: f for f in (max, min, int, float, bool, slice, print)}
+_BUILTINS: dict[str, Any] = {**BUILTINS, "slice": slice, "print": print}
 
 # Methods that Inductor's wrapper calls on tensors and on sizes, and the functions they stand for.
 _METHODS: dict[str, Callable[..., Any]] = {
@@ -234,8 +233,8 @@ class StatementReader:
             return rewrite(*args, **kwargs)
         if not callable(function):
             self._refuse("a call of a function")
-        if not nodes_in((args, kwargs)) and _is_plain(function):
-            return function(*args, **kwargs)
+        if is_arithmetic(function) or (not nodes_in((args, kwargs)) and _is_plain(function)):
+            return self._emit_or_evaluate(function, args, kwargs)
         return self._emit(function, args, kwargs)
 
     def _method(self, method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,8 +258,8 @@ class StatementReader:
     def _emit_or_evaluate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not nodes_in((args, kwargs)):
             return function(*args, **kwargs)
-        if function in _ARITHMETIC:
-            key = (function, args)
+        if is_arithmetic(function) and not kwargs:
+            key = (function, args, tuple(map(type, args)))  # 1 and 1.0 are equal
             if _hashable(key):
                 if key not in self._arithmetic:
                     self._arithmetic[key] = self._emit(function, args, kwargs)

@@ -382,9 +382,12 @@ class _Lowering:
 
     def _arithmetic(self, call: Call, line: Line) -> bool:
         function, args = call.function.value, _known(call.args)
-        name = next((name for known, name in _ARITHMETIC.items() if known is function), None)  # it may have no hash
-        if name is None or len(args) != 2 or not all(map(_is_number, args)) or not line.results:
+        operation = next((one for one in _ARITHMETIC if one.function is function), None)
+        if operation is None or len(args) != operation.operands or not line.results:
             return False
+        if not all(map(_is_number, args)) or call.kwargs:
+            return False
+        name, args = operation.name, (args * 2)[:2]  # of one operand: the second is ignored
         python, operands = self._python(call, line), list(map(self.value, args))
         (slot,) = python[3]
         text = f"slot {slot} = {name}({', '.join(map(_text_of, operands))})"
@@ -520,10 +523,23 @@ class _Lowering:
         return _text_of(self.value(operand))
 
 
-_ARITHMETIC: Mapping[Any, str] = {
-    getattr(operator, name): name
-    for name in ("add", "sub", "mul", "floordiv", "mod", "ge", "le", "gt", "lt", "eq", "ne")
-}
+@dataclass(frozen=True)
+class _Operation:
+    """Arithmetic that the helper library has for integers, under ``name``."""
+
+    name: str
+    function: Callable[..., Any]
+    operands: int = 2
+
+
+_ARITHMETIC = [
+    *(
+        _Operation(name, getattr(operator, name))
+        for name in ("add", "sub", "mul", "floordiv", "mod", "ge", "le", "gt", "lt", "eq", "ne")
+    ),
+    *(_Operation("max", max), _Operation("min", min)),
+    *(_Operation("abs", abs, 1), _Operation("neg", operator.neg, 1)),
+]
 # As many arguments as the helper library can give a kernel.
 _MOST_ARGUMENTS = 96
 

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import sympy
 import torch
+from sympy.functions.elementary.piecewise import ExprCondPair
 from torch.fx import GraphModule, Node
 
 from ..errors import StorageError
 from . import nodes as host
+from .arithmetic import ARITHMETIC
 from .nodes import Kernel, Kind, is_symbolic_value, last_frame
 
 Data = Any  # what JSON can hold
@@ -32,7 +34,8 @@ class Functions:
     """
 
     def __init__(self, others: Mapping[str, Callable[..., Any]], of_sizes: Mapping[str, type]) -> None:
-        self.of_sizes: Mapping[str, type] = {**{name: getattr(sympy, name) for name in _SYMPY}, **of_sizes}
+        known = {kind.__name__: kind for kind in (*(getattr(sympy, name) for name in _SYMPY), ExprCondPair)}
+        self.of_sizes: Mapping[str, type] = {**known, **of_sizes}
         self._by_name: dict[str, Any] = {**_FUNCTIONS, **others}
         self._names = {id(function): name for name, function in reversed(self._by_name.items())}
 
@@ -68,13 +71,11 @@ def _operator(name: str, packet: bool) -> Any:
         ) from None
 
 
-_BUILTINS: tuple[Any, ...] = (int, float, bool, min, max, abs, round, pow, sum)
 _FUNCTIONS: dict[str, Any] = {
     # Functions, not the classes that fetch and call what they are told.
     **{f"operator.{f.__name__}": f for f in vars(operator).values() if isinstance(f, type(operator.add))},
-    **{f"math.{name}": function for name, function in vars(math).items() if callable(function)},
-    **{f"builtins.{f.__name__}": f for f in _BUILTINS},
     **{f"torch.{n}": f for n, f in vars(torch).items() if n.startswith("sym_") and callable(f)},
+    **ARITHMETIC,
     "torch.empty_strided": torch.empty_strided,
     **{
         f"fxwrap.{function.__name__}": function
@@ -86,7 +87,6 @@ _FUNCTIONS: dict[str, Any] = {
             host.require,
             host.switch,
             host.while_loop,
-            host.select,
             host.format_text,
         )
     },

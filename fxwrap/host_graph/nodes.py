@@ -29,6 +29,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 
+from .arithmetic import is_arithmetic
+
 
 class Kind(enum.Enum):
     PLACEHOLDER = "placeholder"
@@ -197,11 +199,6 @@ def control_flow_of(node: Node) -> ControlFlow | None:
     return ControlFlow((subgraph(body),), (*carried, *additional), True)
 
 
-def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """The conditional expression of Inductor's wrapper, with both sides evaluated (they are arithmetic)."""
-    return if_true if condition else if_false
-
-
 def format_text(text: str, *args: Any, **kwargs: Any) -> str:
     """``str.format``, as a function that a graph can name."""
     return text.format(*args, **kwargs)
@@ -285,9 +282,7 @@ def is_symbolic_value(value: Any) -> bool:
 
 def _reads_data(node: Node) -> bool:
     """Whether a number comes out of a tensor's data (``.item()``), not out of its shape."""
-    if node.target in (select, max, min) or getattr(node.target, "__module__", "") in ("_operator", "math"):
-        return False
-    return node.target not in _SHAPE_READERS
+    return not is_arithmetic(node.target) and node.target not in _SHAPE_READERS
 
 
 _SHAPE_READERS = {
@@ -295,16 +290,6 @@ _SHAPE_READERS = {
     torch.ops.aten.sym_stride.int,
     torch.ops.aten.sym_numel.default,
     torch.ops.aten.sym_storage_offset.default,
-    torch.sym_max,
-    torch.sym_min,
-    torch.sym_not,
-    torch.sym_int,
-    torch.sym_float,
-    torch.sym_ite,
-    torch.sym_sum,
-    int,
-    float,
-    bool,
 }
 
 

@@ -7,6 +7,7 @@ import functools
 import json
 import linecache
 import logging
+import math
 import random
 import re
 import sys
@@ -91,6 +92,12 @@ def data_dependent(x: Tensor) -> Tensor:
     return x[x > 0].exp().sum() * x.sin()
 
 
+def sized(x: Tensor) -> list[Tensor]:
+    n = x.size(0)
+    sizes = round(n / 3), abs(n - 20), max(n, 5), math.trunc(math.sqrt(n)), torch.sym_ite(n > 5, n, 2 * n)
+    return [torch.full((size + 1,), 1.5) @ x.new_ones(size + 1, 2) for size in sizes]
+
+
 def run(
     f: Callable[..., Any], model: Any, shapes: tuple[int, ...], device: torch.device, training: bool
 ) -> list[Any]:
@@ -116,6 +123,7 @@ PROGRAMS: dict[str, tuple[Any, bool | None, bool]] = {
     "constants": (lambda: constants, False, False),
     "drawn": (lambda: drawn, False, False),
     "data-dependent": (lambda: data_dependent, False, False),
+    "sizes": (lambda: sized, True, False),
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from conftest import Compiled, assert_same, freezes, inductor, on_cpu, on_simulated, tensors_in
 from torch._inductor import config
@@ -17,8 +20,11 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_map_only
 
 import fxwrap
+from fxwrap.codegen.stored_program import functions
+from fxwrap.host_graph.graph_json import graph_to_data
 from fxwrap.host_graph.listing import list_graph
 from fxwrap.host_graph.nodes import Kind, kind_of, launch, switch, user_line, while_loop
+from fxwrap.host_graph.sizes import evaluate_sizes, number_at
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.verify import verify_schedule
@@ -796,6 +802,67 @@ def test_expressions_of_sizes() -> None:
         return full + product.sum(0), x[: n // 2].cumsum(0), torch.arange(n * 3)[::2]
 
     compare(function, rows, replays=0, dynamic=True)
+
+
+_EXPRESSIONS: dict[str, Sequence[Callable[[Any], Any]]] = {
+    "rounding": [
+        lambda n: round(n / 2 + 1),
+        lambda n: round(n * 0.3) + 1,
+        lambda n: int(10 * round(n / 7, 1)),
+        lambda n: math.ceil(n / 3),
+        lambda n: math.floor(n * 0.7),
+        lambda n: math.trunc(n * 0.7),
+        lambda n: int(n * 1.5),
+        lambda n: int(n * 1.5 // 2),
+        lambda n: math.floor(-n / 3) + 9,
+    ],
+    "integers": [
+        lambda n: abs(n - 20),
+        lambda n: int(abs(n / 2 - 20)),
+        lambda n: -(-n // 3),
+        lambda n: max(min(n * 2, 9), 7),
+        lambda n: n % 5 + 2,
+        lambda n: n**2,
+        lambda n: 2 ** (n % 4 + 1),
+        lambda n: (n << 1) + (n >> 1),
+        lambda n: (n & 7) + (n | 1) + (n ^ 3),
+        lambda n: torch.sym_ite(n > 4, n, 2 * n),
+        lambda n: torch.sym_sum([n, n, 3]),
+    ],
+    "functions": [
+        lambda n: int(n**1.5),
+        lambda n: int(math.sqrt(n)),
+        lambda n: int(math.log2(n)) + 1,
+        *(lambda n, function=function: int(5 * function(n)) + 6 for function in (math.cos, math.tanh, math.atan)),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", _EXPRESSIONS)
+def test_python_arithmetic_on_sizes(kind: str) -> None:
+    """In sizes, and as numbers. What is known of a size is symbolic, and holds at every call."""
+    expressions = _EXPRESSIONS[kind]
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        numbers = [expression(x.size(0)) for expression in expressions]
+        return [torch.ones(number) * 2 for number in numbers] + [x * number for number in numbers]
+
+    def make() -> tuple[torch.Tensor]:
+        return (torch.randn(int(torch.randint(12, 20, ())), 4),)
+
+    f = compare(function, make, replays=0, dynamic=True)
+    graph = f.program.plan.graph
+    assert json.dumps(graph_to_data(graph, functions()))
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    rows, columns = (node for node in inputs if isinstance(node.meta["val"], torch.SymInt))
+    for size in (12, 13, 17, 31):
+        known = evaluate_sizes(graph, {**dict.fromkeys(inputs), rows: size, columns: 4})
+        symbols = {rows.meta["val"].node.expr: sympy.Integer(size), columns.meta["val"].node.expr: sympy.Integer(4)}
+        assert len(known) > len(expressions)
+        for node, number in known.items():
+            value = node.meta["val"]
+            assert isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)), node
+            assert not isinstance(value, torch.SymInt) or number_at(value, symbols) == number, node
 
 
 def test_expressions_of_sizes_backward() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +15,11 @@ from torch.fx import Graph, GraphModule
 
 import fxwrap
 from fxwrap.codegen.statements import StatementReader, assigned_names
+from fxwrap.codegen.stored_program import functions
 from fxwrap.errors import EmissionError
+from fxwrap.host_graph.arithmetic import is_arithmetic, select
 from fxwrap.host_graph.listing import list_graph
-from fxwrap.host_graph.nodes import Kind, check, kind_of, launch, select
+from fxwrap.host_graph.nodes import Kind, check, kind_of, launch
 
 # -- reading statements --------------------------------------------------------------------------------
 
@@ -32,6 +37,24 @@ def _read(text: str, **names: Any) -> tuple[Graph, dict[str, Any]]:
 
 def _calls(graph: Graph) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(node.target, node.args) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_every_function_that_this_torch_prints_is_arithmetic() -> None:
+    """In expressions of sizes. A torch that prints a new one shows here, before it shows as a fallback."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    printed = set(re.findall(r'f"-?([a-z_0-9.]+)\(', inspect.getsource(PythonPrinter)))
+    assert {"abs", "round", "max", "math.trunc", "torch.sym_float"} <= printed
+    for name in printed:
+        graph, _ = _read(f"first = {name}(a, b)\nsecond = {name}(a, b)", math=math)
+        ((function, _),) = _calls(graph)  # the second is the first
+        assert is_arithmetic(function), name
+        assert functions()[functions().name(function)] is function, f"{name} is stored"
+
+
+def test_equal_numbers_of_other_types_are_other_operands() -> None:
+    graph, _ = _read("first = a * 2\nsecond = a * 2.0\nthird = round(a, 1)\nfourth = round(a, ndigits=2)")
+    assert len(_calls(graph)) == 4
 
 
 def test_every_wrapper_line_of_this_torch_is_known() -> None:

@@ -1165,6 +1165,30 @@ def test_operands_and_results(compiled: Any, what: str) -> None:
         torch.testing.assert_close(through_unit, tensors_in(g(*values)), equal_nan=True)
 
 
+@native
+def test_arithmetic_of_integers(compiled: Any) -> None:
+    """Of numbers that come from data, at every call: negative ones, too."""
+
+    def g(x: torch.Tensor, n: torch.Tensor) -> list[torch.Tensor]:
+        number = n.item()
+        torch._check(number >= -9)
+        torch._check(number <= 9)
+        larger, smaller, distance = torch.sym_max(number, 2), torch.sym_min(number + 10, 5), abs(number - 3)
+        return [x.sin() @ x.new_ones(4, size) for size in (larger, smaller + 1, distance + 1, -(-larger // 3))]
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        f: Compiled = compiled(g)
+        recording = recorded(f, lambda: torch.randn(4, 4), lambda: torch.tensor(5))
+        for name in ("max", "min", "abs"):
+            lines = [line for line in recording.listing if f"= {name}(" in line]
+            assert lines and not any("# Python" in line for line in lines), recording.listing
+        for number in (-9, -3, 0, 2, 3, 4, 9):
+            x, n = torch.randn(4, 4), torch.tensor(number)
+            through_unit, through_python = both_ways(f, lambda x=x, n=n: f(x, n))
+            assert_same(through_unit, through_python)
+            torch.testing.assert_close(through_unit, g(x, n))
+
+
 #   one kernel over 60 tensors: 60 it reads, 60 it writes
 @native
 def test_a_kernel_with_more_arguments_than_a_unit_can_pass(compiled: Any) -> None:

@@ -10,6 +10,7 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <torch/csrc/inductor/inductor_ops.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -444,6 +445,11 @@ class IntegerStep : public OrPythonStep {
   // C rounds towards zero, and Python down.
   static bool divide(int64_t a, int64_t b, Slot& slot) { return a >= 0 && b > 0 && stored(a / b, slot); }
   static bool modulo(int64_t a, int64_t b, Slot& slot) { return a >= 0 && b > 0 && stored(a % b, slot); }
+  static bool larger(int64_t a, int64_t b, Slot& slot) { return stored(std::max(a, b), slot); }
+  static bool smaller(int64_t a, int64_t b, Slot& slot) { return stored(std::min(a, b), slot); }
+  // Of one operand: the second repeats it.
+  static bool negate(int64_t a, int64_t, Slot& slot) { return subtract(0, a, slot); }
+  static bool absolute(int64_t a, int64_t, Slot& slot) { return a < 0 ? negate(a, a, slot) : stored(a, slot); }
   static bool stored(int64_t value, Slot& slot) {
     slot.set(value);
     return true;
@@ -456,6 +462,10 @@ class IntegerStep : public OrPythonStep {
         {"mul", multiply},
         {"floordiv", divide},
         {"mod", modulo},
+        {"max", larger},
+        {"min", smaller},
+        {"neg", negate},
+        {"abs", absolute},
         {"ge", compare<std::greater_equal<>>},
         {"le", compare<std::less_equal<>>},
         {"gt", compare<std::greater<>>},
