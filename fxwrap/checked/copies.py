@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..graphs.arenas import has_address, reach, tensor_over
+from ..graphs.arenas import has_address, reach, tensor_like, tensor_over
 
 _BYTES = torch.uint8
 
@@ -61,9 +61,7 @@ class Copies:
             return value.clone()
         storage = storages[value.untyped_storage()._cdata]
         low = int(value.storage_offset()) * value.itemsize
-        made = tensor_over(storage, tuple(value.size()), value.stride(), value.dtype, low)
-        made = made.conj() if value.is_conj() else made
-        return torch._neg_view(made) if value.is_neg() else made
+        return tensor_like(value, storage, low)
 
     def restore(self, positions: Collection[int] | None = None) -> None:
         """Have inputs hold again what was in them. Their versions stay."""

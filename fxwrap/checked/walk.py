@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CheckError
-from ..graphs.arenas import reach, tensor_over, tensors_in
+from ..graphs.arenas import reach, tensor_like, tensor_over, tensors_in
 from ..graphs.flat import flat_subgraph
 from ..graphs.placed_results import PlacedResults
 from ..host_graph.nodes import (
@@ -302,7 +302,7 @@ class PlannedMemory:
                 walk.results.add(maker, storage.element, there)
             elif storage.origin is Origin.INPUT and isinstance(value := walk.values[maker], torch.Tensor):
                 there = self.allocate(walk, storage.index, reach(value))
-                static = tensor_over(there, tuple(value.size()), value.stride(), value.dtype)
+                static = tensor_like(value, there)
                 if value.numel():
                     bytes_of(static).copy_(bytes_of(value))
                 walk.values[maker] = static

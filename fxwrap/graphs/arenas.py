@@ -69,6 +69,23 @@ def tensor_over(
     return empty.set_(storage, offset // dtype.itemsize, size, stride)  # type: ignore[call-overload]
 
 
+def tensor_like(value: torch.Tensor, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:
+    """A tensor that stands for ``value`` and begins ``offset`` bytes after a storage does: its layout, its dtype, and
+    its pending conjugation or negation.
+
+    Work that was compiled for a conjugated tensor conjugates it again to read its memory. A stand-in without the bit
+    would hold other bytes, and an operator that looks at the bit would raise.
+    """
+    plain = tensor_over(storage, tuple(value.size()), value.stride(), value.dtype, offset)
+    return with_pending(plain, value.is_conj(), value.is_neg())
+
+
+def with_pending(tensor: torch.Tensor, conjugation: bool, negation: bool) -> torch.Tensor:
+    """The same memory, of which these and nothing else is pending."""
+    tensor = tensor.conj() if tensor.is_conj() is not conjugation else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() is not negation else tensor
+
+
 @dataclass(eq=False)
 class Arena:
     """Memory on one device that recordings share: for temporaries and for outputs.

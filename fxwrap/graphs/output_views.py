@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .arenas import has_address, tensors_in
+from .arenas import has_address, tensors_in, with_pending
 from .static_buffers import copy_tensors
 
 
@@ -21,12 +21,15 @@ def each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor's layout; ``shift`` counts elements from the first one of what it is a view of."""
+    """A tensor's layout, and whether a conjugation or a negation is pending; ``shift`` counts elements from the first
+    one of what it is a view of."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     shift: int
     dtype: torch.dtype
+    conjugation: bool
+    negation: bool
 
 
 def views_of(value: Any, address: int) -> Any:
@@ -36,15 +39,17 @@ def views_of(value: Any, address: int) -> Any:
     if value is None:
         return None  # an element that nobody needs
     shift = (value.data_ptr() - address) // value.element_size()
-    return View(tuple(value.size()), value.stride(), shift, value.dtype)
+    return View(tuple(value.size()), value.stride(), shift, value.dtype, value.is_conj(), value.is_neg())
 
 
 def relay(views: Any, base: torch.Tensor) -> Any:
     """Lay the same views over another tensor."""
     if isinstance(views, tuple):
         return tuple(view and relay(view, base) for view in views)
-    typed = base if base.dtype is views.dtype else base.view(views.dtype)
-    return typed.as_strided(views.size, views.stride, typed.storage_offset() + views.shift)
+    plain = with_pending(base, False, False)  # torch refuses to view other tensors with another dtype
+    typed = plain if plain.dtype is views.dtype else plain.view(views.dtype)
+    laid = typed.as_strided(views.size, views.stride, typed.storage_offset() + views.shift)
+    return with_pending(laid, views.conjugation, views.negation)
 
 
 def shares_storage(seen: torch.Tensor, value: Any) -> bool:
@@ -64,6 +69,7 @@ def relay_shared(seen: torch.Tensor, value: Any, base: torch.Tensor) -> Any:
 def copy_out(tensor: torch.Tensor) -> torch.Tensor:
     if not has_address(tensor):
         return tensor.clone()
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    copy = with_pending(new, tensor.is_conj(), tensor.is_neg())
     copy_tensors(tensor, copy)
     return copy

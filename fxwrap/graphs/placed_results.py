@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .arenas import reach, tensor_over
+from .arenas import reach, tensor_like
 from .static_buffers import copy_tensors, safe_source
 
 
@@ -75,7 +75,7 @@ class Landing:
                 continue  # schemas do not say which results are somebody's memory
             if value.untyped_storage().nbytes() == place.nbytes():
                 offset = int(value.storage_offset()) * value.dtype.itemsize
-                found[element] = tensor_over(place, tuple(value.size()), value.stride(), value.dtype, offset)
+                found[element] = tensor_like(value, place, offset)
             elif reach(value) <= place.nbytes():
-                found[element] = tensor_over(place, tuple(value.size()), value.stride(), value.dtype)
+                found[element] = tensor_like(value, place)
         return found

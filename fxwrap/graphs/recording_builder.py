@@ -26,7 +26,7 @@ from ..host_graph.nodes import (
     output_node,
 )
 from ..plan import Home, Origin, Partition, Verdict
-from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_over, tensors_in
+from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_like, tensor_over, tensors_in
 from .devices.cpu_graph import BoundCall, issue
 from .devices.device_graph import DeviceGraph
 from .devices.runtime import GraphPool
@@ -259,23 +259,30 @@ class RecordingBuilder:
         found: dict[Node, Any] = {}
         written = self.plan.facts.all_written()
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
+        lines: dict[torch.device, list[AnyLine]] = {}
         for position, node in enumerate(self._placeholders):
             if node.name not in self.request.planned.input_buffers:
                 continue
             (index,) = self.plan.facts.of(node)
             value = inputs[position]
-            buffer = tensor_over(self._planned(index), tuple(value.size()), value.stride(), value.dtype)
+            buffer = tensor_like(value, self._planned(index))
             found[node] = self._input_tensors[position] = buffer
-            tensors, positions = buffers.setdefault(buffer.device, ([], []))
-            tensors.append(unexpanded(buffer))
-            positions.append(position)
+            self._input_buffers.append(buffer)
+            if buffer.is_conj() or buffer.is_neg():  # torch refuses to write to such tensors in a list
+                copy = Call(Bound(copy_tensors), (Register(position), Bound(buffer)))
+                lines.setdefault(buffer.device, []).append(Line(copy))
+            else:
+                tensors, positions = buffers.setdefault(buffer.device, ([], []))
+                tensors.append(unexpanded(buffer))
+                positions.append(position)
             if index in written and position not in self.plan.donated:
                 self._mutated.append((position, buffer))
         name = copies_of_inputs(self.request.name)
-        for tensors, positions in buffers.values():
-            self._parts.append(Part.of([Line(Call(Bound(Fill(tensors)), tuple(map(Register, positions))))], name))
+        for device, (tensors, positions) in buffers.items():
+            lines.setdefault(device, []).append(Line(Call(Bound(Fill(tensors)), tuple(map(Register, positions)))))
+        for copies in lines.values():
+            self._parts.append(Part.of(copies, name))
             self._parts[-1].run(self._values)
-            self._input_buffers += tensors
         return found
 
     def _static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -304,7 +311,7 @@ class RecordingBuilder:
         if not nbytes:
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
         storage = self.request.functions.storage_at(value.data_ptr(), value.device, nbytes)
-        return tensor_over(storage, tuple(value.size()), value.stride(), value.dtype)
+        return tensor_like(value, storage)
 
     def _capture(self, partition: Partition, bindings: _Bindings) -> None:
         runtime = self.request.runtime

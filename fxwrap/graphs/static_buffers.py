@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .arenas import tensor_over
+from .arenas import tensor_like
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StaticBuffers:
             new = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
             self._storages[storage.data_ptr()] = new.untyped_storage()
         memory, offset = self._storages[storage.data_ptr()], int(value.storage_offset()) * value.dtype.itemsize
-        buffer = tensor_over(memory, tuple(value.size()), value.stride(), value.dtype, offset)
+        buffer = tensor_like(value, memory, offset)
         copy_tensors(value, buffer)
         return buffer
 
