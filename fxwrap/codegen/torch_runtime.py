@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib.util
 import itertools
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -160,6 +163,50 @@ def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
             function(index, pool)
 
 
+@functools.cache
+def _free_cublas_workspaces() -> Callable[[Any], None] | None:
+    """``at::cuda::clearCublasWorkspacesForStream(cudaStream_t)``, which has no Python name; from torch 2.13 on.
+
+    It is called with the interpreter's lock (``PyDLL``), so that no other thread of Python's goes on meanwhile.
+    """
+    library = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so")
+    try:
+        function = ctypes.PyDLL(library)["_ZN2at4cuda30clearCublasWorkspacesForStreamEP11CUstream_st"]
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p], None
+    return function
+
+
+def free_workspaces(stream: Any) -> None:
+    """Free the workspaces that cuBLAS keeps for a stream: 32 MiB for each thread that has called it there (sm_90).
+
+    Who works on that stream allocates one anew. Where torch cannot free those of one stream alone, nothing is done:
+    others may have captured theirs.
+    """
+    if isinstance(stream, torch.cuda.Stream) and (free := _free_cublas_workspaces()) is not None:
+        free(stream.cuda_stream)
+
+
+# Code in which a thread waits, and launches nothing: for a lock, a queue, a pipe, another process.
+_WAITS = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "concurrent/", "multiprocessing/")
+_WAITING = (
+    *(os.path.join(os.path.dirname(os.__file__), name) for name in (*_WAITS, "asyncio/")),
+    os.path.join(os.path.dirname(torch.__file__), "_inductor", "compile_worker", ""),
+)
+
+
+def nobody_else_runs() -> bool:
+    """Whether every other thread of Python's waits in the standard library.
+
+    A thread that runs one of torch's functions is seen in the code that has called it. One that waits for backward
+    is seen in torch, so it counts as running.
+    """
+    own = threading.get_ident()
+    frames = sys._current_frames()
+    return all(frame.f_code.co_filename.startswith(_WAITING) for thread, frame in frames.items() if thread != own)
+
+
 def below_autograd() -> Any:
     """A context in which operators skip autograd's layer of the dispatcher.
 
@@ -218,6 +265,8 @@ def torch_functions() -> TorchFunctions:
         lay_out=lay_out,
         allocations=allocations,
         after_failed_capture=after_failed_capture,
+        free_workspaces=free_workspaces,
+        nobody_else_runs=nobody_else_runs,
         share_copies=share_copies,
         below_autograd=below_autograd,
         below_modes=below_modes,

@@ -29,7 +29,7 @@ from ..plan import Home, Origin, Partition, Verdict
 from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_like, tensor_over, tensors_in
 from .devices.cpu_graph import BoundCall, issue
 from .devices.device_graph import DeviceGraph
-from .devices.runtime import GraphPool
+from .devices.runtime import GraphPool, current_stream
 from .flat import Calls, FlatBuilder, FlatFunction, Landings
 from .flat_lines import AnyLine, Bound, Call, Line, Part, Register, Store
 from .live_outputs import OutputStorage
@@ -105,6 +105,8 @@ class RecordingBuilder:
         Raises:
             MemoryLimitError: the device is out of memory, and nothing has run yet.
         """
+        if self._frozen:
+            self._free_workspaces_of_warm_ups()
         try:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
@@ -373,11 +375,39 @@ class RecordingBuilder:
             with self._as_replayed():
                 issue(call)
 
-        runtime.capture(graph, work, pool)
+        with self._own_workspaces(pool):
+            runtime.capture(graph, work, pool)
         graph.instantiate()
         self.request.traces.captured(graph, partition)
         self._pools.append(pool)
         return graph
+
+    @contextlib.contextmanager
+    def _own_workspaces(self, pool: GraphPool | None) -> Iterator[None]:
+        """Have libraries take a workspace for one capture only: from the pool, which gets it back.
+
+        A workspace belongs to a thread and a stream, and graphs capture its address. One that stayed would be held
+        for each thread that captures; one that was taken before the pool was there would lie outside of it. Later
+        captures may reuse a graph's workspace, as they do its other temporaries: graphs of a pool never run at one
+        time. Nobody else issues work on the pool's stream.
+        """
+        free, side = self.request.functions.free_workspaces, pool.stream if pool is not None else None
+        free(side)
+        try:
+            yield
+        finally:
+            free(side)
+
+    def _free_workspaces_of_warm_ups(self) -> None:
+        """Free what warm-ups have left on the default stream, for each thread that made one.
+
+        No graph has captured it, since that stream cannot be captured. A thread that is about to launch work has its
+        workspace's address already, so nothing is freed while another one runs.
+        """
+        functions = self.request.functions
+        stream = current_stream(self.request.runtime.device)
+        if getattr(stream, "stream_id", None) == 0 and functions.nobody_else_runs():
+            functions.free_workspaces(stream)
 
     def _forget(self, call: BoundCall) -> None:
         """Drop references that a failed capture left, before the retry."""

@@ -55,6 +55,8 @@ class TorchFunctions:
         allocations: tells what a function allocates on the CPU.
         after_failed_capture: ``(device, pool)``: ends recording to a memory pool in which a capture has failed, and
             lets go of it once.
+        free_workspaces: ``(stream)``: frees the workspaces that libraries keep for a stream, where torch can.
+        nobody_else_runs: whether every other thread of Python's waits: none is about to issue work.
         share_copies: has a storage that is a slice of another send copies of itself to other processes.
         below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
         below_modes: ``(operator, *args, **kwargs)``: calls an operator so that dispatch modes see what it calls.
@@ -74,6 +76,8 @@ class TorchFunctions:
     saved_tensors_hooks: Callable[[], bool]
     allocations: Allocations
     after_failed_capture: PutRight
+    free_workspaces: Callable[[Any], None]
+    nobody_else_runs: Callable[[], bool]
     share_copies: Callable[[torch.UntypedStorage], None]
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]
     below_modes: Callable[..., Any]

@@ -1,0 +1,121 @@
+"""Libraries' workspaces: what cuBLAS keeps for each thread and stream, 32 MiB on sm_90.
+
+::
+
+    stream 0            warm-up: takes 32 MiB, keeps it
+    the pool's stream            free --> capture: takes 32 MiB from the pool --> free      the pool has it back
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, on_gpu
+
+from fxwrap.codegen import torch_runtime
+from fxwrap.graphs.recording_builder import RecordingBuilder
+from fxwrap.graphs.torch_functions import TorchFunctions
+
+MIB = 1 << 20
+
+
+def _wait(wake: threading.Event) -> None:
+    wake.wait()
+
+
+def _read(work: queue.Queue[None]) -> None:
+    work.get()
+
+
+def _compute(end: list[bool]) -> None:
+    while not end:
+        time.sleep(1e-4)  # stands for one of torch's functions, which does not show in Python either
+
+
+def test_a_thread_that_waits_runs_nothing() -> None:
+    wake, work = threading.Event(), queue.Queue[None]()
+    threads = [threading.Thread(target=_wait, args=(wake,)), threading.Thread(target=_read, args=(work,))]
+    before = torch_runtime.nobody_else_runs()
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    try:
+        assert torch_runtime.nobody_else_runs() == before
+    finally:
+        wake.set()
+        work.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def test_a_thread_that_computes_is_seen() -> None:
+    end: list[bool] = []
+    thread = threading.Thread(target=_compute, args=(end,))
+    thread.start()
+    try:
+        assert not torch_runtime.nobody_else_runs()
+    finally:
+        end.append(True)
+        thread.join()
+
+
+class _Builder(RecordingBuilder):
+    """As much of a builder as frees workspaces."""
+
+    def __init__(self, alone: bool, stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.freed: list[Any] = []
+        functions: Any = type("Functions", (), {"free_workspaces": self.freed.append})
+        functions.nobody_else_runs = staticmethod(lambda: alone)
+        runtime = type("Runtime", (), {"device": torch.device("cpu")})
+        self.request: Any = type("Request", (), {"functions": functions, "runtime": runtime})
+        monkeypatch.setattr("fxwrap.graphs.recording_builder.current_stream", lambda device: stream)
+
+
+class _Stream:
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+
+
+@pytest.mark.parametrize(("alone", "stream_id", "freed"), [(True, 0, 1), (False, 0, 0), (True, 3, 0)])
+def test_warm_ups_workspaces_stay_while_they_may_be_used(
+    alone: bool, stream_id: int, freed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that is about to launch has the address already; another stream than the default may be captured."""
+    builder = _Builder(alone, _Stream(stream_id), monkeypatch)
+    builder._free_workspaces_of_warm_ups()
+    assert len(builder.freed) == freed
+
+
+def test_a_torch_that_cannot_free_those_of_one_stream_frees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_runtime, "_free_cublas_workspaces", lambda: None)
+    torch_runtime.free_workspaces(None)
+    assert isinstance(torch_runtime.torch_functions(), TorchFunctions)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch_runtime._free_cublas_workspaces() is None, reason="this torch frees all workspaces or none")
+def test_a_program_keeps_one_workspace_in_its_pool_for_all_threads(compiled: Any) -> None:
+    """Warm-up and capture, forward and backward, each on a thread of its own: four workspaces without this."""
+    with on_gpu() as device:
+        weight = torch.randn(64, 64, device=device, requires_grad=True)
+        x = torch.randn(8, 64, device=device)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        f: Compiled = compiled(lambda x: (x @ weight).relu() @ weight)
+        for _ in range(5):
+            f(x).sum().backward()
+            weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        workspace = torch._C._cuda_getCublasWorkspaceSize()
+        assert workspace >= 8 * MIB
+        assert torch.cuda.memory_allocated() - allocated < workspace
+        assert torch.cuda.memory_reserved() - reserved < 2 * workspace
+        assert f.replays() == [3, 3]
