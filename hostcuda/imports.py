@@ -1,0 +1,145 @@
+"""Switches the device on: libraries before ``import torch``, operators after it, kernels after ``import triton``.
+
+Only modules that are imported later are touched, and only in processes that were told to: nothing is written into
+anybody's Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import build
+
+STARTUP = Path(__file__).absolute().parent / "startup"
+_TRITON = "triton.compiler.compiler"
+_runtime: Any = None
+
+
+def is_on() -> bool:
+    """Whether this process uses the device, or will when it imports torch."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def wanted() -> bool:
+    return os.environ.get("HOSTCUDA") != "0"
+
+
+def install() -> None:
+    """Have this process and its children use the device.
+
+    Raises:
+        RuntimeError: torch was imported before.
+    """
+    if not wanted() or is_on():
+        return
+    if "torch" in sys.modules:
+        raise RuntimeError(
+            "hostcuda has to be there before torch, which this process has imported already: "
+            "python -m hostcuda script.py, or -p hostcuda.plugin before other plugins of pytest"
+        )
+    os.environ.update(environment(os.environ))
+    sys.meta_path.insert(0, _Finder())
+
+
+def environment(given: Any) -> dict[str, str]:
+    """What a child needs to have the device, too."""
+    paths = [path for path in given.get("PYTHONPATH", "").split(os.pathsep) if path]
+    own = str(STARTUP)
+    return {
+        "PYTHONPATH": os.pathsep.join([own, *(path for path in paths if path != own)]),
+        # Processes that compile kernels in advance would tell nobody which kernels they are.
+        "TORCHINDUCTOR_COMPILE_THREADS": given.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+    }
+
+
+def runtime() -> Any:
+    """The device's library, in the global scope before any of torch's: found first, by name and by symbol."""
+    global _runtime  # noqa: PLW0603
+    if _runtime is None:
+        folder = build.libraries()
+        # Triton links its launchers with it.
+        os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+        loaded = ctypes.CDLL(f"{folder}/{build.RUNTIME}", mode=ctypes.RTLD_GLOBAL)
+        for name in (build.DRIVER, build.LIBRARIES, build.NVML):
+            ctypes.CDLL(f"{folder}/{name}", mode=ctypes.RTLD_GLOBAL)
+        loaded.hostcuda_counter.restype = ctypes.c_longlong
+        loaded.hostcuda_identity.restype = ctypes.c_char_p
+        loaded.hostcuda_identity.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
+        loaded.hostcuda_set_callback.argtypes = [ctypes.c_void_p]
+        _runtime = loaded
+    return _runtime
+
+
+def _before_torch() -> None:
+    try:
+        runtime()
+    except build.BuildError as error:
+        # No traceback through the import system: the text says it all. And no torch without the device: the real
+        # driver of this machine is never used instead.
+        raise ImportError(str(error)) from None
+
+
+def _after_torch(torch: ModuleType) -> None:
+    from . import operators
+
+    operators.install(torch)
+
+
+def _after_triton(module: ModuleType) -> None:
+    from . import kernels
+
+    kernels.after_triton(module)
+
+
+_HOOKS: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]]] = {
+    "torch": (_before_torch, _after_torch),
+    _TRITON: (None, _after_triton),
+}
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        before, after = _HOOKS[module.__name__]
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        if before is not None:
+            before()
+        self._inner.exec_module(module)
+        after(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the finders after it find, for the modules that have a hook."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _HOOKS:
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                return spec
+        return None
