@@ -1,7 +1,7 @@
 // ATen's operators at CUDA's dispatch key, computed by their CPU kernels over the same bytes: run now, or recorded as
 // a kernel node where the current stream captures. What allocates, views, copies bytes or waits stays torch's own.
 // (The idea, and the shape of much of this file, is fxwrap's examples/hostsim/hostsim/csrc/fallback.cpp.)
-#include "hostcuda.h"
+#include "../hostcuda.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>

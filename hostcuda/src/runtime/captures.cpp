@@ -1,0 +1,164 @@
+// Begin and end of captures, and what they say of themselves.
+// "Guide" is the CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture"; "API" the Runtime API reference.
+#include "streams.h"
+
+using namespace hostcuda;
+
+cudaStreamCaptureMode* hostcuda::thread_capture_mode() {
+  static thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  return &mode;
+}
+
+namespace {
+void end(const std::shared_ptr<Capture>& capture) {
+  for (Stream* stream : capture->streams) {
+    stream->capture = nullptr;
+    stream->deps.clear();
+  }
+  capture->ended = true;
+  active_captures().erase(capture);
+}
+bool reaches(const std::vector<Node*>& from, const std::vector<Node*>& wanted) {
+  std::set<Node*> seen;
+  std::vector<Node*> todo(from);
+  while (!todo.empty()) {
+    Node* node = todo.back();
+    todo.pop_back();
+    if (!seen.insert(node).second) continue;
+    todo.insert(todo.end(), node->deps.begin(), node->deps.end());
+  }
+  for (Node* node : wanted)
+    if (!seen.count(node)) return false;
+  return true;
+}
+// Guide, "Cross-stream Dependencies and Events": "all streams being captured ... must be joined to the origin stream.
+// Failure to do so will cause the entire capture operation to fail."
+cudaError_t result_of(const Capture& capture) {
+  if (capture.invalid) return cudaErrorStreamCaptureInvalidated;
+  for (Stream* stream : capture.streams)
+    if (stream != capture.origin && !reaches(capture.origin->deps, stream->deps)) return cudaErrorStreamCaptureUnjoined;
+  return cudaSuccess;
+}
+} // namespace
+
+// The documentation does not say what becomes of the capture. Decided here: it is invalid, and it ends if nobody can
+// end it any more.
+void hostcuda::leave_captures(Stream* stream) {
+  auto capture = stream->capture;
+  invalidate(*capture, "cudaStreamDestroy");
+  if (capture->origin == stream) {
+    end(capture);
+    counters().captures_failed++;
+    cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(capture->graph));
+  } else {
+    capture->streams.erase(stream);
+  }
+}
+
+API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, *thread_capture_mode());
+  return cudaSuccess;
+}
+
+API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  const char* call = "cudaStreamBeginCapture";
+  Lock lock(mutex());
+  if (auto error = sticky_error()) return error;
+  Stream* stream = resolve(handle);
+  if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
+  // Guide: "Stream capture can be used on any CUDA stream except cudaStreamLegacy (the NULL stream)."
+  if (stream == legacy_stream()) return refuse(call, cudaErrorStreamCaptureUnsupported);
+  if (stream->capture) return refuse(call, cudaErrorIllegalState); // API: "must not already be in capture mode"
+  static unsigned long long next_id = 1;
+  auto capture = std::make_shared<Capture>();
+  capture->id = next_id++;
+  capture->mode = mode;
+  capture->thread = std::this_thread::get_id();
+  capture->graph = new Graph;
+  capture->origin = stream;
+  capture->streams = {stream};
+  stream->capture = capture;
+  stream->deps.clear();
+  active_captures().insert(capture);
+  counters().captures++;
+  TRACE("capture %llu begins on %p, mode %d", capture->id, static_cast<void*>(handle), mode);
+  return cudaSuccess;
+}
+API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t, cudaGraph_t, const cudaGraphNode_t*,
+                                              const cudaGraphEdgeData*, size_t, cudaStreamCaptureMode) {
+  return refuse("cudaStreamBeginCaptureToGraph", cudaErrorNotSupported);
+}
+
+API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
+  const char* call = "cudaStreamEndCapture";
+  Releases unused;
+  Lock lock(mutex());
+  *out = nullptr;
+  Stream* stream = resolve(handle);
+  if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
+  if (!stream->capture) return refuse(call, cudaErrorIllegalState);
+  auto capture = stream->capture;
+  // Guide: "the stream must be the same stream on which capture was initiated" (the origin stream).
+  if (capture->origin != stream) {
+    invalidate(*capture, call);
+    return refuse(call, cudaErrorStreamCaptureUnmatched);
+  }
+  // API, cudaStreamEndCapture: "If the mode argument to cudaStreamBeginCapture was not cudaStreamCaptureModeRelaxed,
+  // this call must be from the same thread as cudaStreamBeginCapture."
+  if (capture->mode != cudaStreamCaptureModeRelaxed && capture->thread != std::this_thread::get_id())
+    return refuse(call, cudaErrorStreamCaptureWrongThread);
+  const cudaError_t error = result_of(*capture);
+  end(capture);
+  TRACE("capture %llu ends: %s, %zu nodes", capture->id, cudaGetErrorName(error), capture->graph->nodes.size());
+  if (error) { // API: "If an error occurs, the graph is NULL", and the capture has ended all the same
+    counters().captures_failed++;
+    unused.drop(capture->graph->objects);
+    delete capture->graph;
+    return refuse(call, error);
+  }
+  *out = reinterpret_cast<cudaGraph_t>(capture->graph);
+  return cudaSuccess;
+}
+
+// API, cudaStreamIsCapturing: "If this call is used on the legacy stream while a blocking stream on the same device is
+// capturing, it will return cudaErrorStreamCaptureImplicit ... The blocking stream capture is not invalidated."
+API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  Lock lock(mutex());
+  Stream* stream = resolve(handle);
+  if (!known(stream)) return refuse("cudaStreamIsCapturing", cudaErrorInvalidResourceHandle);
+  *status = cudaStreamCaptureStatusNone;
+  if (stream == legacy_stream()) {
+    for (auto& capture : active_captures())
+      for (Stream* one : capture->streams)
+        if (!(one->flags & cudaStreamNonBlocking))
+          return refuse("cudaStreamIsCapturing", cudaErrorStreamCaptureImplicit);
+  } else if (stream->capture) {
+    *status = stream->capture->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  }
+  return cudaSuccess;
+}
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                         cudaGraph_t* graph, const cudaGraphNode_t** deps,
+                                         const cudaGraphEdgeData** edges, size_t* count) {
+  Lock lock(mutex());
+  if (auto error = cudaStreamIsCapturing(handle, status)) return error;
+  Stream* stream = resolve(handle);
+  if (id && stream->capture) *id = stream->capture->id;
+  if (*status != cudaStreamCaptureStatusActive) return cudaSuccess;
+  if (graph) *graph = reinterpret_cast<cudaGraph_t>(stream->capture->graph);
+  if (deps) *deps = reinterpret_cast<const cudaGraphNode_t*>(stream->deps.data());
+  if (edges) *edges = nullptr;
+  if (count) *count = stream->deps.size();
+  return cudaSuccess;
+}
+API cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t handle, cudaGraphNode_t* deps,
+                                                    const cudaGraphEdgeData*, size_t count, unsigned flags) {
+  const char* call = "cudaStreamUpdateCaptureDependencies";
+  Lock lock(mutex());
+  Stream* stream = resolve(handle);
+  if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
+  if (!stream->capture) return refuse(call, cudaErrorIllegalState);
+  if (flags == cudaStreamSetCaptureDependencies) stream->deps.clear();
+  for (size_t i = 0; i < count; ++i) stream->deps.push_back(reinterpret_cast<Node*>(deps[i]));
+  return cudaSuccess;
+}
