@@ -4,6 +4,7 @@
     PYTHONPATH=. python benchmarks/gpu.py --only memory      # checks whose name has this in it
     PYTHONPATH=. python benchmarks/gpu.py --list
     PYTHONPATH=. python benchmarks/gpu.py --device hostsim   # on the simulated accelerator, as far as that goes
+    PYTHONPATH=. python -m hostcuda benchmarks/gpu.py --small # torch's CUDA build on a device of host memory
 
 The most valuable checks run first. Each prints its line when it ends, so that a run that is cut short tells what it
 can. They share a process; after one that fails, and for one that may leave the device unusable, there is a new one.
@@ -50,13 +51,14 @@ class Outcome:
 class Worker:
     """A process that runs checks, one after the other, as long as nothing went wrong."""
 
-    def __init__(self, device: str, faults: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, device: str, faults: list[str], environment: Mapping[str, str], small: bool) -> None:
         self.environment = dict(environment)
         # Read through a file object of its own: the process's has another position.
         self._stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self._errors, self._told = open(self._stderr.name, errors="replace"), 0  # noqa: SIM115
         command = [sys.executable, __file__, "--device", device, "--worker"]
         command += [part for fault in faults for part in ("--plant", fault)]
+        command += ["--small"] * small
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
@@ -115,7 +117,7 @@ class Worker:
         self._stderr.close()
 
 
-def work(device: str, faults: list[str]) -> None:
+def work(device: str, faults: list[str], small: bool) -> None:
     """What a worker does: run the checks whose names it is given, and answer each with one line."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "hostsim")]
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -124,7 +126,7 @@ def work(device: str, faults: list[str]) -> None:
     from gpu_place import Place, Skipped
 
     torch.set_num_threads(1)
-    place, known = Place.entered(device), checks()
+    place, known = Place.entered(device, small), checks()
     for fault in faults:
         place.module.plant_fault(fault)
     for line in sys.stdin:
@@ -138,7 +140,9 @@ def work(device: str, faults: list[str]) -> None:
         print(f"{_ANSWER}{json.dumps(answer)}", flush=True)
 
 
-def run_all(names: list[str], device: str, faults: list[str], limit: float) -> dict[str, Outcome]:
+def run_all(
+    names: list[str], device: str, faults: list[str], limit: float, small: bool = False
+) -> dict[str, Outcome]:
     """Run the checks, in this order, and print what each came to at once."""
     from gpu_checks import checks
 
@@ -154,7 +158,7 @@ def run_all(names: list[str], device: str, faults: list[str], limit: float) -> d
             if entry.only_on and device not in entry.only_on:
                 outcome = Outcome("skipped", entry.because)
             else:
-                worker = worker or Worker(device, faults, entry.environment)
+                worker = worker or Worker(device, faults, entry.environment, small)
                 outcome = worker.run(name, limit)
             outcomes[name] = outcome
             print(outcome.line(name, time.perf_counter() - begin), flush=True)
@@ -178,10 +182,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names, in order, and end")
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="for one check")
     parser.add_argument("--plant", action="append", default=[], metavar="FAULT", help="a fault of hostsim's")
+    parser.add_argument("--small", action="store_true", help="sizes that a CPU does at once, as for hostsim")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
-        work(args.device, args.plant)
+        work(args.device, args.plant, args.small)
         return 0
     import torch
     from gpu_checks import checks
@@ -199,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         return NO_GPU
     begin = time.perf_counter()
     print(f"{len(names)} checks on {_described(device)}, torch {torch.__version__}", flush=True)
-    outcomes = run_all(names, device, args.plant, args.limit)
+    outcomes = run_all(names, device, args.plant, args.limit, args.small)
     counted = Counter(outcome.verdict for outcome in outcomes.values())
     failed = [name for name, outcome in outcomes.items() if outcome.verdict == "failed"]
     summary = ", ".join(f"{counted[verdict]} {verdict}" for verdict in _MARKS)

@@ -145,11 +145,12 @@ class Place(OnDevice):
     """Where the checks run."""
 
     name: str
+    small: bool = False
     # Whether this process sees the launches that it makes; found out at the first look.
     _sees_launches: bool | None = None
 
     @classmethod
-    def entered(cls, name: str) -> Place:
+    def entered(cls, name: str, small: bool = False) -> Place:
         if name == "hostsim":
             sys.path.insert(0, str(HOSTSIM))
             from hostsim.inductor import register
@@ -157,7 +158,7 @@ class Place(OnDevice):
             register()
             # As on a GPU: the host runs ahead, and what does not wait reads too early.
             torch.get_device_module(name).set_asynchronous(True)
-        return cls(name)
+        return cls(name, small)
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +174,7 @@ class Place(OnDevice):
 
     def size(self, here: int, on_hostsim: int) -> int:
         """A size that keeps a GPU busy, or one that a CPU does at once."""
-        return on_hostsim if self.simulated else here
+        return on_hostsim if self.simulated or self.small else here
 
     # -- tensors, models, functions ---------------------------------------------------------------------
 
