@@ -3,6 +3,8 @@
 #   make demo                   train and generate with a small decoder, beside eager and Inductor
 #   make test                   run the tests
 #
+# make test-cuda runs torch's CUDA build without a GPU: on the device in hostcuda/, whose memory is the host's.
+#
 # Each makes its own virtual environment. Another torch: make test TORCH=2.15.0
 
 PYTHON ?= python3
@@ -15,18 +17,20 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 CACHES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fxwrap-tests
 export TORCHINDUCTOR_CACHE_DIR ?= $(CACHES)/torch-$(TORCH)
 export HOSTSIM_CACHE ?= $(CACHES)/hostsim
+export HOSTCUDA_CACHE ?= $(CACHES)/hostcuda
 export MINIMAL_CACHE ?= $(CACHES)/minimal
 # How many processes run tests/ on the CPU at a time; `make test` has up to two more, for the simulated accelerator and
 # examples/. Each compiles in itself, and with one thread.
 WORKERS ?= 2
-TESTS := test test-main test-hostsim test-device test-own test-minimal test-models test-vendor
+CUDA_TESTS := cuda-own cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy
+TESTS := test test-main test-hostsim test-device test-own test-minimal test-models test-vendor $(CUDA_TESTS)
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 $(TESTS): export OMP_NUM_THREADS ?= 1
 # Reading libtorch's symbols takes the usual linker longer than a kernel takes to compile: another one, if there is one.
 LINKER := $(firstword $(foreach name,mold ld.lld ld.gold,$(shell command -v $(name))))
 $(TESTS): export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
 
-.PHONY: demo hostsim gpu lint benchmark sanitize clean $(TESTS)
+.PHONY: demo hostsim gpu lint benchmark sanitize clean test-cuda cuda cuda-torch $(TESTS)
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
@@ -63,6 +67,37 @@ test-models: $(VENV)/.installed-test
 # As a vendor would: a copy of the simulated accelerator under another name, built and put to the contract.
 test-vendor: $(VENV)/.installed-test
 	$(BIN)/python -m pytest examples/hostsim/tests -m slow
+
+# torch's CUDA build, the newest that the device was made for, in an environment of its own. No wheel, no test.
+CUDA_TORCH := 2.14.1
+CUDA_MAKE := $(MAKE) --no-print-directory TORCH=$(CUDA_TORCH) TORCHINDUCTOR_CACHE_DIR=$(CACHES)/torch-$(CUDA_TORCH)
+CUDA_LOG := $(CACHES)/test-cuda.log
+test-cuda:
+	@mkdir -p $(CACHES)
+	@if $(CUDA_MAKE) cuda-torch > $(CUDA_LOG) 2>&1; then $(CUDA_MAKE) --jobs 2 cuda; \
+	elif grep -qE "No matching distribution found for torch==|is one without CUDA" $(CUDA_LOG); then \
+		echo "test-cuda: skipped, torch $(CUDA_TORCH) is not to be had here as it is built for CUDA"; \
+	else cat $(CUDA_LOG); exit 1; fi
+
+cuda-torch: $(VENV)/.installed-test
+	$(BIN)/python -m hostcuda --build
+
+# The longest first; two at a time.
+cuda: cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
+CUDA_PYTEST = -m pytest -p hostcuda.plugin --timeout 300
+FUZZ := tests/fuzz/sweep.py --device gpu --sequences 100000 --minutes 2
+cuda-own: chosen = $(CUDA_PYTEST) hostcuda/tests
+cuda-graphs: chosen = $(CUDA_PYTEST) -m gpu tests/graphs
+cuda-rest: chosen = $(CUDA_PYTEST) -m gpu tests --ignore tests/graphs
+cuda-checks: chosen := -m hostcuda benchmarks/gpu.py --small
+cuda-fuzz cuda-fuzz-lazy: chosen := -m hostcuda $(FUZZ)
+cuda-fuzz-lazy: export HOSTCUDA_LAZY := 1
+cuda-fuzz-lazy: export HOSTCUDA_POISON := 1
+cuda-fuzz-lazy: export HOSTCUDA_ORDER := lifo
+# Each tells in the end, as it would with the terminal to itself.
+$(CUDA_TESTS): $(VENV)/.installed-test
+	@begin=$$(date +%s); $(BIN)/python $(chosen) > $(VENV)/$@.log 2>&1; code=$$?; \
+		echo "$@: $$(( $$(date +%s) - begin )) s"; cat $(VENV)/$@.log; exit $$code
 
 # Native replay with the helper library under sanitizers, which end the process at the first error. What they say goes
 # to stderr, past pytest. Python's own allocator would hide what is wrong in it, and ends with objects that it keeps.

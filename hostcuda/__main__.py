@@ -3,6 +3,7 @@
     python -m hostcuda script.py [arguments]
     python -m hostcuda -m module [arguments]
     python -m hostcuda -c "import torch; print(torch.ones(3, device='cuda'))"
+    python -m hostcuda --build                  # its libraries only, which are built when they are first needed
 
 The environment (HOSTCUDA_LAZY, HOSTCUDA_POISON, ...) is in README.md; HOSTCUDA=0 runs the program without it.
 """
@@ -27,6 +28,8 @@ def main() -> int:
         except BuildError as error:
             print(error, file=sys.stderr)
             return 2
+        if given[0] == "--build":
+            return 0
         os.environ.update(environment(os.environ))
     # A new Python: it starts with the program as it would without us, and finds startup/sitecustomize.py as every
     # child does.
