@@ -24,18 +24,25 @@ def environment(**settings: str) -> dict[str, str]:
 def start(script: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs a script on the device. What is in its first lines: hostcuda is on, cuda.py's functions are there."""
     source = "import hostcuda\nhostcuda.install()\nfrom cuda import *\n" + textwrap.dedent(script)
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        env=environment(**settings),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return _python("-c", source, **settings)
 
 
 def run(script: str, **settings: str) -> list[str]:
     """The lines that a script prints; it has to end well."""
-    ended = start(script, **settings)
+    return _lines(start(script, **settings))
+
+
+def run_file(file: Path, **settings: str) -> list[str]:
+    """The lines that a program prints, which processes that it starts by spawning can import."""
+    return _lines(_python("-m", "hostcuda", str(file), **settings))
+
+
+def _python(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args], env=environment(**settings), capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def _lines(ended: subprocess.CompletedProcess[str]) -> list[str]:
     assert ended.returncode == 0, f"exit status {ended.returncode}\n{ended.stdout}\n{ended.stderr[-4000:]}"
     return ended.stdout.splitlines()

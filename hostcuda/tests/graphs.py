@@ -1,0 +1,65 @@
+"""Graphs by torch's interface, without what ``torch.cuda.graph`` does before a capture (it empties caches)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def capture(
+    work: Callable[[], Any], pool: Any = None, mode: str = "global", on: torch.cuda.Stream | None = None
+) -> torch.cuda.CUDAGraph:
+    """A graph of work, which may raise: then the capture is ended, and what comes first is raised."""
+    graph = torch.cuda.CUDAGraph()
+    on = on or _usual_stream()
+    on.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(on):
+        graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode=mode)
+        try:
+            work()
+        except BaseException:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                graph.reset()
+            raise
+        graph.capture_end()
+    return graph
+
+
+@functools.cache
+def _usual_stream() -> torch.cuda.Stream:
+    """One for all captures, as torch.cuda.graph has: a pool's blocks are reused on the stream that they were made on."""
+    return torch.cuda.Stream()
+
+
+def first_line(work: Callable[[], Any]) -> str:
+    """Of the error that work raises; "" if it raises none."""
+    try:
+        work()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What work returns, or raises, in a thread of its own."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append((work(), None))
+        except BaseException as error:
+            result.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value
