@@ -96,7 +96,7 @@ def _mapped_module(module: types.ModuleType) -> Any:
     if name == "triton.language" or name.startswith("triton.language."):
         return importlib.import_module(_LANGUAGE + name[len("triton.language") :])
     # Others are what they are, but for what they have of the language.
-    return _Mapped(module) if name.startswith("torch._inductor.runtime") else module
+    return _Mapped(module) if name == "triton" or name.startswith("torch._inductor.runtime") else module
 
 
 def mapped(value: Any) -> Any:

@@ -5,6 +5,8 @@ Changes Triton's copy of the interpreter (kernels_language.py) only.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -23,7 +25,61 @@ def improve(interpreter: Any) -> None:
     interpreter.tl.core.validate_block_shape = math.prod
     interpreter.ReduceOps.generic_reduce = kernels_scans.reduced
     interpreter.ScanOps.generic_scan = kernels_scans.scanned
+    _less_by_operation(interpreter)
     _call_device_functions()
+
+
+def _less_by_operation(interpreter: Any) -> None:
+    """Triton checks and wraps at every operation, which takes longer than computing small blocks does."""
+    import numpy as np
+
+    core, builder = interpreter.tl.core, interpreter.interpreter_builder
+    # As it is compiled without debug=True: no operation on integers is made again to see whether it overflows.
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    usual, dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+    def np_dtype(type: Any) -> Any:
+        found = dtypes.get(type.scalar.name)
+        if found is None:
+            found = dtypes[type.scalar.name] = usual(type)
+        return found
+
+    interpreter._get_np_dtype = np_dtype
+
+    @functools.cache
+    def shape_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple(list(map(core.constexpr, shape))), core.constexpr(math.prod(shape))
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(tuple(type.shape) if type.is_block() else ())
+
+    core.tensor.__init__ = init
+    blocks: dict[Any, Any] = {}
+
+    def block(element: Any, shape: tuple[int, ...]) -> Any:
+        key = str(element), shape
+        if key not in blocks:
+            blocks[key] = core.block_type(element, list(shape))
+        return blocks[key]
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        """As NumPy does it, without copies."""
+        shapes = [tuple(x.type.shape) if x.type.is_block() else () for x in (lhs, rhs)]
+        if shapes[0] == shapes[1]:
+            return lhs, rhs
+        shape = np.broadcast_shapes(*shapes)
+
+        def widened(tensor: Any, own: tuple[int, ...]) -> Any:
+            if own == shape:
+                return tensor
+            data = np.broadcast_to(tensor.handle.data.reshape(own), shape)
+            handle = interpreter.TensorHandle(data, tensor.handle.dtype)
+            return core.tensor(handle, block(tensor.type.scalar, shape))
+
+        return widened(lhs, shapes[0]), widened(rhs, shapes[1])
+
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast
 
 
 def _faster_casts(interpreter: Any, usual: Any) -> Any:
