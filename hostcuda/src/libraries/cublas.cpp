@@ -13,8 +13,8 @@ struct Handle {
 Handle* of(void* handle) { return static_cast<Handle*>(handle); }
 } // namespace
 
-// It takes device memory (cuBLAS, "cublasCreate()": "allocates hardware resources on the host and device"): refused in
-// a capture, as on hardware.
+// It takes device memory (cuBLAS documentation, cublasCreate(): "allocates hardware resources on the host and device"):
+// refused in a capture, as on hardware.
 API int cublasCreate_v2(void** out) {
   auto* handle = new Handle;
   *out = nullptr;
@@ -27,7 +27,7 @@ API int cublasCreate_v2(void** out) {
   return kSuccess;
 }
 API int cublasDestroy_v2(void* handle) {
-  cudaFree(of(handle)->own); // waits: "cublasDestroy() ... implicitly calls cudaDeviceSynchronize()"
+  cudaFree(of(handle)->own); // waits for the device, as cuBLAS documents of cublasDestroy()
   delete of(handle);
   return kSuccess;
 }

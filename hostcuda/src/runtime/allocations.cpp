@@ -17,8 +17,7 @@ cudaError_t allocate(void** out, size_t bytes, Kind kind, const char* call) {
   TRACE("%s(%zu) -> %p %d", call, bytes, *out, error);
   return done(error);
 }
-// Memory is released after all work, of whichever stream. cudaFree: Programming Guide, "Implicit Synchronization";
-// host memory in the same way is decided here.
+// Memory is released after all work, of whichever stream, as cudaFree does on hardware. Host memory, too: decided here.
 cudaError_t before_release(const char* call) {
   {
     Lock lock(mutex());

@@ -31,8 +31,8 @@ bool reaches(const std::vector<Node*>& from, const std::vector<Node*>& wanted) {
     if (!seen.count(node)) return false;
   return true;
 }
-// Guide, "Cross-stream Dependencies and Events": "all streams being captured ... must be joined to the origin stream.
-// Failure to do so will cause the entire capture operation to fail."
+// Guide, "Cross-stream Dependencies and Events": "Any other streams which are being captured to the same capture graph,
+// due to event-based dependencies, must also be joined back to the origin stream." Else the whole capture fails.
 cudaError_t result_of(const Capture& capture) {
   if (capture.invalid) return cudaErrorStreamCaptureInvalidated;
   for (Stream* stream : capture.streams)
@@ -68,7 +68,7 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMod
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   // Guide: "Stream capture can be used on any CUDA stream except cudaStreamLegacy (the NULL stream)."
   if (stream == legacy_stream()) return refuse(call, cudaErrorStreamCaptureUnsupported);
-  if (stream->capture) return refuse(call, cudaErrorIllegalState); // API: "must not already be in capture mode"
+  if (stream->capture) return refuse(call, cudaErrorIllegalState);
   static unsigned long long next_id = 1;
   auto capture = std::make_shared<Capture>();
   capture->id = next_id++;
@@ -98,7 +98,8 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   if (!stream->capture) return refuse(call, cudaErrorIllegalState);
   auto capture = stream->capture;
-  // Guide: "the stream must be the same stream on which capture was initiated" (the origin stream).
+  // Guide: with other streams in the capture, "cudaStreamEndCapture() must be called in the same stream where
+  // cudaStreamBeginCapture() was called; this is the origin stream".
   if (capture->origin != stream) {
     invalidate(*capture, call);
     return refuse(call, cudaErrorStreamCaptureUnmatched);
@@ -110,7 +111,9 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   const cudaError_t error = result_of(*capture);
   end(capture);
   TRACE("capture %llu ends: %s, %zu nodes", capture->id, cudaGetErrorName(error), capture->graph->nodes.size());
-  if (error) { // API: "If an error occurs, the graph is NULL", and the capture has ended all the same
+  // Guide, "Invalidation": "This call will take the associated streams out of capture mode, but will also return an
+  // error value and a NULL graph."
+  if (error) {
     counters().captures_failed++;
     unused.drop(capture->graph->objects);
     delete capture->graph;
@@ -120,8 +123,9 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   return cudaSuccess;
 }
 
-// API, cudaStreamIsCapturing: "If this call is used on the legacy stream while a blocking stream on the same device is
-// capturing, it will return cudaErrorStreamCaptureImplicit ... The blocking stream capture is not invalidated."
+// API, cudaStreamIsCapturing: "if this is called on cudaStreamLegacy (the "null stream") while a blocking stream on the
+// same device is capturing, it will return cudaErrorStreamCaptureImplicit ... The blocking stream capture is not
+// invalidated."
 API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   Lock lock(mutex());
   Stream* stream = resolve(handle);

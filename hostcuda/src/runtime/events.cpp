@@ -15,7 +15,7 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
 API cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   Lock lock(mutex());
-  delete event_of(handle); // "an event may be destroyed before it is complete": its record stays as long as needed
+  delete event_of(handle); // API: allowed before it is complete. Its record stays as long as somebody needs it
   return cudaSuccess;
 }
 
@@ -28,7 +28,8 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   if (stream->capture) {
     if (stream->capture->invalid) return refuse(call, cudaErrorStreamCaptureInvalidated);
-    // "Captured as an event record node" (API, cudaEventRecordWithFlags): recorded anew with every launch.
+    // API, cudaEventRecordWithFlags, cudaEventRecordExternal: "captured in the graph as an event record node", which
+    // records it with every launch.
     if (flags & cudaEventRecordExternal) {
       auto run = [record = event->record] { record->time = now_ms(); };
       return add_node(stream, cudaGraphNodeTypeEventRecord, call, run, event->record);
@@ -111,7 +112,7 @@ cudaError_t wait_for_captured(Stream* stream, Event* event, const char* call) {
     return refuse(call, cudaErrorCapturedEvent);
   }
   if (capture->invalid) return refuse(call, cudaErrorStreamCaptureInvalidated);
-  if (!stream->capture) { // a fork: "places the waiting stream in capture mode" (Guide)
+  if (!stream->capture) { // a fork: the waiting stream begins to capture (Guide)
     if (stream == legacy_stream()) {
       invalidate(*capture, call);
       return refuse(call, cudaErrorStreamCaptureImplicit);
@@ -143,10 +144,11 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t hand
   if (stream->capture && stream->capture->invalid) return refuse(call, cudaErrorStreamCaptureInvalidated);
   if (event->capture) return wait_for_captured(stream, event, call);
   if (stream->capture) {
-    // "Captured as an event wait node" (API, cudaStreamWaitEvent).
+    // API, cudaStreamWaitEvent, cudaEventWaitExternal: an event wait node.
     if (flags & cudaEventWaitExternal)
       return add_node(stream, cudaGraphNodeTypeWaitEvent, call, nullptr, event->record);
-    if (!event->record->recorded) return cudaSuccess; // "the call acts as if the record has already completed"
+    // API: without a record "the call acts as if the record has already completed".
+    if (!event->record->recorded) return cudaSuccess;
     // Guide: "It is invalid to wait on a non-captured event from a stream which is being captured without specifying
     // the cudaEventWaitExternal flag." (cudaErrorStreamCaptureIsolation)
     invalidate(*stream->capture, call);

@@ -143,7 +143,7 @@ API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t handle, u
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long flags) {
   return cudaGraphInstantiate(out, graph, flags);
 }
-// "May be destroyed while it runs": launches keep what they need (Programming Guide, "CUDA User Objects").
+// Launches that have not run keep what they need (API, cudaGraphExecDestroy).
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
   delete exec_of(handle);
   return cudaSuccess;
@@ -222,7 +222,7 @@ API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t ha
   Lock lock(mutex());
   auto* object = reinterpret_cast<UserObject*>(handle);
   graph_of(graph)->objects[object] += count;
-  // "cudaGraphUserObjectMove: transfer references from the calling thread", else new ones
+  // cudaGraphUserObjectMove: the caller's references, else new ones
   if (!(flags & cudaGraphUserObjectMove)) object->references += count;
   return cudaSuccess;
 }

@@ -135,7 +135,7 @@ bool pageable(const void* pointer) {
 }
 
 // What a kernel or a copy touches has to be allocated: else cudaErrorIllegalAddress, which stays (Runtime API,
-// cudaErrorIllegalAddress: "the process ... must be terminated and relaunched").
+// cudaErrorIllegalAddress: "To continue using CUDA, the process must be terminated and relaunched").
 __attribute__((visibility("default"))) void check_range(const void* pointer, size_t bytes, const char* what) {
   auto p = reinterpret_cast<uintptr_t>(pointer);
   if (bytes == 0 || !in_region(p)) return;

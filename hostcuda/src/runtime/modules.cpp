@@ -75,7 +75,7 @@ using namespace hostcuda;
 
 API CUresult cuModuleLoadData(CUmodule* out, const void* image) {
   Lock lock(mutex());
-  // It may load code to the device and wait (API, "Lazy Loading": loading may need synchronisation).
+  // It takes device memory (Programming Guide, "Lazy Loading": loading may need the context to synchronize).
   if (auto error = unsafe("cuModuleLoadData")) return static_cast<CUresult>(error);
   auto* data = static_cast<const char*>(image);
   if (memcmp(data, ELFMAG, 4) != 0) {

@@ -98,8 +98,8 @@ void run_legacy() {
   run_stream(legacy_stream()->queue);
 }
 
-// "The legacy default stream ... synchronizes with blocking streams: it waits for them, and they for it" (Runtime API,
-// "Stream synchronization behavior").
+// The legacy stream waits for all blocking streams, and they wait for it (Runtime API, "Stream synchronization
+// behavior": "an implicit stream which synchronizes with all other streams ... except for non-blocking streams").
 void push(Stream* stream, Item item) {
   auto& queue = stream->queue;
   auto add = [&](Item one) {

@@ -11,8 +11,9 @@ std::set<std::shared_ptr<Capture>>& active_captures() {
 }
 
 // Guide, "Invalidation": "When an invalid operation is attempted during stream capture, any associated capture graphs
-// are invalidated. When a capture graph is invalidated, further use of any streams being captured or captured events
-// associated with the graph is invalid and will return an error, until stream capture is ended."
+// are invalidated. When a capture graph is invalidated, further use of any streams which are being captured or
+// captured events associated with the graph is invalid and will return an error, until stream capture is ended with
+// cudaStreamEndCapture()."
 void invalidate(Capture& capture, const std::string& why) {
   if (capture.invalid) return;
   capture.invalid = true;
@@ -40,9 +41,9 @@ cudaError_t unsafe(const char* call) {
 }
 
 // A wait for the whole device would wait for the streams that capture. Guide, "Prohibited and Unhandled Operations":
-// "It is also invalid to query the status of or synchronize a broader handle which encompasses an active stream
-// capture, such as a device or context handle when any associated stream is in capture mode." In every thread and
-// every mode, and it invalidates: decided here.
+// "It is also invalid to query the execution status of or synchronize a broader handle which encompasses an active
+// stream capture, such as a device or context handle when any associated stream is in capture mode." That this holds
+// in every thread and every mode, and invalidates the captures, is decided here.
 cudaError_t device_wide(const char* call) {
   if (active_captures().empty()) return cudaSuccess;
   for (auto& capture : active_captures()) invalidate(*capture, call);
@@ -50,7 +51,8 @@ cudaError_t device_wide(const char* call) {
 }
 
 // Guide, same section: "When any stream in the same context is being captured, and it was not created with
-// cudaStreamNonBlocking, any attempted use of the legacy stream is invalid": the legacy stream waits for it.
+// cudaStreamNonBlocking, any attempted use of the legacy stream is invalid." Synchronous calls such as cudaMemcpy use
+// it.
 cudaError_t implicit(Stream* stream, const char* call) {
   if (active_captures().empty() || stream != legacy_stream()) return cudaSuccess;
   for (auto& capture : active_captures())
@@ -63,7 +65,8 @@ cudaError_t implicit(Stream* stream, const char* call) {
 }
 
 // Guide, same section: "It is invalid to synchronize or query the execution status of a stream which is being
-// captured", and some calls, such as cudaStreamAddCallback, cannot be captured.
+// captured", and a few asynchronous calls return an error there. cudaStreamAddCallback is one of them (API,
+// cudaLaunchHostFunc: "Stream capture is supported"; of cudaStreamAddCallback it is not).
 cudaError_t unsupported_in_capture(Stream* stream, const char* call, cudaError_t error) {
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   if (!stream->capture) return cudaSuccess;

@@ -79,8 +79,8 @@ API cudaError_t cudaStreamCreate(cudaStream_t* out) { return cudaStreamCreateWit
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
   return cudaStreamCreateWithPriority(out, flags, 0);
 }
-// "Will return immediately, and resources are released once the device has completed all work" (API,
-// cudaStreamDestroy): the queue stays until then.
+// API, cudaStreamDestroy: with work left, "the function will return immediately and the resources associated with
+// stream will be released automatically once the device has completed all work". The queue stays until then.
 API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   Lock lock(mutex());
   auto* stream = reinterpret_cast<Stream*>(handle);
