@@ -33,7 +33,7 @@ def capture(
 
 @functools.cache
 def _usual_stream() -> torch.cuda.Stream:
-    """One for all captures, as torch.cuda.graph has: a pool's blocks are reused on the stream that they were made on."""
+    """One for all captures, as torch.cuda.graph has: a pool reuses a block on the stream that it was made on."""
     return torch.cuda.Stream()
 
 

@@ -66,7 +66,9 @@ def test_an_unsafe_call(capture: int, thread: int, own: str, other: str) -> None
         assert where(thread) == expected
         assert status(one) == (ACTIVE if expected == "Success" else INVALIDATED)
         got, graph = end(one)
-        assert (got, bool(graph)) == (("Success", True) if expected == "Success" else ("StreamCaptureInvalidated", False))
+        assert (got, bool(graph)) == (
+            ("Success", True) if expected == "Success" else ("StreamCaptureInvalidated", False)
+        )
 
 
 def test_a_refused_call_does_nothing_and_the_next_is_good() -> None:
@@ -101,7 +103,8 @@ def test_streams_may_be_used_and_captured_beside_a_capture() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["cudaHostAlloc", "cudaFree", "cudaFreeHost", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"]
+    "call",
+    ["cudaHostAlloc", "cudaFree", "cudaFreeHost", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"],
 )
 def test_which_calls_are_unsafe(call: str) -> None:
     one, idle, mark, place, host = stream(), stream(), event(), memory(), pinned()

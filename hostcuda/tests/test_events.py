@@ -1,4 +1,4 @@
-"""Events: time, and what they are before and after they are recorded. Source: cudaEventRecord, cudaEventElapsedTime."""
+"""Events, their time, and what they are before they are recorded. Source: cudaEventRecord, cudaEventElapsedTime."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ CACHE = """
             line = first_line(allocate)
             end = first_line(graph.capture_end)
         graph.reset()
-        what = "out of memory" if "out of memory" in line else "refused" if "not permitted" in line else line or "fits"
-        print(mode, what, "and lost" if "previous error" in end else end)
+        what = "out of memory" if "out of memory" in line else "refused" if "not permitted" in line else line
+        print(mode, what or "fits", "and lost" if "previous error" in end else end)
     torch.ones(3, device="cuda")
     for mode in ("global", "relaxed"):
         cached(mode, lambda: big(120))

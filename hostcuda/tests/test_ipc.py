@@ -35,11 +35,14 @@ def test_another_process_reads_and_writes() -> None:
     one, place = stream(), memory()
     fill(place, 5, one)
     do("cudaStreamSynchronize", one)
-    script = OPENED + """
+    script = (
+        OPENED
+        + """
     one = stream()
     print(byte(place), fill(place, 6, one), byte(place, one))
     do("cudaIpcCloseMemHandle", place)
     """
+    )
     assert run(script.format(handle=handle_of(place))) == ["0", "5 Success 6"]
     assert byte(place) == 6
 
@@ -47,12 +50,15 @@ def test_another_process_reads_and_writes() -> None:
 def test_after_it_was_closed() -> None:
     """PLANTED: work on memory of another process, which this one has closed."""
     place = memory()
-    script = OPENED + """
+    script = (
+        OPENED
+        + """
     one = stream()
     do("cudaIpcCloseMemHandle", place)
     print(fill(place, 6, one))
     print(answer("cudaIpcCloseMemHandle", place))
     """
+    )
     ended = start(script.format(handle=handle_of(place)))
     assert ended.stdout.splitlines()[1] == "IllegalAddress"
     assert byte(place) == 0

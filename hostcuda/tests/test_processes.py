@@ -17,7 +17,13 @@ HOST = {name: value for name, value in environment().items() if name != "PYTHONP
 
 def python(*args: str, where: Path = ROOT, **settings: str) -> Any:
     ended = subprocess.run(
-        [sys.executable, *args], cwd=where, env={**HOST, **settings}, capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, *args],
+        cwd=where,
+        env={**HOST, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     return ended.returncode, ended.stdout.split("\n")[:-1], ended.stderr
 

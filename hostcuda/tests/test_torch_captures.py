@@ -1,13 +1,17 @@
-"""What a program of torch's may and may not do while it captures; examples/hostsim/tests/test_capture_errors.py has the
-same list. Torch's own code says what becomes of each, by what the device answers to its calls."""
+"""What a program of torch's may and may not do while it captures: a list as in hostsim's test_capture_errors.py.
+
+Torch's own code says what becomes of each, by what the device answers to its calls.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from graphs import first_line, in_thread
+from graphs import capture, first_line, in_thread
 
 import hostcuda
 
@@ -77,7 +81,12 @@ WAYS: dict[str, tuple[Callable[[Attempt], object], str, str, bool]] = {
     "pins memory": (lambda here: torch.ones(1000).pin_memory(), GOOD, GOOD, True),
     # torch's streams do not block: this work is no part of the graph, and nobody says so
     "works on the default stream": (lambda here: works_on(default(), here.source), GOOD, GOOD, True),
-    "works on a stream that did not fork": (lambda here: works_on(torch.cuda.Stream(), here.source), GOOD, GOOD, True),
+    "works on a stream that did not fork": (
+        lambda here: works_on(torch.cuda.Stream(), here.source),
+        GOOD,
+        GOOD,
+        True,
+    ),
     "forks to the default stream": (
         lambda here: default().wait_stream(here.stream),
         "operation would make the legacy stream depend on a capturing blocking stream",
@@ -86,8 +95,13 @@ WAYS: dict[str, tuple[Callable[[Attempt], object], str, str, bool]] = {
     ),
     "does not join a fork": (lambda here: forks(here, work=True), GOOD, "capturing stream has unjoined work", True),
     "does not join a fork without work": (lambda here: forks(here, work=False), GOOD, GOOD, True),
-    "empties the cache": (lambda here: torch.cuda.empty_cache(), GOOD, GOOD, True),
-    "seeds the generator": (lambda here: torch.cuda.manual_seed(3), GOOD, GOOD, True),
+    "seeds the generator": (
+        lambda here: torch.cuda.manual_seed(torch.cuda.initial_seed() + 1),
+        "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same",
+        GOOD,
+        True,
+    ),
+    "reads the generator's state": (lambda here: torch.cuda.get_rng_state(), GOOD, GOOD, True),
     "another thread waits for the device": (lambda here: in_thread(torch.cuda.synchronize), WAITS, LOST, True),
 }
 
@@ -105,8 +119,8 @@ def test_a_capture_that(way: str, mode: str) -> None:
     got = first_line(lambda: work(here))
     end = here.end()
     for line, expected in ((got, error), (end, at_the_end)):
-        line = line.removeprefix("CUDA error: ")
-        assert line.startswith(expected) if expected else line == ""
+        text = line.removeprefix("CUDA error: ")
+        assert text.startswith(expected) if expected else text == "", (got, end)
     assert hostcuda.counter("active_captures") == 0
     assert (torch.ones(3, device="cuda") + 1).sum().item() == 6  # whatever became of it, the device is usable
 
@@ -131,3 +145,37 @@ def test_ending_on_another_stream_is_refused_and_the_capture_goes_on() -> None:
     assert here.end() == ""
     here.graph.replay()
     assert result[0].item() == 2
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_emptying_the_cache(dead: bool) -> None:
+    """What is cached stays. PLANTED: a pool whose last graph is gone is freed all the same, which no capture survives
+    that is not relaxed (CUDACachingAllocator.cpp, release_cached_blocks)."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    size = 100 << 20
+    torch.empty(size, dtype=torch.uint8, device="cuda")  # cached from here on
+    if dead:
+        capture(lambda: torch.empty(size, dtype=torch.uint8, device="cuda")).reset()
+    here = Attempt()
+    torch.cuda.set_stream(here.stream)
+    here.graph.capture_begin()
+    reserved = torch.cuda.memory_reserved()
+    line = first_line(torch.cuda.empty_cache)
+    assert torch.cuda.memory_reserved() == reserved
+    assert (WAITS in line, LOST in here.end()) == (dead, dead)
+    here.graph.reset()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < size
+
+
+def test_the_table_says_the_same() -> None:
+    """The second table of docs/hardware_rules.md has these rows, and in the second column what becomes of each."""
+    text = (Path(__file__).parents[2] / "docs" / "hardware_rules.md").read_text()
+    rows = text.split("## What a thread does while it captures\n")[1].split("|---|---|---|---|\n")[1].splitlines()
+    said = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in rows}
+    done = {}
+    for way, (_, error, at_the_end, always) in WAYS.items():
+        words = ", ".join(word for word, line in (("refused", error), ("lost", at_the_end)) if line)
+        done[way] = (words or "allowed") + ("" if always else "; not if relaxed")
+    assert said == done

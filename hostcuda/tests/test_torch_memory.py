@@ -60,7 +60,10 @@ def test_a_capture_does_not_empty_the_cache() -> None:
         del graph
     """
     )
-    assert run(script, HOSTCUDA_MEMORY="150M") == ["True CUDA out of memory. Tried to allocate 60.00 MiB. GPU", "False fits"]
+    assert run(script, HOSTCUDA_MEMORY="150M") == [
+        "True CUDA out of memory. Tried to allocate 60.00 MiB. GPU",
+        "False fits",
+    ]
 
 
 def test_expandable_segments() -> None:

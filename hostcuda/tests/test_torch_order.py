@@ -14,7 +14,8 @@ def test_streams_of_torch() -> None:
         torch.cuda.synchronize()
 
         def between_streams(waits):
-            side, source, result = torch.cuda.Stream(), torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+            side = torch.cuda.Stream()
+            source, result = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
             torch.cuda.synchronize()
             source.fill_(3)
             if waits:
@@ -57,7 +58,8 @@ def test_streams_of_torch() -> None:
             return result[0].item()
 
         def static_input(waits):  # the next input is written before the replay has read this one
-            side, source, result = torch.cuda.Stream(), torch.full((9,), 3.0, device="cuda"), torch.zeros(9, device="cuda")
+            side = torch.cuda.Stream()
+            source, result = torch.full((9,), 3.0, device="cuda"), torch.zeros(9, device="cuda")
             graph = capture(lambda: result.copy_(source))
             torch.cuda.synchronize()
             graph.replay()
@@ -85,7 +87,7 @@ def test_streams_of_torch() -> None:
 
 
 def test_branches_of_a_graph() -> None:
-    """PLANTED: a side stream of the capture reads before it waits; lifo shows it. Poison and lazy order go with it."""
+    """PLANTED: a side stream of the capture reads before it waits; lifo shows it, beside poison and lazy order."""
     script = """
         import torch
         from graphs import capture

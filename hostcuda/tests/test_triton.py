@@ -1,4 +1,4 @@
-"""Triton's kernels: compiled and launched by Triton, computed by its interpreter; arguments as its launcher packs them."""
+"""Triton's kernels: compiled and launched by Triton, computed by its interpreter, arguments unpacked as packed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 64
 
 
 @triton.jit
-def scaled(result, source, factor, shift, count, optional, block: tl.constexpr, square: tl.constexpr):  # noqa: ANN001, ANN201
+def scaled(result, source, factor, shift, count, optional, block: tl.constexpr, square: tl.constexpr):
     at = tl.program_id(0) * block + tl.arange(0, block)
     value = tl.load(source + at, mask=at < count, other=0.0)
     if square:
@@ -28,7 +28,7 @@ def scaled(result, source, factor, shift, count, optional, block: tl.constexpr, 
 
 
 @triton.jit
-def sums(result, source, columns: tl.constexpr):  # noqa: ANN001, ANN201
+def sums(result, source, columns: tl.constexpr):
     row = tl.program_id(0)
     tl.store(result + row, tl.sum(tl.load(source + row * columns + tl.arange(0, columns)), 0))
 
@@ -89,7 +89,7 @@ def test_a_graph_keeps_the_arguments_of_the_capture() -> None:
 def test_a_kernel_that_is_first_loaded_in_a_capture_is_refused() -> None:
     """PLANTED: cuModuleLoadData in a global capture (CUDA Runtime API: it is unsafe, as cudaMalloc is)."""
     source, result = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    with pytest.raises(RuntimeError, match="capturing|previous error"):
+    with pytest.raises(RuntimeError, match=r"capturing|previous error"):
         capture(lambda: launch(result, source.double(), 1.5, 0, optional=result, square=True))
 
 
@@ -101,8 +101,10 @@ def test_a_freed_argument() -> None:
         kernels = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(kernels)
         source, result = torch.ones(32 << 20, device="cuda"), torch.zeros(1000, device="cuda")
-        kernels.scaled[(1,)](result, source, 1.5, 0, 10, None, block=64, square=False)
-        graph = kernels.capture(lambda: kernels.scaled[(1,)](result, source, 1.5, 0, 10, None, block=64, square=False))
+        def launch():
+            kernels.scaled[(1,)](result, source, 1.5, 0, 10, None, block=64, square=False)
+        launch()
+        graph = kernels.capture(launch)
         graph.replay()
         print(result[0].item())
         del source
