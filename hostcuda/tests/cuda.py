@@ -92,7 +92,11 @@ def wait(on: Any, what: Any, flags: int = 0) -> str:
     return answer("cudaStreamWaitEvent", on, what, flags)
 
 
+_begun: list[Any] = []  # streams that captures began on, in this test
+
+
 def begin(on: Any, mode: int = GLOBAL) -> str:
+    _begun.append(on)
     return answer("cudaStreamBeginCapture", on, mode)
 
 
@@ -100,6 +104,12 @@ def end(on: Any) -> tuple[str, ctypes.c_void_p]:
     """The answer, and the graph."""
     graph = ctypes.c_void_p()
     return answer("cudaStreamEndCapture", on, ctypes.byref(graph)), graph
+
+
+def end_all() -> None:
+    """Ends what a test that has failed has left, or the tests after it would fail, too."""
+    while _begun:
+        end(_begun.pop())
 
 
 def status(of: Any) -> str:

@@ -1,0 +1,60 @@
+"""What the environment makes the device tell, and what it leaves out; README.md has the list."""
+
+from __future__ import annotations
+
+from scripts import run, start
+
+WORK = """
+    import torch
+    values, matrix = torch.ones(1000, device="cuda"), torch.ones(4, 4, device="cuda")
+    before = torch.cuda.memory_allocated()
+    made, graph = [], torch.cuda.CUDAGraph()
+    torch.mm(matrix, matrix)
+    with torch.cuda.graph(graph):
+        made.append(values + 1)
+    graph.replay()
+    print(made[0].tolist()[0], torch.mm(matrix, matrix).tolist()[0][0], torch.cuda.memory_allocated() > before)
+    print(hostcuda.counter("graph_launches"), hostcuda.counter("nodes_captured"), hostcuda.counter("nodes_run"))
+"""
+
+
+def test_nothing_is_computed() -> None:
+    """HOSTCUDA_COMPUTE=0: allocations, workspaces, launches and captures are real, numbers are not."""
+    computed, nothing = run(WORK), run(WORK, HOSTCUDA_COMPUTE="0")
+    assert computed == ["2.0 4.0 True", "1 1 1"]
+    assert nothing == ["0.0 0.0 True", "1 1 1"]
+
+
+def test_torchs_own_kernels_are_launched_and_counted() -> None:
+    """HOSTCUDA_OPERATORS=0: host time. What was not computed is listed."""
+    lines = run(
+        """
+        import torch
+        values = torch.ones(1000, device="cuda")
+        result = values + 1
+        print(result.tolist()[0], hostcuda.counter("host_ops"), hostcuda.counter("kernels_skipped") >= 2)
+        print(any("elementwise" in name for name in hostcuda.skipped()))
+        """,
+        HOSTCUDA_OPERATORS="0",
+    )
+    assert lines == ["0.0 0 True", "True"]
+
+
+def test_report_and_trace() -> None:
+    ended = start(
+        """
+        one, place = stream(), memory()
+        begin(one)
+        fill(place, 1, one)
+        malloc()
+        end(one)
+        """,
+        HOSTCUDA_REPORT="1",
+        HOSTCUDA_TRACE="1",
+    )
+    assert ended.returncode == 0
+    assert "hostcuda: captures_failed 1" in ended.stderr
+    assert "refused, 1 times: cudaMalloc -> cudaErrorStreamCaptureUnsupported" in ended.stderr
+    assert "invalidated by cudaMalloc" in ended.stderr
+    assert run("memory()") == []  # and says nothing unless it is asked
+    assert start("memory()").stderr == ""
