@@ -13,8 +13,8 @@ struct Handle {
 Handle* of(void* handle) { return static_cast<Handle*>(handle); }
 } // namespace
 
-// It takes device memory (cuBLAS documentation, cublasCreate(): "allocates hardware resources on the host and device"):
-// refused in a capture, as on hardware.
+// It takes device memory (cuBLAS documentation, cublasCreate(): "allocates hardware resources on the host and
+// device"): refused in a capture, as on hardware.
 API int cublasCreate_v2(void** out) {
   auto* handle = new Handle;
   *out = nullptr;

@@ -71,8 +71,8 @@ Range range_of(const at::Tensor& t);
 // A kernel on the current stream; the ranges have to be allocated when it runs.
 void issue(std::string name, std::vector<Range> ranges, std::function<void()> work);
 
-// Numbers that follow from the CUDA generator's seed and offset, which are known when the work runs: in a capture they
-// are on the device, and each replay has its own (ATen/cuda/CUDAGeneratorImpl.cpp, philox_cuda_state).
+// Numbers that follow from the CUDA generator's seed and offset, which are known when the work runs: in a capture
+// they are on the device, and each replay has its own (ATen/cuda/CUDAGeneratorImpl.cpp, philox_cuda_state).
 struct Draw {
   at::PhiloxCudaState state;
   std::pair<uint64_t, uint64_t> unpack() const; // seed and offset

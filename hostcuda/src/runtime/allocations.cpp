@@ -17,7 +17,8 @@ cudaError_t allocate(void** out, size_t bytes, Kind kind, const char* call) {
   TRACE("%s(%zu) -> %p %d", call, bytes, *out, error);
   return done(error);
 }
-// Memory is released after all work, of whichever stream, as cudaFree does on hardware. Host memory, too: decided here.
+// Memory is released after all work, of whichever stream, as cudaFree does on hardware. Host memory, too, which is
+// decided here.
 cudaError_t before_release(const char* call) {
   {
     Lock lock(mutex());

@@ -1,5 +1,6 @@
 // Begin and end of captures, and what they say of themselves.
-// "Guide" is the CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture"; "API" the Runtime API reference.
+// "Guide" is the CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture"; "API" the Runtime
+// API reference.
 #include "streams.h"
 
 using namespace hostcuda;
@@ -31,12 +32,12 @@ bool reaches(const std::vector<Node*>& from, const std::vector<Node*>& wanted) {
     if (!seen.count(node)) return false;
   return true;
 }
-// Guide, "Cross-stream Dependencies and Events": "Any other streams which are being captured to the same capture graph,
-// due to event-based dependencies, must also be joined back to the origin stream." Else the whole capture fails.
+// Guide, "Cross-stream Dependencies and Events": "Any other streams which are being captured to the same capture
+// graph, due to event-based dependencies, must also be joined back to the origin stream." Else the capture fails.
 cudaError_t result_of(const Capture& capture) {
   if (capture.invalid) return cudaErrorStreamCaptureInvalidated;
   for (Stream* stream : capture.streams)
-    if (stream != capture.origin && !reaches(capture.origin->deps, stream->deps)) return cudaErrorStreamCaptureUnjoined;
+    if (!reaches(capture.origin->deps, stream->deps)) return cudaErrorStreamCaptureUnjoined;
   return cudaSuccess;
 }
 } // namespace
@@ -123,8 +124,8 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   return cudaSuccess;
 }
 
-// API, cudaStreamIsCapturing: "if this is called on cudaStreamLegacy (the "null stream") while a blocking stream on the
-// same device is capturing, it will return cudaErrorStreamCaptureImplicit ... The blocking stream capture is not
+// API, cudaStreamIsCapturing: "if this is called on cudaStreamLegacy (the "null stream") while a blocking stream on
+// the same device is capturing, it will return cudaErrorStreamCaptureImplicit ... The blocking stream capture is not
 // invalidated."
 API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   Lock lock(mutex());

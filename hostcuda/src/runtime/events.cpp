@@ -28,8 +28,8 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   if (stream->capture) {
     if (stream->capture->invalid) return refuse(call, cudaErrorStreamCaptureInvalidated);
-    // API, cudaEventRecordWithFlags, cudaEventRecordExternal: "captured in the graph as an event record node", which
-    // records it with every launch.
+    // API, cudaEventRecordWithFlags, cudaEventRecordExternal: "Event is captured in the graph as an external event
+    // node", which records it with every launch.
     if (flags & cudaEventRecordExternal) {
       auto run = [record = event->record] { record->time = now_ms(); };
       return add_node(stream, cudaGraphNodeTypeEventRecord, call, run, event->record);
@@ -67,8 +67,8 @@ cudaError_t wait_for_event(cudaEvent_t handle, const char* call, bool query) {
     Lock lock(mutex());
     if (auto error = sticky_error()) return error;
     Event* event = event_of(handle);
-    // Guide, "Prohibited and Unhandled Operations": "It is invalid to synchronize or query the execution status of ...
-    // a captured event, because they do not represent items scheduled for execution." In every mode (API,
+    // Guide, "Prohibited and Unhandled Operations": "It is invalid to synchronize or query the execution status of"
+    // a captured event, "because they do not represent items scheduled for execution." In every mode (API,
     // cudaThreadExchangeStreamCaptureMode).
     if (event->capture) {
       if (!event->capture->ended) invalidate(*event->capture, call);
@@ -95,7 +95,8 @@ API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cud
     if (event->capture) return refuse("cudaEventElapsedTime", cudaErrorCapturedEvent);
     // API: "If either event has not been recorded", or was created with cudaEventDisableTiming: invalid handle;
     // "if both have been recorded but one or both have not yet been completed": not ready.
-    if (!event->record->recorded || event->flags & cudaEventDisableTiming) return done(cudaErrorInvalidResourceHandle);
+    const bool timed = !(event->flags & cudaEventDisableTiming);
+    if (!event->record->recorded || !timed) return done(cudaErrorInvalidResourceHandle);
   }
   for (Event* event : {event_of(begin), event_of(end)})
     if (!event->record->position.reached()) return done(cudaErrorNotReady);

@@ -94,7 +94,8 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t* nodes, si
     return cudaSuccess;
   }
   const size_t room = *count;
-  for (size_t i = 0; i < room; ++i) nodes[i] = i < all.size() ? reinterpret_cast<cudaGraphNode_t>(all[i].get()) : nullptr;
+  for (size_t i = 0; i < room; ++i)
+    nodes[i] = reinterpret_cast<cudaGraphNode_t>(i < all.size() ? all[i].get() : nullptr);
   *count = std::min(room, all.size()); // API: entries above the number of nodes are NULL, and it is returned
   return cudaSuccess;
 }
@@ -151,8 +152,9 @@ API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
 API cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) {
-  auto run = [resources = exec_of(handle)->resources] { run_nodes(*resources); };
-  TRACE("graph launch of %zu nodes on %p", exec_of(handle)->resources->nodes.size(), static_cast<void*>(stream_handle));
+  auto& resources = exec_of(handle)->resources;
+  TRACE("graph launch of %zu nodes on %p", resources->nodes.size(), static_cast<void*>(stream_handle));
+  auto run = [resources] { run_nodes(*resources); };
   {
     Lock lock(mutex());
     if (auto error = sticky_error()) return error;
@@ -218,7 +220,8 @@ API cudaError_t cudaUserObjectRetain(cudaUserObject_t object, unsigned count) {
   reinterpret_cast<UserObject*>(object)->references += count;
   return cudaSuccess;
 }
-API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t handle, unsigned count, unsigned flags) {
+API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t handle, unsigned count,
+                                          unsigned flags) {
   Lock lock(mutex());
   auto* object = reinterpret_cast<UserObject*>(handle);
   graph_of(graph)->objects[object] += count;

@@ -30,7 +30,7 @@ API cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t bytes, unsig
   if (auto error = unsafe("cudaIpcOpenMemHandle")) return error;
   Handle handle;
   memcpy(&handle, &bytes, sizeof handle);
-  // API, cudaIpcOpenMemHandle: not in the process that exported it.
+  // Not in the process that exported it, which CUDA answers with "invalid device context".
   if (handle.pid == getpid()) return done(cudaErrorDeviceUninitialized);
   const std::string path = "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.file);
   int file = open(path.c_str(), O_RDWR | O_CLOEXEC);

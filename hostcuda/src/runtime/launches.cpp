@@ -14,8 +14,8 @@ namespace hostcuda {
 namespace {
 // name, cubin's identity, grid, block, shared memory, bytes of the parameters, offset and size of each, their number.
 // Answers 0 where it has computed the kernel, 1 where it does not know it, else it has failed.
-using Callback = int (*)(const char*, const char*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                         const void*, const unsigned*, unsigned);
+using Callback = int (*)(const char*, const char*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                         unsigned, const void*, const unsigned*, unsigned);
 std::atomic<Callback> callback{nullptr};
 
 struct Launch {
@@ -65,7 +65,7 @@ cudaError_t launch_unknown(const std::string* kernel, cudaStream_t stream) {
 cudaError_t launch_function(const Function& function, dim3 grid, dim3 block, unsigned shared, cudaStream_t stream,
                             void** args, void** extra) {
   Launch launch{function.name, function.image, grid, block, shared, {}, {}};
-  // Parameters are copied when the kernel is launched (Programming Guide, "Graph Structure": a node has its own copy).
+  // Parameters are copied when the kernel is launched or captured: the caller's pointers are its own afterwards.
   for (auto [offset, size] : function.params) {
     if (launch.bytes.size() < offset + size) launch.bytes.resize(offset + size);
     launch.layout.insert(launch.layout.end(), {offset, size});
@@ -175,8 +175,8 @@ API cudaError_t cudaLibraryUnload(cudaLibrary_t) { return refuse("cudaLibraryUnl
 
 // -- launches of the driver's --
 
-API CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                            unsigned shared, CUstream stream, void** args, void** extra) {
+API CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                            unsigned bz, unsigned shared, CUstream stream, void** args, void** extra) {
   auto* function = reinterpret_cast<Function*>(f);
   return static_cast<CUresult>(
       launch_function(*function, dim3(gx, gy, gz), dim3(bx, by, bz), shared, stream, args, extra));

@@ -21,8 +21,9 @@ void invalidate(Capture& capture, const std::string& why) {
 }
 
 // A call that may be unsafe while something captures, such as cudaMalloc: API, cudaThreadExchangeStreamCaptureMode.
-//   A thread in mode Global: not while it captures (unless that capture is relaxed), nor while another thread captures
-//   in mode Global. In mode ThreadLocal: not while it captures itself (unless relaxed). In mode Relaxed: allowed.
+//   A thread in mode Global: not while it captures (unless that capture is relaxed), nor while another thread
+//   captures in mode Global. In mode ThreadLocal: not while it captures itself (unless relaxed). In mode Relaxed:
+//   allowed.
 // The API names cudaMalloc and event queries; that waits for streams and events count is decided here.
 cudaError_t unsafe(const char* call) {
   if (active_captures().empty()) return cudaSuccess;
@@ -65,8 +66,8 @@ cudaError_t implicit(Stream* stream, const char* call) {
 }
 
 // Guide, same section: "It is invalid to synchronize or query the execution status of a stream which is being
-// captured", and a few asynchronous calls return an error there. cudaStreamAddCallback is one of them (API,
-// cudaLaunchHostFunc: "Stream capture is supported"; of cudaStreamAddCallback it is not).
+// captured", and a few asynchronous calls return an error there. cudaStreamAddCallback is one of them (Driver API,
+// cuStreamAddCallback: "not supported with cuStreamBeginCapture and cuStreamEndCapture, unlike cuLaunchHostFunc").
 cudaError_t unsupported_in_capture(Stream* stream, const char* call, cudaError_t error) {
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   if (!stream->capture) return cudaSuccess;
@@ -74,7 +75,8 @@ cudaError_t unsupported_in_capture(Stream* stream, const char* call, cudaError_t
   return refuse(call, error);
 }
 
-// Work of a stream that captures: a node after the stream's last ones (Guide, "Cross-stream Dependencies and Events").
+// Work of a stream that captures: a node after the stream's last ones (Guide, "Cross-stream Dependencies and
+// Events").
 cudaError_t add_node(Stream* stream, cudaGraphNodeType type, std::string name, std::function<void()> run,
                      std::shared_ptr<Record> event) {
   Capture& capture = *stream->capture;

@@ -109,8 +109,8 @@ API cudaError_t cudaStreamGetDevice(cudaStream_t, int* device) {
   *device = 0;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamSynchronize(cudaStream_t handle) { return wait_for(handle, "cudaStreamSynchronize", false); }
-API cudaError_t cudaStreamQuery(cudaStream_t handle) { return wait_for(handle, "cudaStreamQuery", true); }
+API cudaError_t cudaStreamSynchronize(cudaStream_t s) { return wait_for(s, "cudaStreamSynchronize", false); }
+API cudaError_t cudaStreamQuery(cudaStream_t s) { return wait_for(s, "cudaStreamQuery", true); }
 
 API cudaError_t cudaDeviceSynchronize() {
   {

@@ -1,5 +1,5 @@
-// Functions that are looked up by name. One that the device does not have is answered with "not found", and remembered
-// (hostcuda.missing()) and printed once: torch may call the null pointer that it gets.
+// Functions that are looked up by name. One that the device does not have is answered with "not found", remembered
+// (hostcuda_missing) and named on stderr once: torch may call the null pointer that it gets.
 #include "state.h"
 
 #include <cuda.h>
@@ -17,8 +17,8 @@ void* self() {
   }();
   return handle;
 }
-// torch looks these up when it starts, and calls them only where somebody asks for multicast memory, green contexts or
-// logs of the driver (c10/cuda/driver_api.h, ATen/cuda/CUDAGreenContext.cpp).
+// torch looks these up when it starts, and calls them only where somebody asks for multicast memory, green contexts
+// or logs of the driver (c10/cuda/driver_api.h, ATen/cuda/CUDAGreenContext.cpp).
 bool looked_up_only(const std::string& symbol) {
   for (const char* prefix : {"cuMulticast", "cuGreenCtx", "cuCtxFromGreenCtx", "cuDevSm", "cuDevResource",
                              "cuDeviceGetDevResource", "cuLogs"})
