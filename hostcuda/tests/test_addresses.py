@@ -50,7 +50,7 @@ def test_a_graph_over_a_freed_buffer() -> None:
         do("cudaFree", place)
         launch(graph, one)
         print(answer("cudaStreamSynchronize", one))
-        print(malloc(), fill(other, 1, one), begin(one), answer("cudaDeviceSynchronize"), answer("cudaGetLastError"))
+        print(answer("cudaGetLastError"), malloc(), fill(other, 1, one), begin(one), answer("cudaDeviceSynchronize"))
         print(hostcuda.counter("wild"))
         hostcuda.clear_sticky()
         print(malloc())

@@ -66,10 +66,10 @@ def test_a_workspace_that_a_capture_makes_lies_in_its_pool() -> None:
 def test_a_first_handle_inside_of_a_capture_is_refused() -> None:
     """PLANTED: the thread has made no product yet. cublasCreate allocates, which a capture prohibits unless relaxed.
 
-    Threads hand their handles on when they end: the second one needs none of its own.
+    A thread hands its handle on when it ends, soon after join() has returned: the next one needs none of its own.
     """
     script = """
-        import torch
+        import time, torch
         from graphs import capture, first_line, in_thread
         matrix = torch.ones(4, 4, device="cuda")
         def product():
@@ -78,13 +78,17 @@ def test_a_first_handle_inside_of_a_capture_is_refused() -> None:
             return first_line(lambda: capture(product, mode=mode))
         print(unprepared())
         print(in_thread(lambda: unprepared("relaxed")) or "relaxed: captured")
-        print(in_thread(unprepared) or "handed on: captured")
+        for attempt in range(100):
+            if not in_thread(unprepared):
+                break
+            time.sleep(0.05)
+        print("handed on:", attempt < 99)
         product()
         print(unprepared() or "prepared: captured")
     """
     refused, *others = run(script)
     assert "CUBLAS_STATUS_NOT_INITIALIZED" in refused
-    assert others == ["relaxed: captured", "handed on: captured", "prepared: captured"]
+    assert others == ["relaxed: captured", "handed on: True", "prepared: captured"]
 
 
 def test_products_are_right_now_and_at_replays() -> None:

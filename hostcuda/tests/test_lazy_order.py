@@ -92,10 +92,12 @@ def test_the_legacy_stream_waits_for_blocking_streams_and_they_for_it() -> None:
     """Source: CUDA Runtime API, "Stream synchronization behavior". PLANTED: a stream that does not block."""
     script = """
         for flags in (BLOCKING, NON_BLOCKING):
-            one, place, result = stream(flags), memory(), memory()
+            one, mark, place, result = stream(flags), event(), memory(), memory()
             fill(place, 1, one)
             copy(result, place, LEGACY)
-            before = byte(result, LEGACY)
+            record(mark, LEGACY)
+            do("cudaEventSynchronize", mark)  # waits for no more than what the copy waited for
+            before = byte(result)
             fill(place, 2, LEGACY)
             copy(result, place, one)
             print(before, byte(result, one))
