@@ -21,6 +21,9 @@ from ..plan import ProgramPlan
 from .inductor import compile_with_inductor
 from .torch_runtime import is_plain_memory
 
+# The lowest and the highest value of a symbol; None for none.
+Bounds = tuple[int | None, int | None]
+
 
 @dataclass(frozen=True)
 class TracedMethod:
@@ -31,7 +34,7 @@ class TracedMethod:
         inputs: names of the other inputs, and their fake values, or constants, which are compiled in.
         arguments, results: how ``(args, kwargs)`` and what is returned are nested, with "*" for each value.
         constants: results that are always the same, by their number.
-        ranges: bounds of symbolic sizes.
+        ranges: bounds of the symbolic sizes and numbers of inputs; None where there is none.
         guards: what tracing has taken for granted of symbolic sizes beside that.
     """
 
@@ -42,7 +45,7 @@ class TracedMethod:
     arguments: Any
     results: Any
     constants: Mapping[int, Any]
-    ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
+    ranges: Mapping[sympy.Symbol, Bounds]
     guards: Sequence[sympy.Basic]
 
     @property
@@ -106,7 +109,7 @@ def traced_method(name: str, method: torch.export.ExportedProgram) -> TracedMeth
     weights.update(module.named_buffers(remove_duplicate=False))
     for weight, tensor in weights.items():
         _check_weight(name, weight, tensor)
-    ranges, guards = _conditions(method, environments)
+    ranges, guards = _conditions(method, inputs, environments)
     calls = method.call_spec
     arguments, results = (pytree.tree_unflatten(["*"] * s.num_leaves, s) for s in (calls.in_spec, calls.out_spec))
     return TracedMethod(name, module, weights, inputs, arguments, results, constants, ranges, guards)
@@ -189,23 +192,32 @@ def _restore_guards(name: str, method: Any, module: torch.fx.GraphModule, inputs
 
 
 def _conditions(
-    method: torch.export.ExportedProgram, environments: Sequence[Any]
-) -> tuple[dict[sympy.Symbol, tuple[int, int | None]], list[sympy.Basic]]:
-    """Ranges of symbols, and the guards that they do not imply."""
-    bounds = method.range_constraints
-    ranges = {
-        symbol: (int(known.lower), None if known.upper > 1 << 62 else int(known.upper))
-        for symbol, known in bounds.items()
-        if isinstance(symbol, sympy.Symbol)
-    }
+    method: torch.export.ExportedProgram, inputs: Sequence[tuple[str, Any]], environments: Sequence[Any]
+) -> tuple[dict[sympy.Symbol, Bounds], list[sympy.Basic]]:
+    """Ranges of the inputs' symbols, and the guards that they do not imply.
+
+    A number that the method reads from a tensor (``item()``) has a symbol, too: the program itself checks that one.
+    """
+    known = method.range_constraints
+    of_inputs: set[Any] = set()
+    for _, value in inputs:
+        of_inputs.update(*(size.node.expr.free_symbols for size in _symbolic_sizes(value)))
+    ranges = {symbol: _bounds(known[symbol]) for symbol in known if symbol in of_inputs}
     guards: list[Any] = []
-    for size, known in bounds.items():
-        if size not in ranges:  # a derived dimension
-            guards.append(sympy.Ge(size, known.lower))
-            guards += [] if known.upper > 1 << 62 else [sympy.Le(size, known.upper)]
+    for size, bounds in known.items():
+        if not isinstance(size, sympy.Symbol):  # a derived dimension
+            low, high = _bounds(bounds)
+            guards += [] if low is None else [sympy.Ge(size, low)]
+            guards += [] if high is None else [sympy.Le(size, high)]
     guards += [env.replace(guard.expr) for env in environments for guard in env.guards]
-    own: Any = {symbol: bounds[symbol] for symbol in ranges}
+    own: Any = {symbol: known[symbol] for symbol in known if isinstance(symbol, sympy.Symbol)}
     return ranges, [guard for guard in dict.fromkeys(guards) if not _implied(guard, own)]
+
+
+def _bounds(known: Any) -> Bounds:
+    """Those of a range that are numbers: beyond 2**62 there is none."""
+    low, high = (int(bound) if abs(bound) <= 1 << 62 else None for bound in (known.lower, known.upper))
+    return low, high
 
 
 def _implied(guard: sympy.Basic, ranges: dict[sympy.Symbol, Any]) -> bool:

@@ -1,0 +1,138 @@
+"""What saved programs return: numbers that are read from tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxwrap
+from fxwrap.artifacts.signature import NumberInput, Signature
+from fxwrap.codegen.export import _bounds
+from fxwrap.errors import InputError
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+
+def loaded(path: Path, model: nn.Module, *args: Any, shapes: Any = None) -> Any:
+    with torch.no_grad():
+        exported = torch.export.export(model, args, dynamic_shapes=shapes)
+    return fxwrap.load(fxwrap.save(path / "program.fxw", {"f": exported}), trust=True).f
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Values, and types: a number is no tensor, and 1 is not True."""
+    found, found_spec = pytree.tree_flatten(found)
+    expected, expected_spec = pytree.tree_flatten(expected)
+    assert found_spec == expected_spec and list(map(type, found)) == list(map(type, expected))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------
+
+
+class AddInt(nn.Module):
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return x + n.item()
+
+
+class TimesFloat(nn.Module):
+    def forward(self, x: Tensor, s: Tensor) -> Tensor:
+        return x * s.item()
+
+
+class Number(nn.Module):
+    def forward(self, n: Tensor) -> Any:
+        return n.item()
+
+
+class Computed(nn.Module):
+    def forward(self, n: Tensor) -> Any:
+        k: Any = n.item()
+        return k + 1, {"half": k / 2, "more": k > 3}, [k]
+
+
+class Several(nn.Module):
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        factor, rest = n.tolist()
+        return x * factor + rest, rest
+
+
+class Part(nn.Module):
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        k: Any = n.item()
+        torch._check(k >= 0)
+        torch._check(k <= x.size(0))
+        return x[:k] * 2, k
+
+
+class AddNumber(nn.Module):
+    def forward(self, x: Tensor, n: int) -> Any:
+        return x + n, n, n * 2
+
+
+X = torch.arange(9.0)
+NUMBERS: dict[str, tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]] = {
+    "an integer": (AddInt(), (X, torch.tensor(4)), (X, torch.tensor(-70_000_000_000))),
+    "an integer of 8 bits": (AddInt(), (X, torch.tensor(4, dtype=torch.int8)), (X, torch.tensor(-4).to(torch.int8))),
+    "a float": (TimesFloat(), (X, torch.tensor(0.5)), (X, torch.tensor(-1e30))),
+    "a double": (TimesFloat(), (X, torch.tensor(0.1, dtype=torch.float64)), (X, torch.tensor(0.2).double())),
+    "a bool": (AddInt(), (X, torch.tensor(True)), (X, torch.tensor(False))),
+    "an integer alone": (Number(), (torch.tensor(3),), (torch.tensor(-3),)),
+    "a float alone": (Number(), (torch.tensor(0.5),), (torch.tensor(float("inf")),)),
+    "a bool alone": (Number(), (torch.tensor(True),), (torch.tensor(False),)),
+    "what is computed of it": (Computed(), (torch.tensor(4),), (torch.tensor(-3),)),
+    "several": (Several(), (X, torch.tensor([2, 3])), (X, torch.tensor([-2, 5]))),
+    "a size with bounds": (Part(), (X, torch.tensor(4)), (X, torch.tensor(0))),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_read_from_tensors(tmp_path: Path, name: str) -> None:
+    """They have ranges without bounds, and results of their own types."""
+    model, traced, others = NUMBERS[name]
+    call = loaded(tmp_path, model, *traced)
+    for args in (traced, others, traced):
+        assert_same(call(*args), model(*args))
+    assert not call.signature.ranges, "no symbols of its inputs"
+
+
+def test_a_number_out_of_the_bounds_that_the_model_checks(tmp_path: Path) -> None:
+    call = loaded(tmp_path, Part(), X, torch.tensor(4))
+    for wrong in (-1, 10):
+        with pytest.raises((RuntimeError, AssertionError)):
+            call(X, torch.tensor(wrong))
+    assert_same(call(X, torch.tensor(9)), (X * 2, 9))
+
+
+def test_a_number_among_the_inputs_is_returned(tmp_path: Path) -> None:
+    call = loaded(tmp_path, AddNumber(), X, 4, shapes=(None, DYNAMIC))
+    for number in (4, 7):
+        assert_same(call(X, number), AddNumber()(X, number))
+
+
+def test_a_range_may_have_no_bounds() -> None:
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    assert _bounds(ValueRanges(-int_oo, int_oo)) == (None, None)
+    assert _bounds(ValueRanges(-3, int_oo)) == (-3, None) and _bounds(ValueRanges(-int_oo, 7)) == (None, 7)
+    import sympy
+
+    n = sympy.Symbol("n", integer=True)
+
+    def of(low: int | None, high: int | None) -> Signature:
+        return Signature("f", (NumberInput("n", int, n),), {"n": (low, high)}, (), {}, "*")
+
+    for value in (-(1 << 70), 0, 1 << 70):
+        of(None, None).check([value])
+    of(None, 7).check([-9])
+    for signature, value, expected in ((of(None, 7), 8, "any to 7"), (of(-3, None), -4, "-3 to any")):
+        with pytest.raises(InputError, match=expected):
+            signature.check([value])
+    conditions = [of(*bounds).conditions for bounds in ((None, None), (None, 7), (-3, None), (-3, 7))]
+    assert conditions == ["", "n <= 7", "-3 <= n", "-3 <= n <= 7"]
