@@ -1,4 +1,4 @@
-"""What saved programs return: numbers that are read from tensors."""
+"""What saved programs return: numbers that are read from tensors, inputs as they are."""
 
 from __future__ import annotations
 
@@ -136,3 +136,55 @@ def test_a_range_may_have_no_bounds() -> None:
             signature.check([value])
     conditions = [of(*bounds).conditions for bounds in ((None, None), (None, 7), (-3, None), (-3, 7))]
     assert conditions == ["", "n <= 7", "-3 <= n", "-3 <= n <= 7"]
+
+
+# -- nothing to compute ----------------------------------------------------------------------------------------
+
+
+class Same(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Swapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(40))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return {"y": y, "x": [x, None, 5]}, self.weight
+
+
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach().contiguous()
+
+
+class Size(nn.Module):
+    def forward(self, x: Tensor) -> int:
+        return x.shape[0]
+
+
+def test_a_method_that_returns_its_input(tmp_path: Path) -> None:
+    call = loaded(tmp_path, Same(), X, shapes=({0: DYNAMIC},))
+    for x in (X, torch.ones(3)):
+        for _ in range(3):
+            assert call(x) is x
+    with pytest.raises(InputError, match="dtype"):
+        call(X.int())
+
+
+def test_a_method_that_returns_inputs_weights_and_constants(tmp_path: Path) -> None:
+    model, y = Swapped(), torch.ones(3)
+    call = loaded(tmp_path, model, X, y)
+    for _ in range(3):
+        found = call(X, y)
+        assert_same(found, model(X, y))
+        assert found[0]["y"] is y and found[0]["x"][0] is X
+    assert found[1] is call.weights["weight"]
+
+
+def test_methods_that_compute_no_tensor(tmp_path: Path) -> None:
+    assert_same(loaded(tmp_path, Detached(), X)(X), X)
+    size = loaded(tmp_path, Size(), X, shapes=({0: DYNAMIC},))
+    assert_same([size(X), size(torch.ones(3))], [9, 3])
