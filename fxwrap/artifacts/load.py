@@ -37,7 +37,7 @@ from ..plan_json import from_data
 from .machine import check_machine
 from .package import Package
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
-from .structure import LEAF, flatten, unflatten
+from .structure import LEAF, flatten, unflatten, with_classes
 from .tensors import from_stored, overlapping, same_memory, without_repeats
 
 if TYPE_CHECKING:
@@ -362,6 +362,7 @@ class LoadedMethod(_Loaded):
         # Plain positional tensors are a list already.
         self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
         self._single = signature.results == LEAF
+        self._results = with_classes(signature.results)
         self._constant = _constant_results(program.plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -389,7 +390,7 @@ class LoadedMethod(_Loaded):
             found = _with_copies(found, self._constant)
         if self._single:
             return found
-        return unflatten(self.signature.results, iter(found if isinstance(found, (list, tuple)) else [found]))
+        return unflatten(self._results, iter(found if isinstance(found, (list, tuple)) else [found]))
 
     def _check_apart(self, mutated: MutatedInputs, values: list[Any], look: Look | None) -> None:
         """Raise where a tensor that is written shares memory with an input: AOTAutograd has taken for granted that

@@ -1,9 +1,12 @@
-"""What saved programs return: numbers that are read from tensors, inputs as they are."""
+"""What saved programs return: numbers that are read from tensors, inputs as they are, named tuples."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections import namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 import fxwrap
 from fxwrap.artifacts.signature import NumberInput, Signature
+from fxwrap.artifacts.structure import with_classes
 from fxwrap.codegen.export import _bounds
-from fxwrap.errors import InputError
+from fxwrap.errors import InputError, StorageError
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 
@@ -188,3 +192,76 @@ def test_methods_that_compute_no_tensor(tmp_path: Path) -> None:
     assert_same(loaded(tmp_path, Detached(), X)(X), X)
     size = loaded(tmp_path, Size(), X, shapes=({0: DYNAMIC},))
     assert_same([size(X), size(torch.ones(3))], [9, 3])
+
+
+# -- named tuples ----------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    value: Any
+    steps: int
+    rest: Any
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return Found(x + 1, 3, [Pair(x * 2, None), (x,)])
+
+
+class OfNamed(nn.Module):
+    def forward(self, pair: Any) -> Tensor:
+        return pair.first - pair.second  # type: ignore[no-any-return]
+
+
+def test_a_named_tuple_comes_back_as_its_class(tmp_path: Path) -> None:
+    call = loaded(tmp_path, Named(), X)
+    for _ in range(3):
+        found = call(X)
+        assert type(found) is Found and type(found.rest[0]) is Pair
+        assert_same(found, Named()(X))
+
+
+def test_a_named_tuple_whose_class_is_not_there(tmp_path: Path) -> None:
+    """Another process cannot import it: a class with its name and fields stands for it."""
+    loaded(tmp_path, Named(), X)
+    script = f"""
+import torch, fxwrap
+found = fxwrap.load({str(tmp_path / "program.fxw")!r}, trust=True).f(torch.arange(9.0))
+print(type(found).__name__, found._fields, found.steps, type(found.rest[0]).__name__, found.rest[0].first[1].item())
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd="/", stdout=subprocess.PIPE, text=True, check=True)
+    assert run.stdout.strip() == "Found ('value', 'steps', 'rest') 3 Pair 2.0"
+
+
+def test_a_class_that_has_changed_is_not_taken() -> None:
+    def of(module: str, name: str, *fields: str) -> Any:
+        ((_, (found, _)),) = with_classes({"named tuple": [module, name, [[f, "*"] for f in fields]]}).items()
+        return found
+
+    assert of(__name__, "Pair", "first", "second") is Pair
+    for module, name in ((__name__, "Pair"), (__name__, "Path"), (__name__, "Gone"), ("no.such.module", "Pair")):
+        found = of(module, name, "first", "third")
+        assert found is not Pair and (found.__name__, found._fields) == (name, ("first", "third"))
+    with pytest.raises(ValueError):
+        of("no.such.module", "Pair", "no name")
+
+
+def test_a_named_tuple_among_the_arguments(tmp_path: Path) -> None:
+    call = loaded(tmp_path, OfNamed(), Pair(X, X + 1))
+    assert_same(call(Pair(X, X + 2)), X - (X + 2))
+    assert_same(call(namedtuple("Mine", "first second")(X, X)), X - X)
+    for wrong in ((X, X), [X, X], namedtuple("Mine", "second first")(X, X), X):
+        with pytest.raises(InputError, match="named tuple Pair with the fields first, second"):
+            call(wrong)
+
+
+def test_a_class_that_is_no_named_tuple_is_refused(tmp_path: Path) -> None:
+    class Largest(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x.view(3, 3).max(1)
+
+    with pytest.raises(StorageError, match="named tuples"):
+        loaded(tmp_path, Largest(), X)
