@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -62,6 +64,21 @@ def test_a_thread_that_computes_is_seen() -> None:
     finally:
         end.append(True)
         thread.join()
+
+
+def test_looking_at_threads_leaves_no_cycle() -> None:
+    """Outputs that the caller has dropped would be live until garbage is collected."""
+
+    def look() -> weakref.ref[torch.Tensor]:
+        output = torch.zeros(1)
+        torch_runtime.nobody_else_runs()
+        return weakref.ref(output)
+
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
 
 
 class _Builder(RecordingBuilder):
