@@ -412,6 +412,8 @@ class Program:
         if why == "first":
             specialization.copy_live_warm_outputs()
             why = "first" if len(self.specializations) == 1 else "new shape"
+        if self._freezes_addresses:
+            self._free_workspaces_of_warm_ups(owner.stream)
         before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
             static = specialization.static_positions(
@@ -463,6 +465,16 @@ class Program:
             return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
         return outputs
+
+    def _free_workspaces_of_warm_ups(self, stream: Any) -> None:
+        """Free what libraries have left on the default stream in warm-ups, for each thread that made one.
+
+        Before an arena is laid out, which may lie there then. No graph has captured it, since that stream cannot be
+        captured. A thread that is about to launch work has its workspace's address already, so nothing is freed while
+        another one runs.
+        """
+        if getattr(stream, "stream_id", None) == 0 and self.functions.nobody_else_runs():
+            self.functions.free_workspaces(stream)
 
     def _request_for(
         self,
