@@ -55,7 +55,7 @@ class MethodContents:
 class Contents:
     """
     Attributes:
-        weights: how many there are, and their bytes.
+        weights: how many there are, their bytes, and how many are frozen, whose values are compiled in.
     """
 
     versions: Mapping[str, str]
@@ -78,6 +78,8 @@ class Contents:
             count = sum(known["kind"] == "weights" for known in manifest["tensors"].values())
             file = manifest["members"].get("weights.safetensors")
             weights = f"{count} tensors, " + (f"{file['bytes']:,} bytes" if file else "not in the file")
+            frozen = {weight for known in manifest["methods"].values() for weight in known["frozen"]}
+            weights += f", and {len(frozen)} that are frozen" if frozen else ""
             return cls({name: str(manifest[name]) for name in said}, weights, methods)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +28,7 @@ from ..errors import InputError, StorageError
 from ..graphs.overlaps import MutatedInputs
 from ..graphs.program import Program
 from ..host_graph.graph_json import Functions, expression_from_data, graph_from_data
-from ..host_graph.nodes import Kernel
+from ..host_graph.nodes import Kernel, output_values
 from ..host_graph.stand_ins import StandIns
 from ..options import Options
 from ..pipeline import CompileRequest, restore_program
@@ -36,7 +37,7 @@ from ..plan_json import from_data
 from .machine import check_machine
 from .package import Package
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
-from .structure import LEAF, flatten, unflatten
+from .structure import LEAF, flatten, unflatten, with_classes
 from .tensors import from_stored, overlapping, same_memory, without_repeats
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def load(
 
 def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
     manifest = package.manifest
-    tensors = _Tensors(package, _by_entry(package, given))
     functions = Functions({**wrapper_functions(), **library_functions()}, size_functions())
+    tensors = _Tensors(package, _by_entry(package, given), functions)
     options = Options(**manifest["options"])
     methods = {}
     with tempfile.TemporaryDirectory(prefix="fxwrap-") as folder:
@@ -100,7 +101,7 @@ def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
         one, other = (list(weights)[place] for place in found)
         got = f"weights {one!r} and {other!r} that share memory"
         raise package.error(got, "weights with memory of their own, as far as they are written", "give a clone")
-    return LoadedProgram(methods, weights, names)
+    return LoadedProgram(methods, weights, names, _Frozen.of(manifest))
 
 
 def _names_of_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -110,9 +111,51 @@ def _names_of_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
     return {**{alias: name for name, aliases in weights.items() for alias in aliases}, **own}
 
 
+@dataclass(frozen=True)
+class _Frozen:
+    """Weights whose values are compiled in: they cannot be others.
+
+    Attributes:
+        names: methods where they are, by name.
+        entries: methods that have frozen what other methods take as a weight, by its name in the file.
+    """
+
+    names: Mapping[str, Sequence[str]]
+    entries: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> _Frozen:
+        names: dict[str, list[str]] = {}
+        for method, known in manifest["methods"].items():
+            for name in known["frozen"]:
+                names.setdefault(name, []).append(method)
+        entries = {name: one["frozen"] for name, one in manifest["tensors"].items() if one.get("frozen")}
+        return cls(names, entries)
+
+    def check(self, name: str, entry: str | None) -> None:
+        """
+        Args:
+            entry: the weight that the name stands for; None for none.
+
+        Raises:
+            StorageError: another value would not reach all methods.
+        """
+        methods = self.names.get(name) if entry is None else self.entries.get(entry)
+        if methods:
+            raise StorageError(
+                f"weight {name!r}",
+                expected="a weight that is not frozen",
+                got=f"one whose value was compiled into {', '.join(methods)}",
+                remedy="save the program again, with the other value, or without freezing",
+            )
+
+
 def _by_entry(package: Package, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights that were given, by the names in the file."""
     names = _names_of_weights(package.manifest["tensors"])
+    frozen = _Frozen.of(package.manifest)
+    for name in given:
+        frozen.check(name, names.get(name))
     if unknown := sorted(given.keys() - names.keys()):
         raise package.error(f"weights {', '.join(unknown)}", "the names of weights that its methods have")
     found: dict[str, torch.Tensor] = {}
@@ -160,16 +203,32 @@ def _dtype(name: str) -> torch.dtype:
 class _Tensors:
     """The tensors of a file by name, each made once; what was given comes first."""
 
-    def __init__(self, package: Package, given: Mapping[str, torch.Tensor]) -> None:
-        self._package, self._given = package, given
+    def __init__(self, package: Package, given: Mapping[str, torch.Tensor], functions: Functions) -> None:
+        self._package, self._given, self._functions = package, given, functions
         self._known: dict[str, Any] = package.manifest["tensors"]
         self._files: dict[str, Mapping[str, torch.Tensor]] = {}
         self._made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._made:
-            self._made[name] = self._tensor(name, self._known[name])
+            known = self._known[name]
+            self._made[name] = self._packed(name, known) if known["kind"] == "packed" else self._tensor(name, known)
         return self._made[name]
+
+    def _packed(self, name: str, known: Mapping[str, Any]) -> torch.Tensor:
+        """A tensor in the form of a library of this machine, which its operators alone can read."""
+        constants = {attribute: self[tensor] for attribute, tensor in known["constants"].items()}
+        gm = graph_from_data(known["graph"], self._functions, StandIns(), constants, _no_kernel, empty_graph)
+        try:
+            with torch.no_grad():
+                found = torch.fx.Interpreter(gm).run()
+        except Exception as error:  # an operator's own, of any type
+            got = f"{type(error).__name__}: {error}"
+            expected = "a machine whose torch packs it, as that of its saving did"
+            raise self._package.error(f"tensor {name!r}: {got}", expected, "save it without freezing") from error
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(f"tensor {name!r} is packed to a {type(found).__name__}")
+        return found
 
     def _tensor(self, name: str, known: Mapping[str, Any]) -> torch.Tensor:
         look = _dtype(known["dtype"]), torch.device(known["device"]), tuple(known["size"]), tuple(known["stride"])
@@ -212,6 +271,10 @@ class _Tensors:
             except Exception as error:
                 raise self._package.error(f"{member}: {error}", "tensors in the form of safetensors") from error
         return self._files[kind]
+
+
+def _no_kernel(known: Mapping[str, Any]) -> NoReturn:
+    raise TypeError("a kernel among the calls that pack a tensor")
 
 
 def _describe(dtype: torch.dtype, device: torch.device, size: Any, stride: Any) -> str:
@@ -299,6 +362,8 @@ class LoadedMethod(_Loaded):
         # Plain positional tensors are a list already.
         self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
         self._single = signature.results == LEAF
+        self._results = with_classes(signature.results)
+        self._constant = _constant_results(program.plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == self._plain and not kwargs:
@@ -321,9 +386,11 @@ class LoadedMethod(_Loaded):
                 found = self.program.run(values)
         else:
             found = self.program.run(values)
+        if self._constant:
+            found = _with_copies(found, self._constant)
         if self._single:
             return found
-        return unflatten(self.signature.results, iter(found if isinstance(found, (list, tuple)) else [found]))
+        return unflatten(self._results, iter(found if isinstance(found, (list, tuple)) else [found]))
 
     def _check_apart(self, mutated: MutatedInputs, values: list[Any], look: Look | None) -> None:
         """Raise where a tensor that is written shares memory with an input: AOTAutograd has taken for granted that
@@ -357,6 +424,24 @@ def _compiled_in(known: TensorInput | NumberInput) -> bool:
     return isinstance(known, NumberInput) and not isinstance(known.value, sympy.Basic)
 
 
+def _constant_results(plan: ProgramPlan) -> list[int]:
+    """Results that lie in the memory of constants, by position: freezing has computed them."""
+    gm, facts = plan.graph, plan.facts
+    held = [n for n in gm.graph.find_nodes(op="get_attr") if isinstance(getattr(gm, str(n.target)), torch.Tensor)]
+    constants, results = facts.behind(held), output_values(gm)
+    return [n for n, value in enumerate(results) if isinstance(value, torch.fx.Node) and facts.of(value) & constants]
+
+
+def _with_copies(results: Any, places: Sequence[int]) -> Any:
+    """Results that the caller may write to: the next call would return what was written."""
+    if not isinstance(results, (list, tuple)):
+        return results.clone()
+    copied = list(results)
+    for place in places:
+        copied[place] = copied[place].clone()
+    return copied
+
+
 class LoadedProgram(_Loaded):
     """The methods of a saved program: ``program["decode"](x)``, or ``program.decode(x)``.
 
@@ -369,8 +454,10 @@ class LoadedProgram(_Loaded):
         methods: Mapping[str, LoadedMethod],
         weights: Mapping[str, torch.Tensor],
         names: Mapping[str, str],
+        frozen: _Frozen,
     ) -> None:
         self._methods, self._weights, self._names = dict(methods), dict(weights), dict(names)
+        self._frozen = frozen
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -409,6 +496,7 @@ class LoadedProgram(_Loaded):
         """
         values: dict[str, torch.Tensor] = {}
         for name, value in weights.items():
+            self._frozen.check(name, self._names.get(name))
             if name not in self._names:
                 raise StorageError(
                     f"weight {name!r}", expected=f"one of {', '.join(self._weights)}", got="a name of none"

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import StorageError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 # Bytes. What is not weights is small; a manifest that says otherwise is no manifest of ours.
 _LARGEST_MANIFEST = 64 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..backend import parsed
 from ..codegen.export import CompiledMethod, TracedMethod, compile_method, is_constant, traced_method
 from ..codegen.export_triton import triton_to_data
 from ..codegen.kernels import object_file
+from ..codegen.packed_weights import is_packed
 from ..codegen.stored_program import functions
 from ..codegen.stored_triton import triton_version
 from ..errors import OptionError, StorageError
@@ -25,7 +26,7 @@ from . import package
 from .machine import versions
 from .signature import solution
 from .structure import structure_of
-from .tensors import identity, overlapping, to_stored
+from .tensors import content, identity, overlapping, to_stored
 
 COMPILED = ("object", "source")
 
@@ -84,6 +85,13 @@ def save(
         known = _describe_call(traced)
         progress(f"{name}: compiling")
         compiled = compile_method(traced, own, patches)
+        if compiled.frozen and not weights:
+            raise StorageError(
+                f"method {name!r} with its weights frozen",
+                expected="weights that are left out (weights=False), or frozen ones, which are compiled in",
+                got=", ".join(compiled.frozen),
+                remedy="leave out weights=False, or freezing",
+            )
         described[name] = {**known, **_describe(compiled, tensors, kernels.of(compiled.plan.graph), members)}
     progress("writing")
     tensors.check_apart()
@@ -163,21 +171,20 @@ def _describe(
     # Where the program wants its inputs: that is where it was compiled for.
     devices: list[Any] = [getattr(node.meta.get("val"), "device", None) for node in plan.placeholders]
     writes = [bool(plan.facts.of(node) & written) for node in plan.placeholders]
-    constants = {
-        str(node.target): tensors.add("constants", name, str(node.target), value, value.device, False)
-        for node in plan.graph.graph.nodes
-        if node.op == "get_attr" and isinstance(value := getattr(plan.graph, str(node.target)), torch.Tensor)
-    }
+    constants = _constants(method, tensors)
+    for weight, tensor in method.frozen.items():
+        tensors.add_frozen(name, weight, tensor)
     member = f"programs/{name}.json"
     data = {"graph": graph_to_data(plan.graph, table), "plan": to_data(plan), **kernels}
     members[member] = json.dumps(data, separators=(",", ":")).encode()
-    passed = iter(devices[len(traced.weights) :])
+    passed = iter(devices[len(method.weights) :])
     return {
         "program": member,
         "weights": [
             [weight, tensors.add("weights", name, weight, tensor, device, writes_it)]
-            for (weight, tensor), device, writes_it in zip(traced.weights.items(), devices, writes, strict=False)
+            for (weight, tensor), device, writes_it in zip(method.weights.items(), devices, writes, strict=False)
         ],
+        "frozen": list(method.frozen),
         "constants": constants,
         "inputs": [
             _input(known, value, None if is_constant(value) else next(passed), table)
@@ -185,6 +192,22 @@ def _describe(
         ],
         "guards": [expression_to_data(guard, table) for guard in method.guards],
     }
+
+
+def _constants(method: CompiledMethod, tensors: _Tensors) -> dict[str, int]:
+    """Entries of the tensors that a program has as attributes, by attribute."""
+    gm, facts, name = method.plan.graph, method.plan.facts, method.traced.name
+    found: dict[str, int] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        attribute = str(node.target)
+        value = getattr(gm, attribute)
+        if is_packed(value):
+            packing = method.packed.graph_of(f"constant {attribute!r} of method {name!r}", value)
+            found[attribute] = tensors.add_packed(name, attribute, packing)
+        elif isinstance(value, torch.Tensor):
+            writes = bool(facts.of(node) & facts.all_written())
+            found[attribute] = tensors.add("constants", name, attribute, value, value.device, writes)
+    return found
 
 
 def _input(name: str, value: Any, device: torch.device | None, table: Functions) -> dict[str, Any]:
@@ -268,6 +291,7 @@ class _Entry:
     Attributes:
         names: those that it has, with the methods where it has them.
         written: whether a method writes to it.
+        frozen: methods that have its value compiled in.
     """
 
     kind: str
@@ -275,38 +299,91 @@ class _Entry:
     device: torch.device
     names: list[tuple[str, str]]
     written: bool = False
+    frozen: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return " and ".join(f"{name!r} of {method!r}" for method, name in self.names)
 
 
+@dataclass
+class _Packed:
+    """A tensor that is packed again where it is loaded.
+
+    Attributes:
+        graph: what packs it, as data.
+        constants: numbers of the entries that it packs, by attribute of that graph.
+    """
+
+    graph: Any
+    constants: Mapping[str, int]
+    names: list[tuple[str, str]]
+
+
 class _Tensors:
-    """Tensors to save, each once: those with the same memory and layout are one entry."""
+    """Tensors to save, each once: those with the same memory and layout are one entry, and constants of one value."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[_Entry | _Packed] = []
         self._numbers: dict[Any, int] = {}
+        # What has no entry of its own: weights whose values are compiled in, and constants with the value of another.
+        self._others: list[_Entry] = []
 
     def add(
         self, kind: str, method: str, name: str, tensor: torch.Tensor, device: torch.device, written: bool
     ) -> int:
         """The number of a tensor's entry."""
+        new = _Entry(kind, tensor.detach(), device, [(method, name)], written)
         number = self._numbers.setdefault((kind, device, *identity(tensor)), len(self._entries))
         if number == len(self._entries):
-            self._entries.append(_Entry(kind, tensor.detach(), device, []))
-        entry = self._entries[number]
-        entry.names.append((method, name))
-        entry.written |= written
+            if kind == "constants" and not written:  # freezing makes new tensors for each method, of the same weights
+                number = self._numbers.setdefault((kind, device, *content(tensor)), number)
+                self._numbers[(kind, device, *identity(tensor))] = number
+            (self._entries if number == len(self._entries) else self._others).append(new)
+        known: Any = self._entries[number]
+        if known is not new:
+            known.names.append((method, name))
+            known.written |= written
         return number
+
+    def add_packed(self, method: str, name: str, packing: torch.fx.GraphModule) -> int:
+        """The number of the entry of what a graph of constants makes."""
+        data = graph_to_data(packing, functions())
+        constants = {
+            str(node.target): self.add("constants", method, f"{name}.{node.target}", value, value.device, False)
+            for node in packing.graph.find_nodes(op="get_attr")
+            for value in [getattr(packing, str(node.target))]
+        }
+        key = json.dumps([data, constants])
+        number = self._numbers.setdefault(key, len(self._entries))
+        if number == len(self._entries):
+            self._entries.append(_Packed(data, constants, []))
+        self._entries[number].names.append((method, name))
+        return number
+
+    def add_frozen(self, method: str, name: str, tensor: torch.Tensor) -> None:
+        """Note a weight whose value a method has compiled in."""
+        self._others.append(_Entry("frozen", tensor.detach(), tensor.device, [(method, name)]))
 
     def check_apart(self) -> None:
         """
         Raises:
             StorageError: a method writes to a tensor, and another one is a view of its memory: in the file each has
-                its own.
+                its own. Or its value is compiled into a method, which would not read what is written.
         """
-        if found := overlapping([(entry.tensor, entry.written) for entry in self._entries]):
-            one, other = (self._entries[place] for place in found)
+        entries = [entry for entry in self._entries if isinstance(entry, _Entry)]
+        kept = {identity(entry.tensor): entry for entry in entries if entry.kind == "weights"}
+        for other in self._others:
+            if other.kind == "frozen" and (entry := kept.get(identity(other.tensor))) is not None:
+                entry.frozen.append(other.names[0][0])
+        everything = [*self._others, *entries]
+        if found := overlapping([(entry.tensor, entry.written) for entry in everything]):
+            one, other = (everything[place] for place in found)
+            if other.kind == "frozen":
+                raise StorageError(
+                    f"weight {one} is written, and its value as {other} is frozen",
+                    expected="weights that no method writes, where freezing compiles them in",
+                    remedy="save the methods without freezing, or in files of their own",
+                )
             raise StorageError(
                 f"weights {one} and {other} share memory in different layouts, and one is written",
                 expected="one tensor for all methods, or memory of their own",
@@ -327,6 +404,7 @@ class _Tensors:
     def described(self) -> dict[str, Any]:
         """Entries by name: in which file they are, their layouts, and what else they are called."""
         claims = Counter(name for entry in self._entries for name in {name for _, name in entry.names})
+        names = self.names()
         return {
             name: {
                 "kind": entry.kind,
@@ -335,9 +413,16 @@ class _Tensors:
                 "size": list(entry.tensor.size()),
                 "stride": list(entry.tensor.stride()),
                 "written": entry.written,
+                "frozen": entry.frozen,
                 "aliases": sorted({own for _, own in entry.names if own != name and claims[own] == 1}),
             }
-            for name, entry in zip(self.names(), self._entries, strict=True)
+            if isinstance(entry, _Entry)
+            else {
+                "kind": "packed",
+                "graph": entry.graph,
+                "constants": {attribute: names[number] for attribute, number in entry.constants.items()},
+            }
+            for name, entry in zip(names, self._entries, strict=True)
         }
 
     def serialized(self, kind: str) -> bytes:
@@ -350,7 +435,7 @@ class _Tensors:
         plain: dict[str, torch.Tensor] = {}
         storages: set[int] = set()
         for name, entry in zip(self.names(), self._entries, strict=True):
-            if entry.kind == kind:
+            if isinstance(entry, _Entry) and entry.kind == kind:
                 tensor = to_stored(entry.tensor)
                 storage = tensor.untyped_storage()
                 # Safetensors wants a storage for each: parts of one are saved one by one.

@@ -57,14 +57,14 @@ class NumberInput:
 class Signature:
     """
     Attributes:
-        ranges: lowest and highest value of each symbol, by name; None for no highest.
+        ranges: lowest and highest value of each symbol, by name; None for none.
         guards: conditions on symbols that the compiled code relies on.
         arguments: how they are nested, ``(args, kwargs)``; results likewise.
     """
 
     method: str
     inputs: tuple[TensorInput | NumberInput, ...]
-    ranges: Mapping[str, tuple[int, int | None]]
+    ranges: Mapping[str, tuple[int | None, int | None]]
     guards: tuple[sympy.Basic, ...]
     arguments: Any
     results: Any
@@ -73,8 +73,9 @@ class Signature:
     def conditions(self) -> str:
         """Ranges and guards; empty where there are none."""
         where = [
-            f"{low} <= {name}" + (f" <= {high}" if high is not None else "")
+            ("" if low is None else f"{low} <= ") + name + ("" if high is None else f" <= {high}")
             for name, (low, high) in self.ranges.items()
+            if (low, high) != (None, None)
         ]
         return ", ".join([*where, *map(str, self.guards)])
 
@@ -110,8 +111,9 @@ class Signature:
                 raise self._error(known, f"{known.value}, {_at(known.value, bound)} here", str(value))
         for symbol, size in bound.items():
             low, high = self.ranges.get(symbol.name, (0, None))
-            if size < low or (high is not None and size > high):
-                raise self._range_error(symbol.name, f"{low} to {high if high is not None else 'any'}", size)
+            if (low is not None and size < low) or (high is not None and size > high):
+                expected = " to ".join("any" if bound is None else str(bound) for bound in (low, high))
+                raise self._range_error(symbol.name, expected, size)
         for guard in self.guards:
             if _at(guard, bound) != sympy.true:
                 raise InputError(f"call of {self}", expected=str(guard), got=_values(bound))

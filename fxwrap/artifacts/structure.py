@@ -1,14 +1,18 @@
-"""How arguments and results are nested: tuples, lists and dictionaries, as data."""
+"""How arguments and results are nested: tuples, named ones too, lists and dictionaries, as data."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, StorageError
 
 LEAF = "*"
+# Names and fields come from a file.
+_named_tuple: Any = namedtuple
 
 
 def structure_of(value: Any, constants: Mapping[int, Any] | None = None) -> Any:
@@ -26,6 +30,10 @@ def _structure(value: Any, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if type(value) is tuple:
         return {"tuple": [_structure(item, leaves) for item in value]}
+    if (fields := _fields(type(value))) is not None:
+        kind = type(value)
+        items = [[name, _structure(item, leaves)] for name, item in zip(fields, value, strict=True)]
+        return {"named tuple": [kind.__module__, kind.__qualname__, items]}
     if type(value) is list:
         return {"list": [_structure(item, leaves) for item in value]}
     if isinstance(value, dict):
@@ -34,7 +42,7 @@ def _structure(value: Any, leaves: Iterator[Any]) -> Any:
         return {"dict": [[key, _structure(item, leaves)] for key, item in value.items()]}
     raise StorageError(
         f"a value of type {type(value).__name__} among arguments or results",
-        expected="tensors, numbers, tuples, lists and dictionaries",
+        expected="tensors, numbers, tuples, named tuples, lists and dictionaries",
         remedy="wrap the module in one that takes and returns these",
     )
 
@@ -49,6 +57,16 @@ def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
         yield value
         return
     ((kind, inner),) = structure.items()
+    if kind == "named tuple":
+        # By its fields: where the class is not there, callers have another one.
+        _, name, items = inner
+        fields = [field for field, _ in items]
+        if _fields(type(value)) != fields:
+            expected = f"a named tuple {name} with the fields {', '.join(fields)}"
+            raise InputError(f"argument{where}", expected=expected, got=type(value).__name__)
+        for (field, part), item in zip(items, value, strict=True):
+            yield from flatten(part, item, f"{where}.{field}")
+        return
     if kind == "dict":
         keys = [key for key, _ in inner]
         if not isinstance(value, dict) or set(value) != set(keys):
@@ -66,13 +84,55 @@ def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
         yield from flatten(part, item, f"{where}[{position}]")
 
 
+def with_classes(structure: Any) -> Any:
+    """A structure that was read, with the classes of its named tuples in place of their names.
+
+    Where a class cannot be imported, or is another one now, one with the same name and fields stands for it.
+    """
+    if structure == LEAF:
+        return structure
+    ((kind, inner),) = structure.items()
+    if kind == "named tuple":
+        module, name, items = inner
+        fields = [field for field, _ in items]
+        found = _imported(module, name)
+        if _fields(found) != fields:
+            found = _named_tuple(name.rpartition(".")[2], fields)
+        return {"named tuple": [found, [with_classes(part) for _, part in items]]}
+    if kind == "dict":
+        return {kind: [[key, with_classes(part)] for key, part in inner]}
+    return {kind: [with_classes(part) for part in inner]} if kind in ("tuple", "list") else structure
+
+
+def _imported(module: str, name: str) -> Any:
+    """What a module has under a name; None where it is not to be had."""
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit):  # whatever the module does when it is imported
+        return None
+    return found
+
+
+def _fields(kind: Any) -> list[str] | None:
+    """The names of a named tuple's fields; None if the class is none."""
+    fields = getattr(kind, "_fields", None)
+    if isinstance(kind, type) and issubclass(kind, tuple) and isinstance(fields, tuple):
+        return list(fields)
+    return None
+
+
 def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
-    """The value with a structure, from its leaves in order."""
+    """The value with a structure that ``with_classes`` has made, from its leaves in order."""
     if structure == LEAF:
         return next(leaves)
     ((kind, inner),) = structure.items()
     if kind == "constant":
         return inner
+    if kind == "named tuple":
+        named, items = inner
+        return named(*(unflatten(part, leaves) for part in items))
     if kind == "dict":
         return {key: unflatten(part, leaves) for key, part in inner}
     items = [unflatten(part, leaves) for part in inner]

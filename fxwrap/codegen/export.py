@@ -8,6 +8,9 @@ from typing import Any
 
 import sympy
 import torch
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -19,7 +22,11 @@ from ..host_graph.nodes import output_values
 from ..options import Options
 from ..plan import ProgramPlan
 from .inductor import compile_with_inductor
+from .packed_weights import PackingCalls, is_packed, packing_calls
 from .torch_runtime import is_plain_memory
+
+# The lowest and the highest value of a symbol; None for none.
+Bounds = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class TracedMethod:
         inputs: names of the other inputs, and their fake values, or constants, which are compiled in.
         arguments, results: how ``(args, kwargs)`` and what is returned are nested, with "*" for each value.
         constants: results that are always the same, by their number.
-        ranges: bounds of symbolic sizes.
+        ranges: bounds of the symbolic sizes and numbers of inputs; None where there is none.
         guards: what tracing has taken for granted of symbolic sizes beside that.
     """
 
@@ -42,7 +49,7 @@ class TracedMethod:
     arguments: Any
     results: Any
     constants: Mapping[int, Any]
-    ranges: Mapping[sympy.Symbol, tuple[int, int | None]]
+    ranges: Mapping[sympy.Symbol, Bounds]
     guards: Sequence[sympy.Basic]
 
     @property
@@ -55,11 +62,17 @@ class TracedMethod:
 class CompiledMethod:
     """
     Attributes:
+        weights: those that the program takes, by name.
+        frozen: the others: their values are compiled in.
+        packed: how constants were made that no one but a library can read.
         guards: what tracing and Inductor have taken for granted of symbolic sizes.
     """
 
     traced: TracedMethod
     plan: ProgramPlan
+    weights: Mapping[str, torch.Tensor]
+    frozen: Mapping[str, torch.Tensor]
+    packed: PackingCalls
     guards: Sequence[sympy.Basic]
 
 
@@ -106,7 +119,7 @@ def traced_method(name: str, method: torch.export.ExportedProgram) -> TracedMeth
     weights.update(module.named_buffers(remove_duplicate=False))
     for weight, tensor in weights.items():
         _check_weight(name, weight, tensor)
-    ranges, guards = _conditions(method, environments)
+    ranges, guards = _conditions(method, inputs, environments)
     calls = method.call_spec
     arguments, results = (pytree.tree_unflatten(["*"] * s.num_leaves, s) for s in (calls.in_spec, calls.out_spec))
     return TracedMethod(name, module, weights, inputs, arguments, results, constants, ranges, guards)
@@ -121,11 +134,12 @@ def compile_method(traced: TracedMethod, options: Options, patches: dict[str, An
     name, ranges, inputs = traced.name, traced.ranges, [value for _, value in traced.passed]
     environments = _environments(traced.passed)
     known = {id(guard) for env in environments for guard in env.guards}
-    compilation = Compilation()
-    functorch: Any = torch._functorch.config
-    with torch.no_grad(), functorch.patch(enable_autograd_cache=False):
-        settings = {**patches, "fx_graph_cache": False}
-        compile_with_inductor(traced.module, inputs, options, settings, compilation)
+    with packing_calls(bool(patches.get("freezing", config.freezing))) as packed:
+        compilation, frozen = _compiled(traced, inputs, options, patches)
+        if not compilation.programs and not compilation.fallbacks:
+            # Inductor hands a graph without work back as it is, but where its caches are to hold the code of all.
+            with _functorch.patch(bundled_autograd_cache=True):
+                compilation, frozen = _compiled(traced, inputs, options, patches)
     if compilation.fallbacks or len(compilation.programs) != 1:
         raise StorageError(
             f"method {name!r}",
@@ -143,19 +157,53 @@ def compile_method(traced: TracedMethod, options: Options, patches: dict[str, An
                 remedy="export the method with that size as a constant, or report it",
             )
     plan = compilation.programs[0].plan
-    if len(plan.placeholders) != len(traced.weights) + len(inputs):
-        # AOTAutograd makes one input of those that share memory where one of them is written.
-        raise StorageError(
-            f"method {name!r} writes to a weight that shares memory with another",
-            expected="weights with memory of their own, as far as they are written",
-            got=", ".join(_sharing(traced.weights)),
-            remedy="register one of them, and make the others of it in forward",
-        )
+    weights = {weight: tensor for weight, tensor in traced.weights.items() if weight not in frozen}
+    if len(plan.placeholders) != len(weights) + len(inputs):
+        raise _merged(traced)
     if len(output_values(plan.graph)) + len(traced.constants) != len(pytree.tree_leaves(traced.results)):
         raise StorageError(f"method {name!r}", expected="a program that returns what the method returns")
+    for node in plan.graph.graph.find_nodes(op="get_attr"):
+        if is_packed(getattr(plan.graph, str(node.target))):
+            node.meta.pop("val", None)  # a layout that is no size and stride, which nothing plans with
     # Weights stay where they are: nobody has to guess that.
-    plan = replace(plan, static_inputs=frozenset(range(len(traced.weights))))
-    return CompiledMethod(traced, plan, [*traced.guards, *guards])
+    plan = replace(plan, static_inputs=frozenset(range(len(weights))))
+    return CompiledMethod(traced, plan, weights, frozen, packed, [*traced.guards, *guards])
+
+
+_functorch: Any = torch._functorch.config
+
+
+def _merged(traced: TracedMethod) -> StorageError:
+    """AOTAutograd makes one input of those that share memory where one of them is written."""
+    return StorageError(
+        f"method {traced.name!r} writes to a weight that shares memory with another",
+        expected="weights with memory of their own, as far as they are written",
+        got=", ".join(_sharing(traced.weights)),
+        remedy="register one of them, and make the others of it in forward",
+    )
+
+
+def _compiled(
+    traced: TracedMethod, inputs: Sequence[Any], options: Options, patches: dict[str, Any]
+) -> tuple[Compilation, dict[str, torch.Tensor]]:
+    """What a method was compiled to, and the weights whose values were compiled in."""
+    compilation = Compilation()
+    context: Any = TracingContext(detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True))
+    settings = {**patches, "fx_graph_cache": False}
+    with torch.no_grad(), _functorch.patch(enable_autograd_cache=False), tracing(context):
+        try:
+            compile_with_inductor(traced.module, inputs, options, settings, compilation)
+        except Exception as error:
+            seen = context.fw_metadata
+            if seen is not None and len(seen.input_info) < len(traced.weights) + len(inputs):
+                raise _merged(
+                    traced
+                ) from error  # freezing takes inputs for others then, and may fail on their shapes
+            raise
+    # Inductor lets go of what it has frozen, in the list that AOTAutograd has made of all weights.
+    kept = context.params_flat or traced.weights
+    frozen = {name: w for (name, w), value in zip(traced.weights.items(), kept, strict=True) if value is None}
+    return compilation, frozen
 
 
 def _environments(inputs: Sequence[tuple[str, Any]]) -> list[Any]:
@@ -189,23 +237,32 @@ def _restore_guards(name: str, method: Any, module: torch.fx.GraphModule, inputs
 
 
 def _conditions(
-    method: torch.export.ExportedProgram, environments: Sequence[Any]
-) -> tuple[dict[sympy.Symbol, tuple[int, int | None]], list[sympy.Basic]]:
-    """Ranges of symbols, and the guards that they do not imply."""
-    bounds = method.range_constraints
-    ranges = {
-        symbol: (int(known.lower), None if known.upper > 1 << 62 else int(known.upper))
-        for symbol, known in bounds.items()
-        if isinstance(symbol, sympy.Symbol)
-    }
+    method: torch.export.ExportedProgram, inputs: Sequence[tuple[str, Any]], environments: Sequence[Any]
+) -> tuple[dict[sympy.Symbol, Bounds], list[sympy.Basic]]:
+    """Ranges of the inputs' symbols, and the guards that they do not imply.
+
+    A number that the method reads from a tensor (``item()``) has a symbol, too: the program itself checks that one.
+    """
+    known = method.range_constraints
+    of_inputs: set[Any] = set()
+    for _, value in inputs:
+        of_inputs.update(*(size.node.expr.free_symbols for size in _symbolic_sizes(value)))
+    ranges = {symbol: _bounds(known[symbol]) for symbol in known if symbol in of_inputs}
     guards: list[Any] = []
-    for size, known in bounds.items():
-        if size not in ranges:  # a derived dimension
-            guards.append(sympy.Ge(size, known.lower))
-            guards += [] if known.upper > 1 << 62 else [sympy.Le(size, known.upper)]
+    for size, bounds in known.items():
+        if not isinstance(size, sympy.Symbol):  # a derived dimension
+            low, high = _bounds(bounds)
+            guards += [] if low is None else [sympy.Ge(size, low)]
+            guards += [] if high is None else [sympy.Le(size, high)]
     guards += [env.replace(guard.expr) for env in environments for guard in env.guards]
-    own: Any = {symbol: bounds[symbol] for symbol in ranges}
+    own: Any = {symbol: known[symbol] for symbol in known if isinstance(symbol, sympy.Symbol)}
     return ranges, [guard for guard in dict.fromkeys(guards) if not _implied(guard, own)]
+
+
+def _bounds(known: Any) -> Bounds:
+    """Those of a range that are numbers: beyond 2**62 there is none."""
+    low, high = (int(bound) if abs(bound) <= 1 << 62 else None for bound in (known.lower, known.upper))
+    return low, high
 
 
 def _implied(guard: sympy.Basic, ranges: dict[sympy.Symbol, Any]) -> bool:

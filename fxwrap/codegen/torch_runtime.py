@@ -203,8 +203,9 @@ def nobody_else_runs() -> bool:
     is seen in torch, so it counts as running.
     """
     own = threading.get_ident()
-    frames = sys._current_frames()
-    return all(frame.f_code.co_filename.startswith(_WAITING) for thread, frame in frames.items() if thread != own)
+    # No variable holds the frames: this one is among them, and what it can reach would stay until it is collected.
+    files = [frame.f_code.co_filename for thread, frame in sys._current_frames().items() if thread != own]
+    return all(file.startswith(_WAITING) for file in files)
 
 
 def below_autograd() -> Any:

@@ -25,6 +25,8 @@ _CPU_ALIGNMENT = 64
 
 # Why there is too little memory.
 TOO_LARGE, OUT_OF_MEMORY = "more than max_memory", "out of memory"
+# Why a recording has ended.
+NEEDED_ELSEWHERE = "an eager run needed its memory"
 Value = TypeVar("Value")
 
 
@@ -412,6 +414,22 @@ class ArenaPool:
     def pools(self) -> list[Any]:
         """The pools in which graphs allocate."""
         return [arena._pool.id for arena in self.alive() if arena._pool is not None]
+
+    def end_idle(self, device: torch.device) -> int:
+        """End the recordings in arenas that no call uses, and free the arenas' memory; returns how many have ended.
+
+        All of them: an arena's memory is free only when the last one has ended, and nobody knows how much is needed.
+        """
+        ended = 0
+        for arena in self.alive(device):
+            owner = LockOwner()
+            try:
+                if arena.lock.acquire(owner):
+                    ended += len(arena.users())
+                    arena.clear(NEEDED_ELSEWHERE)
+            finally:
+                arena.lock.release(owner)
+        return ended
 
     def give_back(self) -> None:
         """Free the memory of arenas without recordings."""

@@ -50,16 +50,17 @@ class FlatFunction:
 
     Attributes:
         result: what is returned; locals stand for their values.
+        give_back: see ``as_python``.
     """
 
-    def __init__(self, lines: Sequence[AnyLine], result: Any) -> None:
-        self.lines, self.result = lines, result
-        self.function, self.source, self._nodes = as_python(lines, result)
+    def __init__(self, lines: Sequence[AnyLine], result: Any, give_back: Callable[[], object] | None = None) -> None:
+        self.lines, self.result, self.give_back = lines, result, give_back
+        self.function, self.source, self._nodes = as_python(lines, result, give_back=give_back)
 
     @functools.cached_property
     def profiled(self) -> Callable[[list[Any]], Any]:
         """The function with its ranges."""
-        return as_python(self.lines, self.result, profiled=True)[0]
+        return as_python(self.lines, self.result, profiled=True, give_back=self.give_back)[0]
 
     def node_at(self, error: BaseException) -> Node | None:
         """The node whose call raised ``error``."""
@@ -80,6 +81,7 @@ class FlatBuilder:
         emptied: values whose registers nobody reads afterwards.
         before, after: what to call before and after a node runs.
         landings: what values go through.
+        repeats: whether a node may run again after it was out of memory.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class FlatBuilder:
         before: Calls = MappingProxyType({}),
         after: Calls = MappingProxyType({}),
         landings: Landings = MappingProxyType({}),
+        repeats: Callable[[Node], bool] = lambda node: False,
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
-        self._before, self._after, self._landings = before, after, landings
+        self._before, self._after, self._landings, self._repeats = before, after, landings, repeats
         self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
         self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
         self._names = itertools.count()
@@ -228,8 +231,12 @@ class FlatBuilder:
         """What stands for what a node's register holds."""
         return Register(self.registers[node])
 
-    def build(self, result: Any = None) -> FlatFunction:
-        """Finish; the function returns ``result``, in which nodes stand for their values."""
+    def build(self, result: Any = None, give_back: Callable[[], object] | None = None) -> FlatFunction:
+        """Finish; the function returns ``result``, in which nodes stand for their values.
+
+        Args:
+            give_back: called where a line is out of memory that may run again; then it does.
+        """
         returned = self._argument(result, literal_lists=True)
         dead: dict[int, list[Local]] = {}
         for local, position in self._last_use.items():
@@ -240,7 +247,7 @@ class FlatBuilder:
             lines.append(line)
             if position in dead:
                 lines.append(Delete(tuple(dead[position])))
-        return FlatFunction(lines, returned)
+        return FlatFunction(lines, returned, give_back)
 
     # -- how it becomes lines -------------------------------------------------------------------------
 
@@ -248,7 +255,7 @@ class FlatBuilder:
         if node in self._landings:
             self._define(node, Call(Bound(self._landings[node]), ([self._call(node)],)), node)
         elif is_work(node) and not node.users:
-            self._lines.append(Line(self._call(node), node=node))
+            self._lines.append(Line(self._call(node), node=node, repeats=self._repeats(node)))
         elif kind_of(node) is Kind.CHECK:
             self.check(node)
         else:
@@ -259,7 +266,8 @@ class FlatBuilder:
 
     def _define(self, node: Node, value: Any, runs: Node | None = None) -> None:
         self._locals[node] = local = self._new_local()
-        self._lines.append(Line(value, (local,), node=runs))
+        repeats = isinstance(value, Call) and self._repeats(node)
+        self._lines.append(Line(value, (local,), node=runs, repeats=repeats))
         self._use(local)
 
     def _use(self, operand: Local | Bound | Register) -> Local | Bound | Register:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.profiler import record_function
 
@@ -64,12 +65,14 @@ class Line:
     Attributes:
         unpacks: whether the value is taken apart.
         node: that the line runs; None for what belongs to several.
+        repeats: whether it may run again after it was out of memory.
     """
 
     value: Any
     results: tuple[Local, ...] = ()
     unpacks: bool = False
     node: Node | None = None
+    repeats: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,12 +142,13 @@ class Part:
 
 
 def as_python(
-    lines: Sequence[AnyLine], result: Any, profiled: bool = False
+    lines: Sequence[AnyLine], result: Any, profiled: bool = False, give_back: Callable[[], object] | None = None
 ) -> tuple[Callable[[list[Any]], Any], str, Mapping[int, Node]]:
     """Straight-line Python, in which ``c``s are bound values and ``r`` are the registers.
 
     Args:
         profiled: whether ranges show in profiles.
+        give_back: called where a line is out of memory that may run again; then it does.
 
     Returns:
         The function of the registers, its text, and the node behind a line of the text, by its number.
@@ -157,7 +161,14 @@ def as_python(
             if indent:
                 body += [f"with {text.of(Bound(record_function))}({line.name!r}):", f"{indent}pass"]
             continue
-        body.append(indent + text.of_line(line))
+        code = text.of_line(line)
+        if give_back is not None and isinstance(line, Line) and line.repeats:
+            short, back = text.of(Bound(torch.OutOfMemoryError)), text.of(Call(Bound(give_back)))
+            body += [f"{indent}try: {code}", f"{indent}except {short}: {back}; {code}"]
+            if line.node is not None:
+                nodes[len(body)] = line.node
+        else:
+            body.append(indent + code)
         if isinstance(line, Line) and line.node is not None:
             nodes[len(body) + 1] = line.node  # the first line is the head
     body.append(f"return {text.of(result)}")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .output_views import copy_out
+
 
 class PackedTensors:
     """Outputs of forward programs that ran while hooks pack what autograd saves, by the handle of their storage.
@@ -38,4 +40,4 @@ class PackedTensors:
         for position in positions if self.known else ():
             known = self.known.get(inputs[position].untyped_storage()._cdata)
             if known is not None and not known.expired():
-                inputs[position] = inputs[position].clone()
+                inputs[position] = copy_out(inputs[position])  # a clone of a view may be laid out otherwise

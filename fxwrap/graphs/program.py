@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -37,6 +38,7 @@ from ..plan import MemoryPlan, Origin, Planned, ProgramPlan
 from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, stands_for_memory
 from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
+from .eager_memory import GiveBack, can_run_again
 from .flat import FlatBuilder, FlatFunction
 from .flat_lines import Part
 from .locks import LockOwner
@@ -71,6 +73,7 @@ class _Prepared:
 
     plan: ProgramPlan
     eager: EagerRuns
+    give_back: GiveBack | None  # None where recordings keep no memory
     outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs that the program or an operator allocates
     copied: frozenset[int]  # storages of outputs copied because of copy_outputs; saved ones are not
     overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
@@ -138,9 +141,11 @@ class Program:
             self.options.max_memory,
         )
         outputs = _tensor_outputs(plan)
+        give_back = GiveBack(plan.device, self.counters, capture_check(plan.device)) if frozen else None
         return _Prepared(
             plan,
-            EagerRuns(self.name, _eager_function(plan, self.name), len(plan.placeholders), self.functions),
+            EagerRuns(self.name, _eager_function(plan, self.name, give_back), len(plan.placeholders), self.functions),
+            give_back,
             outputs,
             frozenset(index for p, index in outputs if self.options.copy_outputs and p not in plan.saved),
             [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(plan.placeholders[p])],
@@ -337,20 +342,29 @@ class Program:
     ) -> Any:
         self._count("eager", reason)
         if reason != _WARM_UP:
-            return prepared.eager(inputs)
+            return self._run_schedule(prepared, inputs)
         if specialization.estimate is None:
             self._make_estimate(prepared, inputs, specialization)
         # Remember input addresses: the next call may be recorded, and checks which inputs stayed.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.note(inputs)
-        outputs = prepared.eager(inputs)
+        outputs = self._run_schedule(prepared, inputs)
         if self._on_accelerator:
             self._thread.warm = True
         specialization.eager_runs += 1
         if last and self._freezes_addresses:
             specialization.warm_outputs = _weak_outputs(prepared, outputs)
         return outputs
+
+    @staticmethod
+    def _run_schedule(prepared: _Prepared, inputs: list[Any]) -> Any:
+        try:
+            return prepared.eager(inputs)
+        except torch.OutOfMemoryError:
+            if prepared.give_back is not None:
+                prepared.give_back()  # of a step that may not run again: the next call is not to fail for it, too
+            raise
 
     def _make_estimate(self, prepared: _Prepared, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
@@ -412,6 +426,8 @@ class Program:
         if why == "first":
             specialization.copy_live_warm_outputs()
             why = "first" if len(self.specializations) == 1 else "new shape"
+        if self._freezes_addresses:
+            self._free_workspaces_of_warm_ups(owner.stream)
         before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
             static = specialization.static_positions(
@@ -463,6 +479,16 @@ class Program:
             return self._run_eagerly(prepared, inputs, short_of, specialization)
         self._count("eager", short_of)
         return outputs
+
+    def _free_workspaces_of_warm_ups(self, stream: Any) -> None:
+        """Free what libraries have left on the default stream in warm-ups, for each thread that made one.
+
+        Before an arena is laid out, which may lie there then. No graph has captured it, since that stream cannot be
+        captured. A thread that is about to launch work has its workspace's address already, so nothing is freed while
+        another one runs.
+        """
+        if getattr(stream, "stream_id", None) == 0 and self.functions.nobody_else_runs():
+            self.functions.free_workspaces(stream)
 
     def _request_for(
         self,
@@ -576,15 +602,17 @@ class EagerRuns:
             return
         everything = [Part(self._flat.function, self._flat.lines, self._flat.result)]
         try:
-            unit = make_unit(native, everything, self._inputs, Description(self._inputs, True))
+            description = Description(self._inputs, True, give_back=self._flat.give_back)
+            unit = make_unit(native, everything, self._inputs, description)
             self._missed, self._unit = native.missed, unit  # in this order: another thread may call it at once
         except CannotReplay as error:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))
 
 
-def _eager_function(plan: ProgramPlan, name: str) -> FlatFunction:
+def _eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> FlatFunction:
     """The whole schedule as one flat function with plain allocations."""
-    builder = FlatBuilder(constants(plan.graph), {node: i for i, node in enumerate(plan.placeholders)})
+    registers = {node: i for i, node in enumerate(plan.placeholders)}
+    builder = FlatBuilder(constants(plan.graph), registers, repeats=functools.partial(can_run_again, plan))
     for node in checks_on(plan.placeholders):
         if builder.available(node):
             builder.check(node)
@@ -592,7 +620,7 @@ def _eager_function(plan: ProgramPlan, name: str) -> FlatFunction:
         builder.begin_range(partition_range(name, partition.index))
         builder.run_partition(plan, partition)
     builder.begin_range("")
-    return builder.build(output_node(plan.graph).args[0])
+    return builder.build(output_node(plan.graph).args[0], give_back)
 
 
 def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ from ..plan import Home, Origin, Partition, Verdict
 from .arenas import OUT_OF_MEMORY, has_address, reach, take_memory, tensor_like, tensor_over, tensors_in
 from .devices.cpu_graph import BoundCall, issue
 from .devices.device_graph import DeviceGraph
-from .devices.runtime import GraphPool, current_stream
+from .devices.runtime import GraphPool
 from .flat import Calls, FlatBuilder, FlatFunction, Landings
 from .flat_lines import AnyLine, Bound, Call, Line, Part, Register, Store
 from .live_outputs import OutputStorage
@@ -105,8 +105,6 @@ class RecordingBuilder:
         Raises:
             MemoryLimitError: the device is out of memory, and nothing has run yet.
         """
-        if self._frozen:
-            self._free_workspaces_of_warm_ups()
         try:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
@@ -397,17 +395,6 @@ class RecordingBuilder:
             yield
         finally:
             free(side)
-
-    def _free_workspaces_of_warm_ups(self) -> None:
-        """Free what warm-ups have left on the default stream, for each thread that made one.
-
-        No graph has captured it, since that stream cannot be captured. A thread that is about to launch work has its
-        workspace's address already, so nothing is freed while another one runs.
-        """
-        functions = self.request.functions
-        stream = current_stream(self.request.runtime.device)
-        if getattr(stream, "stream_id", None) == 0 and functions.nobody_else_runs():
-            functions.free_workspaces(stream)
 
     def _forget(self, call: BoundCall) -> None:
         """Drop references that a failed capture left, before the retry."""

@@ -15,6 +15,7 @@ there are ``max_recordings``       the least recently used one ends, if this sha
                                    after 0, 1, 2, 4, ... ``_MOST_PATIENCE`` other calls: looking at all takes time
 there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
                                    growing number of calls: not every holder of memory is visible
+an eager run needed its memory     run eagerly, and retry after a growing number of calls: both may be called in turn
 ================================== ==================================================================================
 
 Live outputs matter only where graphs freeze addresses. Elsewhere outputs are allocated per call.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +34,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..host_graph.nodes import is_aligned
-from .arenas import AT_ONE_TIME, OUT_OF_MEMORY, Arena, has_address
+from .arenas import AT_ONE_TIME, NEEDED_ELSEWHERE, OUT_OF_MEMORY, Arena, has_address
 from .locks import LockOwner
 from .memory_provider import Estimate
 from .recording import Recording
@@ -55,6 +57,8 @@ _PATIENCE, _MOST_PATIENCE = 2, 64
 # Calls after which recording is retried on a device that was out of memory and reports no more: initial value,
 # maximum.
 ASKED_AGAIN, _MOST_CALLS = 32, 2048
+# A pressure that never is: only calls count.
+_NOTHING_IS_ENOUGH = -sys.maxsize
 # Shapes whose memory is planned ahead although none of them was recorded yet.
 _ESTIMATES = 8
 # Up to so many native units are tried one after another: that takes less time than reading the sizes of the inputs.
@@ -204,6 +208,8 @@ class Specialization:
         if gone:
             self.ended_because = gone[-1].ended or gone[-1].superseded
             self.recordings = tuple(r for r in self.recordings if not (r.ended or r.superseded))
+            if self.ended_because == NEEDED_ELSEWHERE:
+                self.note_shortage(OUT_OF_MEMORY, _NOTHING_IS_ENOUGH)
 
     def _decide_first(self) -> Decision:
         why, self.ended_because = self.ended_because, ""

@@ -143,6 +143,8 @@ class Description:
         on_error: called when a step has raised, before anybody else may run the unit.
         name: of the range in profiles that a call is; empty if it is part of another one.
         ranges: (position of a step, name): the ranges inside of it, each up to the next one.
+        give_back: called where one of the steps ``repeats`` is out of memory; then it runs again.
+        repeats: positions of steps.
     """
 
     inputs: int
@@ -161,6 +163,8 @@ class Description:
     listing: list[str] = field(default_factory=list)
     ranges: list[tuple[int, str]] = field(default_factory=list)
     result: Any = None
+    give_back: Callable[[], object] | None = None
+    repeats: list[int] = field(default_factory=list)
 
     def for_library(self) -> Mapping[str, Any]:
         guards = {one.name: getattr(self.guards, one.name) for one in dataclasses.fields(Guards)}
@@ -270,7 +274,10 @@ class _Lowering:
                     for local in gone:
                         self._delete(local)
                 case Line():
+                    begin = len(self._description.steps)
                     self._line(line)
+                    if line.repeats:
+                        self._description.repeats += range(begin, len(self._description.steps))
                 case Range(name):
                     self._description.ranges.append((len(self._description.steps), name))
 

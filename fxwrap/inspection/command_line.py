@@ -328,7 +328,7 @@ def run(
 
 
 def _sizes(signature: Signature, given: list[str]) -> dict[str, int]:
-    found = {name: low for name, (low, _) in signature.ranges.items()}
+    found = {name: 1 if low is None else low for name, (low, _) in signature.ranges.items()}
     for one in given:
         name, _, value = one.partition("=")
         if name not in found or not value.isdigit():

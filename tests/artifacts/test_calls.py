@@ -153,13 +153,15 @@ def test_an_ordered_dictionary_comes_back_as_a_dictionary(tmp_path: Path) -> Non
     assert list(loaded(tmp_path, Ordered(), torch.ones(3))(torch.ones(3))) == ["b", "a"]
 
 
-def test_a_method_of_constants_alone_is_refused(tmp_path: Path) -> None:
+def test_a_method_of_constants_alone_returns_them(tmp_path: Path) -> None:
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return 5, None
 
-    with pytest.raises(StorageError, match="one program"):
-        loaded(tmp_path, Nothing(), torch.ones(3))
+    call = loaded(tmp_path, Nothing(), torch.ones(3))
+    assert [call(torch.ones(3)) for _ in range(3)] == [(5, None)] * 3
+    with pytest.raises(InputError, match="size"):
+        call(torch.ones(4))
 
 
 # -- tensors that would be read wrongly ----------------------------------------------------------------------------

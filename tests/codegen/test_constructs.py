@@ -826,7 +826,9 @@ _EXPRESSIONS: dict[str, Sequence[Callable[[Any], Any]]] = {
         lambda n: 2 ** (n % 4 + 1),
         lambda n: (n << 1) + (n >> 1),
         lambda n: (n & 7) + (n | 1) + (n ^ 3),
-        lambda n: torch.sym_ite(n > 4, n, 2 * n),
+        lambda n: torch.sym_ite(n > 14, n, 2 * n),
+        lambda n: torch.sym_ite(n > 14, n, n * 0 + 3),
+        lambda n: torch.sym_ite(n > 14, 3, 2),
         lambda n: torch.sym_sum([n, n, 3]),
     ],
     "functions": [

@@ -2,6 +2,7 @@
 
     python tests/fuzz/sweep.py --device simulated --sequences 5000
     python tests/fuzz/sweep.py --device hostsim --sequences 1000 --pool 20
+    python -m hostcuda tests/fuzz/sweep.py --device gpu --sequences 300
     python tests/fuzz/sweep.py --device cpu --first 117 --sequences 1 --shrink
     FXWRAP_NATIVE_REPLAY=0 python tests/fuzz/sweep.py            # without native replay
 
@@ -23,7 +24,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
-from conftest import DEVICES  # noqa: E402
+from conftest import DEVICES, launches_compared  # noqa: E402
 from sequences import (  # noqa: E402
     DifferenceError,
     Pool,
@@ -49,7 +50,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     begin, calls, differences, done = time.monotonic(), 0, [], 0
-    with DEVICES[given.device]() as device, torch_settings():
+    with DEVICES[given.device]() as device, torch_settings(), launches_compared():
         pool = Pool(device, given.seed)
         for number in range(given.first, given.first + given.sequences):
             if time.monotonic() - begin > 60 * given.minutes:

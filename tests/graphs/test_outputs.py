@@ -457,6 +457,25 @@ def test_saved_activations_that_others_have(
     assert f.programs[-1].counters.recordings.get("inputs moved", 0) <= 2
 
 
+def test_a_saved_view_that_a_hook_has(compiled: Any, device: torch.device) -> None:
+    """Every second column: the copy that the backward may write to has the gaps, as its kernels expect."""
+
+    def g(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ x)[:, ::2] @ y
+
+    f: Compiled = compiled(g)
+    for _ in range(5):
+        x, y = torch.randn(8, 8, device=device), torch.randn(4, 4, device=device)
+        results = []
+        for call in (f, g):
+            leaves = [leaf.clone().requires_grad_() for leaf in (x, y)]
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                out = call(*leaves)
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert all(f.replays())
+
+
 @pytest.fixture
 def as_is() -> Iterator[Callable[..., Any]]:
     """An operator that returns its operand, or a part of it, although it declares new memory."""

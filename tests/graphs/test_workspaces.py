@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import torch
 from conftest import Compiled, on_gpu
 
 from fxwrap.codegen import torch_runtime
-from fxwrap.graphs.recording_builder import RecordingBuilder
+from fxwrap.graphs.program import Program
 from fxwrap.graphs.torch_functions import TorchFunctions
 
 MIB = 1 << 20
@@ -64,16 +66,29 @@ def test_a_thread_that_computes_is_seen() -> None:
         thread.join()
 
 
-class _Builder(RecordingBuilder):
-    """As much of a builder as frees workspaces."""
+def test_looking_at_threads_leaves_no_cycle() -> None:
+    """Outputs that the caller has dropped would be live until garbage is collected."""
 
-    def __init__(self, alone: bool, stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> weakref.ref[torch.Tensor]:
+        output = torch.zeros(1)
+        torch_runtime.nobody_else_runs()
+        return weakref.ref(output)
+
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
+
+
+class _Program(Program):
+    """As much of a program as frees workspaces."""
+
+    def __init__(self, alone: bool) -> None:
         self.freed: list[Any] = []
         functions: Any = type("Functions", (), {"free_workspaces": self.freed.append})
         functions.nobody_else_runs = staticmethod(lambda: alone)
-        runtime = type("Runtime", (), {"device": torch.device("cpu")})
-        self.request: Any = type("Request", (), {"functions": functions, "runtime": runtime})
-        monkeypatch.setattr("fxwrap.graphs.recording_builder.current_stream", lambda device: stream)
+        self.functions = functions
 
 
 class _Stream:
@@ -82,13 +97,11 @@ class _Stream:
 
 
 @pytest.mark.parametrize(("alone", "stream_id", "freed"), [(True, 0, 1), (False, 0, 0), (True, 3, 0)])
-def test_warm_ups_workspaces_stay_while_they_may_be_used(
-    alone: bool, stream_id: int, freed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_ups_workspaces_stay_while_they_may_be_used(alone: bool, stream_id: int, freed: int) -> None:
     """A thread that is about to launch has the address already; another stream than the default may be captured."""
-    builder = _Builder(alone, _Stream(stream_id), monkeypatch)
-    builder._free_workspaces_of_warm_ups()
-    assert len(builder.freed) == freed
+    program = _Program(alone)
+    program._free_workspaces_of_warm_ups(_Stream(stream_id))
+    assert len(program.freed) == freed
 
 
 def test_a_torch_that_cannot_free_those_of_one_stream_frees_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ struct UnitState {
   Guards guards;
   std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> below =
       std::make_shared<std::optional<at::AutoDispatchBelowAutograd>>();
-  py::object kept, on_error;
+  py::object kept, on_error, give_back, out_of_memory;
+  std::vector<bool> repeats;  // by step: whether it runs again after it was out of memory; empty: none does
   int64_t* counter = nullptr;
   int64_t* clock = nullptr;
   int64_t used = 0;
@@ -43,6 +44,7 @@ struct UnitState {
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(kept.ptr());
     Py_VISIT(on_error.ptr());
+    Py_VISIT(give_back.ptr());
     for (const auto& step : steps)
       if (auto stop = step->traverse(visit, arg)) return stop;
     if (auto stop = result->traverse(visit, arg)) return stop;
@@ -102,7 +104,10 @@ class Call {
             lock.acquire();
           else if (wanted == Step::Lock::InTheWay)
             lock.release();
-          step->run(state_.slots);
+          if (C10_LIKELY(state_.repeats.empty() || !state_.repeats[at]))
+            step->run(state_.slots);
+          else
+            run_twice_if_need_be(*step, wanted, lock);
         }
       };
       if (C10_UNLIKELY(profiled)) {
@@ -125,6 +130,35 @@ class Call {
   }
 
  private:
+  void run_twice_if_need_be(Step& step, Step::Lock wanted, InterpreterLock& lock) {
+    try {
+      return step.run(state_.slots);
+    } catch (...) {
+      if (!is_out_of_memory(lock)) throw;
+    }
+    owned(PyObject_CallNoArgs(state_.give_back.ptr()));
+    if (wanted == Step::Lock::InTheWay) lock.release();
+    step.run(state_.slots);
+  }
+
+  // Whether this is what is being thrown: then it is over, and the interpreter's lock is held.
+  bool is_out_of_memory(InterpreterLock& lock) const {
+    try {
+      throw;
+    } catch (const c10::OutOfMemoryError&) {
+      lock.acquire();
+      return true;
+    } catch (python_error& error) {
+      lock.acquire();
+      error.restore();  // if it is not where Python has it already
+      if (PyErr_ExceptionMatches(state_.out_of_memory.ptr()) == 0) return false;
+      PyErr_Clear();
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
+
   void tell_of_error() {
     if (!state_.on_error) return;
     PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
@@ -336,6 +370,12 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   state->counter = cell(described["count_address"]);
   state->clock = cell(described["clock_address"]);
   if (!described["on_error"].is_none()) state->on_error = described["on_error"];
+  if (!described["give_back"].is_none()) {
+    state->give_back = described["give_back"];
+    state->out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
+    state->repeats.resize(state->steps.size());
+    for (auto at : py::cast<std::vector<size_t>>(described["repeats"])) state->repeats.at(at) = true;
+  }
   auto* unit = PyObject_GC_New(Unit, &UnitType);
   if (unit == nullptr) throw python_error();
   unit->call = unit_call;
