@@ -141,6 +141,8 @@ def out_of_tree(name: str) -> Callable[[], contextlib.AbstractContextManager[tor
     return on_device
 
 
+# CUDA is the device on host memory (hostcuda/), and no GPU.
+HOSTCUDA = hasattr(torch.cuda, "graph_counters")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 # Where programs run. Whatever stands here is tried by every test that asks for a ``device``.
@@ -234,7 +236,7 @@ def launches_compared() -> Iterator[None]:
     counted, replayed, broken_off = list[str](), list[bool](), list[bool]()  # threads append
     natively: list[tuple[ctypes.c_int64, DeviceRuntime, int]] = []
     expected: dict[str, list[int]] = {"cpu": [], "hostsim": []}
-    if hasattr(torch.cuda, "graph_counters"):  # hostcuda has them, and no GPU
+    if HOSTCUDA:
         expected["cuda"] = []
     count, capture, run = Counters.count, RecordingBuilder._capture, Recording.run
     make_unit, failed = Recording.make_unit, Recording.failed_natively

@@ -95,7 +95,7 @@ def data_dependent(x: Tensor) -> Tensor:
 def sized(x: Tensor) -> list[Tensor]:
     n = x.size(0)
     sizes = round(n / 3), abs(n - 20), max(n, 5), math.trunc(math.sqrt(n)), torch.sym_ite(n > 5, n, 2 * n)
-    return [torch.full((size + 1,), 1.5) @ x.new_ones(size + 1, 2) for size in sizes]
+    return [torch.full((size + 1,), 1.5, device=x.device) @ x.new_ones(size + 1, 2) for size in sizes]
 
 
 def run(
@@ -436,6 +436,8 @@ def test_whatever_is_damaged_is_made_again(
 
     A module of a program that was made again may be one that nobody needs any more: it stays as it is.
     """
+    if device.type == "cuda":
+        pytest.skip("Inductor reads its modules of Triton kernels unchecked (PyCodeCache.load), with any backend")
     usual = codecache.get_path
 
     def get_path(name: str, extension: str, folder: str = "") -> Any:

@@ -177,7 +177,14 @@ def test_pinned_memory() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.ones(4, 4, pin_memory=True).to(x.device, non_blocking=True) + x
 
-    compare(function, lambda: (torch.randn(4, 4, device=torch.accelerator.current_accelerator()),))
+    def make() -> tuple[torch.Tensor]:
+        return (torch.randn(4, 4, device=torch.accelerator.current_accelerator()),)
+
+    try:
+        inductor(function)(*make())
+    except torch._inductor.exc.InductorError as error:
+        pytest.skip(f"Inductor itself refuses: {error}")
+    compare(function, make)
 
 
 # -- dtypes --------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def _assert_clean(runtime: DeviceRuntime) -> None:
         assert runtime.simulator.is_clean()
 
 
+@pytest.mark.launches_graphs
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_capture_ends_whatever_is_raised(runtime: DeviceRuntime, step: str, error: type[BaseException]) -> None:

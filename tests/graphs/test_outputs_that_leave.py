@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, freezes
+from conftest import HOSTCUDA, Compiled, freezes
 from torch import multiprocessing
 
 
@@ -85,6 +86,8 @@ def test_an_output_may_be_dropped_when_its_stream_waits_for_the_reader(
 @pytest.mark.accelerator
 def test_without_either_the_reader_sees_later_outputs(compiled: Any, device: torch.device, asynchronous: Any) -> None:
     """What docs/outputs.md warns of. If this is right one day, neither is needed any more."""
+    if HOSTCUDA and not os.environ.get("HOSTCUDA_LAZY"):
+        pytest.skip("work runs as soon as it is issued: HOSTCUDA_LAZY=1")
     f: Compiled = compiled(lambda x: torch.relu(x) * 2 + 1)
     assert _read_on_a_side_stream(f, device, asynchronous, _record) > 0
 

@@ -395,7 +395,8 @@ class AlignmentStep : public OrPythonStep {
  private:
   bool natively(Slots& slots) override {
     const auto& tensor = operand_.in(slots);
-    return tensor.defined() && reinterpret_cast<uint64_t>(tensor.const_data_ptr()) % bytes_ == 0;
+    return tensor.defined() && tensor.has_storage() &&
+           reinterpret_cast<uint64_t>(tensor.const_data_ptr()) % bytes_ == 0;
   }
   Operand operand_;
   uint64_t bytes_;

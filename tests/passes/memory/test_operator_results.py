@@ -210,5 +210,7 @@ def test_handed_out_and_held(compiled: Any, device: torch.device, fn: Any) -> No
     for call in range(12):
         x = torch.randn(3 + call % 3, 4)
         held.append((f(x.to(device)), fn(x)))
+    # A GPU's scan adds in another order.
+    compare = torch.testing.assert_close if device.type == "cuda" else assert_same
     for result, expected in held:
-        assert_same([one.cpu() for one in tensors_in(result)], expected)
+        compare([one.cpu() for one in tensors_in(result)], tensors_in(expected))
