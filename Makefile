@@ -79,7 +79,10 @@ test-cuda:
 		echo "test-cuda: skipped, torch $(CUDA_TORCH) is not to be had here as it is built for CUDA"; \
 	else cat $(CUDA_LOG); exit 1; fi
 
-cuda-torch: $(VENV)/.installed-test
+# torch first and by itself: where there is no wheel, pip says that, and not that requirements are in conflict.
+cuda-torch: $(VENV)/bin/python
+	test -e $(VENV)/.installed-test || $(BIN)/pip install --quiet --no-deps torch==$(CUDA_TORCH)
+	$(MAKE) --no-print-directory $(VENV)/.installed-test
 	$(BIN)/python -m hostcuda --build
 
 # The longest first; two at a time.
