@@ -17,6 +17,7 @@ from .kernels_registry import Kernel
 Grid = tuple[int, int, int]
 # Elements of a block that is computed at once: the interpreter's own time does not count then, and a cache has them.
 _MOST = 1 << 17
+_MOST_REDUCED = 1 << 14
 _BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 # Kernels of Inductor's that look at nothing but their block sizes.
 _SIZED = ("triton_poi_", "triton_per_", "triton_red_")
@@ -95,8 +96,9 @@ class _Prepared:
         for block in (*_BLOCKS, "R0_BLOCK", "R1_BLOCK"):
             elements *= arguments.get(block, 1)
         if "R0_BLOCK" in arguments and self._loop and "R1_BLOCK" not in arguments:
-            numel = self._reduced(arguments)
-            while arguments["R0_BLOCK"] < numel and elements < _MOST:
+            # As many at once whatever block the tuner has chosen: the order of a sum must not depend on its choice.
+            numel = min(self._reduced(arguments), _MOST_REDUCED)
+            while arguments["R0_BLOCK"] < numel:
                 arguments["R0_BLOCK"] *= 2
                 elements *= 2
         for axis in self._axes:

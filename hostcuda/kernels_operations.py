@@ -24,6 +24,7 @@ def improve(interpreter: Any) -> None:
     # Parts of blocks, which scans combine, have any size.
     interpreter.tl.core.validate_block_shape = math.prod
     interpreter.ReduceOps.generic_reduce = kernels_scans.reduced
+    interpreter.ReduceOps.sum = kernels_scans.summed
     interpreter.ScanOps.generic_scan = kernels_scans.scanned
     _less_by_operation(interpreter)
     _call_device_functions()
