@@ -107,6 +107,7 @@ def test_a_device_without_any_graph_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.launches_graphs
 def test_gpu_capture_and_replay() -> None:
     device = torch.device(getattr(torch.accelerator.current_accelerator(), "type", "cuda"), 0)
     runtime = runtime_for(device)
