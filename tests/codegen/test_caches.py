@@ -132,7 +132,9 @@ PROGRAMS: dict[str, tuple[Any, bool | None, bool]] = {
 def test_what_is_found_is_what_was_compiled(device: torch.device, name: str) -> None:
     """Graph, decisions, results and replays, bit for bit."""
     if name == "sizes" and device.type == "cuda":
-        pytest.skip("on CUDA a hit of Inductor's cache guards on more than a miss, with any backend: two programs for one")
+        pytest.skip(
+            "on CUDA a hit of Inductor's cache guards on more than a miss, with any backend: two programs for one"
+        )
     make, dynamic, training = PROGRAMS[name]
     shapes = (4, 4, 4, 6, 6, 6) if dynamic else (4, 4, 4)
     found = []
