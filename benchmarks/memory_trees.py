@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from memory_peak import UNet, loss_of
 from torch import Tensor, nn
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -86,31 +87,8 @@ def resnet() -> tuple[nn.Module, Inputs]:
     return ResNetForImageClassification(config), lambda: {"pixel_values": torch.randn(BATCH, 3, 128, 128)}
 
 
-class UNet(nn.Module):
-    """Two levels down and up again, with skip connections."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        sizes = [(3, width), (width, 2 * width), (2 * width, 4 * width)]
-        self.down = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in sizes)
-        sizes = [(6 * width, 2 * width), (3 * width, width)]
-        self.up = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in sizes)
-        self.last = nn.Conv2d(width, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for layer in self.down:
-            x = torch.relu(layer(x))
-            skips.append(x)
-            x = nn.functional.max_pool2d(x, 2)
-        x = skips.pop()
-        for layer in self.up:
-            x = torch.relu(layer(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), skips.pop()], 1)))
-        return self.last(x)
-
-
 def unet() -> tuple[nn.Module, Inputs]:
-    return UNet(), lambda: {"x": torch.randn(4, 3, 96, 96)}
+    return UNet(width=64), lambda: {"x": torch.randn(4, 3, 96, 96)}
 
 
 def mlp() -> tuple[nn.Module, Inputs]:
@@ -137,11 +115,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "resnet": resnet,
     "unet": unet,
 }  # fmt: skip
-
-
-def loss_of(outputs: Any) -> Tensor:
-    values = outputs.to_tuple() if hasattr(outputs, "to_tuple") else (outputs,)
-    return sum(v.float().square().mean() for v in values if isinstance(v, Tensor) and v.requires_grad)  # type: ignore
 
 
 def measure(name: str, mode: str, side: str) -> dict[str, Any]:
