@@ -78,7 +78,8 @@ class Findings:
                 continue
             self.bit_for_bit += torch.equal(a, b)
             largest = b.double().abs().max().item() if b.numel() and not b.is_complex() else 0.0
-            if not torch.allclose(a, b, rtol=rtol, atol=atol * (max(1.0, largest) if math.isfinite(largest) else 1.0)):
+            scale = max(1.0, largest) if math.isfinite(largest) else 1.0
+            if not torch.allclose(a, b, rtol=rtol, atol=atol * scale):
                 self.wrong += 1
                 error = (a.double() - b.double()).abs().max().item()
                 self.largest_error = max(self.largest_error, error) if math.isfinite(error) else error
