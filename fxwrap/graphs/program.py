@@ -612,7 +612,7 @@ class EagerRuns:
 def _eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> FlatFunction:
     """The whole schedule as one flat function with plain allocations."""
     registers = {node: i for i, node in enumerate(plan.placeholders)}
-    builder = FlatBuilder(constants(plan.graph), registers, repeats=functools.partial(can_run_again, plan))
+    builder = FlatBuilder(constants(plan.graph), registers, repeats=functools.partial(_repeats, plan, give_back))
     for node in checks_on(plan.placeholders):
         if builder.available(node):
             builder.check(node)
@@ -621,6 +621,11 @@ def _eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) ->
         builder.run_partition(plan, partition)
     builder.begin_range("")
     return builder.build(output_node(plan.graph).args[0], give_back)
+
+
+def _repeats(plan: ProgramPlan, give_back: GiveBack | None, node: Node) -> bool:
+    """Whether a step runs again after it was out of memory: none does where recordings have none to give back."""
+    return give_back is not None and can_run_again(plan, node)
 
 
 def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
