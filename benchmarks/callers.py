@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import fxwrap
 from fxwrap.graphs.devices.runtime import using_runtime
-from fxwrap.graphs.shared_state import SHARED
+from fxwrap.graphs.memory.shared_state import SHARED
 
 Function = Callable[..., Any]
 

@@ -35,7 +35,7 @@ from memory_peak import UNet, loss_of
 from torch import Tensor, nn
 
 import fxwrap
-from fxwrap.graphs.arenas import AT_ONE_TIME
+from fxwrap.graphs.memory.arenas import AT_ONE_TIME
 
 Check = Callable[[Place, Findings], None]
 # Calls until a program replays: one runs eagerly, one is recorded, and one more if it was cut anew or its arena grew.

@@ -133,7 +133,7 @@ class AcceleratorMemory:
         if hasattr(self._module, "memory_snapshot"):
             segments = [s for s in self._module.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
             return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
-        from fxwrap.graphs.shared_state import SHARED
+        from fxwrap.graphs.memory.shared_state import SHARED
 
         stats = [self._module.pool_stats(pool) for pool in SHARED.arenas.pools()]
         return sum(one["peak_allocated"] - one["allocated"] for one in stats)

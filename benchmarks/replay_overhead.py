@@ -56,7 +56,7 @@ def microseconds(functions: dict[str, Callable[[], Any]], turns: int, calls: int
 def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) -> dict[str, float]:
     import fxwrap
     from fxwrap.compilation import live_compilations
-    from fxwrap.graphs.ranges import copies_of_inputs
+    from fxwrap.graphs.replay.ranges import copies_of_inputs
 
     torch._dynamo.reset()
     device = torch.device("hostsim", 0)

@@ -26,15 +26,16 @@ from .options import Options
 from .packing import plan_memory
 
 if TYPE_CHECKING:
+    from .api.doctor import Diagnosis, doctor
+    from .api.explain import explain
+    from .api.record import record
+    from .api.release import release
+    from .api.report import Explanation, report
+    from .api.stats import stats
     from .artifacts.load import LoadedProgram, load
     from .artifacts.save import save
-    from .codegen.emission import FxwrapCodegen
-    from .codegen.registration import DeviceRegistration, register_device
-    from .inspection.doctor import Diagnosis, doctor
-    from .inspection.explain import Explanation, explain, report
-    from .inspection.record import record
-    from .inspection.release import release
-    from .inspection.stats import stats
+    from .codegen.devices.registration import DeviceRegistration, register_device
+    from .codegen.emit.emission import FxwrapCodegen
 
 __version__ = "0.1.0"
 __all__ = [
@@ -77,17 +78,17 @@ _LAZY = {
     "LoadedProgram": ".artifacts.load",
     "load": ".artifacts.load",
     "save": ".artifacts.save",
-    "FxwrapCodegen": ".codegen.emission",
-    "DeviceRegistration": ".codegen.registration",
-    "register_device": ".codegen.registration",
-    "Diagnosis": ".inspection.doctor",
-    "doctor": ".inspection.doctor",
-    "Explanation": ".inspection.explain",
-    "explain": ".inspection.explain",
-    "report": ".inspection.explain",
-    "record": ".inspection.record",
-    "release": ".inspection.release",
-    "stats": ".inspection.stats",
+    "FxwrapCodegen": ".codegen.emit.emission",
+    "DeviceRegistration": ".codegen.devices.registration",
+    "register_device": ".codegen.devices.registration",
+    "Diagnosis": ".api.doctor",
+    "doctor": ".api.doctor",
+    "Explanation": ".api.report",
+    "explain": ".api.explain",
+    "report": ".api.report",
+    "record": ".api.record",
+    "release": ".api.release",
+    "stats": ".api.stats",
 }
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 try:
-    from .inspection.command_line import app
+    from .api.command_line import app
 except ImportError as error:
     if error.name != "typer":
         raise
     if sys.argv[1:] == ["doctor"]:  # says what is missing, so that it needs nothing itself
-        from .inspection.doctor import doctor
+        from .api.doctor import doctor
 
         found = doctor()
         print(found)

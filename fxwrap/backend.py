@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from .codegen.dynamo import collected_by
+from .codegen.dynamo.collection import collected_by
 from .codegen.frames import with_room
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
 from .codegen.torch_versions import registered_operators

@@ -21,7 +21,7 @@ class Compilation:
         pieces: Dynamo's id of each piece that was compiled, and the code that it is a piece of.
         callers: what ``torch.compile`` had made and was running then.
         skipped: the code that was running inside of these as it is, for Dynamo had skipped it.
-        lines: the user's lines that its graph was traced from (``codegen/user_lines.py``); None if nobody traced one.
+        lines: source lines that its graph was traced from (``codegen/store/user_lines.py``); None without a trace.
         seconds: that the call of the backend took; what is compiled later (a backward) is not in it.
     """
 

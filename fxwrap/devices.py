@@ -1,6 +1,6 @@
 """What the pipeline knows about devices: one record for each, looked up where a device makes a difference.
 
-``fxwrap.register_device`` (codegen/registration.py) enters records. A device without one is treated by the general
+``fxwrap.register_device`` (codegen/devices/registration.py) enters records. A device without one follows the general
 rules: CUDA and XPU need none.
 """
 

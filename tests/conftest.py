@@ -32,14 +32,14 @@ from fxwrap.backend import fxwrap as backend
 from fxwrap.codegen.inductor import _EMISSION
 from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
-from fxwrap.graphs.arenas import ArenaPool
-from fxwrap.graphs.counters import Counters
 from fxwrap.graphs.devices.cpu_graph import capturing_graph
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
-from fxwrap.graphs.locks import LockOwner
-from fxwrap.graphs.recording import Recording
-from fxwrap.graphs.recording_builder import RecordingBuilder
-from fxwrap.graphs.shared_state import SHARED
+from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.locks import LockOwner
+from fxwrap.graphs.memory.shared_state import SHARED
+from fxwrap.graphs.policy.counters import Counters
+from fxwrap.graphs.record.recording_builder import RecordingBuilder
+from fxwrap.graphs.replay.recording import Recording
 from fxwrap.testing.simulated import SIMULATED
 
 # What is tested is compiled: tests/codegen/test_caches.py has the caches.

@@ -1,7 +1,7 @@
 """What Inductor and fxwrap make for a CUDA device, on a machine without one: everything but running it.
 
-fxwrap compiles for an H100 that is not there (``fxwrap.codegen.cross_target``). Here, what comes out is checked: in
-the place of the driver's launcher stands one that compares what it is given with what the cubin takes.
+fxwrap compiles for an H100 that is not there (``fxwrap.codegen.devices.cross_target``). What comes out is checked
+here: the driver's launcher is replaced by one that compares what it is given with what the cubin takes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend_of_fxwrap
-from fxwrap.codegen import export_triton, inductor
-from fxwrap.codegen.ahead import example_inputs, value_of
-from fxwrap.codegen.cross_target import (
+from fxwrap.codegen import inductor
+from fxwrap.codegen.devices.ahead import example_inputs, value_of
+from fxwrap.codegen.devices.cross_target import (
     AbsentDriver,
     cuda_machine,
     present,
@@ -36,11 +36,12 @@ from fxwrap.codegen.cross_target import (
     retarget,
     retargeted,
 )
-from fxwrap.codegen.stored_triton import stored_launcher
-from fxwrap.codegen.triton_kernels import TritonLauncher
+from fxwrap.codegen.emit.triton_kernels import TritonLauncher
+from fxwrap.codegen.store import export_triton
+from fxwrap.codegen.store.stored_triton import stored_launcher
 from fxwrap.compilation import Compilation
 from fxwrap.errors import StorageError
-from fxwrap.graphs.memory_provider import Saved
+from fxwrap.graphs.memory.memory_provider import Saved
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of
 from fxwrap.plan import MemoryPlan, Verdict, nothing_reserved
 

@@ -27,9 +27,9 @@ from conftest import Compiled, assert_same, inductor, tensors_in
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxwrap.graphs.arenas import ArenaPool
+from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.program import Program
-from fxwrap.graphs.shared_state import SHARED
 from fxwrap.native_build import built_library
 
 # Where generated functions say that they are.

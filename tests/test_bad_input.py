@@ -117,7 +117,7 @@ def test_two_accelerators() -> None:
 
 def _unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make Inductor write three lines that no host graph can hold."""
-    from fxwrap.codegen.emission import FxwrapCodegen
+    from fxwrap.codegen.emit.emission import FxwrapCodegen
 
     real = FxwrapCodegen._generate
 
@@ -271,7 +271,7 @@ def test_whatever_a_program_calls_may_be_listed(compiled: Any) -> None:
 def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """An unexpected exception is a fallback like any other, and with strict=True an error that says what broke."""
     from fxwrap import pipeline
-    from fxwrap.codegen import converter
+    from fxwrap.codegen.emit import converter
 
     def broken(*_: Any) -> Any:
         raise TypeError("planted bug")

@@ -18,7 +18,7 @@ from torch._inductor.codegen import common
 from torch.fx import Node
 
 import fxwrap
-from fxwrap.codegen.registration import _interface, _OpOverrides
+from fxwrap.codegen.devices.registration import _interface, _OpOverrides
 from fxwrap.codegen.torch_versions import CPP_DEVICE_NAMES
 from fxwrap.devices import device_function, device_support, registered_devices
 from fxwrap.host_graph.nodes import kernel_of

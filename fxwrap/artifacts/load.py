@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import sympy
 import torch
 
-from ..codegen.stored_kernels import stored_kernel
-from ..codegen.stored_triton import stored_launcher
+from ..codegen.store.stored_kernels import stored_kernel
+from ..codegen.store.stored_triton import stored_launcher
 from ..codegen.torch_runtime import (
     autocast_enabled,
     empty_graph,
@@ -25,8 +25,8 @@ from ..codegen.torch_runtime import (
     wrapper_functions,
 )
 from ..errors import InputError, StorageError
-from ..graphs.overlaps import MutatedInputs
 from ..graphs.program import Program
+from ..graphs.replay.overlaps import MutatedInputs
 from ..host_graph.graph_json import Functions, expression_from_data, graph_from_data
 from ..host_graph.nodes import Kernel, output_values
 from ..host_graph.stand_ins import StandIns
@@ -41,7 +41,7 @@ from .structure import LEAF, flatten, unflatten, with_classes
 from .tensors import from_stored, overlapping, same_memory, without_repeats
 
 if TYPE_CHECKING:
-    from ..inspection.explain import Explanation
+    from ..api.report import Explanation
 
 
 def load(
@@ -298,7 +298,7 @@ class _Kernels:
             elif (member := objects.get(name)) is not None:
                 definition = self._object(member)
             else:
-                from ..codegen.kernels import load_kernels, loaded_kernel
+                from ..codegen.emit.kernels import load_kernels, loaded_kernel
 
                 definition = loaded_kernel(load_kernels(texts[known["module"]]), name)
             if (found := stored_kernel(known, texts, definition, run)) is None:
@@ -523,6 +523,6 @@ class LoadedProgram(_Loaded):
 
     def explain(self) -> Explanation:
         """What is decided about all methods, as ``fxwrap.explain`` shows it."""
-        from ..inspection.explain import Explanation
+        from ..api.report import Explanation
 
         return Explanation([method.program for method in self._methods.values()])

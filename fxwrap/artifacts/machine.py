@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..codegen.stored_triton import target_of, triton_version
+from ..codegen.store.stored_triton import target_of, triton_version
 from .package import Package
 
 # What may be another one where a program is loaded; "cpu_capability" counts for compiled kernels alone.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ..backend import parsed
-from ..codegen.export import CompiledMethod, TracedMethod, compile_method, is_constant, traced_method
-from ..codegen.export_triton import triton_to_data
-from ..codegen.kernels import object_file
-from ..codegen.packed_weights import is_packed
-from ..codegen.stored_program import functions
-from ..codegen.stored_triton import triton_version
+from ..codegen.emit.kernels import object_file
+from ..codegen.store.export import CompiledMethod, TracedMethod, compile_method, is_constant, traced_method
+from ..codegen.store.export_triton import triton_to_data
+from ..codegen.store.packed_weights import is_packed
+from ..codegen.store.stored_program import functions
+from ..codegen.store.stored_triton import triton_version
 from ..errors import OptionError, StorageError
 from ..host_graph.graph_json import Functions, expression_to_data, graph_to_data
 from ..host_graph.nodes import Kernel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..codegen.torch_runtime import overlap
-from ..graphs.overlaps import MutatedInputs
+from ..graphs.replay.overlaps import MutatedInputs
 
 # What every version of safetensors has a name for. Tensors of other dtypes are stored as bytes.
 _NAMED = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..graphs.arenas import has_address, reach, tensor_like, tensor_over
+from ..host_graph.tensors import has_address, reach, tensor_like, tensor_over
 
 _BYTES = torch.uint8
 

@@ -14,8 +14,8 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..graphs.arenas import tensors_in
 from ..host_graph.nodes import Kind, control_flow_of, kind_of, only_computes, operator_name, schema_of
+from ..host_graph.tensors import tensors_in
 from ..plan import Origin, ProgramPlan
 from .copies import all_bytes, without_gradients
 from .walk import OwnMemory, Walk, may_keep

@@ -18,13 +18,13 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CheckError
-from ..graphs.arenas import has_address, tensors_in
 from ..graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
+from ..graphs.memory.shared_state import SHARED
 from ..graphs.program import Program
-from ..graphs.recording import Recording, next_use
-from ..graphs.shared_state import SHARED
+from ..graphs.replay.recording import Recording, next_use
 from ..host_graph.nodes import communicates, only_computes, operator_name, output_values, user_line
 from ..host_graph.sizes import evaluate_sizes
+from ..host_graph.tensors import has_address, tensors_in
 from ..plan import Origin
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference

@@ -14,13 +14,13 @@ import torch
 from torch.fx import Node
 
 from ..errors import CheckError
-from ..graphs.arenas import tensors_in
-from ..graphs.flat_lines import Line, Part, Register, operands_in
-from ..graphs.locks import LockOwner
-from ..graphs.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
-from ..graphs.recording import Recording, Replay
-from ..graphs.recording_builder import RecordingBuilder
+from ..graphs.memory.locks import LockOwner
+from ..graphs.record.recording_builder import RecordingBuilder
+from ..graphs.replay.flat_lines import Line, Part, Register, operands_in
+from ..graphs.replay.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
+from ..graphs.replay.recording import Recording, Replay
 from ..host_graph.nodes import Kind, kind_of, operator_name
+from ..host_graph.tensors import tensors_in
 from ..plan import Cut, Origin, Partition, ProgramPlan
 from .copies import Copies, without_gradients
 from .memory import Difference, first_difference

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
-from ..graphs.static_buffers import copy_tensors
+from ..graphs.memory.static_buffers import copy_tensors
 
 
 class IssuedAgain(CPUGraph):

@@ -12,9 +12,8 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CheckError
-from ..graphs.arenas import reach, tensor_like, tensor_over, tensors_in
-from ..graphs.flat import flat_subgraph
-from ..graphs.placed_results import PlacedResults
+from ..graphs.record.flat import flat_subgraph
+from ..graphs.record.placed_results import PlacedResults
 from ..host_graph.nodes import (
     Kind,
     constants,
@@ -25,6 +24,7 @@ from ..host_graph.nodes import (
     output_node,
     user_line,
 )
+from ..host_graph.tensors import reach, tensor_like, tensor_over, tensors_in
 from ..plan import Home, MemoryPlan, Origin, ProgramPlan
 from .copies import all_bytes, bytes_of
 

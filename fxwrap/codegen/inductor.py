@@ -23,12 +23,12 @@ from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
 from . import torch_versions as versions
-from .caches import cache_key, extended_cache_key, remove_entry, shared_storages, without_uuid
-from .emission import FxwrapCodegen
-from .library_calls import prepare
+from .emit.emission import FxwrapCodegen
+from .emit.library_calls import prepare
 from .request import requesting
+from .store.caches import cache_key, extended_cache_key, remove_entry, shared_storages, without_uuid
+from .store.user_lines import UserLines
 from .torch_runtime import torch_functions
-from .user_lines import UserLines
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..graphs.units import NativeReplay
+from ..graphs.replay.units import NativeReplay
 from ..host_graph.nodes import Kernel
 from ..native_build import built_library, library_path
 

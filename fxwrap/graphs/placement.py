@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..devices import PlaceAllocations
 from ..errors import CaptureError
 from ..host_graph.nodes import operator_name
-from .arenas import Arena
-from .flat import Calls, Landings
-from .placed_results import PlacedResults
-from .shared_state import SHARED
+from .memory.arenas import Arena
+from .memory.shared_state import SHARED
+from .record.flat import Calls, Landings
+from .record.placed_results import PlacedResults
 
 # At how many calls more of what an operator allocates is looked at, to find its results.
 _TRIES = 4

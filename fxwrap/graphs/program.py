@@ -33,25 +33,26 @@ from ..host_graph.nodes import (
     output_values,
 )
 from ..host_graph.sizes import number_of
+from ..host_graph.tensors import stands_for_memory
 from ..options import Options
 from ..plan import MemoryPlan, Origin, Planned, ProgramPlan
-from .arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, stands_for_memory
-from .counters import Counters, RecordingMade
 from .devices.runtime import capture_check, current_stream, freezes_addresses, runtime_for
-from .eager_memory import GiveBack, can_run_again
-from .flat import FlatBuilder, FlatFunction
-from .flat_lines import Part
-from .locks import LockOwner
-from .memory_provider import Estimate, MemoryProvider, Planner, RecordingMemory, Saved
-from .overlaps import MutatedInputs
-from .ranges import partition_range
-from .ranges import recording as recording_range
-from .recording import Recording, RecordingRequest, next_use
-from .recording_builder import Recorded, RecordingBuilder
-from .shared_state import SHARED
-from .specialization import Decision, Specialization, Specializations
+from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
+from .memory.locks import LockOwner
+from .memory.memory_provider import Estimate, MemoryProvider, Planner, RecordingMemory, Saved
+from .memory.shared_state import SHARED
+from .policy.counters import Counters, RecordingMade
+from .policy.eager_memory import GiveBack, can_run_again
+from .policy.specialization import Decision, Specialization, Specializations
+from .record.flat import FlatBuilder, FlatFunction
+from .record.recording_builder import Recorded, RecordingBuilder
+from .replay.flat_lines import Part
+from .replay.overlaps import MutatedInputs
+from .replay.ranges import partition_range
+from .replay.ranges import recording as recording_range
+from .replay.recording import Recording, RecordingRequest, next_use
+from .replay.units import CannotReplay, Description, Guards, Unit, make_unit
 from .torch_functions import TorchFunctions
-from .units import CannotReplay, Description, Guards, Unit, make_unit
 
 log = logging.getLogger(__name__)
 

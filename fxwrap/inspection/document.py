@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 from typing_extensions import NotRequired
 
-from ..codegen.dynamo_story import DynamoStory
+from ..codegen.dynamo.story import DynamoStory
 from ..compilation import Compilation
 from ..errors import InputError
 from ..graphs.program import Program

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ..backend import fxwrap
-from ..codegen.for_testing import fake_tensors
+from ..codegen.devices.for_testing import fake_tensors
 from .contract import Device, Suite
 
 

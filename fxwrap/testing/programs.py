@@ -11,7 +11,7 @@ import torch
 
 import fxwrap
 
-from ..codegen.for_testing import numbers_in_graphs
+from ..codegen.devices.for_testing import numbers_in_graphs
 from .contract import Device, GraphSuite
 
 _serial = itertools.count()  # operators are registered for good

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ..codegen.for_testing import known_to_inductor
+from ..codegen.devices.for_testing import known_to_inductor
 from ..devices import registered_devices
 from ..errors import DeviceError
 from .contract import Device, Suite

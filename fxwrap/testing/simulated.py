@@ -22,10 +22,10 @@ from unittest import mock
 import torch
 
 from ..errors import CaptureError
-from ..graphs.arenas import tensor_over, tensors_in
 from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
-from ..graphs.shared_state import SHARED
+from ..graphs.memory.shared_state import SHARED
+from ..host_graph.tensors import tensor_over, tensors_in
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch._inductor import config
 import fxwrap
 from fxwrap.artifacts.contents import Contents
 from fxwrap.artifacts.tensors import content
-from fxwrap.codegen.packed_weights import PackingCalls, packing_calls
+from fxwrap.codegen.store.packed_weights import PackingCalls, packing_calls
 from fxwrap.errors import StorageError
 
 FROZEN = {"options": {"freezing": True}}

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import fxwrap
 from fxwrap.artifacts.signature import NumberInput, Signature
 from fxwrap.artifacts.structure import with_classes
-from fxwrap.codegen.export import _bounds
+from fxwrap.codegen.store.export import _bounds
 from fxwrap.errors import InputError, StorageError
 
 DYNAMIC = torch.export.Dim.DYNAMIC

@@ -35,7 +35,7 @@ from test_save_and_load import edited, signed
 
 import fxwrap
 from fxwrap.artifacts.contents import Contents
-from fxwrap.codegen.stored_triton import grid_function
+from fxwrap.codegen.store.stored_triton import grid_function
 from fxwrap.errors import StorageError
 
 HERE = Path(__file__).stem
@@ -252,7 +252,7 @@ def test_a_grid_is_what_inductor_computes(name: str) -> None:
 
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
-    from fxwrap.codegen.export_triton import _grid
+    from fxwrap.codegen.store.export_triton import _grid
 
     meta, config = GRIDS[name]
     result: Any = SimpleNamespace(inductor_meta={"grid_type": name, **meta}, config=config)
@@ -324,7 +324,7 @@ def save_for_cuda(folder: Path) -> None:
     """In a process of its own: files of both forms, and what Inductor's own launchers do."""
     import cuda_lane
 
-    from fxwrap.codegen import export_triton
+    from fxwrap.codegen.store import export_triton
 
     calls, seen = [], []
     to_data = export_triton.triton_to_data

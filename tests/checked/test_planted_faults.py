@@ -16,11 +16,11 @@ import fxwrap
 import fxwrap.codegen.torch_runtime
 import fxwrap.passes.memory.planner
 import fxwrap.pipeline
-from fxwrap.graphs.flat_lines import Bound
-from fxwrap.graphs.live_outputs import LivenessGuard
-from fxwrap.graphs.recording import Replay
-from fxwrap.graphs.recording_builder import RecordingBuilder
-from fxwrap.graphs.static_buffers import StaticBuffers
+from fxwrap.graphs.memory.live_outputs import LivenessGuard
+from fxwrap.graphs.memory.static_buffers import StaticBuffers
+from fxwrap.graphs.record.recording_builder import RecordingBuilder
+from fxwrap.graphs.replay.flat_lines import Bound
+from fxwrap.graphs.replay.recording import Replay
 from fxwrap.plan import Home, MemoryPlan
 from fxwrap.testing.simulated import SimulatedGraph
 
@@ -445,7 +445,7 @@ def test_an_updated_input_is_not_copied_back(
         return finished(self, dataclasses.replace(replay, parts=without))
 
     if fault == "wrong input":
-        monkeypatch.setattr("fxwrap.graphs.recording_builder._COPY", Bound(lambda target, source: None))
+        monkeypatch.setattr("fxwrap.graphs.record.recording_builder._COPY", Bound(lambda target, source: None))
     else:
         monkeypatch.setattr(RecordingBuilder, "_make_recording", planted)
 
@@ -520,8 +520,8 @@ def test_what_eager_work_returns_stays_where_it_was_allocated(
 ) -> None:
     """Captured work reads what the first call left."""
     monkeypatch.setattr(StaticBuffers, "buffer_of", lambda self, value: value.clone())
-    monkeypatch.setattr("fxwrap.graphs.recording_builder.copy_tensors", lambda source, place: None)
-    monkeypatch.setattr("fxwrap.graphs.placed_results.copy_tensors", lambda source, place: None)
+    monkeypatch.setattr("fxwrap.graphs.record.recording_builder.copy_tensors", lambda source, place: None)
+    monkeypatch.setattr("fxwrap.graphs.record.placed_results.copy_tensors", lambda source, place: None)
     outside = operators.add("outside(Tensor t) -> Tensor", lambda t: t * 2)
     options = {"checked": 1, "eager_ops": [f"{operators.name}::outside"]}
     error = fault_in(compiled(lambda t: outside(t.sin()) @ t.T, options=options), x)

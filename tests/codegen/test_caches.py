@@ -27,9 +27,9 @@ from torch._inductor.codecache import FxGraphCache, PyCodeCache
 from torch._logging._internal import trace_log
 
 import fxwrap
-from fxwrap.codegen.caches import _fingerprint
 from fxwrap.codegen.inductor import _EMISSION
-from fxwrap.codegen.stored_program import functions
+from fxwrap.codegen.store.caches import _fingerprint
+from fxwrap.codegen.store.stored_program import functions
 from fxwrap.errors import EmissionError
 from fxwrap.graphs.program import Program
 from fxwrap.host_graph.graph_json import graph_to_data
@@ -197,7 +197,7 @@ def changes() -> dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]:
         return lambda patch: {"options": options}
 
     def source(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-        patch.setattr("fxwrap.codegen.caches._source_digest", lambda: "another version of fxwrap")
+        patch.setattr("fxwrap.codegen.store.caches._source_digest", lambda: "another version of fxwrap")
         return {}
 
     def threads(patch: pytest.MonkeyPatch) -> dict[str, Any]:

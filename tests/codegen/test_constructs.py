@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_map_only
 
 import fxwrap
-from fxwrap.codegen.stored_program import functions
+from fxwrap.codegen.store.stored_program import functions
 from fxwrap.host_graph.graph_json import graph_to_data
 from fxwrap.host_graph.listing import list_graph
 from fxwrap.host_graph.nodes import Kind, kind_of, launch, switch, user_line, while_loop

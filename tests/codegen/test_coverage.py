@@ -58,7 +58,7 @@ def case(module: Any, function: Any, *inputs: torch.Tensor) -> Any:
 
 def test_a_difference_is_seen(coverage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script itself can fail: a pass that drops the last kernel changes the numbers."""
-    from fxwrap.codegen import emission
+    from fxwrap.codegen.emit import emission
     from fxwrap.host_graph.nodes import Kind, kind_of
 
     def drops_a_launch(self: Any) -> Any:
@@ -75,7 +75,7 @@ def test_a_difference_is_seen(coverage: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_fallback_and_a_failure_are_seen(coverage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxwrap.codegen import converter
+    from fxwrap.codegen.emit import converter
     from fxwrap.errors import EmissionError
 
     def refuse(self: Any, line: Any) -> None:

@@ -24,7 +24,7 @@ from cuda_lane import DEVICE, CheckedLauncher, WrongLaunch, check_binary, stored
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from fxwrap.codegen.emission import FxwrapCodegen
+from fxwrap.codegen.emit.emission import FxwrapCodegen
 from fxwrap.host_graph.nodes import kernel_of, reinterpret
 
 HERE = Path(__file__).resolve().parent

@@ -14,8 +14,8 @@ from conftest import Compiled
 from torch.fx import Graph, GraphModule
 
 import fxwrap
-from fxwrap.codegen.statements import StatementReader, assigned_names
-from fxwrap.codegen.stored_program import functions
+from fxwrap.codegen.emit.statements import StatementReader, assigned_names
+from fxwrap.codegen.store.stored_program import functions
 from fxwrap.errors import EmissionError
 from fxwrap.host_graph.arithmetic import is_arithmetic, select
 from fxwrap.host_graph.listing import list_graph
@@ -62,7 +62,7 @@ def test_every_wrapper_line_of_this_torch_is_known() -> None:
     text says."""
     from torch._inductor.codegen import cpp_wrapper_cpu, memory_planning, wrapper  # all that define lines
 
-    from fxwrap.codegen.converter import LINES_READ_AS_TEXT, LINES_REFUSED, HostGraphConverter
+    from fxwrap.codegen.emit.converter import LINES_READ_AS_TEXT, LINES_REFUSED, HostGraphConverter
 
     assert cpp_wrapper_cpu and memory_planning
     # Not instantiated by Inductor itself.

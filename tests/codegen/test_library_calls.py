@@ -11,7 +11,7 @@ from conftest import Compiled, assert_same
 from torch.nn import functional as F
 
 import fxwrap
-from fxwrap.codegen.library_calls import LIBRARY_CALLS
+from fxwrap.codegen.emit.library_calls import LIBRARY_CALLS
 
 w = torch.randn(8, 8)
 
@@ -100,7 +100,7 @@ def test_views_stay_views_and_results_are_planned(compiled: Any, no_kernels: Non
 
 def test_what_needs_a_kernel_is_named(compiled: Any) -> None:
     """On the device itself; a higher-order operator has no call that would compute it."""
-    from fxwrap.codegen.library_calls import LibraryCalls
+    from fxwrap.codegen.emit.library_calls import LibraryCalls
 
     class Node:
         def get_nodes(self) -> list[Any]:

@@ -20,8 +20,8 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxwrap
-from fxwrap.codegen.converter import HostGraphConverter
-from fxwrap.codegen.out_forms import OutForm, out_form
+from fxwrap.codegen.emit.converter import HostGraphConverter
+from fxwrap.codegen.emit.out_forms import OutForm, out_form
 from fxwrap.host_graph.listing import list_graph
 from fxwrap.plan import Origin
 

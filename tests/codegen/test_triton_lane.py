@@ -28,9 +28,9 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_lane import Launch, triton_on_cpu
 
-from fxwrap.codegen import triton_kernels
-from fxwrap.codegen.emission import FxwrapCodegen
-from fxwrap.codegen.triton_kernels import TritonLauncher, argument_names, known_writes, written_arguments
+from fxwrap.codegen.emit import triton_kernels
+from fxwrap.codegen.emit.emission import FxwrapCodegen
+from fxwrap.codegen.emit.triton_kernels import TritonLauncher, argument_names, known_writes, written_arguments
 from fxwrap.graphs.devices.runtime import using_runtime
 from fxwrap.host_graph.listing import list_graph
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of, launch

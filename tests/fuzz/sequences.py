@@ -29,9 +29,9 @@ import fxwrap
 from fxwrap.backend import fxwrap as backend
 from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
-from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.devices.runtime import runtime_for
-from fxwrap.graphs.shared_state import SHARED
+from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.shared_state import SHARED
 
 # -- what is drawn --------------------------------------------------------------------------------------------------
 

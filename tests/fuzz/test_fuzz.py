@@ -34,10 +34,10 @@ from sequences import (
     torch_settings,
 )
 
-from fxwrap.graphs.live_outputs import LivenessGuard
+from fxwrap.api import record as record_module
+from fxwrap.graphs.memory.live_outputs import LivenessGuard
 from fxwrap.graphs.program import Program
-from fxwrap.graphs.recording import Recording, Replay
-from fxwrap.inspection import record as record_module
+from fxwrap.graphs.replay.recording import Recording, Replay
 
 # Of the sample in every run: compiling them takes most of its time.
 PROGRAMS, EXAMPLES = 1, 12

@@ -38,8 +38,8 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import PlanError
 from fxwrap.graphs.devices.runtime import DeviceRuntime, using_runtime
-from fxwrap.graphs.flat import FlatBuilder
-from fxwrap.graphs.registers import Registers
+from fxwrap.graphs.record.flat import FlatBuilder
+from fxwrap.graphs.record.registers import Registers
 from fxwrap.options import Options
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph

@@ -16,10 +16,10 @@ from conftest import Compiled, assert_nothing_captures, freezes, tensors_in
 from faults import AtLine
 from threads import in_threads
 
-from fxwrap.graphs.locks import LockOwner, TryLock
+from fxwrap.graphs.memory.locks import LockOwner, TryLock
+from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.program import Program
-from fxwrap.graphs.recording_builder import RecordingBuilder
-from fxwrap.graphs.shared_state import SHARED
+from fxwrap.graphs.record.recording_builder import RecordingBuilder
 
 
 def _calls(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, inductor, on_simulated
 
-from fxwrap.graphs.arenas import ArenaPool
-from fxwrap.graphs.locks import LockOwner
-from fxwrap.graphs.recording import next_use
-from fxwrap.graphs.specialization import Specialization, Specializations
+from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.locks import LockOwner
+from fxwrap.graphs.policy.specialization import Specialization, Specializations
+from fxwrap.graphs.replay.recording import next_use
 from fxwrap.packing.reserved import lay_out_arena
 
 

@@ -11,12 +11,12 @@ import torch
 from conftest import Compiled, freezes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxwrap.graphs.arenas import NEEDED_ELSEWHERE, ArenaPool
-from fxwrap.graphs.eager_memory import EVENT
-from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.memory.arenas import NEEDED_ELSEWHERE, ArenaPool
+from fxwrap.graphs.memory.locks import LockOwner
+from fxwrap.graphs.memory.shared_state import SHARED
+from fxwrap.graphs.policy.eager_memory import EVENT
+from fxwrap.graphs.policy.specialization import ASKED_AGAIN
 from fxwrap.graphs.program import EagerRuns
-from fxwrap.graphs.shared_state import SHARED
-from fxwrap.graphs.specialization import ASKED_AGAIN
 
 
 @torch.library.custom_op("fxwrap_test::does_anything", mutates_args=())

@@ -23,11 +23,12 @@ from conftest import Compiled, freezes, launches, launches_compared, on_simulate
 import fxwrap
 from fxwrap.codegen import torch_runtime
 from fxwrap.errors import CaptureError
-from fxwrap.graphs.arenas import Arena, ArenaPool, tensor_over
 from fxwrap.graphs.devices.cpu_graph import issue
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
-from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.memory.arenas import Arena, ArenaPool
+from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.program import Program
+from fxwrap.host_graph.tensors import tensor_over
 from fxwrap.testing.simulated import SIMULATED, Rules, SimulatedGraph, SimulatedRuntime, simulated
 
 pytestmark = pytest.mark.hardware

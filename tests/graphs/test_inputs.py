@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, freezes, inductor, on_simulated, tensors_in
 
-from fxwrap.graphs.ranges import copies_to_inputs
+from fxwrap.graphs.replay.ranges import copies_to_inputs
 
 
 def test_in_place_update_is_seen_by_the_caller(compiled: Any, device: torch.device) -> None:

@@ -22,8 +22,8 @@ from threads import in_threads
 from torch.fx import GraphModule
 
 from fxwrap.graphs.program import Program
-from fxwrap.graphs.recording import Recording
-from fxwrap.graphs.recording_builder import RecordingBuilder
+from fxwrap.graphs.record.recording_builder import RecordingBuilder
+from fxwrap.graphs.replay.recording import Recording
 
 SIZES = range(4, 24)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxwrap.codegen.torch_runtime import use_counter
-from fxwrap.graphs.live_outputs import LivenessGuard, OutputStorage, WatchedOutputs
+from fxwrap.graphs.memory.live_outputs import LivenessGuard, OutputStorage, WatchedOutputs
 
 CPU = torch.device("cpu")
 

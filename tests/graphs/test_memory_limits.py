@@ -16,9 +16,9 @@ import torch
 from conftest import Compiled, freezes
 
 import fxwrap
-from fxwrap.graphs.arenas import Arena, ArenaPool
-from fxwrap.graphs.live_outputs import WatchedOutputs
-from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.memory.arenas import Arena, ArenaPool
+from fxwrap.graphs.memory.live_outputs import WatchedOutputs
+from fxwrap.graphs.memory.locks import LockOwner
 
 CPU = torch.device("cpu")
 

@@ -20,15 +20,15 @@ from conftest import Compiled, freezes
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxwrap
-from fxwrap.graphs import recording_builder
-from fxwrap.graphs.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
 from fxwrap.graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, using_runtime
-from fxwrap.graphs.live_outputs import WatchedOutputs
-from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
+from fxwrap.graphs.memory.live_outputs import WatchedOutputs
+from fxwrap.graphs.memory.locks import LockOwner
+from fxwrap.graphs.memory.static_buffers import StaticBuffers
 from fxwrap.graphs.placement import _CapturedOffer
-from fxwrap.graphs.recording_builder import RecordingBuilder
-from fxwrap.graphs.specialization import ASKED_AGAIN
-from fxwrap.graphs.static_buffers import StaticBuffers
+from fxwrap.graphs.policy.specialization import ASKED_AGAIN
+from fxwrap.graphs.record import recording_builder
+from fxwrap.graphs.record.recording_builder import RecordingBuilder
 from fxwrap.testing.simulated import Rules, SimulatedGraph, SimulatedRuntime, simulated
 
 CPU = torch.device("cpu")

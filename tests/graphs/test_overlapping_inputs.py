@@ -17,7 +17,7 @@ from conftest import Compiled, assert_same, freezes
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 from fxwrap.codegen.torch_runtime import overlap
-from fxwrap.graphs.overlaps import MutatedInputs
+from fxwrap.graphs.replay.overlaps import MutatedInputs
 from fxwrap.host_graph.listing import list_graph
 
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, inductor, tensors_in
 
-from fxwrap.graphs.output_views import copy_out, relay, views_of
-from fxwrap.graphs.static_buffers import StaticBuffers
+from fxwrap.graphs.memory.output_views import copy_out, relay, views_of
+from fxwrap.graphs.memory.static_buffers import StaticBuffers
 
 _COMPLEX = torch.complex64
 _neg = torch._neg_view

@@ -17,9 +17,9 @@ import torch
 from conftest import Compiled
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-from fxwrap.graphs.arenas import AT_ONE_TIME, ArenaPool
 from fxwrap.graphs.devices import runtime as device_graph
-from fxwrap.graphs.locks import LockOwner
+from fxwrap.graphs.memory.arenas import AT_ONE_TIME, ArenaPool
+from fxwrap.graphs.memory.locks import LockOwner
 
 STREAMS = 12
 

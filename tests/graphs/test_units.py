@@ -35,9 +35,9 @@ import fxwrap
 from fxwrap.codegen.native_library import native_replay
 from fxwrap.errors import InputError
 from fxwrap.graphs.devices.runtime import using_runtime
-from fxwrap.graphs.locks import LockOwner, TryLock
-from fxwrap.graphs.recording import Recording
-from fxwrap.graphs.shared_state import SHARED
+from fxwrap.graphs.memory.locks import LockOwner, TryLock
+from fxwrap.graphs.memory.shared_state import SHARED
+from fxwrap.graphs.replay.recording import Recording
 from fxwrap.native_build import built_library, cache_folder
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.testing.simulated import SIMULATED
@@ -1720,7 +1720,7 @@ def test_a_fault_while_a_unit_is_made(
     def planted(*_: Any) -> bool:
         raise KeyError("planted")
 
-    monkeypatch.setattr("fxwrap.graphs.units._Lowering._kernel", planted)
+    monkeypatch.setattr("fxwrap.graphs.replay.units._Lowering._kernel", planted)
     f: Compiled = compiled(lambda x: x.sin(), options={"warmup": 1 << 40} if eager else {})
     for _ in range(5):
         x = torch.randn(4, 4)

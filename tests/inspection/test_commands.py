@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from fxwrap.inspection.command_line import app
+from fxwrap.api.command_line import app
 
 MODULE = """
 import torch

@@ -18,8 +18,8 @@ from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 import fxwrap
+from fxwrap.api import doctor as doctors
 from fxwrap.graphs.devices.runtime import runtime_for
-from fxwrap.inspection import doctor as doctors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -61,7 +61,7 @@ def test_a_torch_that_is_too_old() -> None:
 import sys, torch
 torch.__version__ = "2.6.0"
 sys.modules["torch._inductor.codegen.wrapper_fxir"] = None
-from fxwrap.inspection.command_line import app
+from fxwrap.api.command_line import app
 app(["doctor", "--json"])
 """
     code, found = _in_a_new_python("-c", program)
@@ -73,7 +73,7 @@ app(["doctor", "--json"])
 
 
 def test_what_inductor_would_say_where_it_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fxwrap.codegen.machine", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "fxwrap.codegen.devices.machine", None)  # type: ignore[arg-type]
     found = fxwrap.doctor()
     for subject in ("C++ compiler", "caching"):
         assert found.about(subject) == doctors.Finding(subject, "warning", "not known: Inductor cannot be imported")

@@ -25,9 +25,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxwrap
 from fxwrap.codegen.traces import ProgramTraces
-from fxwrap.graphs import flat_lines, program, recording
+from fxwrap.graphs import program
 from fxwrap.graphs.devices.cpu_graph import CPUGraph
 from fxwrap.graphs.devices.runtime import runtime_for
+from fxwrap.graphs.replay import flat_lines, recording
 
 # -- ranges in profiles -------------------------------------------------------------------------------------
 

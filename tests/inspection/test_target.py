@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import fxwrap
-from fxwrap.codegen.cross_target import CAPABILITIES, resources
+from fxwrap.codegen.devices.cross_target import CAPABILITIES, resources
 from fxwrap.errors import DeviceError, FxwrapError, OptionError, UnsupportedModelError
 
 HOSTSIM = Path(__file__).resolve().parents[2] / "examples" / "hostsim"

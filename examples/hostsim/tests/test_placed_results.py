@@ -15,7 +15,7 @@ import torch
 from helpers import zeros
 
 import fxwrap
-from fxwrap.graphs.shared_state import SHARED
+from fxwrap.graphs.memory.shared_state import SHARED
 
 
 def test_an_allocation_of_as_many_bytes_gets_the_place(device: Any) -> None:

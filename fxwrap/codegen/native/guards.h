@@ -44,7 +44,7 @@ struct Guards {
   };
   py::object packed;  // a dictionary
   std::vector<Py_ssize_t> overwritten;
-  // Inputs of which no mutated one may overlap another one, and addresses of static inputs: graphs/overlaps.py.
+  // Inputs of which no mutated one may overlap another one, and addresses of static inputs: graphs/replay/overlaps.py.
   std::vector<std::pair<Py_ssize_t, bool>> moving;
   Spans static_spans, written_static_spans;
   bool no_hooks = false;          // nobody packs what autograd saves

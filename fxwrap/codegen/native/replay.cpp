@@ -1,4 +1,4 @@
-// Replays recordings without Python: a unit is a list of steps over slots, made by graphs/units.py.
+// Replays recordings without Python: a unit is a list of steps over slots, made by graphs/replay/units.py.
 //
 // A step calls a kernel by its address, an operator through the dispatcher, or a Python function. There is nothing to
 // compile for a program: beside what an operator costs, going through a list of steps costs nothing.
@@ -317,7 +317,7 @@ std::unique_ptr<Step> made(UnitState& state, const py::tuple& described) {
 
 PyTypeObject UnitType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// unit(description): a dictionary, whose entries graphs/units.py explains
+// unit(description): a dictionary, whose entries graphs/replay/units.py explains
 PyObject* new_unit(PyObject*, PyObject* argument) {
   HANDLE_TH_ERRORS
   auto described = py::reinterpret_borrow<py::dict>(argument);

@@ -40,7 +40,7 @@ from fxwrap.codegen import torch_versions
 from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import PlanError
 from fxwrap.graphs.program import Program
-from fxwrap.graphs.recording import Recording
+from fxwrap.graphs.replay.recording import Recording
 from fxwrap.packing import Buffer, plan_memory
 from fxwrap.packing.shared_regions import SharedRegion, share_regions
 from fxwrap.passes.memory.planner import plan_program

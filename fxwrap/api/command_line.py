@@ -1,0 +1,366 @@
+"""The commands of ``python -m fxwrap``. What needs Inductor is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
+
+from ..errors import FxwrapError
+from .doctor import doctor as examine
+
+if TYPE_CHECKING:
+    from ..artifacts.signature import Signature
+    from .report import Explanation
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="See what fxwrap makes of a function, and whether all is there for it; save programs, and run them.",
+)
+_console, _errors = Console(), Console(stderr=True)
+_PACKAGE = Path(__file__).parent.parent
+
+
+@app.callback()
+def _begin() -> None:
+    """Before every command: a name that the terminal's encoding lacks is escaped, and does not end the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+_File = Annotated[Path, typer.Argument(help="a file that fxwrap.save has written", exists=True, dir_okay=False)]
+
+
+@contextlib.contextmanager
+def _told(code: int = 1) -> Iterator[None]:
+    """What is wrong is said without a traceback, and the exit code tells that something is."""
+    try:
+        yield
+    except (FxwrapError, OSError) as error:
+        _errors.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(code) from None
+
+
+def _named(source: str, default: str = "") -> tuple[Any, dict[str, Any]]:
+    """What stands behind the colon, and the names that are known there.
+
+    Raises:
+        FxwrapError: it cannot be imported.
+    """
+    module, _, expression = source.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        names = {"torch": torch, **vars(importlib.import_module(module))}
+        return eval(expression or default, names), names
+    except Exception as error:
+        expected = "package.module:function, or package.module:Model(size=8)"
+        raise FxwrapError(f"{source} cannot be imported", expected=expected, got=_described(error)) from error
+
+
+def _described(error: BaseException) -> str:
+    """An error of the user's code, and where in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+# What is not in a file, and folders in which nobody looks for an error of theirs.
+_NOT_THE_USERS = ("<", *(str(Path(str(module.__file__)).parent) for module in (torch, importlib)), str(_PACKAGE))
+
+
+class _ScriptCommand(TyperCommand):
+    """What follows a script is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        script = next((position for position, one in enumerate(args) if one.endswith(".py")), len(args))
+        return super().parse_args(ctx, [*args[:script], "--", *args[script:]] if script < len(args) else args)
+
+
+@app.command(cls=_ScriptCommand)
+def explain(
+    what: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION|SCRIPT.py", help="what to compile, or to run")],
+    rest: Annotated[list[str], typer.Argument(metavar="ARGUMENT", help="what a script is given")] = [],  # noqa: B006
+    args: Annotated[str, typer.Option(help="what the function is given, as between the brackets of a call")] = "",
+    option: Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="of the compilation")] = [],  # noqa: B006
+    calls: Annotated[int, typer.Option(help="how often it is called; the third replays", min=1)] = 1,
+    target: Annotated[str, typer.Option(help="a device that need not be here, such as cuda:90")] = "",
+    no_grad: Annotated[bool, typer.Option("--no-grad", help="inference, under torch.no_grad()")] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page, and no text")] = None,
+    json: Annotated[Path | None, typer.Option(help="write data, and no text; diff compares them")] = None,
+    picture: Annotated[Path | None, typer.Option(help="draw the memory of the first graph: .svg or .png")] = None,
+) -> None:
+    """Show what is made of a function, or of all that a script compiles: graphs, partitions, memory, kernels.
+
+    FUNCTION may be an expression. It and --args know torch and all names of the module. A script runs to its end,
+    with the arguments behind it; what it compiles with backend="fxwrap" is shown, and its exit code is passed on.
+
+    Examples:
+
+        python -m fxwrap explain "torch.nn:Linear(8, 4)" --args "torch.randn(3, 8)" --no-grad
+        python -m fxwrap explain decoder:step --args "*example(), scale=2" --option capture=always
+        python -m fxwrap explain --html page.html --json before.json train.py --epochs 1
+        python -m fxwrap explain "torch.nn:Linear(8, 4)" --args "torch.randn(3, 8)" --picture memory.svg
+    """
+    ended = None
+    with _told():
+        for path in filter(None, (html, json, picture)):
+            if not path.parent.is_dir():
+                raise FxwrapError(f"{path} cannot be written", got=f"no folder {path.parent}")
+        if not what.endswith(".py"):
+            found = _explained(what, args, _options(option), calls, target, no_grad)
+        elif args or option or calls > 1 or target or no_grad:
+            wrong = "--args, --option, --calls, --target and --no-grad are for functions"
+            raise FxwrapError(f"{what} is a script", got=wrong, remedy="write them into the script")
+        elif not Path(what).is_file():
+            raise FxwrapError(f"no script {what}")
+        else:
+            from .scripts import explain_script
+
+            found, ended = explain_script(what, rest)
+            if not found.graphs and not found.fallbacks:
+                _errors.print('the script compiles nothing with torch.compile(..., backend="fxwrap")', style="yellow")
+    with _told(), _errors.status("writing"):
+        if html is not None:
+            found.to_html(str(html))
+        if json is not None:
+            found.save(json)
+        if picture is not None:
+            found.memory_picture(picture)
+    for path in filter(None, (html, json, picture)):
+        _errors.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
+    if html is None and json is None and picture is None:
+        print(found)
+    elif not found.graphs:
+        _errors.print(str(found), style="yellow", markup=False, soft_wrap=True)
+    if ended is not None:
+        raise ended
+
+
+def _explained(what: str, args: str, options: dict[str, Any], calls: int, target: str, no_grad: bool) -> Explanation:
+    with _errors.status("importing Inductor") as status:
+        from ..backend import parsed
+        from .explain import explain
+
+        parsed(options)
+        status.update(f"importing {what}")
+        function, names = _named(what)
+        try:
+            given, by_name = eval(f"_({args})", {**names, "_": lambda *given, **by_name: (given, by_name)})
+        except Exception as error:
+            remedy = "write what stands between the brackets of a call: torch.randn(3, 8), scale=2"
+            raise FxwrapError(f"--args {args}", got=_described(error), remedy=remedy) from error
+        status.update(f"compiling {what}")
+        extra: dict[str, Any] = {"target": target} if target else {}
+        try:
+            with torch.set_grad_enabled(not no_grad):
+                return explain(function, *given, fxwrap_options=options or None, calls=calls, **extra, **by_name)
+        except FxwrapError:
+            raise
+        except Exception as error:
+            raise FxwrapError(f"{what} cannot run with ({args})", got=_described(error)) from error
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise FxwrapError(f"--option {one}", expected="a name and a value, as in capture=always")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="what explain --json has written", exists=True, dir_okay=False)],
+    after: Annotated[Path, typer.Argument(help="another such file", exists=True, dir_okay=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="as data")] = False,
+) -> None:
+    """Show what changed between two reports: graphs, partitions, memory, kernels, counters, versions.
+
+    The exit code is 0 if nothing changed, 1 if something did, 2 if a file cannot be read. Times do not count.
+
+    Examples:
+
+        python -m fxwrap diff before.json after.json
+        python -m fxwrap diff before.json after.json --json
+    """
+    with _told(2), _errors.status("comparing"):
+        from ..inspection.difference import difference
+        from ..inspection.document import read
+
+        found = difference(read(before), read(after))
+    print(dumps(found.to_dict(), indent=1) if as_json else found)
+    raise typer.Exit(bool(found))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="as data")] = False) -> None:
+    """Look at torch, compilers, Triton, devices and caches, and say what is missing and what to do.
+
+    The exit code is 0 if all that is needed is there (warnings are allowed), else 1.
+
+    Examples:
+
+        python -m fxwrap doctor
+        python -m fxwrap doctor --json
+    """
+    with _errors.status("importing"):
+        found = examine()
+    if as_json:
+        print(dumps(found.to_dict(), indent=1))
+    else:
+        _console.print(found)
+    raise typer.Exit(not found.ok)
+
+
+@app.command()
+def save(
+    source: Annotated[str, typer.Argument(help="package.module:function, which returns methods by name")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the file to write")],
+    weights: Annotated[bool, typer.Option(help="save weights, too")] = True,
+    compile: Annotated[
+        str, typer.Option(help="object: compiled kernels; source: compiled where it is loaded")
+    ] = "object",
+) -> None:
+    """Compile methods and save them in one file.
+
+    Example:
+
+        python -m fxwrap save examples.decoder:methods -o decoder.fxw
+    """
+    with _told():
+        function, _ = _named(source, "methods")
+        from ..artifacts.save import save as write
+
+        with _errors.status("importing") as status:
+            path = write(output, function(), weights=weights, compile=compile, progress=status.update)
+    _console.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def inspect(file: _File) -> None:
+    """Show methods, signatures, memory, partitions, kernels and versions of a file. Nothing in it runs.
+
+    Example:
+
+        python -m fxwrap inspect decoder.fxw
+    """
+    from ..artifacts.contents import Contents
+
+    with _told():
+        contents = Contents.of(file)
+    for name, value in contents.versions.items():
+        _console.print(f"{name}: {value}", highlight=False)
+    _console.print(f"weights: {contents.weights}", highlight=False)
+    table = Table("method", "takes", "partitions", "launches", "library calls", title=str(file))
+    for method in contents.methods:
+        conditions = method.signature.conditions
+        takes = [*map(str, method.signature.inputs), *([f"with {conditions}"] if conditions else [])]
+        table.add_row(
+            method.name,
+            Text("\n".join(takes)),
+            f"{method.captured} captured, {method.eager} eager",
+            str(method.launches),
+            str(method.library_calls),
+        )
+    _console.print(table, highlight=False)
+    kernels = Table("method", "kernel", "language", "device", "in the file", "made for", "configuration")
+    for kernel in (kernel for method in contents.methods for kernel in method.kernels):
+        where = kernel.language, kernel.device, "\n".join(kernel.members) or "source, in the program"
+        kernels.add_row(kernel.method, kernel.name, *where, kernel.target, kernel.configuration)
+    _console.print(kernels, highlight=False)
+
+
+@app.command()
+def run(
+    file: _File,
+    method: Annotated[str, typer.Argument(help="which method")],
+    random: Annotated[bool, typer.Option("--random", help="on random inputs")] = False,
+    size: Annotated[list[str], typer.Option(help="a symbolic size, as in s0=8; its lowest otherwise")] = [],  # noqa: B006
+    calls: Annotated[int, typer.Option(help="how often", min=1)] = 10,
+    trust: Annotated[bool, typer.Option("--trust", help="run the native code in the file")] = False,
+) -> None:
+    """Load a file and call a method.
+
+    Example:
+
+        python -m fxwrap run decoder.fxw decode --random --trust
+    """
+    from ..artifacts import load as loading
+
+    with _told():
+        if not random:
+            raise FxwrapError("no inputs", expected="--random", got="nothing")
+        program = loading.load(file, trust=trust)
+        target = program[method]
+        inputs = _random_inputs(target.signature, _sizes(target.signature, size))
+        times = []
+        for _ in range(calls):
+            begin = time.perf_counter()
+            found = target.call_flat(inputs)
+            times.append(time.perf_counter() - begin)
+    _console.print(f"{method}: {_looks(found)}", highlight=False, markup=False)
+    _console.print(f"first call {times[0] * 1e3:.2f} ms, last {times[-1] * 1e6:.0f} us", highlight=False)
+
+
+def _sizes(signature: Signature, given: list[str]) -> dict[str, int]:
+    found = {name: 1 if low is None else low for name, (low, _) in signature.ranges.items()}
+    for one in given:
+        name, _, value = one.partition("=")
+        if name not in found or not value.isdigit():
+            raise FxwrapError(f"--size {one}", expected=f"one of {', '.join(found) or 'none'}, and a number", got=one)
+        found[name] = int(value)
+    return found
+
+
+def _random_inputs(signature: Signature, sizes: dict[str, int]) -> list[Any]:
+    from ..artifacts.signature import NumberInput, TensorInput
+
+    def number(size: Any) -> int:
+        return int(size if isinstance(size, int) else size.subs({s: sizes[s.name] for s in size.free_symbols}))
+
+    found: list[Any] = []
+    for one in signature.inputs:
+        if isinstance(one, NumberInput):
+            found.append(
+                one.value if isinstance(one.value, (str, float, type(None))) else one.kind(number(one.value))
+            )
+            continue
+        assert isinstance(one, TensorInput)
+        value = torch.empty_strided(tuple(map(number, one.size)), tuple(map(number, one.stride)), dtype=one.dtype)
+        found.append((value.normal_() if one.dtype.is_floating_point else value.fill_(1)).to(one.device))
+    return found
+
+
+def _looks(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.size())}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_looks(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_looks, value)) + ")"
+    return repr(value)

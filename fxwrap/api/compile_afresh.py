@@ -1,0 +1,66 @@
+"""Compiles a function anew beside whatever is compiled already, runs it, and measures its calls."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..backend import fxwrap as backend
+from ..codegen.dynamo.collection import with_own_code
+from ..codegen.dynamo.story import known_of
+from ..codegen.torch_runtime import allocations
+from ..codegen.torch_versions import own_caches
+from ..compilation import Compilation
+from ..inspection.document import CallData
+from .report import Explanation
+
+
+def compile_afresh(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    calls: int = 1,
+) -> Explanation:
+    """What is decided about ``fn``, compiled with code and caches of its own and called ``calls`` times."""
+    compilation = Compilation()
+    compiled = torch.compile(
+        with_own_code(fn),
+        backend=functools.partial(backend, compilation=compilation),
+        options=dict(options) if options else None,
+        **own_caches(),
+    )
+    compiled(*args, **kwargs)
+    measured = [_measured(functools.partial(compiled, *args, **kwargs)) for _ in range(1, calls)]
+    compilations, story = known_of(compiled)
+    return Explanation.of(list(dict.fromkeys([compilation, *compilations])), story, measured)
+
+
+def _measured(run: Callable[[], Any]) -> CallData:
+    """Time and memory of a call."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    before = _reset_peak() if accelerator is not None else None
+    begin = time.perf_counter()
+    if accelerator is None:
+        changes = allocations(run)
+        allocated = {"cpu": max(itertools.accumulate(changes), default=0)} if changes is not None else {}
+    else:
+        run()
+        torch.accelerator.synchronize()
+        peak = torch.accelerator.memory.max_memory_allocated() if before is not None else 0
+        allocated = {str(accelerator): peak - before} if before is not None else {}
+    return {"us": (time.perf_counter() - begin) * 1e6, "allocated_bytes": allocated}
+
+
+def _reset_peak() -> int | None:
+    """Bytes of the accelerator that are allocated now; None where it does not tell."""
+    try:
+        torch.accelerator.memory.reset_peak_memory_stats()
+        return torch.accelerator.memory.memory_allocated()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None

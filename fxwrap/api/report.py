@@ -1,0 +1,241 @@
+"""``fxwrap.report``: what was decided about compiled code, read from the objects that run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ..codegen.dynamo.story import DynamoStory, known_of
+from ..compilation import Compilation, live_compilations
+from ..errors import FxwrapError
+from ..graphs.program import Program
+from ..host_graph.nodes import Kernel
+from ..inspection.difference import Difference, difference
+from ..inspection.document import (
+    CallData,
+    Document,
+    Facts,
+    checked,
+    document_of,
+    graph_data,
+    kernels_of,
+    planned_graph,
+    read,
+    unit_of,
+)
+from ..inspection.memory_map import predictions
+from ..inspection.text import text_of
+from ..plan import MemoryPlan, Partition, Prediction
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One host graph and what was decided about it."""
+
+    program: Program
+
+    @property
+    def phase(self) -> str:
+        """inference, forward or backward."""
+        return self.program.plan.phase
+
+    @property
+    def graph(self) -> GraphModule:
+        """The host graph: it runs as it is, ``graph(*inputs)``; ``graph.code`` is readable."""
+        return self.program.plan.graph
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        return self.program.plan.partitions
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """The newest plan; None if no shape was planned."""
+        return self.program.newest_plan
+
+    @property
+    def predicted(self) -> tuple[Prediction, ...]:
+        """The memory of the newest shape that is known, by device: that of a forward is with its backward, as soon as
+        that has run, and that of a backward is with its forward."""
+        return tuple(predictions(self.program))
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels, with their source; those of branches and loops, too."""
+        return tuple(kernels_of(self.graph))
+
+    @property
+    def unit(self) -> str:
+        """What the newest recording runs natively, a line for each step; empty if there is none that does."""
+        return "\n".join(unit_of(self.program))
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        return self.program.counters.to_dict()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data: ``document.GraphData``."""
+        return dict(graph_data(self.program))
+
+
+class Explanation:
+    """Everything decided about a function. Print it, read ``graphs``, or take it along as data.
+
+    Attributes:
+        graphs: one report per host graph, in the order in which they were compiled; empty if the explanation was read
+            from a file: ``to_dict()["graphs"]`` has all that is known of them.
+    """
+
+    def __init__(self, programs: Sequence[Program], about: Facts | None = None) -> None:
+        self.graphs = list(map(GraphReport, programs))
+        self._about = about if about is not None else Facts()
+        self._document: Document | None = None
+
+    @classmethod
+    def of(
+        cls,
+        compilations: Sequence[Compilation],
+        dynamo: DynamoStory | None = None,
+        calls: Sequence[CallData] = (),
+    ) -> Explanation:
+        """What is known of compilations, what Dynamo made of their function, and calls that were measured."""
+        facts = Facts.of(compilations, dynamo, calls)
+        return cls([program for one in compilations for program in one.programs], facts)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Explanation:
+        """What ``to_dict`` gave, perhaps in another process.
+
+        Raises:
+            InputError: it is something else, or of another version of fxwrap.
+        """
+        return cls._of_document(checked(document))
+
+    @classmethod
+    def _of_document(cls, known: Document) -> Explanation:
+        found = cls([], Facts.from_document(known))
+        found._document = known
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> Explanation:
+        """Read what ``save`` wrote. Raises InputError if it is something else."""
+        return cls._of_document(read(Path(path)))
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Graphs that run through Inductor's own wrapper, with the reason."""
+        return list(self._about.fallbacks)
+
+    @property
+    def not_stored(self) -> list[str]:
+        """Why no cache could hold what was compiled; empty where nobody asked for it."""
+        return list(self._about.not_stored)
+
+    @property
+    def dynamo(self) -> DynamoStory:
+        """Graph breaks and functions that were not compiled, with Dynamo's reasons; nothing of them where all
+        programs were asked for."""
+        return self._about.dynamo
+
+    def to_document(self) -> Document:
+        if self._document is not None:
+            return self._document
+        return document_of([graph.program for graph in self.graphs], self._about)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON, as it is at this moment: ``fxwrap.inspection.document.Document``."""
+        return dict(self.to_document())
+
+    def diff(self, other: Explanation) -> Difference:
+        """What is different in ``other``: print it; it is false if nothing is."""
+        return difference(self.to_document(), other.to_document())
+
+    def save(self, path: str | Path) -> None:
+        """Write the data as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+    def to_html(self, path: str | Path, title: str = "fxwrap") -> None:
+        """Write a page to look through: memory, partitions, the host graph, kernels. One file; it needs no network.
+
+        Raises:
+            FxwrapError: the library that draws is missing (``pip install 'fxwrap[page]'``).
+        """
+        from ..inspection.page import page_of
+
+        Path(path).write_text(page_of(self.to_document(), title), encoding="utf-8")
+
+    def memory_picture(self, path: str | Path, graph: int = 0, width: int = 900, height: int = 360) -> None:
+        """Write the memory picture of one graph, as SVG or PNG, by the ending of the name.
+
+        Args:
+            graph: its number in ``to_dict()["graphs"]``.
+            width, height: pixels of the part with the storages.
+
+        Raises:
+            InputError: another ending, no such graph, or one without a plan.
+            FxwrapError: the library that draws is missing.
+        """
+        from ..inspection.page.memory_picture import write_picture
+
+        shown, _ = planned_graph(self.to_document(), graph)
+        write_picture(shown, Path(path), width, height)
+
+    def memory_snapshot(self, path: str | Path, graph: int = 0) -> None:
+        """Write the plan of one graph as a pickled snapshot for pytorch.org/memory_viz: a microsecond is a step.
+
+        Raises:
+            InputError: there is no such graph, or it has no plan.
+        """
+        from ..inspection.memory_snapshot import snapshot_of
+
+        _, memory = planned_graph(self.to_document(), graph)
+        Path(path).write_bytes(pickle.dumps(snapshot_of(memory)))
+
+    def __str__(self) -> str:
+        return text_of(self.to_document())
+
+    __repr__ = __str__
+
+
+def report(fn: Callable[..., Any] | None = None) -> Explanation:
+    """What was decided about code that is compiled and in use; compiles and runs nothing.
+
+    Args:
+        fn: what ``torch.compile`` returned; None for everything that is alive. What a function calls is included
+            if it was compiled in a call of that function (an optimizer's step, at which Dynamo breaks the graph).
+
+    Raises:
+        FxwrapError: ``fn`` was never compiled with fxwrap.
+    """
+    if fn is None:
+        return Explanation.of(live_compilations())
+    compilations, story = known_of(fn)
+    if not compilations:
+        raise FxwrapError(
+            f"{fn!r} has no program",
+            expected='a function compiled with backend="fxwrap" that was called at least once',
+            got=story.why_nothing,
+            remedy="fxwrap.explain(fn, ...) compiles it and tells more; torch.compile(fn, fullgraph=True) raises at "
+            "what cannot be compiled; without an argument all programs are shown",
+        )
+    return Explanation.of(compilations, story)
+
+
+def total(programs: list[Program]) -> dict[str, Any]:
+    """Add up the counters of programs."""
+    result: dict[str, Any] = {"programs": len(programs), "replays": 0}
+    sums: dict[str, Counter[str]] = {name: Counter() for name in ("recordings", "eager", "events")}
+    for program in programs:
+        counters = program.counters.to_dict()
+        result["replays"] += counters["replays"]
+        for name, counter in sums.items():
+            counter.update(counters[name])
+    return {**result, **{name: dict(counter) for name, counter in sums.items()}, "fallbacks": {}, "not_stored": {}}

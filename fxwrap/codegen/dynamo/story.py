@@ -1,0 +1,193 @@
+"""What Dynamo made of a function, in its own words: graph breaks, functions that it skipped, and its frames."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import types
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import config, trace_rules
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+
+from ...compilation import Compilation
+from . import collection as dynamo
+from .collection import RESUMED
+from .search import Search
+
+
+@dataclass(frozen=True)
+class Break:
+    """Where Dynamo ended a graph before its function ended.
+
+    Attributes:
+        reason: Dynamo's.
+        user_line: as ``file, line number: code``.
+    """
+
+    reason: str
+    user_line: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A function that runs as it is, while what it calls may be compiled."""
+
+    function: str
+    user_line: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A function, or the rest of one after a graph break, and how many graphs were made of it.
+
+    Its line is empty where the function is not the user's.
+    """
+
+    function: str
+    user_line: str
+    graphs: int
+
+
+@dataclass(frozen=True)
+class DynamoStory:
+    """What Dynamo made of a function, as far as it still knows: it forgets at ``torch._dynamo.reset()``.
+
+    Attributes:
+        seen: whether Dynamo has looked at the function, or at any that it calls.
+    """
+
+    breaks: tuple[Break, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    frames: tuple[Frame, ...] = ()
+    seen: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> DynamoStory:
+        """What ``to_dict`` gave."""
+        kinds = {"breaks": Break, "skipped": Skipped, "frames": Frame}
+        parts = {
+            name: tuple(kind(**{spec.name: one[spec.name] for spec in fields(kind)}) for one in data[name])
+            for name, kind in kinds.items()
+        }
+        return cls(**parts, seen=data["seen"])  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """What was not compiled whole, a line each."""
+        broken = [f"graph break at {one.user_line}\n  {one.reason}" for one in self.breaks]
+        skipped = [f"not compiled: {one.function}, {one.user_line}\n  {one.reason}" for one in self.skipped]
+        return "\n".join([*broken, *skipped])
+
+    @property
+    def why_nothing(self) -> str:
+        """Why there is no program."""
+        if self.breaks or self.skipped:
+            return str(self)
+        if not self.seen:
+            return (
+                "one that Dynamo has not seen: not compiled, not called, forgotten at torch._dynamo.reset(), or "
+                "compiling is switched off (TORCH_COMPILE_DISABLE, torch.compiler.set_stance)"
+            )
+        return "one that was compiled for others only: with another backend, or for other values"
+
+
+def known_of(compiled: Any) -> tuple[list[Compilation], DynamoStory]:
+    """The compilations of the programs that calls of a function run, the oldest first, and what Dynamo made of it.
+
+    They are those that Dynamo made while the function was running, and those made for others that Dynamo takes from
+    its caches for it: modules of one class share them, and so do functions that call the same one.
+    """
+    search = Search(compiled)
+    pieces = [code for one in search.compilations for _, reference in one.pieces if (code := reference())]
+    own = [one for one in search.compilations if search.asked_for(one)]
+    looked_at = [*search.codes, *(code for one in own for code in one.skipped)]
+    # Switched off, Dynamo notes the functions that it passes by.
+    without = [code for code in dict.fromkeys(looked_at) if not (config.disable or _debug_get_cache_entry_list(code))]
+    skipped = [Skipped(_name(code), _place(code), _why_skipped(code)) for code in without if _is_users(code)]
+    if not (skipped or search.is_compiled):
+        skipped = _skipped_of_torch(without)
+    places = [(code.co_filename, code.co_firstlineno, _last_line(code)) for code in {*looked_at, *pieces}]
+    breaks = [
+        Break(_brief(one.reason), _user_line(one.user_stack[-1].filename, one.user_stack[-1].lineno))
+        for one in graph_break_reasons
+        for frame in one.user_stack[:1]
+        if any(file == frame.filename and first <= (frame.lineno or 0) <= last for file, first, last in places)
+    ]
+    story = DynamoStory(
+        tuple(dict.fromkeys(breaks)),
+        tuple(skipped),
+        tuple(Frame(_name(code), _place(code), count) for code, count in Counter(pieces).items()),
+        bool(search.codes) and not config.disable,
+    )
+    return search.compilations, story
+
+
+def _skipped_of_torch(codes: list[types.CodeType]) -> list[Skipped]:
+    """Functions of torch's that Dynamo has looked at, the first for each reason: a rule for a file has many."""
+    first: dict[str, types.CodeType] = {}
+    for code in codes:
+        if Path(code.co_filename).is_relative_to(Path(torch.__file__).parent):
+            first.setdefault(_why_skipped(code), code)
+    remedy = 'torch.compile(module, backend="fxwrap") compiles a module of such a class, module.compile() does not'
+    modules = Path(torch.nn.__file__).parent
+    return [
+        Skipped(
+            _name(code),
+            _user_line(code.co_filename, code.co_firstlineno),
+            f"{why}; {remedy}" if Path(code.co_filename).is_relative_to(modules) else why,
+        )
+        for why, code in first.items()
+    ]
+
+
+def _why_skipped(code: types.CodeType) -> str:
+    """Dynamo's reason, as far as it keeps it."""
+    key = code.co_filename, code.co_firstlineno, code.co_name
+    for metrics in reversed(get_compilation_metrics()):
+        if metrics.fail_reason and key == (metrics.co_filename, metrics.co_firstlineno, metrics.co_name):
+            return _brief(metrics.fail_reason)
+    rule = trace_rules.check_verbose(code)
+    if rule.skipped:
+        return f"Dynamo does not compile this file: {rule.reason}"
+    if inspect.CO_GENERATOR & code.co_flags:
+        return "Dynamo does not compile generators; one that a compiled function runs through is compiled with it"
+    return "Dynamo found nothing to compile: no tensor, or no operation on one"
+
+
+def _brief(reason: str) -> str:
+    """Dynamo's message without what is for its developers."""
+    return reason.split("\n\n", maxsplit=1)[0].strip()
+
+
+def _name(code: types.CodeType) -> str:
+    name, _, line = code.co_name.removeprefix(RESUMED).rpartition("_at_")
+    if code.co_filename == dynamo.__file__:
+        return "what is explained"
+    return f"{name} after line {line}" if code.co_name.startswith(RESUMED) else code.co_name
+
+
+def _place(code: types.CodeType) -> str:
+    return _user_line(code.co_filename, code.co_firstlineno) if _is_users(code) else ""
+
+
+def _user_line(file: str, number: int | None) -> str:
+    return f"{file}, line {number}: {linecache.getline(file, number or 0).strip()}"
+
+
+def _last_line(code: types.CodeType) -> int:
+    return max((line for *_, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+
+
+def _is_users(code: types.CodeType) -> bool:
+    inside = [Path(torch.__file__).parent, Path(__file__).parents[1]]
+    return not any(Path(code.co_filename).is_relative_to(folder) for folder in inside)

@@ -1,0 +1,83 @@
+"""Devices without a kernel compiler: every operation of a program is a call of the device's own operators."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch._inductor import config
+from torch._inductor.scheduler import BaseScheduling
+from torch.fx import GraphModule
+
+from ...errors import DeviceError
+
+# Operators as torch's eager mode calls them, in the order in which it does: nothing is decomposed into parts that
+# kernels would put together again, no pattern is replaced, and random numbers are drawn by the operators that draw
+# them. What stays on of Inductor's passes puts updates in place.
+LIBRARY_CALLS = {
+    "fallback_by_default": True,
+    "selective_decompose": True,
+    "use_pre_grad_passes": False,
+    "use_joint_graph_passes": False,
+    "pattern_matcher": False,
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "layout_optimization": False,
+    "always_keep_tensor_constants": True,
+}
+# What Inductor reads on the host has no operator to call in its Python; older torch tries it all the same.
+_ON_THE_HOST = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_stride.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
+)
+
+
+def prepare(gm: GraphModule) -> None:
+    """Have a graph lowered to calls only, where a device asks for it."""
+    if not config.fallback_by_default:
+        return
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.aten.lift_fresh_copy.default:  # what Inductor would make a kernel of
+            node.target = torch.ops.aten.lift_fresh.default
+            with gm.graph.inserting_after(node):
+                copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy)
+            copy.args = (node,)
+        elif node.target is torch.ops.aten._unsafe_view.default:  # returns a view, and its schema does not say so
+            node.target = torch.ops.aten.reshape.default
+        elif node.target in _ON_THE_HOST:
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), "compile_with_inductor": True}
+
+
+class LibraryCalls(BaseScheduling):
+    """Inductor's scheduling on a device without kernels: there is nothing to schedule, and what is left is named."""
+
+    def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
+        return False
+
+    can_fuse_horizontal = can_fuse_vertical
+
+    def group_fn(self, sizes: Any) -> Any:
+        return tuple(map(tuple, sizes))
+
+    def codegen_node(self, node: Any) -> NoReturn:
+        origins = [origin for part in node.get_nodes() for origin in part.node.get_origins()]
+        names = dict.fromkeys(str(origin.target) for origin in origins if origin.op == "call_function")
+        raise DeviceError(
+            f"{node.get_device()} has no kernels, and {', '.join(names) or 'an operation'} needs one",
+            expected="operations that are calls of operators: the device is registered with scheduling='none'",
+            remedy="keep this code out of the compiled region (torch.compiler.disable), or register a scheduling",
+        )
+
+    def ready_to_flush(self) -> bool:
+        return False
+
+    def codegen_sync(self) -> None:
+        """Nothing runs beside the calls."""
+
+    def flush(self) -> None:
+        """Nothing is held back."""

@@ -1,0 +1,269 @@
+"""Triton kernels as Inductor tunes them: launching, and which arguments they write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+from torch.fx import GraphModule, Node
+
+from ...host_graph.nodes import Kernel, is_symbolic_value, launch
+from ..torch_runtime import device_guard
+
+
+class TritonLauncher:
+    """Runs a tuned Triton kernel on the current stream of its device, as Inductor's own wrapper does.
+
+    The first call tunes; captured work must therefore have run once before it is captured.
+    """
+
+    def __init__(self, tuner: Any, device: torch.device) -> None:
+        self.tuner = tuner
+        self._run = tuner.run
+        self._index = device.index if device.index is not None else 0
+        self._stream = _raw_stream_getter(device.type)
+        self._guard = device_guard(device.type)
+
+    @property
+    def configurations(self) -> list[dict[str, Any]]:
+        """As ``Kernel.configurations``."""
+        tuned = [launcher.config for launcher in self.tuner.launchers] or self.tuner.configs or ()
+        return [{**one.kwargs, "num_warps": one.num_warps, "num_stages": one.num_stages} for one in tuned]
+
+    def __call__(self, *args: Any) -> None:
+        if self._guard is None:
+            self._run(*args, stream=self._stream(self._index))
+        else:
+            with self._guard(self._index):
+                self._run(*args, stream=self._stream(self._index))
+
+
+def _raw_stream_getter(device_type: str) -> Callable[[int], int]:
+    if device_type == "cpu":
+        return lambda index: 0
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    return get_interface_for_device(device_type).get_raw_stream
+
+
+def is_descriptor(function: Any) -> bool:
+    """Whether a function describes a tensor to a kernel: Triton's descriptors of tiles."""
+    return str(getattr(function, "__module__", "")).startswith("triton.tools.")
+
+
+def argument_names(tuner: Any, triton_meta: Any, raw_keys: Sequence[Any] | None, count: int) -> tuple[str, ...]:
+    """The kernel's own names of a launch's arguments, by position; empty where Inductor added an argument.
+
+    Args:
+        triton_meta: names what the kernel takes, in order; what is declared constant comes last in it, except in
+            kernels the user wrote.
+        raw_keys: the names as Inductor knows them for a kernel the user wrote.
+    """
+    if raw_keys is not None and len(raw_keys) == count:
+        return tuple(str(key or "") for key in raw_keys)
+    signature = _meta(triton_meta, "signature")
+    own = count - len(_meta(getattr(tuner, "inductor_meta", None), "extra_launcher_args"))
+    names = [str(name) for name in signature][:own]
+    return tuple(names + [""] * (count - len(names)))
+
+
+def written_arguments(
+    tuner: Any, triton_meta: Any, names: Sequence[str], known: Collection[str] | None = None
+) -> tuple[int, ...]:
+    """Positions of the launch arguments that a kernel writes.
+
+    Inductor names what its own kernels only read ``in_ptr...``, and ``arg_...`` in templates. Everything else
+    that is a pointer counts as written: too many writes cost freedom in scheduling, too few cost right results.
+
+    Args:
+        names: see ``argument_names``.
+        known: see ``known_writes``.
+    """
+    signature = _meta(triton_meta, "signature")
+    mutated = {*(getattr(tuner, "mutated_arg_names", None) or ()), *(known or ())}
+    the_users = getattr(tuner, "custom_kernel", False)
+    read_only = ("in_ptr", "arg_") if known is not None else ("in_ptr",)
+    written = []
+    for position, name in enumerate(names):
+        # An argument without a name is a part of the grid; of a kernel without a signature nothing is known.
+        kind = str(signature.get(name, "*" if name or not signature else "grid"))
+        if not kind.startswith(("*", "tensordesc", "nvTmaDesc")):
+            continue
+        reads_only = known is not None and name not in known if the_users else name.startswith(read_only)
+        if name in mutated or not reads_only:
+            written.append(position)
+    return tuple(written)
+
+
+def known_writes(line: Any, names: Sequence[str]) -> set[str] | None:
+    """Names of the arguments that a launch is known to write, beyond what the kernel itself declares.
+
+    Names alone do not say it for two sorts of kernels. What the user wrote can have any names; Inductor has
+    analysed it. A template can write its inputs (flex attention's backward does), and lists them.
+
+    Returns:
+        None for a kernel of the user's of which Inductor knows nothing.
+    """
+    if line.raw_keys is not None:
+        return _writes_of_user_kernel(line.original_fxnode_name)
+    mutated = {
+        name
+        for operation in V.graph.operations
+        for buffer in getattr(operation, "mutated_inputs", None) or ()
+        for name in _names_of(buffer)
+    }
+    return {name for name, arg in zip(names, line.call_args, strict=True) if str(arg) in mutated}
+
+
+def _writes_of_user_kernel(fx_name: str | None) -> set[str] | None:
+    for operation in V.graph.operations:
+        if not isinstance(operation, ir.UserDefinedTritonKernel):
+            continue
+        if fx_name is None or getattr(operation.fx_node, "name", None) != fx_name:
+            continue
+        buffers = {name for arg in operation.mutable_args for name in _names_of(arg)}
+        return {name for name, value in operation.kwargs.items() if _names_of(_described(value)) & buffers}
+    return None
+
+
+def _described(value: Any) -> Any:
+    """The tensor behind a descriptor, which has a name of its own."""
+    return value.tensor if isinstance(value, ir.TMADescriptor) else value
+
+
+def _names_of(buffer: Any) -> set[str]:
+    """A buffer's name, and that of the buffer it is a later state of."""
+    if not isinstance(buffer, ir.IRNode):
+        return set()
+    name = buffer.get_name()
+    real = getattr(V.graph.scheduler, "mutation_real_name", None) or {}
+    return {name, real.get(name, name)}
+
+
+def _meta(meta: Any, key: str) -> Any:
+    """An entry of a kernel's metadata, empty where the kernel (one that is not Triton's) has none."""
+    return (meta.get(key) if isinstance(meta, Mapping) else None) or {}
+
+
+@dataclass(frozen=True)
+class TunedLaunch:
+    """How to make the tuned launch out of a portable call.
+
+    Arguments are found in the call by name, so that the launch follows what a pass changes there.
+
+    Attributes:
+        places: for each argument of the launch ``("kwargs", name)`` or ``("grid", axis)``; None for a stand-in
+            that the kernel does not read, because the value is compiled into it.
+        values: the arguments when the launch was emitted.
+    """
+
+    kernel: Kernel
+    places: tuple[tuple[str, Any] | None, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, kernel: Kernel, tuner: Any, names: Sequence[str], values: Sequence[Any]) -> TunedLaunch | None:
+        """None where a portable call does not hold everything that the launch needs."""
+        inductor_meta = getattr(tuner, "inductor_meta", None)
+        extra = len(_meta(inductor_meta, "extra_launcher_args"))
+        if extra and _meta(inductor_meta, "grid_type") != "FixedGrid":
+            return None  # a grid is computed from them, by a formula of the chosen configuration
+        constants = _meta(getattr(tuner, "triton_meta", None), "constants")
+        places: list[tuple[str, Any] | None] = []
+        for position, (name, value) in enumerate(zip(names, values, strict=True)):
+            axis = position - (len(values) - extra)
+            if axis >= 0:
+                places.append(("grid", axis))
+            elif name and name not in constants:
+                places.append(("kwargs", name))
+            elif isinstance(value, Node):
+                return None
+            else:
+                places.append(None)
+        return cls(kernel, tuple(places), tuple(values))
+
+    def put_into(self, call: Node) -> None:
+        """Give a portable call exactly the launch's arguments and grid, and this object to be lowered with."""
+        arguments, grid = _parts(call)
+        for place, value in zip(self.places, self.values, strict=True):
+            match place:
+                case ("grid", axis):
+                    grid[axis] = value
+                case ("kwargs", name):
+                    if name not in arguments:
+                        raise KeyError(name)
+                    arguments[name] = value
+        call.kwargs = {**call.kwargs, "kwargs": arguments, "grid": [tuple(grid)]}
+        call.meta["launch"] = self
+
+    def arguments(self, call: Node) -> tuple[Any, ...]:
+        """The launch's arguments, from what the portable call holds now."""
+        arguments, grid = _parts(call)
+        found = []
+        for place, value in zip(self.places, self.values, strict=True):
+            match place:
+                case ("grid", axis):
+                    found.append(grid[axis])
+                case ("kwargs", name):
+                    found.append(arguments[name])
+                case _:
+                    found.append(value)
+        return tuple(found)
+
+
+def _parts(call: Node) -> tuple[dict[str, Any], list[Any]]:
+    arguments: Any = call.kwargs["kwargs"]
+    grids: Any = call.kwargs["grid"]
+    return dict(arguments), list(grids[0])
+
+
+def lower_launches(gm: GraphModule) -> GraphModule:
+    """Replace portable Triton calls by launches of the tuned kernels, in place, in subgraphs too.
+
+    ::
+
+        triton_kernel_wrapper_mutation(kernel_idx=0, grid=[(1, 1, 1)], kwargs={in_ptr0: a, out_ptr0: b, ...})
+            becomes
+        launch(triton_poi_fused_add_0, a, b, 128)
+
+    The portable form names the kernel by an index into a process-wide table and looks its launcher up at every
+    call, which is slow, and it knows nothing of tuning; other compilers understand it, which is why emission
+    makes it.
+    """
+    for child in gm.children():
+        if isinstance(child, GraphModule):
+            lower_launches(child)
+    calls = [node for node in gm.graph.nodes if isinstance(node.meta.get("launch"), TunedLaunch)]
+    handles: dict[str, Node] = {}
+    for node in calls:
+        tuned: TunedLaunch = node.meta["launch"]
+        name = tuned.kernel.name
+        with gm.graph.inserting_before(node):
+            if name not in handles:
+                # A pass may have made a graph module of its own, which only has what its nodes refer to.
+                setattr(gm, name, tuned.kernel)
+                handles[name] = gm.graph.create_node("get_attr", name)
+            replacement = gm.graph.call_function(launch, (handles[name], *tuned.arguments(node)))
+        replacement.meta = {key: value for key, value in node.meta.items() if key not in ("launch", "val")}
+        node.replace_all_uses_with(replacement)
+        gm.graph.erase_node(node)
+    if calls:
+        _drop_dead_arithmetic(gm)
+        gm.recompile()
+    return gm
+
+
+def _drop_dead_arithmetic(gm: GraphModule) -> None:
+    """Grids of symbolic size are computed for the portable form only; the launcher computes its own."""
+    for node in reversed(gm.graph.nodes):
+        operands = (node, *node.all_input_nodes)
+        if node.op == "call_function" and not node.users and all(map(_is_arithmetic, operands)):
+            gm.graph.erase_node(node)
+
+
+def _is_arithmetic(node: Node) -> bool:
+    return is_symbolic_value(node.meta.get("val"))

@@ -1,0 +1,407 @@
+"""Memory that recordings share: arenas, and the pool of arenas of all devices."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ...devices import PutRight
+from ...errors import MemoryLimitError
+from ...host_graph.tensors import tensor_over
+from ..devices.runtime import DeviceRuntime, GraphPool
+from .live_outputs import OutputStorage, WatchedOutputs
+from .locks import LockOwner, TryLock
+
+# Bytes. Torch's CPU allocator aligns to this; that of a custom build may not.
+_CPU_ALIGNMENT = 64
+
+# Why there is too little memory.
+TOO_LARGE, OUT_OF_MEMORY = "more than max_memory", "out of memory"
+# Why a recording has ended.
+NEEDED_ELSEWHERE = "an eager run needed its memory"
+Value = TypeVar("Value")
+
+
+def take_memory(device: torch.device, take: Callable[[], Value], let_go: Callable[[], object]) -> Value:
+    """Return ``take()``. If the device is out of memory, empty the allocator's cache and call it once more.
+    Allocators do not do that themselves while a graph is captured.
+
+    Args:
+        let_go: releases what the first call has left.
+
+    Raises:
+        MemoryLimitError: the device is out of memory.
+    """
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return take()
+    let_go()
+    with contextlib.suppress(Exception):  # it raises during another capture, and without an accelerator
+        torch.accelerator.empty_cache()  # waits for the device, too
+    try:
+        return take()
+    except torch.OutOfMemoryError as error:
+        raise MemoryLimitError(
+            f"{device} is out of memory",
+            got=str(error),
+            remedy="set max_memory, so that less is kept for recordings, or free what is kept elsewhere",
+        ) from error
+
+
+@dataclass(eq=False)
+class Arena:
+    """Memory on one device that recordings share: for temporaries and for outputs.
+
+    Whoever runs in it, or changes it, holds its ``lock``.
+
+    Attributes:
+        nbytes: its size.
+        watched_outputs: one ``WatchedOutputs`` for each recording: the outputs that it handed out uncopied.
+        version: changes whenever ``watched_outputs`` does.
+        stream: where its work was issued last; None where there are no streams.
+        stream_id: of that stream; -1 where there is none.
+        block: its memory; None if it has none.
+    """
+
+    device: torch.device
+    nbytes: int = 0
+    watched_outputs: list[WatchedOutputs] = field(default_factory=list)
+    version: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
+    stream_id: ctypes.c_int64 = field(default_factory=lambda: ctypes.c_int64(-1))
+    lock: TryLock = field(default_factory=TryLock)
+    block: torch.UntypedStorage | None = None
+    _stream: Any = None
+    _begin: int = 0
+    _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
+    _moved: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
+    _pool: GraphPool | None = None
+
+    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """A new storage object over these bytes. It keeps the arena's memory alive."""
+        if not nbytes:
+            return torch.UntypedStorage(0, device=self.device)  # the arena may have no memory at all
+        assert self.block is not None
+        begin = self._begin + offset
+        return self.block[begin : begin + nbytes]  # type: ignore[return-value]
+
+    def resize(self, nbytes: int) -> None:
+        """Replace the memory with ``nbytes`` new bytes. All recordings end; live outputs keep the old memory alive.
+
+        Raises:
+            MemoryLimitError: the device is out of memory; the arena has none.
+        """
+        # Keep the pool: recordings that end now will be captured again, and reuse its memory.
+        moved, pool = [*self._moved, *((weakref.ref(user), size) for user, size in self.users())], self._pool
+        self.clear("the arena moved")
+        self._moved, self._pool = moved, pool
+        del pool  # drop the local reference: drop_pool must be able to free the pool
+        take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
+        memory = take_memory(self.device, take, self.drop_pool)
+        if self.device.type == "cpu" and memory.data_ptr() % _CPU_ALIGNMENT:
+            memory = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
+        self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
+        self.block, self.nbytes = memory.untyped_storage(), nbytes
+
+    @property
+    def stream(self) -> Any:
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        self._stream, self.stream_id.value = stream, getattr(stream, "stream_id", -1)
+
+    def is_idle_for(self, stream: Any) -> bool:
+        """Whether no other stream still works in the arena, so that work on ``stream`` may begin now."""
+        return self.stream is None or self.stream == stream or self.stream.query()
+
+    def follow(self, stream: Any) -> None:
+        """Make ``stream`` wait for the work issued in the arena before, and note that it has the arena now."""
+        if not self.is_idle_for(stream):
+            stream.wait_stream(self.stream)
+        self.stream = stream
+
+    def keep_until_done(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tell the allocator not to reuse the arena, nor ``tensors`` used with it, before the stream is done."""
+        if self.stream is not None and self.block is not None and self.device.type != "cpu":
+            for tensor in (tensor_over(self.block, (0,), (1,), torch.uint8), *tensors):
+                if tensor.device == self.device:
+                    tensor.record_stream(self.stream)
+
+    def pool(self, runtime: DeviceRuntime, put_right: PutRight | None = None) -> GraphPool:
+        """The memory pool of the arena's graphs.
+
+        Results in it are valid only while a call holds the arena's lock; outputs there are copied.
+
+        Args:
+            put_right: as for ``DeviceRuntime.make_pool``.
+        """
+        if self._pool is None or self._pool.spoiled or self._pool.runtime is not runtime:
+            self._pool = runtime.make_pool(put_right)
+        return self._pool
+
+    def drop_pool(self) -> None:
+        """Give the next graph a new pool; the present one is freed with its graphs."""
+        self._pool = None
+
+    def clear(self, why: str) -> None:
+        """End all recordings in the arena; its memory is freed when none of their outputs is live."""
+        for user, _ in self.users():
+            user.end(why)
+        self._users, self._moved, self.watched_outputs, self.block, self.nbytes = [], [], [], None, 0
+        self.drop_pool()
+        self.changed()
+
+    def users(self) -> list[tuple[ArenaUser, int]]:
+        """The recordings in it that have not ended, and how many bytes of the arena each needs."""
+        alive = [(user, nbytes) for reference, nbytes in self._users if (user := reference()) is not None]
+        return [(user, nbytes) for user, nbytes in alive if not user.ended]
+
+    def needed(self) -> int:
+        """Bytes that the recordings in it need."""
+        return max((nbytes for _, nbytes in self.users()), default=0)
+
+    def needed_again(self) -> int:
+        """Bytes needed by recordings that ended because the arena moved, and that may be recorded again."""
+        self._moved = [(user, nbytes) for user, nbytes in self._moved if user() is not None]
+        return max((nbytes for _, nbytes in self._moved), default=0)
+
+    def enter(self, user: ArenaUser, outputs: WatchedOutputs, nbytes: int) -> None:
+        """Note a new recording, its outputs, and the bytes of the arena that it needs."""
+        self._users = [(weakref.ref(known), size) for known, size in self.users()]
+        self._users.append((weakref.ref(user), nbytes))
+        self.watched_outputs = [*(one for one in self.watched_outputs if not one.is_dead()), outputs]
+        self.changed()
+
+    def changed(self) -> None:
+        """Change the version: liveness guards then collect the outputs again."""
+        self.version.value = next(_versions)
+
+    def live(self) -> dict[OutputStorage, int]:
+        """The live outputs in it, and how many tensors the caller has of each."""
+        live = {output: count for outputs in self.watched_outputs for output, count in outputs.live().items()}
+        return {output: count for output, count in live.items() if output.device == self.device}
+
+
+_versions = itertools.count(1)
+# Streams that may work at the same time, each in its own arena; another stream waits for one of these.
+AT_ONE_TIME = 4
+# An arena may be so many times as large as its largest user needs.
+_SLACK = 2
+
+
+class ArenaUser(Protocol):
+    """A recording, as its arena sees it.
+
+    Attributes:
+        ended: why it can never run again; empty while it can.
+        used: when it was used last, as a number that grows.
+        own_bytes: bytes that it keeps outside of the arena.
+    """
+
+    ended: str
+
+    @property
+    def used(self) -> int: ...
+
+    @property
+    def own_bytes(self) -> int: ...
+
+    def end(self, why: str) -> None:
+        """End for good and drop its references. The caller holds the arena's lock."""
+
+
+class ArenaPool:
+    """Arenas by device.
+
+    Recordings of all programs share one arena for each device. If it is busy (another thread, a program that runs
+    inside of another, a stream that still works in it), they share a second, and so on. An arena lives as long as a
+    recording uses it.
+    """
+
+    def __init__(self) -> None:
+        self._arenas: dict[torch.device, list[weakref.ref[Arena]]] = {}
+        self._announced: dict[torch.device, dict[int, tuple[weakref.ref[Any], int]]] = {}
+
+    def acquire(
+        self,
+        device: torch.device,
+        stream: Any,
+        owner: LockOwner,
+        locked: list[Arena],
+        but: Callable[[Arena], bool] = lambda arena: False,
+    ) -> Arena:
+        """Lock an arena for ``owner`` and append it to ``locked``. It is a new one if none is free.
+
+        Args:
+            stream: where the call issues its work.
+            but: whether an arena must not be used.
+        """
+        alive = self.alive(device)
+        busy = [arena for arena in alive if not arena.is_idle_for(stream)]
+        for arena in alive:
+            if but(arena) or (arena in busy and len(busy) < AT_ONE_TIME):
+                continue
+            # Appended first: an interrupt after the lock is acquired must find what to release.
+            locked.append(arena)
+            if arena.lock.acquire(owner):
+                arena.follow(stream)
+                return arena
+            locked.pop()
+        arena = Arena(device)
+        arena.stream = stream
+        locked.append(arena)
+        arena.lock.acquire(owner)
+        arenas = self._arenas.setdefault(device, [])
+        arenas.append(weakref.ref(arena, arenas.remove))
+        return arena
+
+    def announce(self, device: torch.device, who: Any, nbytes: int) -> None:
+        """Announce that ``who``, an estimate, will need ``nbytes``. It counts while the estimate is alive.
+
+        Arenas grow to the largest announced size at once, if memory allows.
+        """
+        announced = self._announced.setdefault(device, {})
+        key = id(who)
+        announced[key] = weakref.ref(who, lambda _: announced.pop(key, None) and None), nbytes
+
+    def lower(self, device: torch.device, who: Any, nbytes: int) -> None:
+        """Lower what ``who`` has announced to ``nbytes``, if that is less."""
+        announced = self._announced.get(device, {})
+        known = announced.get(id(who))
+        if known is not None and nbytes < known[1]:
+            announced[id(who)] = known[0], nbytes
+
+    def withdraw(self, who: Any) -> None:
+        """Remove what ``who`` has announced."""
+        for announced in list(self._announced.values()):
+            announced.pop(id(who), None)
+
+    def largest_announced(self, device: torch.device) -> int:
+        """The largest number of bytes that was announced."""
+        return max((nbytes for _, nbytes in list(self._announced.get(device, {}).values())), default=0)
+
+    def kept(self, device: torch.device | None = None) -> int:
+        """Bytes of the arenas of a device (None: of all), and of what their recordings keep outside of them."""
+        return sum(map(self._kept_by, self.alive(device)))
+
+    @staticmethod
+    def _kept_by(arena: Arena) -> int:
+        return arena.nbytes + sum(user.own_bytes for user, _ in arena.users())
+
+    def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
+        """End recordings, the least recently used first, until ``arena`` may have ``nbytes``; returns whether it may.
+
+        If ``arena`` has another size, all its recordings end first. Arenas that other calls have locked are left
+        alone. An arena without recordings frees its memory.
+
+        Args:
+            limit: bytes of all arenas of the device, and of what recordings keep outside of them.
+        """
+        owner = LockOwner()
+        locked = [known for known in self.alive(arena.device) if known is arena or known.lock.acquire(owner)]
+        if nbytes + sum(self._kept_by(known) for known in self.alive(arena.device) if known not in locked) > limit:
+            return False
+        if nbytes != arena.nbytes:
+            arena.resize(0)
+        while self.kept(arena.device) - arena.nbytes + nbytes > limit:
+            users = [(user, home) for home in locked for user, _ in home.users()]
+            if not users:
+                return False
+            user, home = min(users, key=lambda pair: pair[0].used)
+            user.end("max_memory: the least recently used")
+            if home is not arena and not home.users():
+                home.clear("")
+        return True
+
+    def fit(self, arena: Arena, nbytes: int, limit: int) -> bool:
+        """Make an arena large enough, at most twice as large as its largest user needs; whether its memory moved.
+
+        Args:
+            limit: bytes of all arenas of the device, and of what recordings keep outside of them; 0: no limit.
+
+        Raises:
+            MemoryLimitError: more would be kept, or the device is out of memory.
+        """
+        # Around live outputs it may be more next time: few steps up, so that few recordings end.
+        again = arena.needed_again()
+        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0
+        for expected in (max(room, again, self.largest_announced(arena.device)), 0):
+            needed = max(nbytes, arena.needed(), expected)
+            size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
+            if not limit or self.make_room(arena, size, limit):
+                if size == arena.nbytes:
+                    return False
+                try:
+                    arena.resize(size)
+                except MemoryLimitError:
+                    if not expected:
+                        raise
+                    continue  # without what others will need
+                return True
+        raise MemoryLimitError(
+            f"recording needs {nbytes:,} bytes on {arena.device}",
+            expected=f"no more than max_memory, {limit:,}, with what other calls use now",
+            remedy="raise max_memory, or free outputs that are kept",
+        )
+
+    def alive(self, device: torch.device | None = None) -> list[Arena]:
+        """The arenas of a device (None: of all), oldest first: all calls ask for the same one first."""
+        lists = [arenas for where, arenas in list(self._arenas.items()) if device in (None, where)]
+        return [arena for arenas in lists for ref in list(arenas) if (arena := ref()) is not None]
+
+    def owns(self, address: int) -> bool:
+        """Whether an address lies in an arena. A tensor that a caller passes from there is a recording's output."""
+        blocks = [arena.block for arena in self.alive() if arena.block is not None]
+        return any(block.data_ptr() <= address < block.data_ptr() + block.nbytes() for block in blocks)
+
+    def pressure(self, short_of: str, device: torch.device) -> int:
+        """A measure of shortage, in bytes: a specialization tries again once it falls.
+
+        Out of memory: minus the bytes that can be allocated, cached ones included. More than ``max_memory``, or if
+        the device does not tell: the bytes of arenas that are locked now, plus those of live outputs in the others.
+        """
+        with contextlib.suppress(Exception):  # a device may not tell
+            if short_of == OUT_OF_MEMORY:
+                module = torch.get_device_module(device)
+                free, total = module.mem_get_info(device)
+                allowed = int(module.get_per_process_memory_fraction(device) * total)
+                return int(module.memory_allocated(device) - min(free + module.memory_reserved(device), allowed))
+        return sum(
+            self._kept_by(arena) if arena.lock.locked() else sum(output.high - output.low for output in arena.live())
+            for arena in self.alive(device)
+        )
+
+    def pools(self) -> list[Any]:
+        """The pools in which graphs allocate."""
+        return [arena._pool.id for arena in self.alive() if arena._pool is not None]
+
+    def end_idle(self, device: torch.device) -> int:
+        """End the recordings in arenas that no call uses, and free the arenas' memory; returns how many have ended.
+
+        All of them: an arena's memory is free only when the last one has ended, and nobody knows how much is needed.
+        """
+        ended = 0
+        for arena in self.alive(device):
+            owner = LockOwner()
+            try:
+                if arena.lock.acquire(owner):
+                    ended += len(arena.users())
+                    arena.clear(NEEDED_ELSEWHERE)
+            finally:
+                arena.lock.release(owner)
+        return ended
+
+    def give_back(self) -> None:
+        """Free the memory of arenas without recordings."""
+        for arena in self.alive():
+            owner = LockOwner()
+            if arena.lock.acquire(owner) and not arena.users():
+                arena.clear("")
+            arena.lock.release(owner)

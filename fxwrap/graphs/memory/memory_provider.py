@@ -1,0 +1,248 @@
+"""Memory for recordings: what they will need, seen while programs warm up, and arenas that are large enough."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from ...errors import CaptureError
+from ...host_graph.sizes import evaluate_sizes
+from ...host_graph.tensors import has_address, reach, tensors_in
+from ...packing import Reserved
+from ...plan import MemoryPlan, PlacementHint, Planned, ProgramPlan, ReservedIn, nothing_reserved
+from ..devices.runtime import current_stream, runtime_for
+from .arenas import Arena
+from .locks import LockOwner
+from .shared_state import SHARED
+
+
+class Planner(Protocol):
+    """Decides about one host graph: ``pipeline.HostGraphPlanner``."""
+
+    def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
+        """The plan before sizes are known, partitioned around operators whose capture failed (with the error)."""
+
+    def plan(
+        self, planned: Planned, reserved_in: ReservedIn, hint: PlacementHint | None, like: MemoryPlan | None
+    ) -> MemoryPlan:
+        """Plan one recording around what is reserved, and verify the plan.
+
+        Args:
+            hint: offsets from a joint plan of forward and backward; tried first.
+            like: this program's plan for other sizes.
+        """
+
+    def plan_pair(
+        self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+    ) -> tuple[PlacementHint, PlacementHint]:
+        """Hints for two programs, of which the second gets what the first saves."""
+
+    @property
+    def took(self) -> Mapping[str, tuple[int, float]]:
+        """How often each stage ran, and the seconds that it took."""
+
+
+@dataclass(eq=False)
+class Estimate:
+    """What is known of the memory of a specialization before anything is recorded: a plan ahead.
+
+    A ``Prediction`` (plan.py) is made of it for reports: bytes by device, with what operators allocate.
+
+    Attributes:
+        planned: the program at the sizes.
+        successor: the estimate of the program that gets what this one saves, and its inputs by storage of this one.
+        memory: the first plan for it.
+        hint: offsets from a joint plan of this program and its forward.
+        static_inputs: bytes of inputs that stay where they are.
+        follows: it is the successor of another.
+    """
+
+    planned: Planned
+    memory: MemoryPlan
+    static_inputs: int = 0
+    follows: bool = False
+    successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
+    hint: PlacementHint | None = None
+
+    def is_for(self, planned: Planned) -> bool:
+        """Whether a recording at the same sizes, whose graphs call again, is planned alike."""
+        return self.planned.program is planned.program and self.planned.donated == planned.donated
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a backward program gets of its forward program.
+
+    Attributes:
+        estimate: of the forward program.
+        inputs: of the backward program, by storage of the forward program.
+    """
+
+    estimate: Estimate | None
+    inputs: Mapping[int, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class RecordingMemory:
+    """The memory of one recording.
+
+    Attributes:
+        arenas: by device; the call that records holds their locks. Empty where graphs do not freeze addresses (CPU).
+        reused_inputs: positions of donated inputs that are outputs live in an arena; the plan may reuse their bytes
+            after their last use.
+    """
+
+    planned: Planned
+    memory: MemoryPlan
+    arenas: Mapping[torch.device, Arena] = field(default_factory=dict)
+    reused_inputs: tuple[int, ...] = ()
+
+
+@dataclass
+class MemoryProvider:
+    """Finds memory for the recordings of one program."""
+
+    planner: Planner
+    program: ProgramPlan
+    # Inputs of which an operator may read what lies before their first element, and that operator.
+    whole_storage: Mapping[Node, str]
+    max_memory: int
+
+    def estimate(self, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None) -> Estimate:
+        """Plan ahead, for a call that runs eagerly: the next one may be recorded.
+
+        Args:
+            like: the plan before, for other sizes.
+            saved: None but for a backward program.
+
+        Raises:
+            PlanError: the program cannot be recorded at all.
+        """
+        try:
+            planned = self._planned(inputs, self.program.static_inputs)
+        except CaptureError:
+            planned = Planned(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
+        memory = self.planner.plan(planned, nothing_reserved, None, like)
+        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.static_inputs])))
+        estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
+        if saved is not None and saved.estimate is not None:
+            saved.estimate.successor = weakref.ref(estimate), saved.inputs
+            SHARED.arenas.withdraw(saved.estimate)  # what both need together is found when the first is recorded
+        elif self.program.phase != "backward":
+            for device, arena in memory.arenas.items():
+                SHARED.arenas.announce(device, estimate, arena.size)
+        return estimate
+
+    def provide(
+        self,
+        inputs: Sequence[Any],
+        static: Collection[int],
+        estimate: Estimate | None,
+        like: MemoryPlan | None,
+        owner: LockOwner,
+        locked: list[Arena],
+        but: Callable[[Arena], bool],
+    ) -> RecordingMemory:
+        """Plan a recording, in arenas that ``owner`` gets, and that grow if need be.
+
+        Args:
+            static: positions of inputs whose addresses stay.
+            like: a plan for other sizes.
+            locked: the arenas are entered here, to be released.
+            but: tells which arenas will not do.
+
+        Raises:
+            CaptureError: an input cannot have a static buffer.
+            MemoryLimitError: more than ``max_memory`` would be kept, or the device is out of memory.
+            PlanError: the verifier refused the plan.
+        """
+        planned = self._planned(inputs, static)
+        if not planned.frozen:
+            # Such a plan depends on no addresses: what the warm-up has planned still holds.
+            if estimate is not None and estimate.is_for(planned):
+                return RecordingMemory(planned, estimate.memory)
+            return RecordingMemory(planned, self.planner.plan(planned, nothing_reserved, None, None))
+        if estimate is not None:
+            estimate.planned = planned  # it is known by now which inputs stay
+        hint = self._with_successor(planned, estimate)
+        donated: dict[int, list[int]] = defaultdict(list)  # positions by storage
+        for position in self.program.donated.intersection(static):
+            donated[inputs[position].untyped_storage()._cdata].append(position)
+        reused_inputs: set[int] = set()
+        stream = current_stream(self.program.device)
+
+        def arena_of(device: torch.device) -> Arena:
+            found = next((arena for arena in locked if arena.device == device), None)
+            return found or SHARED.arenas.acquire(device, stream, owner, locked, but)
+
+        def reserved_in(device: torch.device) -> list[Reserved]:
+            found = []
+            for output, holders in arena_of(device).live().items():
+                positions = donated.get(output.storage._cdata, [])
+                last = positions if len(positions) == holders else []
+                names = tuple(self.program.placeholders[p].name for p in last)
+                found.append(Reserved(output.low, output.high, nodes=names))
+                reused_inputs.update(last)
+            return found
+
+        while True:
+            reused_inputs.clear()
+            memory = self.planner.plan(planned, reserved_in, hint, like)
+            sizes = {arena_of(device): one.size for device, one in memory.arenas.items()}
+            for arena, nbytes in sizes.items():
+                SHARED.arenas.lower(arena.device, estimate, nbytes)
+            # Moved memory has no live outputs in it: another plan, if there were any.
+            moved = any([SHARED.arenas.fit(arena, nbytes, self.max_memory) for arena, nbytes in sizes.items()])
+            if not moved or not any(region.reserved for region in memory.regions):
+                # The arena's pool is where operators allocate during capture.
+                arenas = {device: arena_of(device) for device in {*memory.arenas, self.program.device}}
+                return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))
+
+    def _with_successor(self, planned: Planned, estimate: Estimate | None) -> PlacementHint | None:
+        """What suits the program that gets what this one saves, too."""
+        if estimate is None or estimate.successor is None or (after := estimate.successor[0]()) is None:
+            return estimate.hint if estimate is not None else None
+        own, after.hint = self.planner.plan_pair(planned, after.planned, estimate.successor[1])
+        return own
+
+    def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> Planned:
+        runtime = runtime_for(self.program.device)
+        if runtime.frozen_addresses:
+            buffers, places_results = self._input_buffers(inputs, static), runtime.place_allocations is not None
+            return Planned(self.program, self._numbers(inputs), buffers, places_results=places_results)
+        donated = tuple(self._donated(inputs))
+        return Planned(self.program, self._numbers(inputs), {}, False, donated=donated)
+
+    def _donated(self, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Storages of which all that share them are donated: bytes, and the inputs."""
+        sharing: dict[int, list[int]] = defaultdict(list)
+        for position, value in enumerate(inputs):
+            if isinstance(value, torch.Tensor) and has_address(value):
+                sharing[value.untyped_storage()._cdata].append(position)
+        for positions in sharing.values():
+            if self.program.donated.issuperset(positions):
+                nbytes = inputs[positions[0]].untyped_storage().nbytes()
+                yield nbytes, tuple(self.program.placeholders[p].name for p in positions)
+
+    def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        return evaluate_sizes(self.program.graph, dict(zip(self.program.placeholders, inputs, strict=True)))
+
+    def _input_buffers(self, inputs: Sequence[Any], static: Collection[int]) -> dict[str, tuple[torch.device, int]]:
+        """Inputs that are copied to static buffers in the arena: device and bytes."""
+        found = {}
+        for position, (node, value) in enumerate(zip(self.program.placeholders, inputs, strict=True)):
+            if position in static or not isinstance(value, torch.Tensor) or not has_address(value):
+                continue
+            if node in self.whole_storage:
+                raise CaptureError(
+                    f"{self.whole_storage[node]} counts from the start of an input's storage, of which a device "
+                    "graph would have a part",
+                )
+            found[node.name] = (value.device, reach(value))
+        return found

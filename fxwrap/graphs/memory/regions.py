@@ -1,0 +1,70 @@
+"""Memory that is there for a part of each call only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ...plan import MemoryPlan, ProgramPlan
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Gives a storage memory, or takes it back."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+
+    def __call__(self) -> None:
+        self.storage.resize_(self.nbytes)
+
+
+class Regions:
+    """The regions of a plan: filled before the first step that names what is in one, and emptied after the last.
+
+    ::
+
+        step           0  1  2  3  4  5
+        has memory     .  .  x  x  .  .         the same storage at every call, with the same tensors over it
+
+    To give a storage memory and to take it back costs a fifth of a microsecond on a CPU; a new tensor costs half a
+    microsecond, and as much again for every view of it.
+
+    Attributes:
+        places: by storage index: where it lies, and its offset there in bytes.
+        before, after: what to call before and after a node runs.
+    """
+
+    def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
+        self.places: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
+        self.before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
+        self.after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
+        for region in (one for one in memory.regions if not one.arena):
+            storage = torch.UntypedStorage(0)
+            self._sizes.append((storage, region.size))
+            self.places.update({index: (storage, offset) for index, offset in memory.inside(region).items()})
+            self.before[program.schedule[region.begin]].append(Resize(storage, region.size))
+            self.after[program.schedule[region.end - 1]].append(Resize(storage, 0))
+
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """All have memory, for tensors over them to be made; nobody touches it, so that no page of it is there."""
+        without = [(storage, size) for storage, size in self._sizes if not storage.nbytes()]
+        try:
+            for storage, size in without:
+                storage.resize_(size)
+            yield
+        finally:
+            for storage, _ in without:
+                storage.resize_(0)
+
+    def empty(self) -> None:
+        """Take the memory of all of them back."""
+        for storage, _ in self._sizes:
+            storage.resize_(0)

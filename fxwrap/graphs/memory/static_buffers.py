@@ -1,0 +1,80 @@
+"""StaticBuffers: memory that stays, for captured work that reads fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...host_graph.tensors import tensor_like
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Copies inputs to their static buffers, which ``tensors`` are, one element along repeated dimensions."""
+
+    tensors: list[torch.Tensor]
+
+    def __call__(self, *inputs: torch.Tensor) -> None:
+        torch._foreach_copy_(self.tensors, list(map(unexpanded, inputs)))
+
+
+class StaticBuffers:
+    """Memory that stays, for values that eager work allocates at every call.
+
+    Values that share a storage get buffers that share one.
+
+    Args:
+        stable: addresses of storages that stay where they are.
+    """
+
+    def __init__(self, stable: set[int]) -> None:
+        self._stable = stable
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def buffer_of(self, value: Any) -> Any:
+        """The buffer of a tensor, filled, and of every tensor in a tuple; other values as they are."""
+        if isinstance(value, (tuple, list)):
+            return tuple(self.buffer_of(item) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() in self._stable:
+            return value
+        if storage.data_ptr() not in self._storages:
+            new = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
+            self._storages[storage.data_ptr()] = new.untyped_storage()
+        memory, offset = self._storages[storage.data_ptr()], int(value.storage_offset()) * value.dtype.itemsize
+        buffer = tensor_like(value, memory, offset)
+        copy_tensors(value, buffer)
+        return buffer
+
+
+def safe_source(source: torch.Tensor, target: torch.Tensor, targets: Collection[int]) -> torch.Tensor:
+    """The source of one copy among several: a clone if it lies in the target of another, which may be written before.
+
+    Args:
+        targets: addresses of all targets.
+    """
+    if source.data_ptr() == target.data_ptr():
+        return source
+    return source.clone() if source.untyped_storage().data_ptr() in targets else source
+
+
+def copy_tensors(source: Any, target: Any) -> None:
+    """Copy a tensor, or each of a tuple, to its target."""
+    if isinstance(target, tuple):
+        for item, item_target in zip(source, target, strict=True):
+            copy_tensors(item, item_target)
+    elif isinstance(target, torch.Tensor) and source.data_ptr() != target.data_ptr():
+        unexpanded(target).copy_(unexpanded(source))
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """One element along dimensions that repeat it: torch refuses to copy to an expanded tensor."""
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,401 @@
+"""Flat functions: host-graph nodes as straight-line Python in which everything known is bound.
+
+::
+
+    buf0 = empty_strided(...)                  def flat(r):
+    t = reinterpret(w, (8, 8), (1, 8), 0)          v0 = r[0]
+    addmm.out(bias, x, t, out=buf0)     ->         c0(c1, v0, c2, out=c3)    # torch.addmm(bias, x, t, ...)
+    launch(relu, buf0, buf1)                       c4(c3, c5)                # the kernel itself
+
+``c``s are bound values: memory, views of it, sizes. ``r`` are registers: what changes from call to call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ...host_graph.nodes import (
+    Kind,
+    checks_on,
+    constants,
+    effective_users,
+    is_work,
+    kernel_of,
+    kind_of,
+    nodes_in,
+    output_node,
+    schema_of,
+)
+from ...plan import Partition, ProgramPlan
+from ..replay.flat_lines import (
+    LITERALS,
+    AnyLine,
+    Bound,
+    Call,
+    Delete,
+    Item,
+    Line,
+    Local,
+    Range,
+    Register,
+    Store,
+    as_python,
+)
+
+# Values without work of their own are made where they are first used.
+_ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
+Calls = Mapping[Node, Sequence[Callable[[], object]]]
+
+# What a node returned goes through: it comes in a list, to be taken out, so that nobody else has it.
+Landings = Mapping[Node, Callable[[list[Any]], Any]]
+
+
+class FlatFunction:
+    """The built function: its lines, and the Python made of them; ``source`` is the text of that.
+
+    Attributes:
+        result: what is returned; locals stand for their values.
+        give_back: see ``as_python``.
+    """
+
+    def __init__(self, lines: Sequence[AnyLine], result: Any, give_back: Callable[[], object] | None = None) -> None:
+        self.lines, self.result, self.give_back = lines, result, give_back
+        self.function, self.source, self._nodes = as_python(lines, result, give_back=give_back)
+
+    @functools.cached_property
+    def profiled(self) -> Callable[[list[Any]], Any]:
+        """The function with its ranges."""
+        return as_python(self.lines, self.result, profiled=True, give_back=self.give_back)[0]
+
+    def node_at(self, error: BaseException) -> Node | None:
+        """The node whose call raised ``error``."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is self.function.__code__:
+                return self._nodes.get(trace.tb_lineno)
+            trace = trace.tb_next
+        return None
+
+
+class FlatBuilder:
+    """Builds one flat function.
+
+    Args:
+        bound: values known now. Views and arithmetic of bound values are evaluated while building, and added.
+        registers: where values come from and go to that are not known now.
+        emptied: values whose registers nobody reads afterwards.
+        before, after: what to call before and after a node runs.
+        landings: what values go through.
+        repeats: whether a node may run again after it was out of memory.
+    """
+
+    def __init__(
+        self,
+        bound: MutableMapping[Node, Any],
+        registers: Mapping[Node, int],
+        emptied: Container[Node] = (),
+        before: Calls = MappingProxyType({}),
+        after: Calls = MappingProxyType({}),
+        landings: Landings = MappingProxyType({}),
+        repeats: Callable[[Node], bool] = lambda node: False,
+    ) -> None:
+        self.bound, self.registers, self._emptied = bound, registers, emptied
+        self._before, self._after, self._landings, self._repeats = before, after, landings, repeats
+        self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
+        self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
+        self._names = itertools.count()
+        self._subgraphs: dict[GraphModule, Callable[..., Any]] = {}
+        self._locals: dict[Node, Local | Bound | Register] = {}
+        self._lines: list[AnyLine] = []
+        self._last_use: dict[Local, int] = {}
+        self._pinned: set[Local] = set()
+        self._checked: set[Any] = set()
+
+    # -- what goes in ---------------------------------------------------------------------------------
+
+    def run(
+        self, nodes: Iterable[Node], stores: Iterable[Node] = (), ends: Mapping[Node, Iterable[Node]] | None = None
+    ) -> None:
+        """Append the work of ``nodes``, in order, and keep the values of ``stores`` in their registers.
+
+        ``ends`` are the communications that a node waits for: what they were given lives until then.
+
+        A check belongs to the value it checks: it is made as soon as that is there, unless it needs something
+        that is data-dependent; then it stands among the nodes itself.
+        """
+        nodes = list(nodes)
+        kept, scheduled = set(stores), set(nodes)
+        self._kept_when_made = {node for node in kept - scheduled if kind_of(node) in (Kind.ALLOCATION, Kind.VIEW)}
+        for node in nodes:
+            self._call_all(self._before, [node])
+            self._statement(node)
+            self._unpack(node, scheduled)
+            for begun in (ends or {}).get(node, ()):
+                for local in self._locals_in(begun):
+                    self._use(local)
+            if node in kept:
+                self.keep(node)
+            for checker in checks_on([node]):
+                if not any(arg in scheduled for arg in checker.all_input_nodes if arg not in self._locals):
+                    self.check(checker)
+            self._call_all(self._after, [node])
+
+    def _call_all(self, calls: Calls, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self._lines += [Line(Call(Bound(call))) for call in calls.get(node, ())]
+
+    def _unpack(self, node: Node, scheduled: Container[Node]) -> None:
+        """Take a tuple's elements out, so that each lives no longer than it is used."""
+        elements = list(node.users)
+        if node not in self._locals or not elements or any(user.target is not operator.getitem for user in elements):
+            return
+        positions: list[Any] = [element.args[1] for element in elements]
+        whole = node.meta.get("val")
+        if not isinstance(whole, (tuple, list)) or not all(type(position) is int for position in positions):
+            return
+        local = self._locals[node]
+        assert isinstance(local, Local)
+        for element, position in zip(elements, positions, strict=True):
+            if element not in self._locals:
+                self._define(element, Item(local, position))
+                self._use(local)
+        parts: list[Node | None] = [None] * len(whole)
+        for element, position in zip(elements, positions, strict=True):
+            if any(user not in scheduled for user in effective_users(element)):
+                parts[position] = element
+        self._parts[node] = parts
+
+    def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
+        """Append a partition: its nodes, or the call that replaces them."""
+        signature = plan.compiled.get(partition.index)
+        if signature is None:
+            self.run(plan.work_in(partition), stores, plan.awaited)
+            return
+        self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
+        self._call_all(self._before, plan.work_in(partition))
+        inputs, outputs = ([plan.nodes[name] for name in names] for names in (signature.inputs, signature.outputs))
+        self.call(plan.calls[partition.index], inputs, outputs)
+        for node in stores:
+            self.keep(node)
+        self._call_all(self._after, plan.work_in(partition))
+
+    def call(self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
+        """Append ``*outputs, = function(*inputs)``."""
+        value = Call(Bound(function), tuple(map(self._argument, inputs)))
+        results = tuple(self._new_local() for _ in outputs)
+        self._lines.append(Line(value, results, unpacks=bool(results)))
+        for node, local in zip(outputs, results, strict=True):
+            self._locals[node] = local
+            self._use(local)
+        for node in inputs:
+            if node in self._locals:
+                self._use(self._locals[node])
+
+    def begin_range(self, name: str) -> None:
+        """Append the begin of a range, which ends where the next one begins."""
+        self._lines.append(Range(name))
+
+    def keep(self, node: Node) -> None:
+        """Append a store of a value in its register."""
+        parts = self._parts.get(node)
+        value: Any = None
+        if parts is None:
+            value = self._reference(node)
+        else:
+            value = tuple(None if part is None else self._reference(part) for part in parts)
+        self._lines.append(Store(Register(self.registers[node]), value))
+        for part in parts if parts is not None else [node]:
+            if part is not None:
+                self._use(self._locals[part])
+
+    def check(self, node: Node) -> None:
+        """Append an assert; one on bound values is made now."""
+        if all(self._is_known(arg) for arg in node.all_input_nodes):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        elif self.available(node):
+            asked = node.target, node.args
+            if asked not in self._checked:  # Inductor's wrapper asserts some things twice
+                self._checked.add(asked)
+                self._lines.append(Line(self._call(node), node=node))
+
+    def assign(self, node: Node, function: Callable[..., Any], operand: Any, *args: Any) -> None:
+        """Append ``node = function(operand, *args)`` in place of what the node itself calls.
+
+        Args:
+            operand: ``Bound``, or what ``register`` returned.
+            args: plain values.
+        """
+        self._define(node, Call(Bound(function), (operand, *map(self._argument, args))))
+
+    def stand_for(self, node: Node, operand: Bound | Register) -> None:
+        """Have what is made of ``node`` made of ``operand``: at every call, unlike what is made of bound values."""
+        self._locals[node] = operand
+
+    def register(self, node: Node) -> Register:
+        """What stands for what a node's register holds."""
+        return Register(self.registers[node])
+
+    def build(self, result: Any = None, give_back: Callable[[], object] | None = None) -> FlatFunction:
+        """Finish; the function returns ``result``, in which nodes stand for their values.
+
+        Args:
+            give_back: called where a line is out of memory that may run again; then it does.
+        """
+        returned = self._argument(result, literal_lists=True)
+        dead: dict[int, list[Local]] = {}
+        for local, position in self._last_use.items():
+            if local not in self._pinned:
+                dead.setdefault(position, []).append(local)
+        lines: list[AnyLine] = []
+        for position, line in enumerate(self._lines):
+            lines.append(line)
+            if position in dead:
+                lines.append(Delete(tuple(dead[position])))
+        return FlatFunction(lines, returned, give_back)
+
+    # -- how it becomes lines -------------------------------------------------------------------------
+
+    def _statement(self, node: Node) -> None:
+        if node in self._landings:
+            self._define(node, Call(Bound(self._landings[node]), ([self._call(node)],)), node)
+        elif is_work(node) and not node.users:
+            self._lines.append(Line(self._call(node), node=node, repeats=self._repeats(node)))
+        elif kind_of(node) is Kind.CHECK:
+            self.check(node)
+        else:
+            self._define(node, self._call(node), node)
+
+    def _new_local(self) -> Local:
+        return Local(f"v{next(self._names)}")
+
+    def _define(self, node: Node, value: Any, runs: Node | None = None) -> None:
+        self._locals[node] = local = self._new_local()
+        repeats = isinstance(value, Call) and self._repeats(node)
+        self._lines.append(Line(value, (local,), node=runs, repeats=repeats))
+        self._use(local)
+
+    def _use(self, operand: Local | Bound | Register) -> Local | Bound | Register:
+        if isinstance(operand, Local):
+            self._last_use[operand] = len(self._lines) - 1
+        return operand
+
+    def _call(self, node: Node) -> Call:
+        kernel = kernel_of(node)
+        function: Any = kernel
+        args = node.args[1:]
+        if kernel is None:
+            function, args = node.meta.get("call", node.target), node.args
+        kwargs: Mapping[str, Any] = node.kwargs
+        if kind_of(node) is Kind.ALLOCATION and "call" in node.meta:
+            args, kwargs = (*args, kwargs["dtype"]), {}  # emission knows a faster way on the CPU
+        operands = tuple(self._argument(arg) for arg in args)
+        named = {name: self._argument(value) for name, value in kwargs.items() if not _is_default(node, name, value)}
+        # References above may have appended lines of their own, so that uses count from here.
+        for local in self._locals_in(node):
+            if isinstance(local, Local):
+                self._last_use[local] = len(self._lines)
+        return Call(self._bind(function), operands, named)
+
+    def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
+        return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
+
+    def _argument(self, value: Any, literal_lists: bool = False) -> Any:
+        if isinstance(value, Node):
+            return self._reference(value, pin=literal_lists)
+        if type(value) in LITERALS:
+            return value
+        if not literal_lists and all(self._is_known(node) for node in nodes_in(value)):
+            return self._bind(torch.fx.map_arg(value, self.bound.__getitem__))
+        if isinstance(value, (tuple, list)):
+            items = [self._argument(item, literal_lists) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, slice):
+            return slice(*map(self._argument, (value.start, value.stop, value.step)))
+        if isinstance(value, dict):
+            return {name: self._argument(item) for name, item in value.items()}
+        return self._bind(value)
+
+    def _bind(self, value: Any) -> Bound:
+        if isinstance(value, GraphModule):
+            if value not in self._subgraphs:
+                self._subgraphs[value] = flat_subgraph(value)
+            value = self._subgraphs[value]
+        return Bound(value)
+
+    def _reference(self, node: Node, pin: bool = False) -> Local | Bound | Register:
+        if node not in self._locals and self._is_known(node):
+            return self._bind(self.bound[node])
+        if node not in self._locals:
+            if node in self._kept_when_made:
+                self._define(node, self._call(node))
+                self.keep(node)
+            elif node in self.registers:
+                self._define(node, self.register(node))
+                if node in self._emptied:
+                    self._lines.append(Store(self.register(node), None))
+            elif kind_of(node) in _ON_DEMAND:
+                self._define(node, self._call(node))
+            else:
+                raise AssertionError(f"{node.name} is used before it has run")
+        local = self._use(self._locals[node])
+        if pin and isinstance(local, Local):
+            self._pinned.add(local)
+        return local
+
+    def _is_known(self, node: Node) -> bool:
+        """Whether a node's value is known now; views and arithmetic of known values are evaluated."""
+        if node in self.bound:
+            return True
+        if node in self.registers or kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC):
+            return False
+        if not all(self._is_known(arg) for arg in node.all_input_nodes):
+            return False
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
+        self.bound[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return True
+
+    def available(self, node: Node) -> bool:
+        """Whether a value (or a check) can be had in this function without running work for it."""
+        if node in self.bound or node in self._locals or node in self.registers:
+            return True
+        if kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC, Kind.CHECK):
+            return False
+        return all(self.available(arg) for arg in node.all_input_nodes)
+
+
+def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
+    """A subgraph (a branch, the body of a loop) as a flat function of its inputs."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    builder = FlatBuilder(constants(gm), {node: position for position, node in enumerate(inputs)})
+    work = [node for node in gm.graph.nodes if is_work(node)]
+    with_their_values = set(checks_on([*inputs, *work]))
+    for node in checks_on(inputs):
+        if builder.available(node):
+            builder.check(node)
+    builder.run(
+        node
+        for node in gm.graph.nodes
+        if node in work or (kind_of(node) is Kind.CHECK and node not in with_their_values)
+    )
+    function = builder.build(output_node(gm).args[0]).function
+    return lambda *values: function(list(values))
+
+
+def _is_default(node: Node, name: str, value: Any) -> bool:
+    """Whether a keyword says what the operator's schema says anyway: parsing it costs time."""
+    overload = schema_of(node)
+    if overload is None or type(value) not in (*LITERALS, float):
+        return False
+    for argument in overload._schema.arguments:
+        if argument.name == name and argument.kwarg_only and argument.has_default_value():
+            return type(argument.default_value) is type(value) and argument.default_value == value
+    return False

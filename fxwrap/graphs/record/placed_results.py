@@ -1,0 +1,81 @@
+"""What operators return lies where the plan wants it: it is copied there as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ...host_graph.tensors import reach, tensor_like
+from ..memory.static_buffers import copy_tensors, safe_source
+
+
+class PlacedResults:
+    """Planned memory for results of operators.
+
+    Attributes:
+        places: storages by node, and by element, for operators with several results.
+        addresses: of all places.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[Node, dict[int | None, torch.UntypedStorage]] = {}
+        self.addresses: set[int] = set()
+
+    def add(self, node: Node, element: int | None, place: torch.UntypedStorage) -> None:
+        self.places.setdefault(node, {})[element] = place
+        self.addresses.add(place.data_ptr())
+
+    def landings(self, nodes: Iterable[Node], others: set[int]) -> dict[Node, Landing]:
+        """What brings results of nodes to their places.
+
+        Args:
+            others: addresses of other storages that stay where they are.
+        """
+        return {node: Landing(self.places[node], self.addresses, others) for node in nodes if node in self.places}
+
+
+class Landing:
+    """Brings the results of one operator to their places.
+
+    Args:
+        places: by element.
+        taken: addresses of all places.
+        others: addresses of other storages that stay where they are.
+    """
+
+    def __init__(self, places: Mapping[int | None, torch.UntypedStorage], taken: set[int], others: set[int]) -> None:
+        self._places, self._taken = places, taken
+        self._others = others.difference(place.data_ptr() for place in places.values())
+        self._tensors: dict[int | None, torch.Tensor] | None = None
+
+    def __call__(self, made: list[Any]) -> Any:
+        """The results, where they shall lie; ``made`` is emptied, so that nobody else has what they were."""
+        value = made.pop()
+        several = isinstance(value, (tuple, list))
+        results: dict[int | None, Any] = dict(enumerate(value)) if several else {None: value}  # type: ignore[arg-type]
+        del value
+        if self._tensors is None:
+            self._tensors = self._lay_out(results)
+        # All of them before one is copied: they may lie in each other's places.
+        for element, place in self._tensors.items():
+            results[element] = safe_source(results[element], place, self._taken)
+        for element, place in self._tensors.items():
+            copy_tensors(results[element], place)
+            results[element] = place
+        return tuple(results.values()) if several else results[None]
+
+    def _lay_out(self, results: Mapping[int | None, Any]) -> dict[int | None, torch.Tensor]:
+        found = {}
+        for element, place in self._places.items():
+            value = results.get(element)
+            if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() in self._others:
+                continue  # schemas do not say which results are somebody's memory
+            if value.untyped_storage().nbytes() == place.nbytes():
+                offset = int(value.storage_offset()) * value.dtype.itemsize
+                found[element] = tensor_like(value, place, offset)
+            elif reach(value) <= place.nbytes():
+                found[element] = tensor_like(value, place)
+        return found

@@ -1,0 +1,100 @@
+"""Inputs that overlap at a call, one of which is mutated.
+
+A replay copies inputs to their buffers before anything runs, so that a write to one is never seen in another. Nothing
+guards this: Dynamo and AOTAutograd ask about inputs that shared memory when the program was compiled.
+
+::
+
+    def f(x, y): x.mul_(2); return y @ w          f(a, b) is recorded; f(base[:3], base[1:]) must not be replayed
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...host_graph.tensors import has_address, reach
+from ...packing import joined
+from ...plan import ProgramPlan
+
+# Addresses [begin, end).
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MutatedInputs:
+    """Tells whether the mutated inputs of a call lie apart from all others.
+
+    Attributes:
+        moving: (position, whether it is mutated) of inputs that may lie elsewhere at every call.
+        static_spans: addresses of static inputs: spans that do not touch each other, in order.
+        written_static_spans: the same of the mutated ones.
+        overlap: whether two tensors in one storage share an element.
+    """
+
+    moving: Sequence[tuple[int, bool]]
+    static_spans: Sequence[Span]
+    written_static_spans: Sequence[Span]
+    overlap: Callable[[torch.Tensor, torch.Tensor], bool]
+
+    @classmethod
+    def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> MutatedInputs | None:
+        """Those of a program, wherever they lie; None if it mutates none, or has but one."""
+        written = plan.facts.all_written()
+        moving = [
+            (p, bool(plan.facts.of(node) & written))
+            for p, node in enumerate(plan.placeholders)
+            if _lies_on(plan.device, node.meta.get("val"))
+        ]
+        return cls(moving, (), (), overlap) if len(moving) > 1 and any(writes for _, writes in moving) else None
+
+    def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> MutatedInputs | None:
+        """The same where some inputs lie where they lie now; None where nothing can go wrong any more: a replay works
+        on static inputs themselves."""
+        stay = frozenset(static)
+        static_spans = [(_span(inputs[p]), writes) for p, writes in self.moving if p in stay]
+        moving = [(p, writes) for p, writes in self.moving if p not in stay]
+        if not moving:
+            return None
+        spans = joined(span for span, _ in static_spans), joined(span for span, writes in static_spans if writes)
+        return MutatedInputs(moving, *spans, self.overlap)
+
+    def are_apart(self, inputs: Sequence[Any]) -> bool:
+        """Whether no mutated input shares bytes with another one."""
+        spans = sorted((*_span(inputs[p]), p, writes) for p, writes in self.moving)
+        reached: list[tuple[int, int, bool]] = []  # (end, position, whether it is mutated): what began before
+        for begin, end, position, writes in spans:
+            if begin == end:
+                continue
+            if _touches(self.static_spans if writes else self.written_static_spans, begin, end):
+                return False
+            reached = [one for one in reached if one[0] > begin]
+            for _, other, other_writes in reached:
+                if (writes or other_writes) and self._share(inputs[position], inputs[other]):
+                    return False
+            reached.append((end, position, writes))
+        return True
+
+    def _share(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Of two tensors whose spans overlap. Columns of one matrix do not share an element."""
+        same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        return not same or one.dtype != other.dtype or self.overlap(one, other)
+
+
+def _lies_on(device: torch.device, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and has_address(value) and value.device.type == device.type
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    begin = tensor.data_ptr()
+    return begin, begin + reach(tensor)
+
+
+def _touches(spans: Sequence[Span], begin: int, end: int) -> bool:
+    """Whether ``[begin, end)`` overlaps one of the spans."""
+    after = bisect.bisect_left(spans, (end, 0))
+    return after > 0 and spans[after - 1][1] > begin

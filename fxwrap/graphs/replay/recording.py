@@ -1,0 +1,397 @@
+"""A recording: a program captured for one set of concrete sizes. It replays until it ends, or is superseded."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+
+from ...host_graph.tensors import tensors_in
+from ..devices.device_graph import DeviceGraph
+from ..devices.runtime import DeviceRuntime, GraphPool
+from ..memory.arenas import Arena
+from ..memory.live_outputs import LivenessGuard, OutputStorage, SharedMemory, WatchedOutputs
+from ..memory.locks import LockOwner, TryLock
+from ..memory.memory_provider import RecordingMemory
+from ..memory.regions import Regions
+from ..placement import MemoryKeptError, PlacementHints
+from ..torch_functions import TorchFunctions, Traces
+from .flat_lines import Part
+from .overlaps import MutatedInputs
+from .units import CannotReplay, Description, Guards, Unit, make_unit
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingRequest(RecordingMemory):
+    """What one recording is made from: its memory, and
+
+    Attributes:
+        name, traces: of the program.
+        static_inputs: positions of the inputs whose addresses are assumed to stay; each call checks them.
+        copied: storages of outputs that are copied when handed out.
+        mutated_inputs: checks that no mutated input overlaps another input; None where no check is needed.
+        guards: what else native calls must satisfy; None if the recording replays in Python.
+        count: of native replays.
+        policy: is told of outputs that are live when their memory is needed.
+    """
+
+    name: str
+    traces: Traces
+    runtime: DeviceRuntime
+    functions: TorchFunctions
+    static_inputs: list[int]
+    copied: frozenset[int]
+    mutated_inputs: MutatedInputs | None
+    guards: Guards | None
+    count: ctypes.c_int64
+    policy: weakref.ref[Policy]
+
+
+class Policy(Protocol):
+    """Decides which outputs are copied (``graphs/policy/specialization.py``)."""
+
+    def found_live(self, outputs: Collection[int]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a call runs.
+
+    Attributes:
+        registers: values that change from call to call; the first ``inputs_end`` are the inputs.
+        frees_inputs: whether a replay drops its references to inputs at their last use.
+        parts: in order: asserts on inputs, copies to static input buffers, for each partition the replay of its graph
+            or its eager work, copies back to mutated inputs; the last makes the outputs.
+    """
+
+    registers: list[Any]
+    inputs_end: int
+    frees_inputs: bool
+    parts: Sequence[Part]
+
+    def run(self) -> Any:
+        outputs = None
+        for part in self.parts:
+            outputs = part.run(self.registers)
+        return outputs
+
+    def run_profiled(self) -> Any:
+        """The same, with a range for each part that has a name."""
+        outputs = None
+        for part in self.parts:
+            with record_function(part.name) if part.name else contextlib.nullcontext():
+                outputs = part.run(self.registers)
+        return outputs
+
+
+@dataclass(frozen=True)
+class RecordingResources:
+    """What a recording keeps for as long as it lives.
+
+    Attributes:
+        pools: of the graphs; kept so that no new pool gets their streams while others are left.
+        kept: tensors over planned and per-recording storages, and values at fixed addresses: results of captured
+            partitions, and static buffers of eager results.
+        in_arenas: (device, offset) of each storage in an arena, by its handle.
+        eager_reasons: by partition: why it runs eagerly although it was to be captured.
+    """
+
+    graphs: Sequence[DeviceGraph]
+    pools: Sequence[GraphPool | None]
+    kept: Sequence[Any]
+    in_arenas: Mapping[int, tuple[torch.device, int]]
+    regions: Regions
+    hints: PlacementHints | None
+    eager_reasons: Mapping[int, str]
+
+
+class Recording:
+    """Replayed with ``run`` by a call that has its locks (``acquire``). ``graphs/recording_builder`` makes it.
+
+    Attributes:
+        static_addresses: of static inputs, by position.
+        same_addresses: tells whether every static input of a call is where it was.
+        ended: why it can never run again; empty while it can.
+        superseded: why another is to be recorded in its place; empty while it is good.
+        without_graphs: the reason, if every capture failed; empty otherwise.
+        unit: replays it natively; None where it cannot be.
+        listing: what the unit runs, a line for each step.
+    """
+
+    def __init__(
+        self, request: RecordingRequest, replay: Replay, resources: RecordingResources, static_addresses: list[Any]
+    ) -> None:
+        self.request, self.plan = request, request.planned.program
+        self._profiling = request.functions.profiling
+        self._replay: Replay | None = replay
+        self._resources: RecordingResources | None = resources
+        self._blank = (None,) * len(replay.registers)
+        # An arena's lock also guards all recordings in it. A recording without arenas has a lock of its own.
+        self._arenas = tuple(request.arenas.values())
+        self._locks = tuple(arena.lock for arena in self._arenas) or (TryLock(),)
+        self.static_addresses = static_addresses
+        self.same_addresses: Callable[[list[Any]], bool] = lambda inputs: True
+        if request.static_inputs:
+            self.same_addresses = request.functions.pointer_check(static_addresses, request.static_inputs)
+        self.eager_reasons = resources.eager_reasons
+        captured_none = resources.eager_reasons and not resources.graphs
+        self.without_graphs = next(iter(resources.eager_reasons.values())) if captured_none else ""
+        self.ended = self.superseded = ""
+        self._used = next_use()
+        self.unit: Unit | None = None
+        self.listing: Sequence[str] = ()
+        self._watched_outputs = WatchedOutputs()
+        self._liveness: LivenessGuard | None = None
+        self._retire: Callable[[], object] = lambda: None  # until ``watch`` has run
+
+    def watch(self, outputs: Sequence[OutputStorage], inputs: Sequence[Any], returned: Any) -> None:
+        """Take the use-count baselines of the first call's outputs, and enter the arenas.
+
+        Called last: temporaries would raise the counts.
+
+        Args:
+            outputs: what is handed out uncopied.
+            returned: the outputs of the first call.
+        """
+        assert self._resources is not None
+        handed_out = Counter(tensor.untyped_storage()._cdata for tensor in tensors_in(returned))
+        counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
+        self._watched_outputs = WatchedOutputs(outputs, counter, handed_out)
+        plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
+        footprints: dict[SharedMemory, Sequence[tuple[int, int]]] = {
+            arena: memory.footprint(plan) if plan is not None else () for arena, plan in plans.items()
+        }
+        donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
+        self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
+        unplanned = tensors_in(self._resources.kept)
+        without_modes = self.request.functions.without_modes
+        self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, unplanned)
+        self._retire.atexit = False
+        # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
+        for arena, plan in plans.items():
+            arena.enter(self, self._watched_outputs, plan.size if plan is not None else 0)
+
+    def acquire(self, owner: LockOwner) -> bool:
+        """Lock the recording and its arenas for one call; False when another call uses one, or it has ended."""
+        for lock in self._locks:
+            if not lock.acquire(owner):
+                return False
+        return not self.ended
+
+    def release(self, owner: LockOwner) -> None:
+        """Release those that ``owner`` has."""
+        for lock in self._locks:
+            lock.release(owner)
+
+    @property
+    def graphs(self) -> Sequence[DeviceGraph]:
+        """The device graphs that it replays; none if it has ended."""
+        return self._resources.graphs if self._resources is not None else ()
+
+    @property
+    def used(self) -> int:
+        """When it was used last, as a number that grows."""
+        return max(self._used, self.unit.used if self.unit is not None else 0)
+
+    def make_unit(self) -> str:
+        """Make the native unit.
+
+        Returns why that failed; empty if it is made, or if nobody wants it, the recording has ended, or every capture
+        failed.
+        """
+        guards, replay, resources = self.request.guards, self._replay, self._resources
+        if guards is None or replay is None or resources is None or self.without_graphs:
+            return ""
+        native = self.request.functions.native()
+        if isinstance(native, str):
+            return native
+        static = [(position, self.static_addresses[position]) for position in self.request.static_inputs]
+        device = self.request.runtime.device if self._arenas and self.request.runtime.device.type != "cpu" else None
+        streams = [arena.stream_id for arena in self._arenas] if device is not None else []
+        locks = [(lock.owners, lock.native) for lock in self._locks]
+        guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
+        if (written := self.request.mutated_inputs) is not None:
+            guards = dataclasses.replace(
+                guards,
+                moving=written.moving,
+                static_spans=written.static_spans,
+                written_static_spans=written.written_static_spans,
+            )
+        on_error = resources.hints.in_use if resources.hints is not None else None
+        described = Description(
+            replay.inputs_end, replay.frees_inputs, guards, _CLOCK, self.request.count, on_error, self.request.name
+        )
+        try:
+            self.unit = make_unit(native, replay.parts, len(replay.registers), described)
+        except CannotReplay as error:
+            return str(error)
+        self.listing = described.listing
+        self._tell_unit()
+        return ""
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
+        if self._resources is None:
+            return 0
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(self._resources.kept)}
+        return sum(
+            storage.nbytes() for handle, storage in storages.items() if handle not in self._resources.in_arenas
+        )
+
+    def is_at(self, position: int, value: Any) -> bool:
+        """Whether a static input is where it was."""
+        return bool(value.data_ptr() == self.static_addresses[position])
+
+    def may_run(self, inputs: list[Any], owner: LockOwner) -> bool:
+        """Whether it suits a call that has its locks: static inputs are where they were, and its memory is free."""
+        if self.superseded or not self.same_addresses(inputs):
+            return False
+        if (written := self.request.mutated_inputs) is not None and not written.are_apart(inputs):
+            return False
+        return not self._arenas or (self.is_idle_for(owner) and self.is_free())
+
+    def is_free(self) -> bool:
+        """Whether a replay would overwrite no live output, donated ones aside. False if superseded."""
+        free = not self.superseded and (self._liveness is None or self._liveness.all_dead())
+        if free:
+            self._tell_unit()
+        return free
+
+    def _tell_unit(self) -> None:
+        """Give the unit the use counts at which no output is live.
+
+        It then checks liveness itself, until an arena's version changes.
+        """
+        if self.unit is not None and self._liveness is not None:
+            self.unit.expect(*self._liveness.expected())
+
+    def supersede(self, why: str) -> None:
+        """Another is to be recorded in its place."""
+        log.info("%s: a recording is to be replaced: %s", self.request.name, why)
+        self.superseded = why
+        if self.unit is not None:
+            self.unit.clear()
+
+    def is_idle_for(self, owner: LockOwner) -> bool:
+        """Whether no other stream still works in its arenas."""
+        return all(arena.is_idle_for(owner.stream) for arena in self._arenas)
+
+    @property
+    def watched_outputs(self) -> Sequence[OutputStorage]:
+        """What it hands out uncopied."""
+        return self._watched_outputs.outputs
+
+    def live(self) -> Mapping[OutputStorage, int]:
+        """The live outputs, and how many tensors the caller has of each."""
+        return self._watched_outputs.live()
+
+    def tell_who_is_in_the_way(self) -> None:
+        """Report live outputs of other recordings in this one's memory to their specializations.
+
+        An output that is reported twice is copied from then on.
+        """
+        for output in self._liveness.in_the_way() if self._liveness is not None else ():
+            owner = output.owner() if output.owner is not None else None
+            policy = owner.request.policy() if owner is not None else None
+            if policy is not None:
+                policy.found_live(output.indices)
+
+    def end(self, why: str) -> None:
+        """End for good and drop all memory. The caller holds the lock of one of its arenas, or its own lock."""
+        log.info("%s: a recording ends: %s", self.request.name, why)
+        self.ended = why
+        self._retire()
+        if self.unit is not None:
+            self.unit.clear()
+        self._replay = self._resources = self._liveness = None
+        self._watched_outputs = WatchedOutputs()
+
+    def run(self, inputs: list[Any], owner: LockOwner) -> Any:
+        """Replay on ``inputs`` and hand out the outputs. ``owner`` has its locks; no other stream works there now.
+
+        Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
+        """
+        replay = self._replay
+        assert replay is not None, f"a recording was run that has ended: {self.ended}"
+        r = replay.registers
+        self._used = next_use()
+        for arena in self._arenas:
+            arena.stream = owner.stream
+        try:
+            r[: replay.inputs_end] = inputs
+            if replay.frees_inputs:
+                inputs.clear()
+            return replay.run_profiled() if self._profiling() else replay.run()
+        except BaseException as error:
+            self.failed(error)
+            raise
+        finally:
+            r[:] = self._blank
+
+    def forget_inputs(self) -> None:
+        """Drop inputs that an interrupted call left in the registers."""
+        owner = LockOwner()
+        try:
+            if self.acquire(owner) and self._replay is not None:
+                self._replay.registers[:] = self._blank
+        finally:
+            self.release(owner)
+
+    def failed(self, error: BaseException) -> None:
+        """A replay has raised."""
+        if self._resources is not None:
+            self._resources.regions.empty()
+            if self._resources.hints is not None:
+                self._resources.hints.end(error, self._arenas)
+
+    def failed_natively(self, error: BaseException, owner: LockOwner) -> None:
+        """Its unit has raised. The call has released the locks; another may hold them by now."""
+        if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
+        if isinstance(error, MemoryKeptError):
+            try:
+                if all(lock.acquire(owner, _WAIT_S) for lock in self._locks):
+                    self.failed(error)
+            finally:
+                self.release(owner)
+
+
+# A counter that stamps each use: the lowest stamp is the least recent use.
+_CLOCK = ctypes.c_int64()
+# Seconds to wait for the memory of a call that has raised.
+_WAIT_S = 1.0
+
+
+def next_use() -> int:
+    _CLOCK.value += 1
+    return _CLOCK.value
+
+
+def _retire(
+    without_modes: Callable[[], contextlib.AbstractContextManager[Any]],
+    outputs: WatchedOutputs,
+    arenas: Sequence[Arena],
+    unplanned: list[torch.Tensor],
+) -> None:
+    """Retire the outputs, and keep memory until the device has finished with it.
+
+    Also runs as a finalizer, perhaps while another program is traced.
+    """
+    outputs.retire()
+    for arena in arenas:
+        arena.changed()
+        with without_modes():
+            arena.keep_until_done(unplanned)
+    unplanned.clear()
