@@ -36,7 +36,6 @@ from fxwrap.graphs.arenas import ArenaPool
 from fxwrap.graphs.counters import Counters
 from fxwrap.graphs.devices.cpu_graph import capturing_graph
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
-from fxwrap.graphs.locks import LockOwner
 from fxwrap.graphs.recording import Recording
 from fxwrap.graphs.recording_builder import RecordingBuilder
 from fxwrap.graphs.shared_state import SHARED
@@ -284,9 +283,9 @@ def launches_compared() -> Iterator[None]:
         return make_unit(self)
 
     @functools.wraps(failed)
-    def noting_failed(self: Recording, error: BaseException, owner: LockOwner) -> None:
+    def noting_failed(self: Recording, error: BaseException) -> None:
         broken_off.append(True)
-        failed(self, error, owner)
+        failed(self, error)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "make_unit", noting_make_unit)
