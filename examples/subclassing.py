@@ -3,7 +3,7 @@
     python examples/subclassing.py
 
 A class is passed as an option (``options={"codegen": Printing}``), or registered for a device
-(``fxwrap.register_device(..., codegen=Printing)``). For devices see examples/pydevice and examples/hostsim.
+(``fxwrap.register_device(..., codegen=Printing)``). For devices see examples/minimal and examples/hostsim.
 """
 
 from __future__ import annotations

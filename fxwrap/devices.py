@@ -7,7 +7,7 @@ rules: CUDA and XPU need none.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,12 +101,6 @@ class CaptureCost:
 _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=float("inf"))
 
 
-# ``place_allocations(places)``: from now on, allocations of this thread that need exactly so many bytes get one of
-# these addresses, each one at a time; ``places`` are addresses with bytes, and none of them end it. It returns which
-# addresses, of all that were ever given, are in use; None where nobody knows. A second argument has spans in which
-# anything else may lie that is allocated until then.
-PlaceAllocations = Callable[..., "Collection[int] | None"]
-
 # ``after_failed_capture(device, pool)``: have the allocator record to the pool no more, and let go of it once.
 PutRight = Callable[[torch.device, Any], None]
 
@@ -122,7 +116,6 @@ class DeviceSupport:
         codegen: emits and compiles unless the ``codegen`` option says otherwise.
         config: Inductor's settings while a graph with this device in it is compiled.
         cost: what issuing work costs; None for the usual.
-        place_allocations: tells the device's allocator where what an operator allocates shall lie.
         after_failed_capture: puts the device's allocator right.
     """
 
@@ -133,7 +126,6 @@ class DeviceSupport:
     codegen: type | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     cost: CaptureCost | None = None
-    place_allocations: PlaceAllocations | None = None
     after_failed_capture: PutRight | None = None
 
 

@@ -21,18 +21,17 @@ from torch.fx import GraphModule
 from .compilation import Compilation
 from .devices import capture_cost, device_support
 from .errors import PipelineError
-from .graphs.devices.runtime import freezes_addresses, places_results
+from .graphs.devices.runtime import freezes_addresses
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .options import Options
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
-from .passes.memory.operator_results import placeable_results
 from .passes.memory.planner import plan_pair, plan_program
 from .passes.memory.requirements import hinted_sizes, inner_storages
 from .passes.memory.workspace import measure_workspace
-from .passes.partition.capturability import FIXED_ADDRESSES, captured, judge, main_device
+from .passes.partition.capturability import FIXED_ADDRESSES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
 from .passes.partition.cut import cut
 from .passes.partition.export import partition_graph
@@ -270,10 +269,8 @@ def _apply_cost_model(state: Any) -> None:
         inputs=request.inputs,
         workspace=state.workspace,
     )
-    can_place = places_results(device)  # the allocator can be told where to put results
-    placed = placeable_results(state.facts, state.graph, device, captured(state.verdicts)) if can_place else {}
-    sizes, least = state.sizes, options.min_launches
-    state.plan = apply_cost_model(plan, capture_cost(device.type), sizes, options.capture, least, placed)
+    cost = capture_cost(device.type)
+    state.plan = apply_cost_model(plan, cost, state.sizes, options.capture, options.min_launches)
 
 
 def _replace_partitions(state: Any) -> None:

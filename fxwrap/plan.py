@@ -288,7 +288,6 @@ class Region:
         lower_bound: bytes of storages that are alive at one time at most.
         plain: bytes that separate allocations without any reuse would take.
         reserved: the intervals of it that live outputs of other recordings occupy.
-        offered_spans: free bytes ``[low, high)`` that are offered to an operator as workspace, by operator.
     """
 
     device: torch.device
@@ -300,7 +299,6 @@ class Region:
     lower_bound: int = 0
     plain: int = 0
     reserved: tuple[Reserved, ...] = ()
-    offered_spans: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -459,7 +457,6 @@ class Planned:
         symbol_values: concrete sizes (``evaluate_sizes``).
         input_buffers: inputs that are copied to a static buffer in an arena: device and bytes.
         frozen: whether a graph freezes addresses; else memory comes and goes with each call.
-        places_results: whether the device's allocator is told where what operators return shall lie.
         donated: inputs that are freed after their last use: bytes of a storage, and the inputs that share it.
     """
 
@@ -467,7 +464,6 @@ class Planned:
     symbol_values: Mapping[Node, Any]
     input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool = True
-    places_results: bool = False
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 

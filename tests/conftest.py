@@ -35,7 +35,6 @@ from fxwrap.devices import registered_devices
 from fxwrap.graphs.devices.cpu_graph import capturing_graph
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
 from fxwrap.graphs.memory.arenas import ArenaPool
-from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.policy.counters import Counters
 from fxwrap.graphs.record.recording_builder import RecordingBuilder
@@ -284,9 +283,9 @@ def launches_compared() -> Iterator[None]:
         return make_unit(self)
 
     @functools.wraps(failed)
-    def noting_failed(self: Recording, error: BaseException, owner: LockOwner) -> None:
+    def noting_failed(self: Recording, error: BaseException) -> None:
         broken_off.append(True)
-        failed(self, error, owner)
+        failed(self, error)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "make_unit", noting_make_unit)

@@ -170,9 +170,6 @@ class Case:
 
         spans = [span(index, offset) for index, offset in located(memory).items()]
         spans += [(f"reserved from {one.low}", self.life_of(one), range(one.low, one.high)) for one in self.reserved]
-        for name, free in memory.arenas[CPU].offered_spans.items() if CPU in memory.arenas else ():
-            step = self.plan.schedule.index(self.plan.nodes[name])
-            spans += [(f"workspace of {name}", range(step, step + 1), range(low, high)) for low, high in free]
         regions = [[span(*item) for item in memory.inside(one).items()] for one in memory.regions if not one.arena]
         for step in range(self.end):
             for space in (spans, *regions):

@@ -1,6 +1,6 @@
 """fxwrap.register_device, on devices that every torch has: what is entered, what is taken back, what it refuses.
 
-Whole devices are in examples/: hostsim in C++, pydevice in Python. A process has one out-of-tree device, so that they
+Whole devices are in examples/: hostsim and minimal. A process has one out-of-tree device, so that they
 are tested in processes of their own.
 """
 
@@ -257,25 +257,6 @@ def test_streams_that_a_device_module_leaves_out(monkeypatch: pytest.MonkeyPatch
         device_function("mtia", "no_such_function")
 
 
-def test_a_device_in_plain_python() -> None:
-    """Everything but capture works on a device without a line of C++, and what is missing is said."""
-    script = ROOT / "examples" / "pydevice" / "pydevice.py"
-    done = processes.run(str(script))
-    assert done.returncode == 0, done.stderr
-    for line in ("graph 0: inference on pydevice:0", "launch cpp_fused_gelu_0(buf0)", "arena on pydevice:0     4"):
-        assert line in done.stdout
-    assert "'no device graph for pydevice:0': 2" in done.stdout
-
-
-def test_the_contract_before_there_is_a_graph() -> None:
-    """Registration and compilation come before streams and graphs: a device in Python keeps them."""
-    # Autocast and PyTorch's default device need kernels in C++.
-    chosen = "TestRegistration or missing or (TestCompilation and not autocast and not default_device)"
-    folder = ROOT / "examples" / "pydevice"
-    done = processes.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "test_pydevice.py", cwd=folder)
-    assert done.returncode == 0, done.stdout
-
-
 @pytest.mark.skipif(
     not hasattr(common, "_privateuse1_backend_init_in_progress"), reason="torch 2.15 and later have the hook"
 )
@@ -301,4 +282,4 @@ def test_the_line_names_no_device_of_the_examples() -> None:
     """Adding a device touches no file of the line."""
     for path in (ROOT / "fxwrap").rglob("*.py"):
         text = path.read_text(encoding="utf-8").lower()
-        assert "hostsim" not in text and "pydevice" not in text, path
+        assert "hostsim" not in text, path

@@ -204,7 +204,7 @@ class Program:
             if unit is None:
                 recording.forget_inputs()
             elif recording.unit is unit:
-                recording.failed_natively(error, self._owner())
+                recording.failed_natively(error)
 
     def _count(self, kind: str, reason: str) -> None:
         """Count an eager run's reason, or an event. Each thread logs the first of each."""

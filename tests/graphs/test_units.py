@@ -1350,11 +1350,11 @@ def test_a_call_that_begins_before_python_hears_of_an_error(compiled: Any, monke
         with contextlib.suppress(Odd):
             f.program.run([torch.randn(4, 4)])
 
-    def failed(self: Recording, error: BaseException, owner: LockOwner) -> None:
+    def failed(self: Recording, error: BaseException) -> None:
         if threading.get_ident() == main:
             thread.start()
             assert inside.wait(60)
-        real(self, error, owner)
+        real(self, error)
         over.set()
 
     thread = threading.Thread(target=other)

@@ -1,7 +1,7 @@
 """The module that torch registers under the device's name: what `torch.cuda` is for CUDA."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -243,16 +243,6 @@ def empty_cache() -> None:
 def pool_stats(pool: tuple[int, int]) -> dict[str, int]:
     """Bytes and blocks of one memory pool: {0, 0} is the ordinary one, `Graph.pool()` names that of a graph."""
     return _C.pool_stats(pool)
-
-
-def place_allocations(places: Sequence[tuple[int, int]], workspace: Sequence[tuple[int, int]] = ()) -> list[int]:
-    """From now on allocations of this thread that need exactly so many bytes get these addresses.
-
-    Each place, an address and bytes, is given to one at a time; its memory is somebody else's. What needs another
-    number of bytes lies in the spans of ``workspace``, addresses and bytes, where there is room. No places end it.
-    Returns the addresses, of all that were ever given, that are in use.
-    """
-    return _C.place_allocations(list(places), list(workspace))
 
 
 def set_poison(value: bool) -> None:

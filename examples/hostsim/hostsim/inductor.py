@@ -16,7 +16,6 @@ def register() -> fxwrap.DeviceRegistration:
         NAME,
         scheduling="cpp",
         kernels=[fxwrap.cpp_kernels(device.launch)],
-        place_allocations=device.place_allocations,
         after_failed_capture=device.put_right,
         # No driver stands between: a replay, and a copy, cost little beside a call out of Python.
         cost=fxwrap.CaptureCost(launch=2, extern=5, replay=1, copy=1),

@@ -39,7 +39,6 @@ FIRST_TO_FAIL = {
     "capture_on_default_stream_allowed": "test_capture_refuses_the_default_stream",
     "recapture_without_reset_allowed": "test_capture_needs_a_reset_in_between",
     "unjoined_fork_allowed": "test_forked_work_must_join",
-    "place_given_twice": "test_the_allocator_places_what_it_is_told_to",
     "no_poison": None,
 }
 

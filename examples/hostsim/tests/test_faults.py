@@ -129,14 +129,6 @@ def non_blocking_copies_are_ordered_with_their_stream(device):
     return (tensor + 1).eq(2).all().item()
 
 
-def places_are_given_once(device):
-    whole = zeros(16)
-    device.place_allocations([(whole.data_ptr(), 64)])
-    one, two = zeros(16), zeros(16)
-    device.place_allocations([])
-    return whole.data_ptr() == one.data_ptr() != two.data_ptr()
-
-
 OBSERVATIONS = {
     "replay_ignores_refilled_inputs": refills_are_read,
     "replay_skips_last_node": the_last_node_runs,
@@ -154,7 +146,6 @@ OBSERVATIONS = {
     "record_stream_ignored": recorded_streams_keep_memory,
     "no_poison": captured_memory_is_poisoned,
     "storage_offset_dropped": copies_start_where_their_tensor_does,
-    "place_given_twice": places_are_given_once,
     "non_blocking_copy_too_late": non_blocking_copies_are_ordered_with_their_stream,
 }
 

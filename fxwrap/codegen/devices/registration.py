@@ -21,7 +21,6 @@ from ...devices import (
     CaptureCost,
     DeviceSupport,
     KernelKind,
-    PlaceAllocations,
     PutRight,
     device_function,
     registered_devices,
@@ -85,7 +84,6 @@ def register_device(
     eager_ops: str | EagerRule | Iterable[str | EagerRule] = (),
     kernels: KernelKind | Iterable[KernelKind] = (),
     cost: CaptureCost | None = None,
-    place_allocations: PlaceAllocations | None = None,
     after_failed_capture: PutRight | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
@@ -107,12 +105,6 @@ def register_device(
             registered with torch by now.
         kernels: kinds of compiled kernels (``KernelKind``); Triton's need none.
         cost: what issuing work costs the host, for the cost model of captures.
-        place_allocations: tells the device's allocator where to put things: after ``place_allocations(places)``, an
-            allocation of this thread that needs exactly so many bytes gets one of these addresses (pairs of an
-            address and bytes, each given to one at a time, and again when that is freed), and others may lie in spans
-            that are a second argument; the memory stays somebody else's. ``place_allocations(())`` ends it. It
-            returns the addresses, of all ever given, that are in use, or None if it does not know. With it, what
-            operators return lies in planned memory, too, not in a graph's pool.
         after_failed_capture: ``after_failed_capture(device, pool)`` puts the device's allocator right after
             ``capture_end`` has raised, where that leaves it recording to the pool, as CUDA's does.
 
@@ -133,7 +125,6 @@ def register_device(
         codegen,
         {**_settings(scheduling), **(config or {})},
         cost,
-        place_allocations,
         after_failed_capture,
     )
     _check(support, scheduling)

@@ -35,7 +35,7 @@ struct UnitState {
   Guards guards;
   std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> below =
       std::make_shared<std::optional<at::AutoDispatchBelowAutograd>>();
-  py::object kept, on_error, give_back, out_of_memory;
+  py::object kept, give_back, out_of_memory;
   std::vector<bool> repeats;  // by step: whether it runs again after it was out of memory; empty: none does
   int64_t* counter = nullptr;
   int64_t* clock = nullptr;
@@ -43,7 +43,6 @@ struct UnitState {
 
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(kept.ptr());
-    Py_VISIT(on_error.ptr());
     Py_VISIT(give_back.ptr());
     for (const auto& step : steps)
       if (auto stop = step->traverse(visit, arg)) return stop;
@@ -121,7 +120,6 @@ class Call {
       run_until(state_.steps.size());
     } catch (...) {
       unit_->failed = static_cast<Py_ssize_t>(at);
-      tell_of_error();
       throw;
     }
     auto returned = state_.result->make(state_.slots);
@@ -157,16 +155,6 @@ class Call {
     } catch (...) {
       return false;
     }
-  }
-
-  void tell_of_error() {
-    if (!state_.on_error) return;
-    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-    PyErr_Fetch(&type, &value, &trace);
-    auto* told = PyObject_CallNoArgs(state_.on_error.ptr());
-    if (told == nullptr) PyErr_WriteUnraisable(state_.on_error.ptr());
-    Py_XDECREF(told);
-    PyErr_Restore(type, value, trace);
   }
 
   Unit* unit_;
@@ -369,7 +357,6 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   state->kept = py::make_tuple(described["locks"], described["streams"], described["count"], described["clock"]);
   state->counter = cell(described["count_address"]);
   state->clock = cell(described["clock_address"]);
-  if (!described["on_error"].is_none()) state->on_error = described["on_error"];
   if (!described["give_back"].is_none()) {
     state->give_back = described["give_back"];
     state->out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");

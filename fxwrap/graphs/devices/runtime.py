@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...devices import DeviceSupport, PlaceAllocations, PutRight, device_function, device_support
+from ...devices import DeviceSupport, PutRight, device_function, device_support
 from ...errors import CaptureError
 from .cpu_graph import CPUGraph, capturing_graph
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
@@ -53,7 +53,6 @@ class DeviceRuntime:
             what an operator allocates during capture keeps its address. Hardware graphs are like this; the
             CPU graph calls again and so takes new tensors.
         runs_while_capturing: capturing also computes, so that no replay is needed to get the first result.
-        place_allocations: tells the allocator where what operators allocate shall lie; None where nobody can.
         after_failed_capture: puts the allocator right; None where torch's own functions do.
     """
 
@@ -63,7 +62,6 @@ class DeviceRuntime:
     runs_while_capturing: bool
     implementation: str
     new_pool: Callable[[], Any] = lambda: None
-    place_allocations: PlaceAllocations | None = None
     after_failed_capture: PutRight | None = None
 
     def make_pool(self, put_right: PutRight | None = None) -> GraphPool:
@@ -185,12 +183,6 @@ def freezes_addresses(device: torch.device) -> bool:
     return runtime is not None and runtime.frozen_addresses
 
 
-def places_results(device: torch.device) -> bool:
-    """Whether the device's allocator can be told where what operators return shall lie."""
-    runtime = _runtime_if_any(device)
-    return runtime is not None and runtime.place_allocations is not None
-
-
 def capture_check(device: torch.device) -> Callable[[], bool]:
     """Makes a function that tells whether somebody captures what is issued now: on the device's current stream, or to
     a CPU graph on this thread. False where nobody can tell."""
@@ -226,8 +218,7 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
             failures.append(f"{name}: {error}")
             continue
         new_pool = functools.partial(_new_pool, device)
-        extras = support.place_allocations, support.after_failed_capture
-        return DeviceRuntime(device, make, True, False, name, new_pool, *extras)
+        return DeviceRuntime(device, make, True, False, name, new_pool, support.after_failed_capture)
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "

@@ -214,8 +214,7 @@ class MemoryProvider:
     def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> Planned:
         runtime = runtime_for(self.program.device)
         if runtime.frozen_addresses:
-            buffers, places_results = self._input_buffers(inputs, static), runtime.place_allocations is not None
-            return Planned(self.program, self._numbers(inputs), buffers, places_results=places_results)
+            return Planned(self.program, self._numbers(inputs), self._input_buffers(inputs, static))
         donated = tuple(self._donated(inputs))
         return Planned(self.program, self._numbers(inputs), {}, False, donated=donated)
 

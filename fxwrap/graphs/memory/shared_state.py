@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -21,15 +20,11 @@ class SharedState:
         capturing: by device. Hardware captures one program at a time: a device's generator can be part of one capture
             only.
         packed: saved tensors that hooks have packed.
-        keeping: operators that keep what they allocate.
-        kept: memory that they have kept: nobody else may ever have it.
     """
 
     arenas: ArenaPool = field(default_factory=ArenaPool)
     capturing: defaultdict[torch.device, TryLock] = field(default_factory=lambda: defaultdict(TryLock))
     packed: PackedTensors = field(default_factory=PackedTensors)
-    keeping: set[Any] = field(default_factory=set)
-    kept: list[torch.UntypedStorage] = field(default_factory=list)
 
 
 SHARED = SharedState()

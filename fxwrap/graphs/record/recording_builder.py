@@ -35,11 +35,10 @@ from ..memory.live_outputs import OutputStorage
 from ..memory.output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
 from ..memory.regions import Regions
 from ..memory.static_buffers import Fill, StaticBuffers, copy_tensors, unexpanded
-from ..placement import PlacementHints
 from ..replay.flat_lines import AnyLine, Bound, Call, Line, Part, Register, Store
 from ..replay.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
 from ..replay.recording import Recording, RecordingRequest, RecordingResources, Replay
-from .flat import Calls, FlatBuilder, FlatFunction, Landings
+from .flat import FlatBuilder, FlatFunction, Landings
 from .placed_results import PlacedResults
 from .registers import Registers
 
@@ -79,8 +78,6 @@ class RecordingBuilder:
         self._in_arenas: dict[int, tuple[torch.device, int]] = {}
         self._regions = Regions(self.plan, request.memory)
         self._placed = PlacedResults()
-        tell = request.runtime.place_allocations
-        self._hints = PlacementHints(tell, request.functions.alive) if tell is not None else None
         self._input_buffers: list[torch.Tensor] = []
         self._mutated: list[tuple[int, torch.Tensor]] = []
         self._static_addresses: list[Any] = [None] * len(self._placeholders)
@@ -127,12 +124,9 @@ class RecordingBuilder:
             elif self.request.arenas:
                 watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in self._output_storages]
                 recording.watch(watched, inputs, outputs)
-            if self._hints is not None and self._hints.keeper:
-                self._clear_arenas(f"{self._hints.keeper} keeps memory that it was offered only while it ran")
         finally:
             self._forget_inputs()
             self._regions.empty()
-            self._end_placement()
         return Recorded(recording, outputs, self._refused, "" if self._refused else recording.make_unit())
 
     def _in_inference_mode(self, outputs: Any, inputs: Sequence[Any]) -> Any:
@@ -152,7 +146,7 @@ class RecordingBuilder:
     def _make_recording(self, replay: Replay) -> Recording:
         kept = [*self._memory.values(), *self._captured_values]
         resources = RecordingResources(
-            self._graphs, self._pools, kept, self._in_arenas, self._regions, self._hints, self._eager_reasons
+            self._graphs, self._pools, kept, self._in_arenas, self._regions, self._eager_reasons
         )
         return Recording(self.request, replay, resources, self._static_addresses)
 
@@ -183,11 +177,6 @@ class RecordingBuilder:
         for storage, place in zip(self.plan.facts.storages, self.request.memory.places, strict=True):
             if storage.origin is Origin.EXTERN and place.home is Home.REGION:
                 self._placed.add(self.plan.nodes[storage.node], storage.element, self._planned(storage.index))
-        if self._hints is not None:
-            for device, plan in self.request.memory.arenas.items():
-                for name, spans in plan.offered_spans.items():
-                    storages = [self.request.arenas[device].storage(low, high - low) for low, high in spans]
-                    self._hints.workspace[self.plan.nodes[name]] = storages
 
     def _planned(self, index: int) -> torch.UntypedStorage:
         """A new storage object over a storage's bytes in its arena."""
@@ -330,7 +319,6 @@ class RecordingBuilder:
                 graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
         except Exception as error:
             graph = None
-            self._end_placement()
             if runtime.runs_while_capturing:
                 raise  # the work itself failed, as it would have in Inductor's wrapper
             if isinstance(error, MemoryLimitError):
@@ -399,7 +387,6 @@ class RecordingBuilder:
 
     def _forget(self, call: BoundCall) -> None:
         """Drop references that a failed capture left, before the retry."""
-        self._end_placement()
         for register in call.stores:
             self._values[register] = None
 
@@ -408,10 +395,6 @@ class RecordingBuilder:
         self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._parts, self._pools = [], [], []
         self._clear_arenas(OUT_OF_MEMORY)
-
-    def _end_placement(self) -> None:
-        if self._hints is not None:
-            self._hints.in_use()
 
     def _pool(self) -> GraphPool | None:
         """The pool that captures share. It belongs to an arena: whoever holds the arena's lock may use it."""
@@ -492,13 +475,10 @@ class RecordingBuilder:
         last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.by_node.items() if n not in bound}
         work = self.plan.work_in(partition)
-        before: Calls = self._regions.before
         landings: Landings = (
             self._placed.landings(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
         )
-        if self._hints is not None:
-            before, landings = self._hints.around(work, captured, self._placed, landings)
-        builder = FlatBuilder(bound, registers, last, before, self._regions.after, landings)
+        builder = FlatBuilder(bound, registers, last, self._regions.before, self._regions.after, landings)
         with self._regions.filled():  # views over regions are made: they need memory
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()

@@ -23,7 +23,6 @@ from ..memory.live_outputs import LivenessGuard, OutputStorage, SharedMemory, Wa
 from ..memory.locks import LockOwner, TryLock
 from ..memory.memory_provider import RecordingMemory
 from ..memory.regions import Regions
-from ..placement import MemoryKeptError, PlacementHints
 from ..torch_functions import TorchFunctions, Traces
 from .flat_lines import Part
 from .overlaps import MutatedInputs
@@ -112,7 +111,6 @@ class RecordingResources:
     kept: Sequence[Any]
     in_arenas: Mapping[int, tuple[torch.device, int]]
     regions: Regions
-    hints: PlacementHints | None
     eager_reasons: Mapping[int, str]
 
 
@@ -228,9 +226,8 @@ class Recording:
                 static_spans=written.static_spans,
                 written_static_spans=written.written_static_spans,
             )
-        on_error = resources.hints.in_use if resources.hints is not None else None
         described = Description(
-            replay.inputs_end, replay.frees_inputs, guards, _CLOCK, self.request.count, on_error, self.request.name
+            replay.inputs_end, replay.frees_inputs, guards, _CLOCK, self.request.count, self.request.name
         )
         try:
             self.unit = make_unit(native, replay.parts, len(replay.registers), described)
@@ -334,8 +331,9 @@ class Recording:
             if replay.frees_inputs:
                 inputs.clear()
             return replay.run_profiled() if self._profiling() else replay.run()
-        except BaseException as error:
-            self.failed(error)
+        except BaseException:
+            if self._resources is not None:
+                self._resources.regions.empty()
             raise
         finally:
             r[:] = self._blank
@@ -349,29 +347,14 @@ class Recording:
         finally:
             self.release(owner)
 
-    def failed(self, error: BaseException) -> None:
-        """A replay has raised."""
-        if self._resources is not None:
-            self._resources.regions.empty()
-            if self._resources.hints is not None:
-                self._resources.hints.end(error, self._arenas)
-
-    def failed_natively(self, error: BaseException, owner: LockOwner) -> None:
-        """Its unit has raised. The call has released the locks; another may hold them by now."""
+    def failed_natively(self, error: BaseException) -> None:
+        """Its unit has raised."""
         if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
-        if isinstance(error, MemoryKeptError):
-            try:
-                if all(lock.acquire(owner, _WAIT_S) for lock in self._locks):
-                    self.failed(error)
-            finally:
-                self.release(owner)
 
 
 # A counter that stamps each use: the lowest stamp is the least recent use.
 _CLOCK = ctypes.c_int64()
-# Seconds to wait for the memory of a call that has raised.
-_WAIT_S = 1.0
 
 
 def next_use() -> int:

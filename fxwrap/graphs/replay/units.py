@@ -140,7 +140,6 @@ class Description:
         cleared: slots that hold something at the end of a call.
         clock: incremented at every call, and shared by all units.
         count: incremented at every call.
-        on_error: called when a step has raised, before anybody else may run the unit.
         name: of the range in profiles that a call is; empty if it is part of another one.
         ranges: (position of a step, name): the ranges inside of it, each up to the next one.
         give_back: called where one of the steps ``repeats`` is out of memory; then it runs again.
@@ -152,7 +151,6 @@ class Description:
     guards: Guards = field(default_factory=Guards)
     clock: ctypes.c_int64 | None = None
     count: ctypes.c_int64 | None = None
-    on_error: Callable[[], object] | None = None
     name: str = ""
     slots: int = 0
     loads: list[tuple[int, int]] = field(default_factory=list)

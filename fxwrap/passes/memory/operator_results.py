@@ -2,21 +2,21 @@
 
 What is allocated while a graph is captured comes from the pool of the graphs, where a later capture is given whatever
 an earlier one has freed. One recording works there on bytes that may be the result of another: it may not be live
-after the call. So a captured program hands out memory of the plan, which is watched, and shared like any other: the
-result itself, where the device's allocator can be told where to put it, or a copy (``graphs/placement.py``).
+after the call. So what a captured program hands out is copied to memory of the plan, which is watched, and shared
+like any other (``graphs/placed_results.py``).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import by_name, communicates, only_computes, output_node
+from ...host_graph.nodes import by_name, communicates, output_node
 from ...host_graph.sizes import number_at, symbols_at
 from ...plan import Origin, StorageFacts
 
@@ -25,7 +25,6 @@ def placeable_results(
     facts: StorageFacts,
     gm: GraphModule,
     device: torch.device,
-    may_keep: Collection[str],
     symbol_values: Mapping[Node, Any] = MappingProxyType({}),
 ) -> dict[int, int]:
     """Bytes of what operators return that the plan can have a place for, by storage.
@@ -33,7 +32,6 @@ def placeable_results(
     What is data-dependent is missing, and so is what may alias another value.
 
     Args:
-        may_keep: custom operators among these are left out: they may keep what they return.
         symbol_values: concrete sizes, for what depends on symbols.
     """
     handed_out = facts.behind(output_node(gm).all_input_nodes)
@@ -45,8 +43,6 @@ def placeable_results(
     for storage in facts.storages:
         node = nodes[storage.node]
         if storage.origin is not Origin.EXTERN or storage.index in in_communication:
-            continue
-        if storage.node in may_keep and not only_computes(node):
             continue
         values = list(_values(node, storage.element))
         if any(facts.of(value) != {storage.index} for value in values):

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from ...host_graph.nodes import Kind, kind_of, only_computes
 from ...packing import Buffer, Placement, Reserved, plan_memory
-from ...packing.free_spans import free_at_steps
 from ...packing.reserved import SEARCH_S, lay_out_arena, most_alive
 from ...packing.shared_regions import share_regions
 from ...plan import (
@@ -22,7 +20,6 @@ from ...plan import (
     PlacementHint,
     Planned,
     Prediction,
-    ProgramPlan,
     Region,
     ReservedIn,
     nothing_reserved,
@@ -75,37 +72,10 @@ def _plan_arenas(
         bounds = placement.size, alignment, True, placement.lower_bound, plain, tuple(reserved[device])
         region = Region(device, 0, requirements.end, *bounds)
         offsets.append({index: placement.offsets[buffer.name] for index, buffer in items})
-        if planned.places_results and device == planned.program.device:
-            placed = {index: (offsets[-1][index], buffer) for index, buffer in items}
-            region = replace(region, offered_spans=_offered_spans(planned.program, region, placed))
         regions.append(region)
     plan = _assign_homes(requirements, regions, offsets, Home.RECORDING)
     bound = sum(region.lower_bound for region in regions)
     return replace(plan, peak=plan.size, lower_bound=bound, plain=sum(region.plain for region in regions))
-
-
-def _offered_spans(
-    program: ProgramPlan, arena: Region, placed: Mapping[int, tuple[int, Buffer]]
-) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Bytes that each captured operator is offered as workspace, if it is torch's own: others may keep what they
-    allocate. What lives on after the call has to have a place of its own.
-
-    Elsewhere its workspace lies in the pool of the graphs: outside the arena, for as long as a graph lives.
-
-    Args:
-        placed: offset and life of what lies in the arena, by storage.
-    """
-    facts = program.facts
-    captured = program.captured_work - program.replaced_work
-    step_of = {
-        node.name: step
-        for step, node in enumerate(program.schedule)
-        if node in captured and kind_of(node) is Kind.EXTERN and only_computes(node)
-        if all(i in placed or facts.storages[i].origin is not Origin.EXTERN for i in facts.of(node))
-    }
-    own = [Reserved(low, low + b.size, b.begin, b.end) for low, b in placed.values() if b.size]
-    free = free_at_steps(own, arena.reserved, arena.alignment, list(step_of.values()))
-    return {name: free[step] for name, step in step_of.items() if free[step]}
 
 
 def _plan_calls(requirements: Requirements) -> MemoryPlan:

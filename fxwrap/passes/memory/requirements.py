@@ -233,10 +233,9 @@ def output_storages(program: ProgramPlan) -> frozenset[int]:
 
 
 def _placed_results(planned: Planned) -> dict[int, int]:
-    """Bytes of the results of operators that the plan places, by storage.
+    """Bytes of the results of operators that are copied to places in the plan, by storage.
 
-    Where the allocator can be told, these are all whose size is known. Elsewhere they are those that are copied:
-    results of eager work that graphs read, and results of captured work that the caller gets.
+    These are results of eager work that graphs read, and results of captured work that the caller gets.
     """
     program = planned.program
     if not planned.frozen:
@@ -244,14 +243,13 @@ def _placed_results(planned: Planned) -> dict[int, int]:
     work = set(program.schedule) - program.replaced_work
     captured = program.captured_work - program.replaced_work
     read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
-    may_keep = {n.name for n in captured} if planned.places_results else ()
-    results = placeable_results(program.facts, program.graph, program.device, may_keep, planned.symbol_values)
+    results = placeable_results(program.facts, program.graph, program.device, planned.symbol_values)
     placed = {}
     for index, nbytes in results.items():
         node = program.maker(index)
         if node not in work or program.verdicts[node.name].data_dependent:
             continue
-        if planned.places_results or index in (handed_out if node in captured else read_by_graphs):
+        if index in (handed_out if node in captured else read_by_graphs):
             placed[index] = nbytes
     return placed
 
@@ -302,8 +300,6 @@ def _unplanned(
             unplanned[program.device].append((None, buffer))
     ends = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
     for storage in program.facts.storages:
-        if storage.index in placed and planned.places_results:
-            continue
         if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
             begin = steps[storage.node]
             _, last = ranges.get(storage.index, (begin, begin + 1))

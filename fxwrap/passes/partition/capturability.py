@@ -27,11 +27,6 @@ _CAPTURED = NodeVerdict(Verdict.CAPTURED, "")
 _FOLDED = NodeVerdict(Verdict.CAPTURED, "evaluated when recorded")
 
 
-def captured(verdicts: Mapping[str, NodeVerdict]) -> set[str]:
-    """Names of the nodes that are to be captured."""
-    return {name for name, one in verdicts.items() if one.verdict is Verdict.CAPTURED}
-
-
 def judge(
     gm: GraphModule,
     eager_ops: Sequence[str | EagerRule] = (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ def apply_cost_model(
     sizes: Mapping[int, int],
     capture: str = "auto",
     min_launches: int = 1,
-    placed: Container[int] = (),
 ) -> ProgramPlan:
     """Have captured partitions run eagerly that are not estimated to pay; neighbours that are eager then are joined.
 
@@ -35,9 +34,8 @@ def apply_cost_model(
         sizes: bytes of storages at the sizes the program was compiled for.
         capture: "auto" for the estimate, "always" for all that can be captured, "never" for none.
         min_launches: launches and library calls that a captured partition has at least.
-        placed: storages that eager operators make where graphs read them: the allocator is told.
     """
-    elsewhere = _elsewhere(plan, placed)
+    elsewhere = _elsewhere(plan)
     paid: frozenset[int] = frozenset()
     judged: list[Partition] = []
     for partition in plan.partitions:
@@ -81,7 +79,7 @@ def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min
     return ""
 
 
-def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:
+def _elsewhere(plan: ProgramPlan) -> frozenset[int]:
     """Storages that are somewhere else at every call: inputs that do not stay in place, what eager operators make."""
     static = {plan.placeholders[position].name for position in plan.static_inputs}
     return frozenset(
@@ -89,7 +87,6 @@ def _elsewhere(plan: ProgramPlan, placed: Container[int]) -> frozenset[int]:
         for storage in plan.facts.storages
         if (storage.origin is Origin.INPUT and storage.node not in static)
         or (storage.origin is Origin.EXTERN and plan.verdicts[storage.node].verdict is Verdict.EAGER)
-        if storage.index not in placed
     )
 
 

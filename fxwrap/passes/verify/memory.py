@@ -72,9 +72,7 @@ def verify_memory(
             intervals[place.region].append(_Interval(storage.name, place.offset, place.offset + size, begin, stop))
     for number, region in enumerate(plan.regions):
         others = list(_live_outputs_of_others(accesses, nodes, region.reserved, spans, handed_out, end))
-        items = [*intervals[number], *others]
-        _check_overlap(items, schedule)
-        _check_workspace(region, plan.footprint(region), items, position, nodes)
+        _check_overlap([*intervals[number], *others], schedule)
     _check_steps(accesses, schedule, in_call_regions, plan)
 
 
@@ -116,36 +114,6 @@ def _check_home(storage: Storage, maker: Node, place: Place, plan: MemoryPlan, h
             expected="an allocation that is not handed out",
             got="an output" if handed_out else "no allocation",
         )
-
-
-def _check_workspace(
-    region: Region,
-    footprint: Sequence[tuple[int, int]],
-    items: Sequence[_Interval],
-    position: Mapping[str, int],
-    nodes: Mapping[str, Node],
-) -> None:
-    """Workspace offered to an operator is free in that step, and inside the program's footprint.
-
-    The liveness guard looks for live outputs of others only there.
-    """
-    for name, spans in region.offered_spans.items():
-        step = position[name]
-        live = [item for item in items if item.begin <= step < item.end]
-        for low, high in spans:
-            for other in live:
-                if low < other.high and other.low < high:
-                    raise fault(
-                        f"plan: workspace of {name} overlaps {other.name} at step {step}, {line_of(nodes[name])}",
-                        expected="bytes without a live storage at that step",
-                        got=f"bytes [{low}, {high}) and [{other.low}, {other.high})",
-                    )
-            if not any(begin <= low and high <= stop for begin, stop in footprint):
-                raise fault(
-                    f"plan: workspace of {name} lies outside the program's footprint",
-                    expected="bytes in which the program has storages at other steps",
-                    got=f"bytes [{low}, {high})",
-                )
 
 
 def _check_bounds(

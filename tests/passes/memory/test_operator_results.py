@@ -3,7 +3,7 @@
 ::
 
     buf0 = aten.sort(x)          the sort allocates in the graph's pool; its result is copied to the plan's memory in
-    buf1 = buf0[0]        ->     the graph, or, where the allocator can be told, made there
+    buf1 = buf0[0]        ->     the graph
     return buf1
 """
 
@@ -36,10 +36,10 @@ from fxwrap.plan import MemoryPlan, Planned, ProgramPlan
 aten = torch.ops.aten
 
 
-def placeable(gm: GraphModule, may_keep: bool = True, numbers: Mapping[Node, Any] | None = None) -> dict[str, int]:
+def placeable(gm: GraphModule, numbers: Mapping[Node, Any] | None = None) -> dict[str, int]:
     """Bytes by name."""
-    facts, keeping = analyse_storages(gm), {node.name for node in gm.graph.nodes} if may_keep else set[str]()
-    found = placeable_results(facts, gm, CPU, keeping, numbers or {})
+    facts = analyse_storages(gm)
+    found = placeable_results(facts, gm, CPU, numbers or {})
     return {facts.storages[index].name: nbytes for index, nbytes in found.items()}
 
 
@@ -78,8 +78,7 @@ def test_what_the_caller_gets_of_captured_work_has_a_place() -> None:
         "cumsum_default": (1, 4),
         "mul_tensor": (2, 4),
     }
-    # All that is known where the allocator can be told; nothing where no address is frozen.
-    assert names(*planned(gm, places_results=True)) == {"sin_default", "cumsum_default", "mul_tensor"}
+    # Nothing where no address is frozen.
     _, free = planned(gm, frozen=False)
     assert not located(free) and not free.outputs
     # One fault: both in the same place.
@@ -148,17 +147,15 @@ def test_what_a_communication_fills_stays() -> None:
     x = maker.input("x")
     begun = maker.extern(collectives.all_reduce.default, x, "sum", "0", name="begun")
     waited = maker.extern(collectives.wait_tensor.default, begun, name="waited")
-    assert not placeable(maker.finish([waited])) and not placeable(waited.graph.owning_module, may_keep=False)
+    assert not placeable(maker.finish([waited]))
 
 
 def test_a_custom_operator_may_keep_what_it_returns() -> None:
-    """So that its result is copied to its place; its own memory is never offered to it while a graph is captured."""
+    """So its result is copied to its place."""
     b = Building()
     gm = b.module(b.call(torch.ops.fxwrap_results.double.default, b.x))
-    assert not placeable(gm, may_keep=True)
-    assert placeable(gm, may_keep=False) == {"double_default": 96}
+    assert placeable(gm) == {"double_default": 96}
     assert names(*planned(gm)) == {"double_default"}
-    assert not names(*planned(gm, places_results=True))
     run(gm)
 
 

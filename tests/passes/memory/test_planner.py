@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from placements import aligned, buffers_of, changed, check_placement, located, moved, placement_of
+from placements import aligned, buffers_of, check_placement, located, placement_of
 from random_graphs import (
     ALWAYS_EAGER,
     CPU,
@@ -30,7 +30,6 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
-from fxwrap.errors import PlanError
 from fxwrap.host_graph.nodes import Kind, kind_of, output_node
 from fxwrap.host_graph.sizes import storage_bytes
 from fxwrap.options import Options
@@ -445,7 +444,7 @@ def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
     ::
 
         arena    . o              arena    b b o
-        beside   b b       ->     beside   b . .      nothing, if the allocator can be told
+        beside   b b       ->     beside   b . .
     """
     maker = GraphMaker()
     x, y = maker.input("x"), maker.input("y", (16, 4))
@@ -457,7 +456,6 @@ def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
     for planned, inside, beside in (
         (Planned(captured, {}, {}), 64, 256),
         (Planned(eager, {}, {}), 64 + 256, 256),
-        (Planned(eager, {}, {}, places_results=True), 64 + 256, 0),
     ):
         (predicted,) = predict_memory([planned], {})
         assert (predicted.arena, predicted.operators, predicted.total) == (inside, beside, inside + beside)
@@ -503,80 +501,6 @@ def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
     gm = maker.finish([b, maker.extern(aten.flip.default, b, [0], name="c")])
     plan = program_plan(gm, ("aten::cumsum", "aten::flip"))
     assert not located(plan_program(Planned(plan, {}, {})))
-    placed = plan_program(Planned(plan, {}, {}, places_results=True))
-    assert len(located(placed)) == len(placed.outputs) == 2
-
-
-def test_captured_operators_may_have_what_is_free() -> None:
-    """While b is computed, a lies there and c does not yet: c's bytes are free.
-
-    ::
-
-        a a .       b may take what it needs for a while from c's bytes;
-        . b b       c, which a custom operator returns, from none
-        . . c
-    """
-    maker = GraphMaker()
-    x, y = maker.input("x"), maker.input("y", (16, 4))
-    a, c, out = maker.allocate((32, 4), name="a"), maker.allocate((64, 4), name="c"), maker.allocate(name="out")
-    maker.launch("mix", x, y, a)
-    b = maker.extern(aten.cumsum.default, a, 0, name="b")
-    maker.launch("mix", b, b, c)
-    k = maker.extern(torch.ops.fxwrap_planning.double.default, c, name="k")
-    maker.launch("mix", c, k, out)
-    plan = program_plan(maker.finish([out]))
-    planned = Planned(plan, {}, {}, places_results=True)
-    memory = plan_program(planned)
-    (arena,) = memory.arenas.values()
-    buffers = buffers_of(planned)
-    assert arena.offered_spans.keys() == {"b"}
-    at = {name: (low, low + buffers[name].size) for name, low in offsets_by_name(plan, memory).items()}
-    free = set(range(arena.size)) - set(range(*at["a"])) - set(range(*at["b"]))
-    assert {byte for low, high in arena.offered_spans["b"] for byte in range(low, high)} == free
-    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
-    # Planted faults: what is alive, and what is not the program's.
-    outside = arena.size, arena.size + 64
-    for spans, complaint in (
-        (at["a"], "overlaps a"),
-        (at["b"], "overlaps b"),
-        (outside, "outside the program's footprint"),
-    ):
-        faulty = changed(memory, offered_spans={"b": (spans,)})
-        with pytest.raises(PlanError, match=complaint):
-            verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
-
-
-def test_what_operators_return_is_placed_where_the_allocator_can_be_told() -> None:
-    """Also what the caller gets, for which nobody else may have the bytes; not what a custom operator may keep.
-
-    ::
-
-        arena    a a . .                  arena    a a . o      c is handed out, b is not
-                 . . . o                           . b b .
-        beside   . b b .          ->               . . c c
-                 . . c c                  beside   . . k k
-                 . . k k
-    """
-    maker = GraphMaker()
-    x, y = maker.input("x"), maker.input("y", (16, 4))
-    a, out = maker.allocate((16, 4), name="a"), maker.allocate(name="out")
-    maker.launch("mix", x, y, a)
-    b = maker.extern(aten.cumsum.default, a, 0, name="b")
-    c = maker.extern(aten.flip.default, b, [0], name="c")
-    k = maker.extern(torch.ops.fxwrap_planning.double.default, c, name="k")
-    maker.launch("mix", b, k, out)
-    plan = program_plan(maker.finish([out, c]))
-    index = {storage.name: storage.index for storage in plan.facts.storages}
-    memory = plan_program(Planned(plan, {}, {}, places_results=True))
-    assert located(memory).keys() == {index[name] for name in ("a", "b", "c", "out")}
-    assert memory.outputs == {index["c"], index["out"]}
-    assert index["b"] not in located(plan_program(Planned(plan, {}, {})))
-    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
-    # One fault: b on its operand, which is read when b is written; c where its result is computed from.
-    for name, there in (("b", "a"), ("c", "b"), ("out", "c")):
-        faulty = moved(memory, {index[name]: located(memory)[index[there]]})
-        with pytest.raises(PlanError, match="overlap"):
-            verify_memory(plan.graph, plan.schedule, plan.facts, faulty, {})
 
 
 @torch.library.custom_op("fxwrap_planning::double", mutates_args=())

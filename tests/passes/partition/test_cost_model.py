@@ -62,22 +62,6 @@ def test_an_input_that_stays_is_not_paid_for() -> None:
     assert partition.benefit is not None and partition.benefit.copies == 0 and partition.benefit.pays
 
 
-def test_what_eager_work_makes_where_it_is_read_is_not_paid_for() -> None:
-    """``( cumsum ) [ a b c ]``: 64 bytes are copied, unless the allocator was told where to put them."""
-    maker = GraphMaker()
-    before = maker.extern(aten.cumsum.default, maker.input("x"), 0)
-    gm = maker.finish([mix(maker, "c", mix(maker, "b", mix(maker, "a", before)))])
-    plan = compile_host_graph(gm, compile_request(Options(eager_ops=("aten::cumsum",), capture="always"), (0,))).plan
-    (made,) = [storage.index for storage in plan.facts.storages if storage.node == before.name]
-    copies = []
-    for placed in ((), (made,)):
-        found = apply_cost_model(plan, COST, hinted_sizes(plan.graph, plan.facts), "always", 1, placed)
-        (benefit,) = [partition.benefit for partition in found.partitions if partition.verdict is Verdict.CAPTURED]
-        assert benefit is not None
-        copies.append(benefit.copies)
-    assert copies == [4 + 64 / 1000, 0]
-
-
 def test_a_partition_that_does_not_pay_joins_its_neighbours() -> None:
     """
     ::

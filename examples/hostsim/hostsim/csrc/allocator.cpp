@@ -122,94 +122,6 @@ void delete_block(void* data) {
   allocator().free(data);
 }
 
-struct Place {
-  void* data;
-  size_t bytes;
-  bool taken;
-};
-
-thread_local std::vector<Place> places;
-thread_local std::vector<std::pair<uintptr_t, size_t>> workspace;
-thread_local std::map<uintptr_t, size_t> workspace_taken;
-thread_local uint64_t placing = 0; // Tells apart what was given one time after another.
-
-struct Placed {
-  void* data;
-  uint64_t placing;
-};
-
-// Addresses of all threads: memory that was allocated in a place may be freed on another, and after the end of main.
-struct InUse {
-  std::mutex mutex;
-  std::multiset<uintptr_t> addresses;
-};
-
-InUse& in_use() {
-  static auto* instance = new InUse();
-  return *instance;
-}
-
-// What an operator takes for a while only leaves its place to what it takes next.
-void leave_place(void* context) {
-  const std::unique_ptr<Placed> placed(static_cast<Placed*>(context));
-  {
-    std::lock_guard<std::mutex> lock(in_use().mutex);
-    in_use().addresses.erase(in_use().addresses.find(reinterpret_cast<uintptr_t>(placed->data)));
-  }
-  if (placed->placing != placing) {
-    return;
-  }
-  workspace_taken.erase(reinterpret_cast<uintptr_t>(placed->data));
-  for (Place& place : places) {
-    if (place.data == placed->data) {
-      place.taken = false;
-    }
-  }
-}
-
-void* take_place(size_t bytes) {
-  for (Place& place : places) {
-    if (place.bytes == bytes && (!place.taken || planted(Fault::kPlaceGivenTwice))) {
-      place.taken = true;
-      return place.data;
-    }
-  }
-  return nullptr;
-}
-
-uintptr_t aligned(uintptr_t address) {
-  return (address + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-// The first gap between what has been given out of a span.
-void* take_workspace(size_t bytes) {
-  for (const auto& [begin, size] : workspace) {
-    uintptr_t low = aligned(begin);
-    for (const auto& [taken, taken_bytes] : workspace_taken) {
-      if (low + bytes > taken && taken + taken_bytes > low && !planted(Fault::kPlaceGivenTwice)) {
-        low = aligned(taken + taken_bytes);
-      }
-    }
-    if (low + bytes <= begin + size) {
-      workspace_taken[low] = bytes;
-      return reinterpret_cast<void*>(low);
-    }
-  }
-  return nullptr;
-}
-
-void* take_offered(size_t bytes) {
-  void* data = take_place(bytes);
-  if (data == nullptr) {
-    data = take_workspace(bytes);
-  }
-  if (data != nullptr) {
-    std::lock_guard<std::mutex> lock(in_use().mutex);
-    in_use().addresses.insert(reinterpret_cast<uintptr_t>(data));
-  }
-  return data;
-}
-
 // Of each device: all of the machine's.
 size_t total_memory() {
   static const size_t bytes =
@@ -260,9 +172,6 @@ c10::DataPtr CachingAllocator::allocate(size_t bytes) {
     return {nullptr, nullptr, &delete_block, device};
   }
   fail_if_planted(bytes);
-  if (void* data = take_offered(bytes)) {
-    return {data, new Placed{data, placing}, &leave_place, device};
-  }
   const c10::Stream stream = current_stream(index);
   const auto capture = capture_of(stream);
   const FreeKey key{index, capture ? capture->pool() : kOrdinaryPool, stream.id()};
@@ -726,20 +635,6 @@ MempoolId_t pool_at(const void* address) {
 c10::DeviceIndex device_at(const void* address) {
   const auto block = allocator().find(address);
   return block ? block->device : static_cast<c10::DeviceIndex>(-1);
-}
-
-std::vector<uintptr_t> place_allocations(
-    const std::vector<std::pair<uintptr_t, size_t>>& given,
-    const std::vector<std::pair<uintptr_t, size_t>>& spans) {
-  ++placing;
-  places.clear();
-  workspace = spans;
-  workspace_taken.clear();
-  for (const auto& [address, bytes] : given) {
-    places.push_back({reinterpret_cast<void*>(address), bytes, false});
-  }
-  std::lock_guard<std::mutex> lock(in_use().mutex);
-  return {in_use().addresses.begin(), in_use().addresses.end()};
 }
 
 void capture_ended() {

@@ -55,13 +55,6 @@ MempoolId_t pool_at(const void* address);
 // -1 where an address is not the device's.
 c10::DeviceIndex device_at(const void* address);
 
-// From now on allocations of this thread that need exactly so many bytes get these addresses, each one at a time: memory
-// that somebody else owns and keeps; what needs another number of bytes lies in `workspace`, where there is room. Nothing
-// given ends it. Returns the addresses, of all ever given, that are in use.
-std::vector<uintptr_t> place_allocations(
-    const std::vector<std::pair<uintptr_t, size_t>>& places,
-    const std::vector<std::pair<uintptr_t, size_t>>& workspace);
-
 // Blocks freed while a stream that used them was captured can be reused once the capture is over.
 void capture_ended();
 

@@ -86,7 +86,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_fraction", &memory_fraction);
   m.def("fail_allocations", &fail_allocations);
   m.def("allocations_wanted", &allocations_wanted);
-  m.def("place_allocations", &place_allocations);
   m.def("poison", &poison);
   m.def("set_poison", &set_poison);
 

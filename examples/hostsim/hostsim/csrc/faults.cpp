@@ -31,7 +31,6 @@ const std::array<FaultDescription, kFaults> fault_table{{
     {"no_poison", "fresh memory holds zeros"},
     {"storage_offset_dropped", "copies start at the beginning of the storage"},
     {"non_blocking_copy_too_late", "asynchronous copies run late, and their stream does not wait for them"},
-    {"place_given_twice", "memory that is offered to one allocation at a time is given to two"},
 }};
 
 bool planted(Fault fault) {

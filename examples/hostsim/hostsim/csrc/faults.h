@@ -27,7 +27,6 @@ enum class Fault {
   kNoPoison,
   kStorageOffsetDropped,
   kNonBlockingCopyTooLate,
-  kPlaceGivenTwice,
   kCount,
 };
 
