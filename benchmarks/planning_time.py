@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fxwrap.graphs.devices.runtime import using_runtime
-from fxwrap.pipeline import Stage, State, observed_by
+from fxwrap.pipeline import observed_by
 from fxwrap.testing.simulated import simulated
 
 # What is planned and proved of memory, and proved of the schedule.
@@ -54,8 +54,8 @@ def measure(layers: int) -> tuple[dict[str, float], float, float]:
     torch._dynamo.reset()
     spent = Counter[str]()
 
-    def note(stage: Stage, state: State, seconds: float) -> None:
-        spent[stage.name] += seconds
+    def note(name: str, result: object, seconds: float) -> None:
+        spent[name] += seconds
 
     _, train = step(layers)
     with observed_by(note):

@@ -1,19 +1,29 @@
-"""The pipeline: one list of stages, from a host graph to the plans of the program that runs it.
+"""The pipeline: the one list of stages, from a host graph to the program that runs it.
 
-A stage reads some fields of a ``State`` and fills in others. It declares which. Hooks run after each stage.
+::
+
+    GraphModule --rewrites--> Emitted --aliasing, workspace, dependencies--> Analysed
+    Analysed --capturability--> Judged --cut--> Divided --cost model, partitions compiled elsewhere--> ProgramPlan
+    ProgramPlan at concrete sizes --memory--> MemoryPlan
+
+Each stage takes what an earlier one returns, as a frozen dataclass: stages in a wrong order are a type error.
+``Stages`` is the list. Analysis runs once for a graph, partitioning again without the operators whose capture failed,
+memory planning for each set of sizes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
+import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -29,7 +39,7 @@ from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
 from .passes.memory.planner import plan_pair, plan_program
-from .passes.memory.requirements import hinted_sizes, inner_storages
+from .passes.memory.requirements import Requirements, hinted_sizes, inner_storages
 from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import FIXED_ADDRESSES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
@@ -46,10 +56,9 @@ from .plan import (
     PlacementHint,
     Planned,
     ProgramPlan,
-    ReservedIn,
+    Reservations,
     Signature,
     StorageFacts,
-    nothing_reserved,
 )
 
 if TYPE_CHECKING:
@@ -80,73 +89,125 @@ class CompileRequest:
     inputs: tuple[str, ...] = ()
     phase: str = "inference"
     compilation: Compilation | None = None
-    compile_partition: Callable[[PartitionGraph], Callable[..., Any] | None] | None = None
+    compile_partition: Callable[[PartitionGraph], Callable[..., Sequence[object]] | None] | None = None
 
 
-class Scope(enum.Enum):
-    """How often a stage runs."""
-
-    GRAPH = "once, on the host graph that Inductor emits"
-    PARTITION = "once, and again without the operators whose capture failed"
-    SIZES = "for each set of concrete sizes"
+# -- what stages take and return ----------------------------------------------------------------------------------
 
 
-@dataclass
-class State:
-    """Results so far. Stages fill in the fields.
+@dataclass(frozen=True)
+class Emitted:
+    """A host graph as it runs, after the rewrites.
 
     Attributes:
-        sizes: bytes of storages at the sizes the program was compiled for.
-        workspace: measured bytes of library calls' workspace, by node.
-        refused: operators whose capture failed, with the error.
-        reserved_in: returns the intervals of a device's arena that live outputs of other recordings occupy.
-        hint: offsets from a joint plan of forward and backward.
-        like: this program's plan for other sizes; its order of offsets is tried first.
+        workspace: what a stored program's plan says of library calls' workspace; None where it has to be measured.
     """
 
     graph: GraphModule
     request: CompileRequest
-    # Scope.GRAPH
-    device: torch.device | None = None
-    facts: StorageFacts | None = None
-    dependencies: nx.DiGraph | None = None
-    sizes: Mapping[int, int] | None = None
     workspace: Mapping[str, int] | None = None
-    # Scope.PARTITION
-    refused: Mapping[str, str] = field(default_factory=dict)
-    verdicts: Mapping[str, NodeVerdict] | None = None
-    cut: Cut | None = None
-    plan: ProgramPlan | None = None
-    # Scope.SIZES
-    planned: Planned | None = None
-    reserved_in: ReservedIn = nothing_reserved
-    hint: PlacementHint | None = None
-    like: MemoryPlan | None = None
-    memory: MemoryPlan | None = None
-    # By stage: runs, and total seconds with checks. Copies of the state share this dict.
-    took: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One step.
+class Aliased(Emitted):
+    """A host graph with its storages.
 
     Attributes:
-        run: reads what it requires of a state, and fills in what it provides.
-        requires, provides: fields of the state.
-        check: raises if the stage's result is wrong. It shares no code with the stage.
+        device: where captured partitions run.
+        sizes: bytes of storages at the sizes that the program was compiled for.
+    """
+
+    device: torch.device = field(kw_only=True)
+    facts: StorageFacts = field(kw_only=True)
+    sizes: Mapping[int, int] = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """All that is known of a host graph before anything is decided.
+
+    Attributes:
+        workspace: measured bytes of library calls' workspace, by node.
+    """
+
+    storages: Aliased
+    workspace: Mapping[str, int]
+    dependencies: nx.DiGraph
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A graph to be partitioned.
+
+    Attributes:
+        refused: operators whose capture failed, with the error.
+    """
+
+    analysed: Analysed
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A graph with a verdict for every node."""
+
+    analysed: Analysed
+    verdicts: Mapping[str, NodeVerdict]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A graph that is cut into partitions."""
+
+    analysed: Analysed
+    verdicts: Mapping[str, NodeVerdict]
+    cut: Cut
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A plan whose partitions ``request.compile_partition`` may replace."""
+
+    plan: ProgramPlan
+    request: CompileRequest
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A program at concrete sizes, whose memory is to be planned.
+
+    Attributes:
+        reserved: intervals of arenas that live outputs of other recordings occupy.
+        hint: offsets from a joint plan of forward and backward; tried first.
+        previous: this program's plan for other sizes; its order of offsets is tried, too.
+    """
+
+    planned: Planned
+    reserved: Reservations = field(default_factory=dict)
+    hint: PlacementHint | None = None
+    previous: MemoryPlan | None = None
+
+
+Before = TypeVar("Before")
+After = TypeVar("After")
+
+
+@dataclass(frozen=True)
+class Stage(Generic[Before, After]):
+    """One step of the pipeline.
+
+    Attributes:
+        check: raises if the result is wrong. It shares no code with ``run``.
     """
 
     name: str
-    scope: Scope
-    run: Callable[[Any], object]
-    requires: tuple[str, ...] = ("graph",)
-    provides: tuple[str, ...] = ("graph",)
-    check: Callable[[Any], object] | None = None
+    run: Callable[[Before], After]
+    check: Callable[[Before, After], None] | None = None
 
 
-# ``hook(stage, state, seconds)`` is called after each stage: for logs, timing and dumps.
-Hook = Callable[[Stage, State, float], object]
+Rewrite = Stage[GraphModule, GraphModule]
+# ``hook(name, result, seconds)`` is called after each stage: for logs, timing and dumps.
+Hook = Callable[[str, object, float], object]
 _hooks: ContextVar[tuple[Hook, ...]] = ContextVar("fxwrap_hooks", default=())
 
 
@@ -160,54 +221,16 @@ def observed_by(hook: Hook) -> Iterator[None]:
         _hooks.reset(token)
 
 
-def run_stages(stages: Sequence[Stage], state: State, scope: Scope) -> State:
-    """Run the stages of one scope, in order.
-
-    Raises:
-        PipelineError: a stage does not get what it requires, or does not provide what it declares.
-        PlanError: a check failed.
-    """
-    for stage in stages:
-        if stage.scope is not scope:
-            continue
-        _check_fields(stage, state, stage.requires, "requires")
-        begin = time.perf_counter()
-        stage.run(state)
-        _check_fields(stage, state, stage.provides, "provides")
-        if stage.check is not None:
-            stage.check(state)
-        seconds = time.perf_counter() - begin
-        runs, before = state.took.get(stage.name, (0, 0.0))
-        state.took[stage.name] = runs + 1, before + seconds
-        log.debug("%s: %.1f ms", stage.name, seconds * 1e3)
-        for hook in _hooks.get():
-            hook(stage, state, seconds)
-    return state
-
-
-def _check_fields(stage: Stage, state: State, fields: Sequence[str], what: str) -> None:
-    missing = [name for name in fields if getattr(state, name) is None]
-    if missing:
-        raise PipelineError(
-            f"stage {stage.name!r} {what} {', '.join(fields)}",
-            got=f"a state without {', '.join(missing)}",
-            remedy="look at the order of the stages, and at what each declares",
-        )
-
-
-def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], lint: bool = True) -> Stage:
+def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], lint: bool = True) -> Rewrite:
     """Make a stage from a function that edits the host graph in place or returns a new one.
 
     Args:
         lint: whether to run ``Graph.lint`` afterwards.
     """
 
-    def run(state: State) -> None:
-        state.graph = function(state.graph) or state.graph
-
-    def check(state: State) -> None:
+    def check(before: GraphModule, after: GraphModule) -> None:
         try:
-            state.graph.graph.lint()
+            after.graph.lint()
         except Exception as error:
             raise PipelineError(
                 f"pass {name!r} leaves an invalid graph",
@@ -215,112 +238,119 @@ def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], li
                 got=str(error),
             ) from error
 
-    return Stage(name, Scope.GRAPH, run, check=check if lint else None)
+    return Stage(name, lambda graph: function(graph) or graph, check if lint else None)
 
 
 # -- the stages -----------------------------------------------------------------------------------------------
 
 
-def _analyse(state: Any) -> None:
-    state.device = main_device(state.graph)
-    state.facts = analyse_storages(state.graph)
-    state.sizes = hinted_sizes(state.graph, state.facts)
+def _analyse_storages(emitted: Emitted) -> Aliased:
+    graph, facts = emitted.graph, analyse_storages(emitted.graph)
+    return Aliased(
+        graph,
+        emitted.request,
+        emitted.workspace,
+        device=main_device(graph),
+        facts=facts,
+        sizes=hinted_sizes(graph, facts),
+    )
 
 
-def _measure_workspace(state: Any) -> None:
+def _measure_workspace(storages: Aliased) -> Mapping[str, int]:
     """Where memory comes and goes with each call, the plan leaves room for what library calls take."""
-    if state.workspace is not None:
-        return  # a stored program has it in its plan
-    state.workspace = {}
-    if state.device.type == "cpu" and not freezes_addresses(state.device):
-        work = (node for node in state.graph.graph.nodes if node.op == "call_function")
-        with state.request.torch.without_modes():
-            state.workspace = measure_workspace(work, state.request.torch.allocations)
+    if storages.workspace is not None:
+        return storages.workspace
+    if storages.device.type != "cpu" or freezes_addresses(storages.device):
+        return {}
+    work = (node for node in storages.graph.graph.nodes if node.op == "call_function")
+    with storages.request.torch.without_modes():
+        return measure_workspace(work, storages.request.torch.allocations)
 
 
-def _find_dependencies(state: Any) -> None:
-    state.dependencies = build_dependency_graph(state.graph, state.facts)
+def _find_dependencies(storages: Aliased) -> nx.DiGraph:
+    return build_dependency_graph(storages.graph, storages.facts)
 
 
-def _judge(state: Any) -> None:
-    fixed = FIXED_ADDRESSES if freezes_addresses(state.device) else ()
-    eager_ops = (*state.request.options.eager_ops, *device_support(state.device.type).eager_ops, *fixed)
-    state.verdicts = judge(state.graph, eager_ops, state.refused)
+def _judge(uncut: Uncut) -> Mapping[str, NodeVerdict]:
+    known = uncut.analysed.storages
+    fixed = FIXED_ADDRESSES if freezes_addresses(known.device) else ()
+    eager_ops = (*known.request.options.eager_ops, *device_support(known.device.type).eager_ops, *fixed)
+    return judge(known.graph, eager_ops, uncut.refused)
 
 
-def _cut(state: Any) -> None:
-    inner_sizes = {i: state.sizes[i] for i in inner_storages(state.graph, state.facts) if i in state.sizes}
-    budget = state.request.options.peak_budget
-    state.cut = cut(state.dependencies, state.verdicts, state.device, state.facts, inner_sizes, budget)
+def _cut(judged: Judged) -> Cut:
+    known = judged.analysed.storages
+    inner_sizes = {i: known.sizes[i] for i in inner_storages(known.graph, known.facts) if i in known.sizes}
+    budget = known.request.options.peak_budget
+    return cut(judged.analysed.dependencies, judged.verdicts, known.device, known.facts, inner_sizes, budget)
 
 
-def _apply_cost_model(state: Any) -> None:
-    request, options, device = state.request, state.request.options, state.device
+def _apply_cost_model(divided: Divided) -> ProgramPlan:
+    known = divided.analysed.storages
+    request, options = known.request, known.request.options
     plan = ProgramPlan(
-        state.graph,
-        state.facts,
-        state.verdicts,
-        state.cut,
-        device,
+        known.graph,
+        known.facts,
+        divided.verdicts,
+        divided.cut,
+        known.device,
         static_inputs=frozenset(request.static_inputs),
         phase=request.phase,
         donated=request.donated,
         saved=request.saved,
         inputs=request.inputs,
-        workspace=state.workspace,
+        workspace=divided.analysed.workspace,
     )
-    cost = capture_cost(device.type)
-    state.plan = apply_cost_model(plan, cost, state.sizes, options.capture, options.min_launches)
+    cost = capture_cost(known.device.type)
+    return apply_cost_model(plan, cost, known.sizes, options.capture, options.min_launches)
 
 
-def _replace_partitions(state: Any) -> None:
-    """Let ``request.compile_partition`` replace partitions."""
-    signatures, calls = dict[int, Signature](), dict[int, Callable[..., Any]]()
-    for partition in state.plan.partitions if state.request.compile_partition is not None else ():
-        graph = partition_graph(state.plan, partition)
-        call = state.request.compile_partition(graph)
-        if call is not None:
-            signatures[partition.index], calls[partition.index] = graph.signature, call
-    state.plan = dataclasses.replace(state.plan, compiled=signatures, calls=calls)
+def _replace_partitions(partitioned: Partitioned) -> ProgramPlan:
+    """Let ``request.compile_partition`` replace partitions: what runs in their place is an attribute of the graph."""
+    plan, compile_partition = partitioned.plan, partitioned.request.compile_partition
+    compiled = dict[int, Signature]()
+    for partition in plan.partitions if compile_partition is not None else ():
+        graph = partition_graph(plan, partition)
+        if compile_partition is not None and (function := compile_partition(graph)) is not None:
+            target = next(name for n in itertools.count() if not hasattr(plan.graph, name := f"compiled_{n}"))
+            setattr(plan.graph, target, function)
+            compiled[partition.index] = dataclasses.replace(graph.signature, target=target)
+    return dataclasses.replace(plan, compiled=compiled)
 
 
-def _plan_memory(state: Any) -> None:
-    state.memory = plan_program(state.planned, state.reserved_in, state.hint, state.like)
+def _plan_memory(sized: Sized) -> MemoryPlan:
+    return plan_program(sized.planned, sized.reserved, sized.hint, sized.previous)
 
 
-def _check_schedule(state: Any) -> None:
-    verify_schedule(state.graph, state.plan.schedule)
+def _check_schedule(divided: Divided, plan: ProgramPlan) -> None:
+    verify_schedule(plan.graph, plan.schedule)
 
 
-def _check_memory(state: Any) -> None:
-    planned, program = state.planned, state.planned.program
+def _check_memory(sized: Sized, memory: MemoryPlan) -> None:
+    planned, program = sized.planned, sized.planned.program
     replaced = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
-    verify_memory(program.graph, program.schedule, program.facts, state.memory, planned.symbol_values, replaced)
+    verify_memory(program.graph, program.schedule, program.facts, memory, planned.symbol_values, replaced)
 
 
 REWRITES = (
     rewrite("needless copies", view_needless_copies, lint=False),
     rewrite("shared views", share_views, lint=False),
 )
-DECISIONS = (
-    Stage("aliasing", Scope.GRAPH, _analyse, ("graph",), ("device", "facts", "sizes")),
-    Stage("workspace", Scope.GRAPH, _measure_workspace, ("graph", "request", "device"), ("workspace",)),
-    Stage("dependencies", Scope.GRAPH, _find_dependencies, ("graph", "facts"), ("dependencies",)),
-    Stage("capturability", Scope.PARTITION, _judge, ("graph", "request", "device", "refused"), ("verdicts",)),
-    Stage(
-        "cut", Scope.PARTITION, _cut, ("request", "device", "facts", "sizes", "dependencies", "verdicts"), ("cut",)
-    ),
-    Stage(
-        "cost model",
-        Scope.PARTITION,
-        _apply_cost_model,
-        ("graph", "request", "device", "facts", "sizes", "workspace", "verdicts", "cut"),
-        ("plan",),
-        _check_schedule,
-    ),
-    Stage("partitions compiled elsewhere", Scope.PARTITION, _replace_partitions, ("request", "plan"), ("plan",)),
-    Stage("memory", Scope.SIZES, _plan_memory, ("planned",), ("memory",), _check_memory),
-)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The list of stages, in order. ``dataclasses.replace`` makes another one."""
+
+    rewrites: tuple[Rewrite, ...] = ()
+    aliasing: Stage[Emitted, Aliased] = Stage("aliasing", _analyse_storages)
+    workspace: Stage[Aliased, Mapping[str, int]] = Stage("workspace", _measure_workspace)
+    dependencies: Stage[Aliased, nx.DiGraph] = Stage("dependencies", _find_dependencies)
+    capturability: Stage[Uncut, Mapping[str, NodeVerdict]] = Stage("capturability", _judge)
+    cut: Stage[Judged, Cut] = Stage("cut", _cut)
+    cost_model: Stage[Divided, ProgramPlan] = Stage("cost model", _apply_cost_model, _check_schedule)
+    compiled_elsewhere: Stage[Partitioned, ProgramPlan] = Stage("partitions compiled elsewhere", _replace_partitions)
+    memory: Stage[Sized, MemoryPlan] = Stage("memory", _plan_memory, _check_memory)
 
 
 # -- what runs them -------------------------------------------------------------------------------------------
@@ -330,58 +360,87 @@ DECISIONS = (
 class HostGraphPlanner:
     """Partitions one host graph and plans its memory when its program asks.
 
-    Implements ``graphs.memory_provider.Planner``.
+    Implements ``graphs.memory.memory_provider.Planner``.
+
+    Attributes:
+        took: by stage: how often it ran, and the seconds that it took with its check.
     """
 
-    stages: Sequence[Stage]
-    state: State
+    stages: Stages
+    emitted: Emitted
+    took: dict[str, tuple[int, float]]
 
-    @property
-    def took(self) -> Mapping[str, tuple[int, float]]:
-        return self.state.took
+    @functools.cached_property
+    def _analysed(self) -> Analysed:
+        storages = self._run(self.stages.aliasing, self.emitted)
+        workspace = self._run(self.stages.workspace, storages)
+        return Analysed(storages, workspace, self._run(self.stages.dependencies, storages))
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
-        state = dataclasses.replace(self.state, refused=refused)
-        if state.dependencies is None:  # a restored program: its graph is already rewritten
-            run_stages([stage for stage in self.stages if "graph" not in stage.provides], state, Scope.GRAPH)
-        return _result(run_stages(self.stages, state, Scope.PARTITION), "plan")
+        stages, analysed = self.stages, self._analysed
+        verdicts = self._run(stages.capturability, Uncut(analysed, refused))
+        division = self._run(stages.cut, Judged(analysed, verdicts))
+        plan = self._run(stages.cost_model, Divided(analysed, verdicts, division))
+        return self._run(stages.compiled_elsewhere, Partitioned(plan, self.emitted.request))
 
     def plan(
         self,
         planned: Planned,
-        reserved_in: ReservedIn = nothing_reserved,
+        reserved: Reservations = MappingProxyType({}),
         hint: PlacementHint | None = None,
-        like: MemoryPlan | None = None,
+        previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        state = dataclasses.replace(self.state, planned=planned, reserved_in=reserved_in, hint=hint, like=like)
-        return _result(run_stages(self.stages, state, Scope.SIZES), "memory")
+        return self._run(self.stages.memory, Sized(planned, reserved, hint, previous))
 
     def plan_pair(
         self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
         return plan_pair(first, second, saved_as)
 
+    def devices(self, planned: Planned) -> Collection[torch.device]:
+        return Requirements.of(planned).planned.keys()
 
-def _result(state: State, name: str) -> Any:
-    if getattr(state, name) is None:
-        raise PipelineError(f"no stage provides {name}", remedy="add a stage that provides it")
-    return getattr(state, name)
+    def _run(self, stage: Stage[Before, After], before: Before) -> After:
+        return run_stage(stage, before, self.took)
 
 
-def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Sequence[Stage] = DECISIONS) -> Program:
+def run_stage(stage: Stage[Before, After], before: Before, took: dict[str, tuple[int, float]]) -> After:
+    """Run one stage and its check, and tell the hooks.
+
+    Raises:
+        PipelineError: it returns nothing.
+        PlanError: its check failed.
+    """
+    begin = time.perf_counter()
+    after = stage.run(before)
+    if after is None:
+        raise PipelineError(f"stage {stage.name!r} returns nothing", expected="what the next stage takes")
+    if stage.check is not None:
+        stage.check(before, after)
+    seconds = time.perf_counter() - begin
+    runs, total = took.get(stage.name, (0, 0.0))
+    took[stage.name] = runs + 1, total + seconds
+    log.debug("%s: %.1f ms", stage.name, seconds * 1e3)
+    for hook in _hooks.get():
+        hook(stage.name, after, seconds)
+    return after
+
+
+def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages | None = None) -> Program:
     """Run the stages on a host graph and make its program. Memory is planned later, for concrete sizes.
 
     Args:
         stages: by default no rewrites run.
 
     Raises:
-        PipelineError: a stage does not get what it requires, or does not provide what it declares.
+        PipelineError: a stage returns nothing, or a rewrite leaves an invalid graph.
         PlanError: the verifier refused the schedule.
     """
-    state = State(gm, request)
-    for scope in (Scope.GRAPH, Scope.PARTITION):
-        run_stages(stages, state, scope)
-    return _add_to_compilation(_program(HostGraphPlanner(stages, state), request), request)
+    stages, took = stages or Stages(), dict[str, tuple[int, float]]()
+    for stage in stages.rewrites:
+        gm = run_stage(stage, gm, took)
+    planner = HostGraphPlanner(stages, Emitted(gm, request), took)
+    return _add_to_compilation(_program(planner.partition({}), planner, request), request)
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
@@ -399,13 +458,12 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
         inputs=plan.inputs,
         phase=plan.phase,
     )
-    state = State(plan.graph, request, plan.device, plan.facts, workspace=plan.workspace, plan=plan)
-    _check_schedule(state)
-    return _add_to_compilation(_program(HostGraphPlanner(DECISIONS, state), request), request)
+    verify_schedule(plan.graph, plan.schedule)
+    planner = HostGraphPlanner(Stages(), Emitted(plan.graph, request, plan.workspace), {})
+    return _add_to_compilation(_program(plan, planner, request), request)
 
 
-def _program(planner: HostGraphPlanner, request: CompileRequest) -> Program:
-    plan = _result(planner.state, "plan")
+def _program(plan: ProgramPlan, planner: HostGraphPlanner, request: CompileRequest) -> Program:
     if not (request.options.checked or request.options.through_capture):
         return Program(plan, planner, request.options, request.torch)
     from .checked.program import CheckedProgram  # imported only if an option asks for it

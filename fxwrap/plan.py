@@ -1,7 +1,7 @@
 """Decisions: what the passes return and what runs.
 
 Frozen data: nodes by name, storages by number, no closures and no tensors. They are applied in one place,
-``graphs/recording_builder``.
+``graphs/record/recording_builder``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,6 @@ from torch.fx import GraphModule, Node
 
 from .host_graph.nodes import by_name
 from .packing import Placement, Reserved, joined
-
-# Runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in order, before its
-# result was freed; None if that cannot be told at the moment.
-Allocations = Callable[[Callable[[], Any]], Sequence[int] | None]
-
 
 _NONE: frozenset[int] = frozenset()
 # What is no data: whoever reads a stored plan puts it back.
@@ -237,6 +232,8 @@ class Signature:
         mutated: positions of inputs whose memory it writes.
         symbols: positions of inputs that are numbers (sizes).
         temporaries: storages that live and die inside.
+        target: the attribute of the host graph that runs in the partition's place; empty where the partition runs
+            itself. ``target(*inputs)`` returns the outputs in order.
     """
 
     inputs: tuple[str, ...]
@@ -244,6 +241,7 @@ class Signature:
     mutated: tuple[int, ...]
     symbols: tuple[int, ...]
     temporaries: frozenset[int]
+    target: str = ""
 
 
 @dataclass(frozen=True)
@@ -386,7 +384,6 @@ class ProgramPlan:
         inputs: AOTAutograd's names of the inputs.
         workspace: measured bytes of library calls' workspace, by node.
         compiled: the partitions, by index, that ``compile_partition`` replaced.
-        calls: what runs in their place: ``call(*inputs)`` returns the outputs of the signature in order.
     """
 
     graph: GraphModule = field(metadata=_NOT_STORED)
@@ -401,7 +398,6 @@ class ProgramPlan:
     inputs: tuple[str, ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
     compiled: Mapping[int, Signature] = field(default_factory=dict)
-    calls: Mapping[int, Callable[..., Sequence[Any]]] = field(default_factory=dict, metadata=_NOT_STORED)
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -467,14 +463,8 @@ class Planned:
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
-# Returns the intervals of a device's arena that live outputs of other recordings occupy.
-ReservedIn = Callable[[torch.device], Sequence[Reserved]]
-
-
-def nothing_reserved(device: torch.device) -> Sequence[Reserved]:
-    """For a plan ahead of any recording, and for one without an arena."""
-    return ()
-
+# By device: intervals of its arena that live outputs of other recordings occupy.
+Reservations = Mapping[torch.device, Sequence[Reserved]]
 
 # Offsets by name in the arena of each device, for one of two programs: size and lower bound are those of both.
 PlacementHint = Mapping[torch.device, Placement]

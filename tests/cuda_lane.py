@@ -43,7 +43,7 @@ from fxwrap.compilation import Compilation
 from fxwrap.errors import StorageError
 from fxwrap.graphs.memory.memory_provider import Saved
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of
-from fxwrap.plan import MemoryPlan, Verdict, nothing_reserved
+from fxwrap.plan import MemoryPlan, Verdict
 
 MACHINE = cuda_machine(90)
 DEVICE = MACHINE.device
@@ -495,7 +495,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
                 (provider_before, before.planned, hint),
                 (provider, estimate.planned, estimate.hint),
             ):
-                _note_plan(own.planner.plan(planned, nothing_reserved, hinted, before.memory), outcome)
+                _note_plan(own.planner.plan(planned, {}, hinted, before.memory), outcome)
             forward = None
 
 

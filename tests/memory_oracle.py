@@ -225,7 +225,7 @@ class Case:
         return Planned(plan, {}, {}, frozen=False, donated=tuple(donated))
 
     def plan_with(self, facts: StorageFacts | None = None) -> MemoryPlan:
-        return plan_program(self.planned(facts), lambda device: self.reserved)
+        return plan_program(self.planned(facts), {torch.device("cpu"): self.reserved})
 
     def verify(self, memory: MemoryPlan, facts: StorageFacts | None = None) -> None:
         verify_memory(self.plan.graph, self.plan.schedule, facts or self.plan.facts, memory, {})

@@ -1,4 +1,4 @@
-"""The pipeline: one list of stages, each of which declares what it requires and provides, with a hook in between.
+"""The pipeline: one list of stages, each of which takes what an earlier one returns, with a hook in between.
 
 ::
 
@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import mypy.api
 import pytest
 import torch
 from placements import located, moved
@@ -22,20 +25,20 @@ import fxwrap
 from fxwrap.errors import PipelineError, PlanError
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.pipeline import (
-    DECISIONS,
     REWRITES,
-    Scope,
+    Aliased,
+    Emitted,
+    Sized,
     Stage,
-    State,
+    Stages,
     compile_host_graph,
     observed_by,
     restore_program,
     rewrite,
-    run_stages,
 )
-from fxwrap.plan import Planned
+from fxwrap.plan import MemoryPlan, Planned
 
-STAGES = (*REWRITES, *DECISIONS)
+STAGES = Stages(REWRITES)
 
 
 def small_graph() -> GraphModule:
@@ -47,22 +50,21 @@ def small_graph() -> GraphModule:
 
 
 def test_the_hook_sees_every_stage_in_order(compiled: Any) -> None:
-    seen: list[tuple[str, Scope]] = []
+    seen: list[str] = []
 
-    def hook(stage: Stage, state: State, seconds: float) -> None:
-        assert seconds >= 0 and all(getattr(state, name) is not None for name in stage.provides)
-        seen.append((stage.name, stage.scope))
+    def hook(name: str, result: object, seconds: float) -> None:
+        assert seconds >= 0 and result is not None
+        seen.append(name)
 
     f = compiled(lambda x: (x @ x).sin())
     with observed_by(hook):
         for _ in range(3):
             f(torch.randn(4, 4))
-    names = [name for name, _ in seen]
-    assert names[:2] == ["launches", "needless copies"]
-    assert names[2:6] == ["shared views", "aliasing", "workspace", "dependencies"]
-    assert names[6:9] == ["capturability", "cut", "cost model"]
+    assert seen[:2] == ["launches", "needless copies"]
+    assert seen[2:6] == ["shared views", "aliasing", "workspace", "dependencies"]
+    assert seen[6:9] == ["capturability", "cut", "cost model"]
     # The warm-up plans, and the recording takes that plan.
-    assert names[9:] == ["partitions compiled elsewhere", "memory"]
+    assert seen[9:] == ["partitions compiled elsewhere", "memory"]
     count = len(seen)
     g = compiled(lambda x: (x @ x).cos())
     g(torch.randn(4, 4))
@@ -71,52 +73,66 @@ def test_the_hook_sees_every_stage_in_order(compiled: Any) -> None:
 
 def test_a_hook_is_taken_away_after_an_error() -> None:
     seen: list[str] = []
-    with pytest.raises(ZeroDivisionError), observed_by(lambda stage, state, seconds: 1 // 0):
+    with pytest.raises(ZeroDivisionError), observed_by(lambda name, result, seconds: 1 // 0):
         compile_host_graph(small_graph(), compile_request())
     compile_host_graph(small_graph(), compile_request())
     assert not seen
 
 
-@pytest.mark.parametrize(
-    "left_out", [stage.name for stage in DECISIONS if stage.name != "partitions compiled elsewhere"]
-)
-def test_a_stage_that_is_missing_is_noticed_by_who_needs_it(left_out: str) -> None:
-    """Not by a wrong result, nor by an error of something else."""
-    stages = [stage for stage in STAGES if stage.name != left_out]
-    with pytest.raises(PipelineError, match=r"requires|provides"):
-        program = compile_host_graph(small_graph(), compile_request(), stages)
-        program._planner.plan(Planned(program.plan, {}, {}))  # type: ignore[call-arg]
+def test_a_stage_in_the_wrong_place_is_a_type_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {
+        ("aliasing", "Emitted", "Aliased"): True,
+        ("aliasing", "Judged", "Aliased"): False,
+        ("cut", "Uncut", "Cut"): False,
+        ("memory", "Sized", "ProgramPlan"): False,
+    }
+    lines = ["from fxwrap.pipeline import *", "from fxwrap.plan import *"]
+    for number, (field, before, after) in enumerate(cases):
+        lines += [f"def run_{number}(before: {before}) -> {after}: raise NotImplementedError"]
+        lines += [f"Stages({field}=Stage('mine', run_{number}))"]
+    snippet, root = tmp_path / "snippet.py", Path(fxwrap.__file__).parent.parent
+    snippet.write_text("\n".join(lines))
+    monkeypatch.setenv("MYPYPATH", str(root))
+    monkeypatch.chdir(root)
+    told, _, _ = mypy.api.run(["--follow-imports=silent", "--ignore-missing-imports", str(snippet)])
+    wrong = {int(line.split(":")[1]) for line in told.splitlines() if ": error:" in line}
+    assert wrong == {4 + 2 * number for number, fits in enumerate(cases.values()) if not fits}, told
 
 
-def test_a_stage_that_does_not_do_what_it_says_is_named() -> None:
-    lazy = replace(next(stage for stage in STAGES if stage.name == "cut"), run=lambda state: None)
-    stages = [lazy if stage.name == "cut" else stage for stage in STAGES]
-    with pytest.raises(PipelineError, match="stage 'cut' provides cut"):
-        compile_host_graph(small_graph(), compile_request(), stages)
+@pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(Stages) if one.name != "rewrites"])
+def test_a_stage_that_returns_nothing_is_named(name: str) -> None:
+    stage = replace(getattr(STAGES, name), run=lambda before: None)
+    with pytest.raises(PipelineError, match=f"stage {stage.name!r} returns nothing"):
+        program = compile_host_graph(small_graph(), compile_request(), replace(STAGES, **{name: stage}))
+        program._planner.plan(Planned(program.plan, {}, {}))
 
 
-def test_what_a_stage_provides_is_checked() -> None:
+def test_what_a_stage_returns_is_checked() -> None:
     """By code that shares nothing with it."""
 
-    def overlapping(state: Any) -> None:
-        memory = plan_program(state.planned)
-        state.memory = moved(memory, dict.fromkeys(located(memory), 0))
+    def overlapping(sized: Sized) -> MemoryPlan:
+        memory = plan_program(sized.planned)
+        return moved(memory, dict.fromkeys(located(memory), 0))
 
-    stages = [replace(stage, run=overlapping) if stage.name == "memory" else stage for stage in STAGES]
+    stages = replace(STAGES, memory=replace(STAGES.memory, run=overlapping))
     program = compile_host_graph(small_graph(), compile_request(), stages)
     with pytest.raises(PlanError, match="overlap"):
-        program._planner.plan(Planned(program.plan, {}, {}))  # type: ignore[call-arg]
+        program._planner.plan(Planned(program.plan, {}, {}))
 
 
-def test_a_subclass_inserts_stages() -> None:
+def test_a_subclass_replaces_a_stage() -> None:
     seen: list[int] = []
 
     class Counting(fxwrap.FxwrapCodegen):
-        def stages(self) -> Any:
-            def count(state: State) -> None:
-                seen.append(len(state.facts.storages))
+        def stages(self) -> Stages:
+            stages = super().stages()
 
-            return (*super().stages(), Stage("count", Scope.GRAPH, count, ("facts",), ()))
+            def count(emitted: Emitted) -> Aliased:
+                found = stages.aliasing.run(emitted)
+                seen.append(len(found.facts.storages))
+                return found
+
+            return replace(stages, aliasing=Stage("count", count))
 
     f = torch.compile(lambda x: (x @ x).sin(), backend="fxwrap", options={"codegen": Counting})
     x = torch.randn(4, 4)
@@ -129,14 +145,9 @@ def test_a_pass_that_breaks_the_graph_is_found_at_once() -> None:
         first, *_, last = (node for node in gm.graph.nodes if node.op == "call_function")
         last.append(first)  # it is used before it is made
 
-    stages = (*REWRITES, rewrite("broken", broken), *DECISIONS)
+    stages = Stages((*REWRITES, rewrite("broken", broken)))
     with pytest.raises(PipelineError, match="pass 'broken' leaves an invalid graph"):
         compile_host_graph(small_graph(), compile_request(), stages)
-
-
-def test_stages_of_one_scope_run() -> None:
-    state = run_stages(STAGES, State(small_graph(), compile_request()), Scope.GRAPH)
-    assert state.facts is not None and state.dependencies is not None and state.verdicts is None
 
 
 def test_a_restored_program_that_is_partitioned_again_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def _cpp(subject: str) -> Iterator[Finding]:
     if named:
         remedy = f"CXX={named}: unset it, or have it name a compiler, without arguments"
     try:
-        compiler = _codegen("machine").cpp_compiler()
+        compiler = _codegen("devices.machine").cpp_compiler()
     except _NoInductor:
         raise
     except Exception as error:
@@ -331,7 +331,7 @@ def _devices(_: str) -> Iterator[Finding]:
             yield _accelerator(kind)
     if not _available("cuda"):
         yield from _no_gpu()
-    out_of_tree = _codegen("machine").device_out_of_the_tree()
+    out_of_tree = _codegen("devices.machine").device_out_of_the_tree()
     if out_of_tree is not None and _available(out_of_tree):
         yield _accelerator(out_of_tree)
     for entry in metadata.entry_points(group="torch.backends"):
@@ -345,7 +345,7 @@ def _accelerator(kind: str) -> Finding:
     count = getattr(module, "device_count", lambda: 1)()
     with contextlib.suppress(Exception):
         count = f"{count} x {module.get_device_name(0)}"
-    if not _codegen("machine").has_kernels(kind):
+    if not _codegen("devices.machine").has_kernels(kind):
         remedy = "fxwrap.register_device in your program, before it compiles (docs/devices.md)"
         return Finding(subject, "warning", f"{count}; Inductor is not told how to compile for it here", remedy)
     try:
@@ -436,7 +436,7 @@ def _inductor_cache(subject: str) -> Iterator[Finding]:
 
 
 def _caching(subject: str) -> Iterator[Finding]:
-    if off := _codegen("machine").caches_switched_off():
+    if off := _codegen("devices.machine").caches_switched_off():
         variables = ("FORCE_DISABLE_CACHES", "FX_GRAPH_CACHE", "AUTOGRAD_CACHE")
         set_here = [name for one in variables if (name := f"TORCHINDUCTOR_{one}") in os.environ]
         remedy = f"unset {', '.join(set_here)}" if set_here else ""

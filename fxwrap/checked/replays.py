@@ -118,7 +118,7 @@ GATE = Gate()
 
 def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
     """The same schedule with a partition for each step; and the partition of each step, by the node that tells it."""
-    found, where, compiled, calls = list[Partition](), dict[Node, int](), {}, {}
+    found, where, compiled = list[Partition](), dict[Node, int](), {}
     for partition in plan.partitions:
         groups: list[list[Node]] = []
         for node in plan.work_in(partition):
@@ -130,10 +130,10 @@ def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
             names, index = tuple(node.name for node in group), len(found)
             where[group[-1] if partition.index in plan.compiled else group[0]] = index
             if partition.index in plan.compiled:
-                compiled[index], calls[index] = plan.compiled[partition.index], plan.calls[partition.index]
+                compiled[index] = plan.compiled[partition.index]
             found.append(dataclasses.replace(partition, index=index, nodes=names))
     cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(found))
-    return dataclasses.replace(plan, cut=cut, compiled=compiled, calls=calls), where
+    return dataclasses.replace(plan, cut=cut, compiled=compiled), where
 
 
 def check_steps(recording: Recording) -> None:

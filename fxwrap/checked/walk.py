@@ -132,7 +132,7 @@ class Walk:
         if partition is not None:
             signature = self.plan.compiled[partition.index]
             inputs = [self.value(self.plan.nodes[name]) for name in signature.inputs]
-            results = self.plan.calls[partition.index](*inputs)
+            results = getattr(self.plan.graph, signature.target)(*inputs)
             self.values.update(zip((self.plan.nodes[name] for name in signature.outputs), results, strict=True))
             return
         if kind_of(node) is Kind.CHECK:

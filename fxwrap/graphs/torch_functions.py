@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..devices import PutRight
-from ..plan import Allocations, MemoryPlan, ProgramPlan
+from ..plan import MemoryPlan, ProgramPlan
 from .devices.device_graph import DeviceGraph
 from .replay.units import NativeReplay
 
@@ -74,7 +74,7 @@ class TorchFunctions:
     alive: Callable[[StorageWeakRef], torch.UntypedStorage | None]
     lay_out: Callable[..., torch.Tensor]
     saved_tensors_hooks: Callable[[], bool]
-    allocations: Allocations
+    allocations: Callable[[Callable[[], object]], Sequence[int] | None]
     after_failed_capture: PutRight
     free_workspaces: Callable[[Any], None]
     nobody_else_runs: Callable[[], bool]

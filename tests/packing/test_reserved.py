@@ -327,7 +327,7 @@ def test_gradients_take_the_place_of_saved_activations() -> None:
     verify_memory(first.graph, first.schedule, first.facts, memory, {})
     assert placement_of(memory, first) == own[CPU]
     saved = [Reserved(o, o + ROW, nodes=(inputs[name].name,)) for name, o in own[CPU].offsets.items()]
-    memory = plan_program(Planned(second, {}, {}), lambda device: saved, others)
+    memory = plan_program(Planned(second, {}, {}), {CPU: saved}, others)
     verify_memory(second.graph, second.schedule, second.facts, memory, {})
     assert placement_of(memory, second) == others[CPU]
 
@@ -352,6 +352,6 @@ def test_a_suggestion_is_not_followed_where_somebody_has_the_bytes() -> None:
         Planned(first, {}, {}), Planned(second, {}, {}), {index[f"s{i}"]: [inputs[f"s{i}"].name] for i in range(3)}
     )
     held = [Reserved(0, ROW)]
-    memory = plan_program(Planned(first, {}, {}), lambda device: held, own)
+    memory = plan_program(Planned(first, {}, {}), {CPU: held}, own)
     verify_memory(first.graph, first.schedule, first.facts, memory, {})
     assert sorted(located(memory).values()) == [ROW, 2 * ROW, 3 * ROW]

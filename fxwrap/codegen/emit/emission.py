@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.utils import ValueWithLineMap
 from torch.fx import GraphModule
 
-from ...pipeline import DECISIONS, REWRITES, Stage, compile_host_graph, rewrite
+from ...pipeline import REWRITES, Stages, compile_host_graph, rewrite
 from ...plan import PartitionGraph
 from .. import torch_versions as versions
 from ..garbage import no_garbage_collection
@@ -48,13 +48,13 @@ class FxwrapCodegen(WrapperFxCodegen):
         request = replace(current_request(), compile_partition=self._partition_hook())
         return compile_host_graph(gm, request, self.stages())
 
-    def stages(self) -> Sequence[Stage]:
-        """What a host graph goes through, in order. Override it to insert, replace or leave out stages."""
+    def stages(self) -> Stages:
+        """What a host graph goes through, in order. Override it to replace stages (``dataclasses.replace``)."""
         # Launches are lowered first: torch does not know that a portable Triton call has an effect, and a pass that
         # drops dead code would drop it; of launches torch does know.
         lowered = rewrite("launches", lower_launches, lint=False)
         own = [rewrite(getattr(one, "__name__", repr(one)), one) for one in self.passes()]
-        return (lowered, *REWRITES, *own, *DECISIONS)
+        return Stages(rewrites=(lowered, *REWRITES, *own))
 
     def passes(self) -> Iterable[Callable[[GraphModule], GraphModule | None]]:
         """Passes over the host graph, run in order before it is analysed.

@@ -74,7 +74,7 @@ def _data_of(compiled: Callable[..., Any]) -> Any:
     if not isinstance(compiled, Program):
         raise StorageError("what compile_graph returned", expected="a program of fxwrap's")
     plan = compiled.plan
-    if plan.calls:
+    if plan.compiled:
         raise StorageError("a partition that compile_partition compiled", expected="a program of fxwrap's alone")
     data = {"graph": graph_to_data(plan.graph, functions()), "plan": to_data(plan)}
     compilation = current_request().compilation

@@ -235,18 +235,18 @@ class ArenaPool:
         stream: Any,
         owner: LockOwner,
         locked: list[Arena],
-        but: Callable[[Arena], bool] = lambda arena: False,
+        exclude: Callable[[Arena], bool] = lambda arena: False,
     ) -> Arena:
         """Lock an arena for ``owner`` and append it to ``locked``. It is a new one if none is free.
 
         Args:
             stream: where the call issues its work.
-            but: whether an arena must not be used.
+            exclude: whether an arena must not be used.
         """
         alive = self.alive(device)
         busy = [arena for arena in alive if not arena.is_idle_for(stream)]
         for arena in alive:
-            if but(arena) or (arena in busy and len(busy) < AT_ONE_TIME):
+            if exclude(arena) or (arena in busy and len(busy) < AT_ONE_TIME):
                 continue
             # Appended first: an interrupt after the lock is acquired must find what to release.
             locked.append(arena)

@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from ...errors import CaptureError
 from ...host_graph.sizes import evaluate_sizes
 from ...host_graph.tensors import has_address, reach, tensors_in
 from ...packing import Reserved
-from ...plan import MemoryPlan, PlacementHint, Planned, ProgramPlan, ReservedIn, nothing_reserved
+from ...plan import MemoryPlan, PlacementHint, Planned, ProgramPlan, Reservations
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
 from .locks import LockOwner
@@ -29,14 +30,21 @@ class Planner(Protocol):
         """The plan before sizes are known, partitioned around operators whose capture failed (with the error)."""
 
     def plan(
-        self, planned: Planned, reserved_in: ReservedIn, hint: PlacementHint | None, like: MemoryPlan | None
+        self,
+        planned: Planned,
+        reserved: Reservations = MappingProxyType({}),
+        hint: PlacementHint | None = None,
+        previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
         """Plan one recording around what is reserved, and verify the plan.
 
         Args:
             hint: offsets from a joint plan of forward and backward; tried first.
-            like: this program's plan for other sizes.
+            previous: this program's plan for other sizes.
         """
+
+    def devices(self, planned: Planned) -> Collection[torch.device]:
+        """Where a plan of it has storages."""
 
     def plan_pair(
         self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
@@ -114,11 +122,11 @@ class MemoryProvider:
     whole_storage: Mapping[Node, str]
     max_memory: int
 
-    def estimate(self, inputs: Sequence[Any], like: MemoryPlan | None, saved: Saved | None) -> Estimate:
+    def estimate(self, inputs: Sequence[Any], previous: MemoryPlan | None, saved: Saved | None) -> Estimate:
         """Plan ahead, for a call that runs eagerly: the next one may be recorded.
 
         Args:
-            like: the plan before, for other sizes.
+            previous: the plan before, for other sizes.
             saved: None but for a backward program.
 
         Raises:
@@ -128,7 +136,7 @@ class MemoryProvider:
             planned = self._planned(inputs, self.program.static_inputs)
         except CaptureError:
             planned = Planned(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
-        memory = self.planner.plan(planned, nothing_reserved, None, like)
+        memory = self.planner.plan(planned, previous=previous)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.static_inputs])))
         estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
@@ -144,18 +152,18 @@ class MemoryProvider:
         inputs: Sequence[Any],
         static: Collection[int],
         estimate: Estimate | None,
-        like: MemoryPlan | None,
+        previous: MemoryPlan | None,
         owner: LockOwner,
         locked: list[Arena],
-        but: Callable[[Arena], bool],
+        exclude: Callable[[Arena], bool],
     ) -> RecordingMemory:
         """Plan a recording, in arenas that ``owner`` gets, and that grow if need be.
 
         Args:
             static: positions of inputs whose addresses stay.
-            like: a plan for other sizes.
+            previous: a plan for other sizes.
             locked: the arenas are entered here, to be released.
-            but: tells which arenas will not do.
+            exclude: tells which arenas will not do.
 
         Raises:
             CaptureError: an input cannot have a static buffer.
@@ -167,42 +175,48 @@ class MemoryProvider:
             # Such a plan depends on no addresses: what the warm-up has planned still holds.
             if estimate is not None and estimate.is_for(planned):
                 return RecordingMemory(planned, estimate.memory)
-            return RecordingMemory(planned, self.planner.plan(planned, nothing_reserved, None, None))
+            return RecordingMemory(planned, self.planner.plan(planned))
         if estimate is not None:
             estimate.planned = planned  # it is known by now which inputs stay
         hint = self._with_successor(planned, estimate)
-        donated: dict[int, list[int]] = defaultdict(list)  # positions by storage
-        for position in self.program.donated.intersection(static):
-            donated[inputs[position].untyped_storage()._cdata].append(position)
-        reused_inputs: set[int] = set()
+        donated = self._donated_positions(inputs, static)
         stream = current_stream(self.program.device)
-
-        def arena_of(device: torch.device) -> Arena:
-            found = next((arena for arena in locked if arena.device == device), None)
-            return found or SHARED.arenas.acquire(device, stream, owner, locked, but)
-
-        def reserved_in(device: torch.device) -> list[Reserved]:
-            found = []
-            for output, holders in arena_of(device).live().items():
-                positions = donated.get(output.storage._cdata, [])
-                last = positions if len(positions) == holders else []
-                names = tuple(self.program.placeholders[p].name for p in last)
-                found.append(Reserved(output.low, output.high, nodes=names))
-                reused_inputs.update(last)
-            return found
-
+        # That of the program's device always: its pool is where operators allocate during capture.
+        arenas = {
+            device: SHARED.arenas.acquire(device, stream, owner, locked, exclude)
+            for device in dict.fromkeys([*self.planner.devices(planned), self.program.device])
+        }
         while True:
-            reused_inputs.clear()
-            memory = self.planner.plan(planned, reserved_in, hint, like)
-            sizes = {arena_of(device): one.size for device, one in memory.arenas.items()}
+            live = {device: self._live_outputs(arena, donated) for device, arena in arenas.items()}
+            reserved = {device: [interval for interval, _ in outputs] for device, outputs in live.items()}
+            memory = self.planner.plan(planned, reserved, hint, previous)
+            sizes = {arenas[device]: region.size for device, region in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
             # Moved memory has no live outputs in it: another plan, if there were any.
             moved = any([SHARED.arenas.fit(arena, nbytes, self.max_memory) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
-                # The arena's pool is where operators allocate during capture.
-                arenas = {device: arena_of(device) for device in {*memory.arenas, self.program.device}}
-                return RecordingMemory(planned, memory, arenas, tuple(sorted(reused_inputs)))
+                reused = {position for outputs in live.values() for _, last in outputs for position in last}
+                return RecordingMemory(planned, memory, arenas, tuple(sorted(reused)))
+
+    def _donated_positions(self, inputs: Sequence[Any], static: Collection[int]) -> Mapping[int, Sequence[int]]:
+        """Donated inputs that are not copied: positions, by handle of their storage."""
+        positions: dict[int, list[int]] = defaultdict(list)
+        for position in self.program.donated.intersection(static):
+            positions[inputs[position].untyped_storage()._cdata].append(position)
+        return positions
+
+    def _live_outputs(
+        self, arena: Arena, donated: Mapping[int, Sequence[int]]
+    ) -> list[tuple[Reserved, Sequence[int]]]:
+        """The intervals of an arena that live outputs occupy, each with the inputs that hold the last references."""
+        outputs = []
+        for output, holders in arena.live().items():
+            positions = donated.get(output.storage._cdata, ())
+            last = positions if len(positions) == holders else ()
+            names = tuple(self.program.placeholders[position].name for position in last)
+            outputs.append((Reserved(output.low, output.high, nodes=names), last))
+        return outputs
 
     def _with_successor(self, planned: Planned, estimate: Estimate | None) -> PlacementHint | None:
         """What suits the program that gets what this one saves, too."""

@@ -182,7 +182,7 @@ class FlatBuilder:
         self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
         self._call_all(self._before, plan.work_in(partition))
         inputs, outputs = ([plan.nodes[name] for name in names] for names in (signature.inputs, signature.outputs))
-        self.call(plan.calls[partition.index], inputs, outputs)
+        self.call(getattr(plan.graph, signature.target), inputs, outputs)
         for node in stores:
             self.keep(node)
         self._call_all(self._after, plan.work_in(partition))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from ...plan import (
     Planned,
     Prediction,
     Region,
-    ReservedIn,
-    nothing_reserved,
+    Reservations,
 )
 from .requirements import Requirements
 
@@ -33,41 +33,43 @@ _ALIGNMENT, _ACCELERATOR_ALIGNMENT = 64, 512
 
 def plan_program(
     planned: Planned,
-    reserved_in: ReservedIn = nothing_reserved,
+    reserved: Reservations = MappingProxyType({}),
     hint: PlacementHint | None = None,
-    like: MemoryPlan | None = None,
+    previous: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plan one recording of a program.
 
     Args:
-        reserved_in: returns the intervals of a device's arena that live outputs of other recordings occupy.
+        reserved: intervals of arenas that live outputs of other recordings occupy.
         hint: offsets from a joint plan; used where nothing reserved is in the way.
-        like: a plan for other sizes; its order of offsets is tried first.
+        previous: a plan for other sizes; its order of offsets is tried, too.
 
     Raises:
         PlanError: a communication is in flight when the program begins or ends.
     """
     requirements = Requirements.of(planned)
     if planned.frozen:
-        return _plan_arenas(planned, requirements, reserved_in, hint, like)
+        return _plan_arenas(requirements, reserved, hint, previous)
     return _plan_calls(requirements)
 
 
 def _plan_arenas(
-    planned: Planned,
     requirements: Requirements,
-    reserved_in: ReservedIn,
+    reservations: Reservations,
     hint: PlacementHint | None,
-    like: MemoryPlan | None,
+    previous: MemoryPlan | None,
 ) -> MemoryPlan:
     """One arena per device. It exists between calls, too."""
     reserved = {
-        d: [replace(r, end=requirements.end_of(r.nodes)) for r in reserved_in(d)] for d in requirements.planned
+        d: [replace(one, end=requirements.end_of(one.nodes)) for one in reservations.get(d, ())]
+        for d in requirements.planned
     }
-    found = {d: _lay_out(requirements, d, reserved[d], (hint or {}).get(d), like) for d in requirements.planned}
+    placements = {
+        d: _lay_out(requirements, d, reserved[d], (hint or {}).get(d), previous) for d in requirements.planned
+    }
     regions, offsets = list[Region](), list[Mapping[int, int]]()
     for device, items in requirements.planned.items():
-        alignment, placement = _alignment(device), found[device]
+        alignment, placement = _alignment(device), placements[device]
         plain = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
         bounds = placement.size, alignment, True, placement.lower_bound, plain, tuple(reserved[device])
         region = Region(device, 0, requirements.end, *bounds)
@@ -212,11 +214,11 @@ def _lay_out(
     device: torch.device,
     reserved: Sequence[Reserved],
     hint: Placement | None,
-    like: MemoryPlan | None,
+    previous: MemoryPlan | None,
 ) -> Placement:
     items = requirements.planned[device]
     outputs = [b.name for index, b in items if index in requirements.outputs]
-    known = like.inside(like.arenas[device]) if like is not None and device in like.arenas else {}
+    known = previous.inside(previous.arenas[device]) if previous is not None and device in previous.arenas else {}
     before = {b.name: known[index] for index, b in items if index in known}
     return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, before)
 

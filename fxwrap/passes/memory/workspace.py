@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ from torch.fx import Node
 
 from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name
 from ...host_graph.sizes import hint, hinted_layout, layout_at, number_at
-from ...plan import Allocations
 
 # They work in memory that their library keeps.
 _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # By kind of call and number of threads, in this process.
 _MEASURED: dict[Hashable, int] = {}
+
+# Runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in order, before its
+# result was freed; None if that cannot be told at the moment.
+Allocations = Callable[[Callable[[], object]], Sequence[int] | None]
 
 
 def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[str, int]:

@@ -267,11 +267,11 @@ def test_bytes_that_others_have_are_left_alone_unless_donated() -> None:
     _, gm = chain(3)
     plan = program_plan(gm)
     reserved = [Reserved(0, 64), Reserved(64, 128, nodes=("x",))]
-    memory = plan_program(Planned(plan, {}, {}), lambda device: reserved)
+    memory = plan_program(Planned(plan, {}, {}), {torch.device("cpu"): reserved})
     assert offsets_by_name(plan, memory) == {"b0": 128, "b1": 64, "b2": 128}
     assert memory.size == memory.lower_bound == 192
     assert [(one.low, one.high, one.nodes) for one in memory.regions[0].reserved] == [(0, 64, ()), (64, 128, ("x",))]
-    held = plan_program(Planned(plan, {}, {}), lambda device: [Reserved(0, 64), Reserved(64, 128)])
+    held = plan_program(Planned(plan, {}, {}), {torch.device("cpu"): [Reserved(0, 64), Reserved(64, 128)]})
     assert held.size == held.lower_bound == 256
     assert min(offsets_by_name(plan, held).values()) == 128
 

@@ -100,7 +100,7 @@ def test_plans_for_two_programs_are_accepted_and_followed(count: int) -> None:
             for index, low in spans.items()
         )
         second = replace(second, reserved=reserved)
-        later = plan_program(second.planned(), lambda device, reserved=reserved: reserved, others)
+        later = plan_program(second.planned(), {torch.device("cpu"): reserved}, others)
         assert placed(second, later) == by_storage(others), f"seed {seed}"
         assert not second.collision(second.plan.facts, later), f"seed {seed}"
         second.verify(later)
