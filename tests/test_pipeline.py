@@ -46,6 +46,7 @@ def small_graph() -> GraphModule:
     return maker.finish([out])
 
 
+@pytest.mark.compiler
 def test_the_hook_sees_every_stage_in_order(compiled: Any) -> None:
     seen: list[tuple[str, Scope]] = []
 
@@ -108,6 +109,7 @@ def test_what_a_stage_provides_is_checked() -> None:
         program._planner.plan(Planned(program.plan, {}, {}))  # type: ignore[call-arg]
 
 
+@pytest.mark.compiler
 def test_a_subclass_inserts_stages() -> None:
     seen: list[int] = []
 
