@@ -26,6 +26,18 @@ def test_the_program_of_the_readme_runs() -> None:
     assert "captured" in _run("-c", code)
 
 
+def test_the_figures_of_the_readme_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratios and the picture are those of the newest file of results."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    drawing = importlib.import_module("speed_picture")
+    found = json.loads(max((ROOT / "benchmarks" / "results").glob("*-cpu.json")).read_text())
+    text, means = (ROOT / "README.md").read_text(), found["means"]["overhead-bound"]
+    assert re.search(r"\*\*(0\.\d\d) of the time\*\*", text)[1] == f"{means['inductor']:.2f}"
+    assert re.search(r"and (0\.\d\d)\s+of its C\+\+ wrapper", text)[1] == f"{means['cpp_wrapper']:.2f}"
+    drawn = drawing.picture(drawing.of_group(found, "overhead-bound"))
+    assert (ROOT / "docs" / "speed-overhead.svg").read_text() == drawn
+
+
 def test_the_smallest_program_prints_what_the_guide_shows() -> None:
     text = (ROOT / "docs" / "explain.md").read_text()
     code, shown = re.search(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)\n```", text, re.DOTALL).groups()
