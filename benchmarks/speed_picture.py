@@ -1,5 +1,7 @@
 """The ratios of benchmarks/speed.py as an SVG, drawn without a library: a row for each model.
 
+From a file of results:
+
     python benchmarks/speed_picture.py benchmarks/results/DATE-cpu.json docs/speed-overhead.svg --group overhead-bound
 """
 
