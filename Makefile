@@ -3,6 +3,8 @@
 #   make demo                   train and generate with a small decoder, beside eager and Inductor
 #   make test                   run the tests
 #
+# make quick runs the tests that compile nothing (packing, passes, pipeline, plan, options): a minute, without a compiler.
+# make wheel builds a wheel in dist/ and runs it in an environment that has torch and no checkout.
 # make test-cuda runs torch's CUDA build without a GPU: on the device in hostcuda/, whose memory is the host's.
 #
 # Each makes its own virtual environment. Another torch: make test TORCH=2.15.0
@@ -23,14 +25,14 @@ export MINIMAL_CACHE ?= $(CACHES)/minimal
 # examples/. Each compiles in itself, and with one thread.
 WORKERS ?= 2
 CUDA_TESTS := cuda-own cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy
-TESTS := test test-main test-hostsim test-device test-own test-minimal test-models test-vendor $(CUDA_TESTS)
+TESTS := quick test test-main test-hostsim test-device test-own test-minimal test-models test-vendor $(CUDA_TESTS)
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 $(TESTS): export OMP_NUM_THREADS ?= 1
 # Reading libtorch's symbols takes the usual linker longer than a kernel takes to compile: another one, if there is one.
 LINKER := $(firstword $(foreach name,mold ld.lld ld.gold,$(shell command -v $(name))))
 $(TESTS): export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
 
-.PHONY: demo hostsim gpu lint benchmark sanitize clean test-cuda cuda cuda-torch $(TESTS)
+.PHONY: demo quick wheel hostsim gpu lint benchmark sanitize clean test-cuda cuda cuda-torch $(TESTS)
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
@@ -40,6 +42,13 @@ demo: $(VENV)/.installed
 # All at once: no core is idle until the last worker has nothing left to do.
 test: $(VENV)/.installed-test hostsim
 	$(MAKE) --no-print-directory --jobs 3 test-main test-device test-own test-minimal
+
+# A test that compiles has the mark `compiler`. With this CXX one without it fails: no cache has what `false` has built.
+QUICK := tests/packing tests/passes tests/graphs/test_flat.py tests/graphs/test_live_outputs.py tests/test_docs.py \
+	tests/test_options.py tests/test_package.py tests/test_pipeline.py tests/test_plan_json.py tests/test_rules_table.py
+quick: export CXX := false
+quick: $(VENV)/.installed-test
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not compiler and not sweep" $(QUICK) $(ARGS)
 
 test-main:
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
@@ -119,6 +128,12 @@ sanitize: $(VENV)/.installed-test
 # A machine without a GPU is told so in one line, and is no error of make's.
 gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/.installed-test)
 	PYTHONPATH=$(CURDIR) $(BIN)/python3 benchmarks/gpu.py $(ARGS) || test $$? -eq 77
+
+# Nothing that an earlier build has left in build/ gets into it.
+wheel: $(VENV)/.installed-test
+	rm -rf build
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pytest tests/test_wheel.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

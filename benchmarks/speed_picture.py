@@ -1,9 +1,17 @@
-"""The ratios of benchmarks/speed.py as an SVG, drawn without a library: a row for each model."""
+"""The ratios of benchmarks/speed.py as an SVG, drawn without a library: a row for each model.
+
+From a file of results:
+
+    python benchmarks/speed_picture.py benchmarks/results/DATE-cpu.json docs/speed-overhead.svg --group overhead-bound
+"""
 
 from __future__ import annotations
 
+import argparse
 import html
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 # By alternative; the others of the table are left out.
@@ -66,3 +74,23 @@ def picture(found: dict[str, Any]) -> str:
     style = 'font-family="sans-serif" font-size="12" fill="#222"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="white"/>'
     return "\n".join([head, title, *legend, *axis, *parts, "</svg>\n"])
+
+
+def of_group(found: dict[str, Any], group: str) -> dict[str, Any]:
+    """The results of one group of models, such as ``overhead-bound``."""
+    return {**found, "models": {name: row for name, row in found["models"].items() if row["group"] == group}}
+
+
+def main() -> None:
+    """Draw one group of models out of a file of results, as for the README."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="what speed.py --json wrote")
+    parser.add_argument("picture", type=Path, help="the SVG to write")
+    parser.add_argument("--group", help="a group of models, such as overhead-bound; all without it")
+    args = parser.parse_args()
+    found = json.loads(args.results.read_text())
+    args.picture.write_text(picture(found if args.group is None else of_group(found, args.group)))
+
+
+if __name__ == "__main__":
+    main()

@@ -92,6 +92,7 @@ def _run(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.compiler
 def test_backend_is_found_without_an_import() -> None:
     code = """
 import sys, torch
@@ -106,6 +107,7 @@ print(fxwrap.stats(f)["replays"])
     assert _run(code) == "1"
 
 
+@pytest.mark.compiler
 def test_importing_changes_nothing_and_other_backends_are_unaffected() -> None:
     code = """
 import torch

@@ -49,6 +49,7 @@ def small_graph() -> GraphModule:
     return maker.finish([out])
 
 
+@pytest.mark.compiler
 def test_the_hook_sees_every_stage_in_order(compiled: Any) -> None:
     seen: list[str] = []
 
@@ -120,6 +121,7 @@ def test_what_a_stage_returns_is_checked() -> None:
         program._planner.plan(Planned(program.plan, {}, {}))
 
 
+@pytest.mark.compiler
 def test_a_subclass_replaces_a_stage() -> None:
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The README's program prints what the README says, and the benchmarks run."""
+"""Programs in the documents print what the documents say, and the benchmarks run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,35 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_smallest_program_prints_what_the_readme_shows() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_program_of_the_readme_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "captured" in _run("-c", code)
+
+
+def test_the_figures_of_the_readme_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratios and the picture are those of the newest file of results."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    drawing = importlib.import_module("speed_picture")
+    found = json.loads(max((ROOT / "benchmarks" / "results").glob("*-cpu.json")).read_text())
+    text, means = (ROOT / "README.md").read_text(), found["means"]["overhead-bound"]
+    assert re.search(r"\*\*(0\.\d\d) of the time\*\*", text)[1] == f"{means['inductor']:.2f}"
+    assert re.search(r"and (0\.\d\d)\s+of its C\+\+ wrapper", text)[1] == f"{means['cpp_wrapper']:.2f}"
+    drawn = drawing.picture(drawing.of_group(found, "overhead-bound"))
+    assert (ROOT / "docs" / "speed-overhead.svg").read_text() == drawn
+
+
+def test_the_smallest_program_prints_what_the_guide_shows() -> None:
+    text = (ROOT / "docs" / "explain.md").read_text()
     code, shown = re.search(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)\n```", text, re.DOTALL).groups()
     assert _run("-c", code).strip() == shown.strip()
 
 
-def test_every_option_is_in_the_readme() -> None:
+def test_every_option_is_in_the_reference() -> None:
     from dataclasses import fields
 
     from fxwrap.options import Options
 
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "reference.md").read_text()
     for option in fields(Options):
         assert f"| `{option.name}` |" in text, option.name
 

@@ -491,7 +491,7 @@ class Side:
                 self.attempt(lambda: one.add_(1))
             self.kept.append(self.outputs)
         elif what == "resize":
-            # The storage of an output in an arena cannot be resized (README, "What is not done yet").
+            # The storage of an output in an arena cannot be resized (docs/limits.md).
             if not runtime_for(self.device).frozen_addresses:
                 self.attempt(lambda: one.detach().resize_(64).fill_(3))
                 self.kept.append(one)

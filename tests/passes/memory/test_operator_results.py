@@ -192,6 +192,7 @@ def test_symbolic_sizes(known: bool) -> None:
     assert placeable(gm, numbers=numbers) == ({node.name: 4 * (6 * 8 + 4)} if known else {})
 
 
+@pytest.mark.compiler
 def test_replayed_with_any_shape(compiled: Any, device: torch.device) -> None:
     f: Compiled = compiled(lambda x: torch.nn.functional.avg_pool2d(x, 2) + 0, dynamic=True)
     for width in (8, 12, 8, 12, 8, 12):

@@ -303,6 +303,7 @@ def test_an_error_leaves_no_memory_behind() -> None:
     assert program.counters.recordings == {"first": 1}
 
 
+@pytest.mark.compiler
 def test_a_custom_operator_may_keep_what_it_is_given(compiled: object) -> None:
     """So that its operand is a new tensor at every call."""
     kept: list[torch.Tensor] = []
@@ -530,6 +531,7 @@ def peak_of_a_step(compiled_model: Any, model: torch.nn.Module, rows: int) -> in
     return max(itertools.accumulate(changes))
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("make", [pytest.param(Net, marks=pytest.mark.sweep), Attention])
 def test_a_training_step_takes_what_is_alive_at_most(make: type[torch.nn.Module]) -> None:
     """Backward frees what was saved for it while it runs, and its regions leave room for that."""
@@ -543,6 +545,7 @@ def test_a_training_step_takes_what_is_alive_at_most(make: type[torch.nn.Module]
     assert backward.plan.donated and backward.newest_plan.regions
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("make", [Net, pytest.param(Attention, marks=pytest.mark.sweep)])
 def test_a_training_step_of_any_size_takes_what_is_alive_at_most(make: type[torch.nn.Module]) -> None:
     """Whatever the sizes were that the program was compiled for."""
@@ -574,6 +577,7 @@ def convolutions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     "fn, inputs, sizes",
     [
@@ -621,6 +625,7 @@ def test_the_copy_of_a_factor_that_no_library_reads_as_it_lies_is_reckoned_with(
     assert call((1, 0)) == {"product": 64 * 4}
 
 
+@pytest.mark.compiler
 def test_more_is_taken_if_donated_inputs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the tests above see it."""
     model = Net()

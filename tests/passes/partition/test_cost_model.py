@@ -98,6 +98,7 @@ def test_the_options(capture: str, min_launches: int, expected: str) -> None:
     assert picture(plan.partitions) == expected
 
 
+@pytest.mark.compiler
 def test_programs_compute_the_same_however_little_is_captured(compiled: Callable[..., Any]) -> None:
     def g(x: torch.Tensor) -> torch.Tensor:
         return (torch.relu(x @ x) @ x).sin()
@@ -113,6 +114,7 @@ def test_programs_compute_the_same_however_little_is_captured(compiled: Callable
         assert f.program.counters.replays == 2
 
 
+@pytest.mark.compiler
 def test_the_explanation_says_what_would_have_to_change() -> None:
     def g(x: torch.Tensor) -> tuple[torch.Tensor, float]:
         scale = (x @ x).sum().item()

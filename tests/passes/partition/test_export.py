@@ -16,6 +16,8 @@ import fxwrap
 from fxwrap.passes.memory import requirements
 from fxwrap.plan import PartitionGraph, Verdict
 
+pytestmark = pytest.mark.compiler
+
 
 def handing_over(wrap: Callable[[PartitionGraph], Any]) -> tuple[type, list[PartitionGraph]]:
     """A codegen whose partitions are compiled by ``wrap``, and the partitions it got."""

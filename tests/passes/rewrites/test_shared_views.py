@@ -92,6 +92,7 @@ def _keep(value: torch.Tensor) -> torch.Tensor:
     return value + 1
 
 
+@pytest.mark.compiler
 def test_what_the_caller_gets_is_new_at_every_call(compiled: Any, device: torch.device) -> None:
     """The view that work needs is handed out, too: both are made at the call."""
     w = torch.randn(6, 6)

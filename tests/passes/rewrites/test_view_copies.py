@@ -231,6 +231,7 @@ def _complex(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(torch.select_copy(x * 2j, 0, 1) * (1 + 1j))
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("function", [_sliced, _split, _complex])
 def test_programs(compiled: Any, function: Callable[..., Any]) -> None:
     ours: Compiled = compiled(function)
