@@ -475,12 +475,12 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
     """
     forward: tuple[Any, Any] | None = None
     for program in programs:
-        provider, plan = program._prepared.provider, program.plan
+        provider, plan = program.recorder.prepared.provider, program.plan
         inputs = example_inputs(plan.graph)
         saved = None
         if plan.phase == "backward" and forward is not None:
-            (first, before), received = forward, program._forward[1]
-            own_outputs = [i for p, i in first._prepared.outputs if p in first.plan.saved]
+            (first, before), received = forward, program.recorder._forward[1]
+            own_outputs = [i for p, i in first.recorder.prepared.outputs if p in first.plan.saved]
             assert received or not own_outputs, "backward gets nothing of its forward"
             saved = Saved(before, received)
         estimate = provider.estimate(inputs, None, saved)
@@ -489,7 +489,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
             forward = program, estimate
         elif saved is not None and forward is not None:
             first, before = forward
-            provider_before = first._prepared.provider
+            provider_before = first.recorder.prepared.provider
             hint = provider_before._with_successor(before.planned, before)
             for own, planned, hinted in (
                 (provider_before, before.planned, hint),

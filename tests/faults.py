@@ -370,9 +370,9 @@ class Faulty:
         """As after compiling."""
         self.case.forget()
         for program in self.programs:
-            forward = program._forward, program._saved_tensors
+            forward = program.recorder._forward, program.recorder._saved_tensors
             program.__init__(program._planner.partition({}), program._planner, program.options, program.functions)  # type: ignore[misc]
-            program._forward, program._saved_tensors = forward
+            program.recorder._forward, program.recorder._saved_tensors = forward
             program.counters.eager.clear()
         SHARED.arenas = ArenaPool()
         gc.collect()

@@ -19,8 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CheckError
 from ..graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
+from ..graphs.memory.locks import LockOwner
 from ..graphs.memory.shared_state import SHARED
+from ..graphs.policy.specialization import Decision, Specialization
 from ..graphs.program import Program
+from ..graphs.recorder import NOT_RECORDED
 from ..graphs.replay.recording import Recording, next_use
 from ..host_graph.nodes import communicates, only_computes, operator_name, output_values, user_line
 from ..host_graph.sizes import evaluate_sizes
@@ -80,10 +83,12 @@ class CheckedProgram(Program):
             self._handed_out.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(outputs))
         return outputs
 
-    def _record(self, prepared: Any, specialization: Any, inputs: list[Any], decision: Any, owner: Any) -> Any:
-        def record() -> Any:
+    def _record(
+        self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
+    ) -> tuple[Any, str]:
+        def record() -> tuple[Any, str]:
             with self._recording_runtime():
-                return Program._record(self, prepared, specialization, inputs, decision, owner)
+                return Program._record(self, specialization, inputs, decision, owner)
 
         if not self._every:
             return record()
@@ -91,7 +96,7 @@ class CheckedProgram(Program):
         symbol_values = evaluate_sizes(self.plan.graph, dict(zip(self.plan.placeholders, inputs, strict=True)))
         try:
             check_operators(
-                prepared.plan, symbol_values, copies.make(), self._freezes_addresses, self.functions.below_modes
+                self.plan, symbol_values, copies.make(), self._freezes_addresses, self.functions.below_modes
             )
         finally:
             generators.set()
@@ -101,9 +106,10 @@ class CheckedProgram(Program):
             return record()
         check = _Check(self, inputs)
         with self._check_under_way():
-            outputs = record()
-        check.compare(outputs, recorded=True)
-        return outputs
+            outputs, reason = record()
+        if outputs is not NOT_RECORDED:
+            check.compare(outputs, recorded=True)
+        return outputs, reason
 
     @contextlib.contextmanager
     def _recording_runtime(self) -> Iterator[None]:
@@ -169,7 +175,7 @@ class _Check:
         program = self._program
         after = Generators(program.plan.device)
         # Look up by this call's sizes: other threads may have used recordings of other sizes.
-        found = program.specializations.get(program._key(self._inputs) if program._dynamic else None)
+        found = program.specializations.get(program._sizes.key(self._inputs))
         used = [r for r in (found.recordings if found is not None else ()) if r.used > self._clock]
         recording = max(used, key=lambda one: one.used, default=None)
         try:
@@ -204,7 +210,7 @@ class _Check:
             del storage
 
     def _compare_with_eager(self, recording: Recording, outputs: Any, after: Generators) -> None:
-        prepared = self._program._prepared
+        prepared = self._program.recorder.prepared
         given = self._copies.make()
         self._before.set()
         expected = prepared.eager(list(given))
@@ -257,7 +263,7 @@ class _Check:
                 continue
             unit = recording.unit
             if recording.same_addresses(moved) or (
-                unit is not None and unit(list(moved)) is not self._program._missed
+                unit is not None and unit(list(moved)) is not self._program.specializations.missed
             ):
                 node = self._placeholder(position)
                 raise CheckError(
@@ -294,7 +300,7 @@ class _Check:
 
         None if there is none, or if the eager run raises.
         """
-        static, prepared = recording.request.static_inputs, self._program._prepared
+        static, prepared = recording.request.static_inputs, self._program.recorder.prepared
         self._copies.restore(static)
         if GATE.is_closed():
             self._copies.change([p for p in static if p in changed])

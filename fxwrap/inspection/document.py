@@ -343,7 +343,7 @@ def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryDat
 
 def graph_data(program: Program) -> GraphData:
     """What is known of a program at this moment. Other threads may run it: what they change is taken at one time."""
-    plan, planned, memory = program.plan, program.newest_planned, program.newest_plan
+    plan, planned, memory = program.plan, program.recorder.newest_planned, program.newest_plan
     return {
         "name": program.name,
         "phase": plan.phase,

@@ -115,7 +115,7 @@ def predictions(program: Program) -> list[Prediction]:
 
     That of a forward is with its backward, as soon as that has run; then there is none of the backward alone.
     """
-    estimate = program.estimate
+    estimate = program.recorder.newest_estimate
     if estimate is None or estimate.follows:
         return []
     if estimate.successor is None or (backward := estimate.successor[0]()) is None:
@@ -129,7 +129,7 @@ def memory_data(program: Program, plan: ProgramPlan, planned: Planned | None, me
     Args:
         plan, planned, memory: the program's, taken at one time: another thread may plan meanwhile.
     """
-    estimate = program.estimate
+    estimate = program.recorder.newest_estimate
     if planned is None or planned.program is not plan:
         storages, operators, inductor_peak = list[StorageData](), 0, 0  # of an older cut
     else:

@@ -10,7 +10,8 @@ from conftest import Compiled, assert_same, inductor, on_simulated
 
 from fxwrap.graphs.memory.arenas import ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
-from fxwrap.graphs.policy.specialization import Specialization, Specializations
+from fxwrap.graphs.policy.specialization import Specialization
+from fxwrap.graphs.policy.specializations import Specializations
 from fxwrap.graphs.replay.recording import next_use
 from fxwrap.packing.reserved import lay_out_arena
 
@@ -170,7 +171,7 @@ def test_a_recording_in_use_is_not_evicted(compiled: Any) -> None:
     in_use = [LockOwner() for _ in specializations.recordings()]
     assert all(r.acquire(owner) for r, owner in zip(specializations.recordings(), in_use, strict=True))
     wanted = Specialization()
-    wanted.missed_at.extend(next_use() for _ in range(64))
+    wanted.eviction.missed_at.extend(next_use() for _ in range(64))
     assert not specializations.make_room(wanted, LockOwner())
     assert len(specializations.recordings()) == 2 and not any(one.ended_because for one in specializations.values())
 

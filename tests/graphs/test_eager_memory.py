@@ -11,12 +11,12 @@ import torch
 from conftest import Compiled, freezes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxwrap.graphs.eager import EagerRuns
 from fxwrap.graphs.memory.arenas import NEEDED_ELSEWHERE, ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.policy.eager_memory import EVENT
-from fxwrap.graphs.policy.specialization import ASKED_AGAIN
-from fxwrap.graphs.program import EagerRuns
+from fxwrap.graphs.policy.shortage import ASKED_AGAIN
 
 
 @torch.library.custom_op("fxwrap_test::does_anything", mutates_args=())
@@ -103,7 +103,7 @@ def test_a_step_runs_again_with_the_memory_of_idle_recordings(
 ) -> None:
     memory = Memory(compiled, device, own_arenas, selects)
     memory.need(3 if native else 0)
-    assert (memory.eager.program._prepared.eager._unit is not None) >= native
+    assert (memory.eager.program.recorder.prepared.eager._unit is not None) >= native
     mode = short_of("kthvalue", memory.kept)
     memory.need(3)
     assert mode.failures == 1 and not memory.kept()

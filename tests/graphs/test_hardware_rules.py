@@ -312,7 +312,7 @@ def test_a_replay_that_launches_nothing_is_found_out(
             f(x)
         monkeypatch.setattr(Program, "_run_eagerly", lambda self, cut, inputs, *_: _counted(self, cut, inputs))
         fxwrap.release()
-        f.program._never_recorded = "planted"
+        f.program.recorder.never_recorded = "planted"
         with pytest.raises(AssertionError, match="1 replays were counted, and there were 0"), launches_compared():
             f(x)
 

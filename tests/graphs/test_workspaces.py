@@ -20,7 +20,7 @@ import torch
 from conftest import Compiled, on_gpu
 
 from fxwrap.codegen import torch_runtime
-from fxwrap.graphs.program import Program
+from fxwrap.graphs.recorder import Recorder
 from fxwrap.graphs.torch_functions import TorchFunctions
 
 MIB = 1 << 20
@@ -81,14 +81,14 @@ def test_looking_at_threads_leaves_no_cycle() -> None:
         gc.enable()
 
 
-class _Program(Program):
-    """As much of a program as frees workspaces."""
+class _Recorder(Recorder):
+    """As much of a recorder as frees workspaces."""
 
     def __init__(self, alone: bool) -> None:
         self.freed: list[Any] = []
         functions: Any = type("Functions", (), {"free_workspaces": self.freed.append})
         functions.nobody_else_runs = staticmethod(lambda: alone)
-        self.functions = functions
+        self._functions = functions
 
 
 class _Stream:
@@ -99,9 +99,9 @@ class _Stream:
 @pytest.mark.parametrize(("alone", "stream_id", "freed"), [(True, 0, 1), (False, 0, 0), (True, 3, 0)])
 def test_warm_ups_workspaces_stay_while_they_may_be_used(alone: bool, stream_id: int, freed: int) -> None:
     """A thread that is about to launch has the address already; another stream than the default may be captured."""
-    program = _Program(alone)
-    program._free_workspaces_of_warm_ups(_Stream(stream_id))
-    assert len(program.freed) == freed
+    recorder = _Recorder(alone)
+    recorder._free_workspaces_of_warm_ups(_Stream(stream_id))
+    assert len(recorder.freed) == freed
 
 
 def test_a_torch_that_cannot_free_those_of_one_stream_frees_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_ranges_of_eager_runs_natively(compiled: Any) -> None:
             with _profiled() as events:
                 f(*_inputs(torch.device("cpu"), w))
             found.append(_names(events))
-    assert f.program.counters.replays == 0 and f.program._prepared.eager._unit is not None
+    assert f.program.counters.replays == 0 and f.program.recorder.prepared.eager._unit is not None
     name = f.program.name
     assert found == [[name, *(f"{name}, partition {index}" for index in range(3))]] * 5
 
@@ -391,7 +391,7 @@ def test_nothing_is_written_without_being_asked(
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos())
     for _ in range(3):
         f(torch.randn(8, 8))
-    assert f.program._traces.folder is None
+    assert f.program.recorder._traces.folder is None
     assert list(tmp_path.iterdir()) == []
 
 

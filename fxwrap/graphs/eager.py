@@ -1,0 +1,75 @@
+"""Eager runs: the whole schedule of a program with plain allocations."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from ..host_graph.nodes import checks_on, constants, output_node
+from ..plan import ProgramPlan
+from .policy.eager_memory import GiveBack, can_run_again
+from .record.flat import FlatBuilder, FlatFunction
+from .replay.flat_lines import Part
+from .replay.ranges import partition_range
+from .replay.units import CannotReplay, Description, make_unit
+from .torch_functions import TorchFunctions
+
+log = logging.getLogger(__name__)
+
+# The eager run at which a native unit is made for eager runs. Most programs run eagerly only once.
+_RUNS_BEFORE_UNIT = 3
+
+
+class EagerRuns:
+    """Runs the whole schedule with plain allocations: in Python, natively after ``_RUNS_BEFORE_UNIT`` runs."""
+
+    def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
+        self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
+        self._calls, self._tried = 0, False
+        self._unit: Callable[[list[Any]], Any] | None = None
+        self._missed: Any = None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if (unit := self._unit) is None:
+            self._calls += 1
+            if self._calls >= _RUNS_BEFORE_UNIT and not self._tried:
+                self._make_unit()
+        elif (outputs := unit(inputs)) is not self._missed:
+            return outputs
+        return (self._flat.profiled if self._functions.profiling() else self._flat.function)(inputs)
+
+    def _make_unit(self) -> None:
+        self._tried = True
+        native = self._functions.native()
+        if isinstance(native, str):
+            return
+        everything = [Part(self._flat.function, self._flat.lines, self._flat.result)]
+        try:
+            description = Description(self._inputs, True, give_back=self._flat.give_back)
+            unit = make_unit(native, everything, self._inputs, description)
+            self._missed, self._unit = native.missed, unit  # in this order: another thread may call it at once
+        except CannotReplay as error:
+            log.info("%s: eager runs stay in Python: %s", self._name, str(error))
+
+
+def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> FlatFunction:
+    """The whole schedule as one flat function with plain allocations."""
+    registers = {node: i for i, node in enumerate(plan.placeholders)}
+    builder = FlatBuilder(constants(plan.graph), registers, repeats=functools.partial(_repeats, plan, give_back))
+    for node in checks_on(plan.placeholders):
+        if builder.available(node):
+            builder.check(node)
+    for partition in plan.partitions:
+        builder.begin_range(partition_range(name, partition.index))
+        builder.run_partition(plan, partition)
+    builder.begin_range("")
+    return builder.build(output_node(plan.graph).args[0], give_back)
+
+
+def _repeats(plan: ProgramPlan, give_back: GiveBack | None, node: Node) -> bool:
+    """Whether a step runs again after it was out of memory: none does where recordings have none to give back."""
+    return give_back is not None and can_run_again(plan, node)

@@ -1,0 +1,156 @@
+"""A program's plan with what is derived from it, and the sizes that a call of the program may vary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..host_graph.nodes import (
+    Kind,
+    aligned_inputs,
+    counts_from_storage,
+    is_symbolic_value,
+    kind_of,
+    operator_name,
+    output_values,
+)
+from ..host_graph.sizes import number_of
+from ..options import Options
+from ..plan import Origin, ProgramPlan
+from .devices.runtime import capture_check, freezes_addresses
+from .eager import EagerRuns, eager_function
+from .memory.memory_provider import MemoryProvider, Planner
+from .policy.counters import Counters
+from .policy.eager_memory import GiveBack
+from .replay.ranges import partition_range
+from .torch_functions import TorchFunctions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program plan, and what is derived from it. Made again when the program is cut again."""
+
+    plan: ProgramPlan
+    eager: EagerRuns
+    give_back: GiveBack | None  # None where recordings keep no memory
+    outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs that the program or an operator allocates
+    copied: frozenset[int]  # storages of outputs copied because of copy_outputs; saved ones are not
+    overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
+    aligned: frozenset[int]  # positions of inputs that kernels expect to be aligned
+    provider: MemoryProvider
+
+    @classmethod
+    def of(
+        cls,
+        plan: ProgramPlan,
+        name: str,
+        planner: Planner,
+        options: Options,
+        functions: TorchFunctions,
+        counters: Counters,
+    ) -> Prepared:
+        log.info("%s: %d partition(s) on %s", name, len(plan.partitions), plan.device)
+        for one in plan.partitions:
+            what = partition_range(name, one.index), one.verdict.value, one.launches, one.externs
+            log.info("%s: %s, %d launches, %d extern calls; %s", *what, one.reason or one.benefit)
+        written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
+        outputs = _tensor_outputs(plan)
+        give_back = GiveBack(plan.device, counters, capture_check(plan.device)) if frozen else None
+        return cls(
+            plan,
+            EagerRuns(name, eager_function(plan, name, give_back), len(plan.placeholders), functions),
+            give_back,
+            outputs,
+            frozenset(index for p, index in outputs if options.copy_outputs and p not in plan.saved),
+            [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(plan.placeholders[p])],
+            aligned_inputs(plan.graph),
+            MemoryProvider(planner, plan, _inputs_counted_from_their_storage(plan), options.max_memory),
+        )
+
+    def weak_outputs(self, outputs: Any) -> list[tuple[int, StorageWeakRef]]:
+        """The storages of a call's outputs, by index, without keeping them alive."""
+        values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        found = []
+        for position, index in self.outputs:
+            value = values[position]
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                found.append((index, StorageWeakRef(value.untyped_storage())))
+        return found
+
+
+@dataclass(frozen=True)
+class DynamicSizes:
+    """Where the sizes that vary are read.
+
+    Attributes:
+        places: (input position, "size", "stride" or None for a number input, dimension).
+    """
+
+    places: Sequence[tuple[int, str | None, int]]
+
+    @classmethod
+    def of(cls, placeholders: Sequence[Node]) -> DynamicSizes:
+        places: list[tuple[int, str | None, int]] = []
+        for position, node in enumerate(placeholders):
+            val = node.meta.get("val")
+            if kind_of(node) is Kind.PLACEHOLDER and isinstance(val, torch.Tensor):
+                for dim in range(val.dim()):
+                    if not isinstance(val.size(dim), int):
+                        places.append((position, "size", dim))
+                    if not isinstance(val.stride(dim), int):
+                        places.append((position, "stride", dim))
+            elif is_symbolic_value(val):
+                places.append((position, None, 0))
+        return cls(places)
+
+    def key(self, inputs: Sequence[Any]) -> Any:
+        """The key of a call's specialization: sizes and strides that vary, and number inputs; None without any."""
+        if not self.places:
+            return None
+        return tuple(
+            number_of(inputs[position])
+            if how is None
+            else (inputs[position].size(dim) if how == "size" else inputs[position].stride(dim))
+            for position, how, dim in self.places
+        )
+
+    def at(self, inputs: Sequence[Any]) -> list[tuple[tuple[int, str | None, int], Any]]:
+        """The places, each with its number in a call."""
+        return list(zip(self.places, self.key(inputs) or (), strict=True))
+
+    def by_symbol(self, placeholders: Sequence[Node], inputs: Sequence[Any]) -> Mapping[str, Any]:
+        """The numbers of a call by the symbolic expressions that they stand for."""
+        fakes = [node.meta.get("val") for node in placeholders]
+        return {
+            str(fakes[position] if how is None else getattr(fakes[position], how)(dim)): number
+            for (position, how, dim), number in self.at(inputs)
+        }
+
+
+def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
+    found = []
+    for position, value in enumerate(output_values(plan.graph)):
+        if isinstance(value, Node):
+            for index in plan.facts.of(value):
+                if plan.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
+                    found.append((position, index))
+    return found
+
+
+def _inputs_counted_from_their_storage(plan: ProgramPlan) -> dict[Node, str]:
+    """Inputs that an operator addresses from the start of their storage (``storage_offset=``), with its name."""
+    facts, found = plan.facts, dict[Node, str]()
+    for node in plan.graph.graph.nodes:
+        if counts_from_storage(node):
+            for index in facts.of(node.all_input_nodes[0]):
+                if facts.storages[index].origin is Origin.INPUT:
+                    found[plan.maker(index)] = operator_name(node)
+    return found
