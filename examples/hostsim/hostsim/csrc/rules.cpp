@@ -44,7 +44,7 @@ const std::array<RuleDescription, kRules> rule_table{{
      "as long as a capture records to a memory pool, memory that is short is not won by giving back what the cache "
      "has: allocations fail, of whoever captures and of everybody else on the device",
      "c10/cuda/CUDACachingAllocator.cpp, malloc: release_cached_blocks only if captures_underway.empty(); torch 2.11 "
-     "to 2.13 (2.14.1 looks at the stream that asks: others empty the cache)"},
+     "(2.14.1 looks at the stream that asks: others empty the cache)"},
 }};
 
 bool in_force(Rule rule) {
