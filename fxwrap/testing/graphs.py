@@ -32,13 +32,16 @@ def capturing(graph: Any, lost: bool | None = False) -> Iterator[None]:
     try:
         graph.capture_begin()
         yield
-        ends = {True: pytest.raises(RuntimeError), None: contextlib.suppress(RuntimeError)}
-        with ends.get(lost, contextlib.nullcontext()):
+        with contextlib.suppress(RuntimeError) if lost is None else _ends(lost):
             graph.capture_end()
     except BaseException:
         with contextlib.suppress(Exception):
             graph.capture_end()
         raise
+
+
+def _ends(lost: bool) -> contextlib.AbstractContextManager[Any]:
+    return pytest.raises(RuntimeError) if lost else contextlib.nullcontext()
 
 
 def record_and_wait(event: torch.Event) -> None:
