@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -219,9 +220,10 @@ def measure(name: str, mode: str, side: str, device: str) -> dict[str, Any]:
     return result
 
 
-def in_a_process(*args: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--measure", *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def in_a_process(script: str, *args: str, **environment: str) -> dict[str, Any]:
+    """What one side of a script's comparison prints, measured in a process of its own."""
+    command = [sys.executable, script, "--measure", *args]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     for line in reversed(done.stdout.splitlines()):
         if line.startswith("{"):
             found: dict[str, Any] = json.loads(line)
@@ -247,8 +249,8 @@ def main() -> None:
     worse = []
     for name in args.models or models():
         for mode in args.modes:
-            theirs = in_a_process(name, mode, "inductor", args.device)
-            ours = in_a_process(name, mode, "fxwrap", args.device)
+            theirs = in_a_process(__file__, name, mode, "inductor", args.device)
+            ours = in_a_process(__file__, name, mode, "fxwrap", args.device)
             ratio = ours["peak"] / theirs["peak"]
             if ratio > 1:
                 worse.append(f"{name} ({mode})")

@@ -21,14 +21,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from memory_peak import UNet, loss_of
+from memory_peak import UNet, in_a_process, loss_of
 from torch import Tensor, nn
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -168,17 +166,6 @@ def measure(name: str, mode: str, side: str) -> dict[str, Any]:
     return found
 
 
-def in_a_process(*args: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--measure", *args]
-    environment = {**os.environ, "HOSTCUDA_COMPUTE": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    raise SystemExit(f"{' '.join(args)} failed:\n{done.stderr[-3000:]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -196,7 +183,7 @@ def main() -> None:
     missed = []
     for name in args.models:
         for mode in args.modes:
-            found = {side: in_a_process(name, mode, side) for side in SIDES}
+            found = {side: in_a_process(__file__, name, mode, side, HOSTCUDA_COMPUTE="0") for side in SIDES}
             cells = [f"{found[s][w] / MIB:.0f}" for w in ("reserved", "allocated", "peak") for s in SIDES]
             over = found["fxwrap"]["reserved"] - found["trees"]["reserved"]
             row = [name, mode, *cells, f"{over / MIB:+.0f}", found["fxwrap"]["told"]]

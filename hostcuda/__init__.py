@@ -10,7 +10,7 @@ import ctypes
 
 from .imports import install, is_on, runtime
 
-__all__ = ["clear_sticky", "counter", "install", "is_on", "refusals", "runtime", "skipped"]
+__all__ = ["clear_sticky", "counter", "install", "is_on", "missing", "refusals", "runtime", "skipped"]
 
 
 def counter(name: str) -> int:
@@ -29,6 +29,11 @@ def skipped() -> dict[str, int]:
 def refusals() -> dict[str, int]:
     """Calls of CUDA's that were answered with an error, and how often."""
     return _counted("hostcuda_refusals")
+
+
+def missing() -> dict[str, int]:
+    """Functions that were looked up by name and are not there, and how often."""
+    return _counted("hostcuda_missing")
 
 
 def clear_sticky() -> None:

@@ -43,9 +43,10 @@ class Rules:
             of one capture only. Source: ATen/cuda/CUDAGeneratorImpl.cpp, capture_prologue (torch 2.11; later, a
             generator has a state for each capture).
         no_replay_in_a_capture: a thread that captures cannot replay a graph: it does not become part of another one.
-            Source: ATen/cuda/CUDAGeneratorImpl.cpp, replay_prologue (torch 2.11 to 2.15).
+            Source: ATen/cuda/CUDAGeneratorImpl.cpp, replay_prologue (torch 2.11; 2.14.1 makes it a part).
         pool_dies_with_its_last_graph: a pool whose last graph is gone takes no other until the cache is emptied.
-            Source: c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
+            Source: c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15; the cache of pinned
+            memory has to be emptied, too, and is not simulated).
         failed_capture_holds_its_pool: a capture that ends with an error goes on recording to its pool: no other
             capture may use it, and the cache cannot be emptied, until somebody puts it right.
             Source: ATen/cuda/CUDAGraph.cpp, capture_end (torch 2.11 to 2.13; 2.15 ends it before it raises).

@@ -46,6 +46,11 @@ def first_line(work: Callable[[], Any]) -> str:
     return ""
 
 
+def replay_error(graph: torch.cuda.CUDAGraph) -> str:
+    """The first line of what a replay of the graph raises, at the latest when it is waited for; "" if nothing."""
+    return first_line(lambda: (graph.replay(), torch.cuda.synchronize()))
+
+
 def in_thread(work: Callable[[], Any]) -> Any:
     """What work returns, or raises, in a thread of its own."""
     result: list[Any] = []

@@ -40,6 +40,25 @@ def test_torchs_own_kernels_are_launched_and_counted() -> None:
     assert lines == ["0.0 0 True", "True"]
 
 
+def test_functions_that_are_not_there_are_listed() -> None:
+    """What torch looks up when it starts, and what nobody has ever heard of."""
+    script = """
+        import ctypes, torch
+        torch.ones(1, device="cuda")
+        before = hostcuda.missing()
+        print(any(name.startswith("cuMulticast") for name in before), "cudaMalloc" in before, "cuMemMap" in before)
+        found, what = ctypes.c_void_p(), ctypes.c_int()
+        for _ in range(2):
+            hostcuda.runtime().cudaGetDriverEntryPointByVersion(
+                b"cuIsNotThere", ctypes.byref(found), 13000, ctypes.c_ulonglong(0), ctypes.byref(what)
+            )
+        print(found.value, what.value, hostcuda.missing()["cuIsNotThere"], "cuIsNotThere" in before)
+    """
+    ended = start(script)
+    assert ended.stdout.splitlines() == ["True False False", "None 1 2 False"], ended.stderr
+    assert ended.stderr.splitlines() == ["hostcuda: cuIsNotThere is asked for, and this device does not have it"]
+
+
 def test_report_and_trace() -> None:
     ended = start(
         """

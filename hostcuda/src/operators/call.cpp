@@ -2,7 +2,9 @@
 // CPU's kernel computes them when the work runs. (The idea is that of fxwrap's examples/hostsim.)
 #include "call.h"
 
+#include <ATen/TensorIterator.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/native/ConvUtils.h>
 #include <c10/cuda/CUDAException.h>
 
 #include <cstdlib>
@@ -21,6 +23,7 @@ const Names kMetaDisagrees{"aten::_embedding_bag", "aten::_embedding_bag_forward
 const Names kReturnsStatistics{"aten::native_batch_norm", "aten::_native_batch_norm_legit",
                                "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update"};
 const Names kDrawsWithoutGenerator{"aten::native_dropout"};
+const Names kConvolutions{"aten::convolution", "aten::convolution_backward"};
 
 bool is_tensor_type(const c10::TypePtr& type) {
   return type->isSubtypeOf(*c10::OptionalType::ofTensor()) || type->isSubtypeOf(*c10::ListType::ofTensors());
@@ -131,7 +134,48 @@ std::optional<Stack> Call::meta_results(Stack* meta_arguments, std::string* why_
     *why_not = error.what();
     return std::nullopt;
   }
+  if (kConvolutions.count(base_)) lay_out_convolution(&stack);
   return stack;
+}
+// A convolution's layout follows from the device, its settings and the layouts of both inputs, of which the meta kernel
+// knows only the last. FakeTensor asks torch for it, too (torch/_subclasses/fake_impls.py, conv): what is compiled
+// relies on the same answer.
+void Call::lay_out_convolution(Stack* results) const {
+  auto argument = [&](const char* name) { return arguments_[*schema_.argumentIndexWithName(name)]; };
+  auto sizes = [&](const char* name) { return argument(name).toSymIntVector(); };
+  at::Tensor input = argument("input").toTensor(), weight = argument("weight").toTensor();
+  if (input.dim() < weight.dim()) return; // no batch: contiguous, as the meta kernel says
+  std::optional<at::Tensor> bias;
+  std::optional<std::vector<c10::SymInt>> bias_sizes;
+  if (auto at = schema_.argumentIndexWithName("bias")) bias = arguments_[*at].toOptional<at::Tensor>();
+  auto at = schema_.argumentIndexWithName("bias_sizes");
+  if (at && !arguments_[*at].isNone()) bias_sizes = sizes("bias_sizes");
+  const auto backend = at::native::select_conv_backend(
+      input, weight, bias, sizes("stride"), sizes("padding"), sizes("dilation"), argument("transposed").toBool(),
+      sizes("output_padding"), argument("groups").toSymInt(),
+      bias_sizes ? at::OptionalSymIntArrayRef(*bias_sizes) : at::OptionalSymIntArrayRef());
+  const bool of_lines = weight.dim() == 3; // torch computes them as images of one line
+  if (of_lines) input = input.contiguous().unsqueeze(2), weight = weight.unsqueeze(2);
+  const auto format = at::native::_determine_backend_memory_format(input, weight, backend);
+  for (IValue& result : *results)
+    result = with_tensors(result, [&](const at::Tensor& t) {
+      if (t.dim() != arguments_.front().toTensor().dim()) return t; // of the bias
+      auto shape = t.sizes().vec();
+      if (of_lines) shape.insert(shape.begin() + 2, 1);
+      at::Tensor laid_out = at::empty(shape, t.options().memory_format(format));
+      return of_lines ? laid_out.squeeze(2) : laid_out;
+    });
+}
+// As TensorIterator lays out what it computes from these arguments. Of `out=`, meta kernels in Python say contiguous.
+at::Tensor Call::iterated(const Stack& meta_arguments, const at::Tensor& like) const {
+  at::TensorIteratorConfig config;
+  config.check_all_same_dtype(false).check_all_same_device(false).add_owned_output(at::Tensor());
+  config.declare_static_dtype_and_device(like.scalar_type(), like.device());
+  for (size_t i = 0; i < meta_arguments.size(); ++i)
+    if (!schema_.arguments()[i].is_out())
+      for (const at::Tensor& t : tensors_in(meta_arguments[i])) config.add_owned_const_input(t);
+  at::Tensor result = config.build().output(0);
+  return result.sizes() == like.sizes() ? result : like;
 }
 void Call::resize_outputs(const Stack& meta_arguments) {
   for (size_t i = 0; i < arguments_.size(); ++i) {
@@ -140,8 +184,9 @@ void Call::resize_outputs(const Stack& meta_arguments) {
     for (size_t j = 0; j < outputs.size(); ++j) {
       if (outputs[j].sizes() == wanted[j].sizes()) continue;
       outputs[j].resize_(wanted[j].sizes());
-      if (wanted[j].is_non_overlapping_and_dense())
-        outputs[j].unsafeGetTensorImpl()->set_sizes_and_strides(wanted[j].sizes(), wanted[j].strides());
+      const at::Tensor shape = op_.hasTag(at::Tag::pointwise) ? iterated(meta_arguments, wanted[j]) : wanted[j];
+      if (shape.is_non_overlapping_and_dense())
+        outputs[j].unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes(), shape.strides());
     }
   }
 }

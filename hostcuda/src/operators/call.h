@@ -27,6 +27,8 @@ class Call {
   size_t returned_as(const c10::Argument& result) const; // which argument it aliases
   OnHost on_host() const;
   std::optional<Stack> meta_results(Stack* meta_arguments, std::string* why_not) const;
+  void lay_out_convolution(Stack* results) const;
+  at::Tensor iterated(const Stack& meta_arguments, const at::Tensor& like) const;
   void resize_outputs(const Stack& meta_arguments);
   Stack defer();                         // the work is issued to the stream
   Stack run_now(const std::string& why); // the stream is waited for: refused in a capture

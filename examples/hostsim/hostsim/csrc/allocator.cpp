@@ -76,6 +76,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
   void retain_pool(MempoolId_t pool);
   void end_allocate_to_pool(MempoolId_t pool);
   void release_pool(MempoolId_t pool);
+  void pinned_cache_emptied();
   PoolStatistics pool_statistics(MempoolId_t pool);
   void set_memory_fraction(double fraction, c10::DeviceIndex device);
   double memory_fraction(c10::DeviceIndex device);
@@ -108,6 +109,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
   std::vector<Block*> held_back_;
   std::map<MempoolId_t, PoolStatistics> pools_;
   std::map<MempoolId_t, c10::DeviceIndex> recorded_to_; // By captures, on which device.
+  std::set<MempoolId_t> dead_pools_; // Whose last graph has gone since the cache of pinned memory was emptied.
   std::vector<Statistics> statistics_{static_cast<size_t>(device_count())};
   std::vector<double> fractions_ = std::vector<double>(static_cast<size_t>(device_count()), 1.0);
 };
@@ -339,7 +341,7 @@ void CachingAllocator::make_reusable_when_done(Block* block) {
 void CachingAllocator::collect_finished() {
   for (size_t i = 0; i < pending_.size();) {
     auto& events = pending_[i].second;
-    if (std::all_of(events.begin(), events.end(), [](const auto& event) { return event->query(); })) {
+    if (std::all_of(events.begin(), events.end(), [](const auto& event) { return event->passed(); })) {
       Block* block = pending_[i].first;
       pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
       make_reusable(block);
@@ -399,12 +401,13 @@ void CachingAllocator::retain_pool(MempoolId_t pool) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = pools_.find(pool);
   TORCH_CHECK(
-      found == pools_.end() || found->second.graphs > 0 || !in_force(Rule::kPoolDiesWithItsLastGraph),
-      "capture_begin: the last graph of this memory pool is gone, and some of its memory is left: take another pool, or "
-      "keep a graph of it for as long as it is used");
+      kept(pool) || (found == pools_.end() && dead_pools_.count(pool) == 0) || !in_force(Rule::kPoolDiesWithItsLastGraph),
+      "capture_begin: the last graph of this memory pool is gone, and the caches of device memory and of pinned memory "
+      "have not both been emptied since: take another pool, or keep a graph of it for as long as it is used");
   TORCH_CHECK(
       recorded_to_.emplace(pool, current_device()).second,
       "capture_begin: another capture records to this memory pool, or has failed and was not put right");
+  dead_pools_.erase(pool);
   ++pools_[pool].graphs;
 }
 
@@ -423,7 +426,13 @@ void CachingAllocator::release_pool(MempoolId_t pool) {
       }
     }
     forget_if_empty(pool);
+    dead_pools_.insert(pool);
   }
+}
+
+void CachingAllocator::pinned_cache_emptied() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  dead_pools_.clear();
 }
 
 PoolStatistics CachingAllocator::pool_statistics(MempoolId_t pool) {
@@ -635,6 +644,10 @@ MempoolId_t pool_at(const void* address) {
 c10::DeviceIndex device_at(const void* address) {
   const auto block = allocator().find(address);
   return block ? block->device : static_cast<c10::DeviceIndex>(-1);
+}
+
+void pinned_cache_emptied() {
+  allocator().pinned_cache_emptied();
 }
 
 void capture_ended() {

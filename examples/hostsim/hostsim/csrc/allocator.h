@@ -37,6 +37,8 @@ void retain_pool(MempoolId_t pool);
 void end_allocate_to_pool(MempoolId_t pool);
 // What is free of a pool that no graph keeps any more is returned when the cache is emptied.
 void release_pool(MempoolId_t pool);
+// Pools without a graph have left nothing there: the allocator of pinned memory has pools by the same names.
+void pinned_cache_emptied();
 PoolStatistics pool_statistics(MempoolId_t pool);
 
 // How much of a device's memory this process may have. What needs more gets what is cached and free, unless a capture

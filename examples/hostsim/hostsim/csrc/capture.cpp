@@ -46,11 +46,10 @@ const char* advice(HostWait kind) {
 }
 
 // Of two reasons why a capture forbids a wait, the one that concerns the stream itself.
-std::shared_ptr<Capture> capture_that_forbids(const c10::Stream& stream) {
+std::shared_ptr<Capture> capture_that_forbids(const std::optional<c10::Stream>& stream) {
   std::lock_guard<std::mutex> lock(registry_mutex);
-  const auto found = captured_streams.find(stream);
-  if (found != captured_streams.end()) {
-    return found->second;
+  if (stream && captured_streams.count(*stream)) {
+    return captured_streams.at(*stream);
   }
   for (const auto& capture : captures) {
     const GraphCaptureMode mode = capture->mode();
@@ -61,6 +60,21 @@ std::shared_ptr<Capture> capture_that_forbids(const c10::Stream& stream) {
     }
   }
   return nullptr;
+}
+
+std::string refusal(HostWait kind, const std::string& what, const std::shared_ptr<Capture>& capture) {
+  return what + " is not possible while a graph is captured on " + stream_name(capture->origin()) + ". " + advice(kind);
+}
+
+void check_wait(HostWait kind, const std::string& what, const std::optional<c10::Stream>& stream) {
+  if (!any_capture() || planted(fault_that_allows(kind))) {
+    return;
+  }
+  if (const auto capture = capture_that_forbids(stream)) {
+    const std::string reason = refusal(kind, what, capture);
+    capture->invalidate(reason);
+    TORCH_CHECK(false, reason);
+  }
 }
 
 } // namespace
@@ -187,15 +201,16 @@ std::shared_ptr<Capture> capture_of(const c10::Stream& stream) {
 }
 
 void check_host_may_wait(HostWait kind, const std::string& what, const c10::Stream& stream) {
-  if (!any_capture() || planted(fault_that_allows(kind))) {
-    return;
-  }
-  if (const auto capture = capture_that_forbids(stream)) {
-    const std::string where = stream_name(capture->origin());
-    const std::string reason = what + " is not possible while a graph is captured on " + where + ". " + advice(kind);
-    capture->invalidate(reason);
-    TORCH_CHECK(false, reason);
-  }
+  check_wait(kind, what, stream);
+}
+
+void check_host_may_wait(HostWait kind, const std::string& what) {
+  check_wait(kind, what, std::nullopt);
+}
+
+void check_not_captured(HostWait kind, const std::string& what, const c10::Stream& stream) {
+  const auto capture = capture_of(stream);
+  TORCH_CHECK(!capture || planted(fault_that_allows(kind)), refusal(kind, what, capture));
 }
 
 void check_thread_may_use(const c10::Stream& stream, const std::string& what) {

@@ -84,6 +84,10 @@ enum class HostWait { kSynchronize, kRead, kPageableCopy };
 // Waiting for the stream on the host makes no sense while it is captured, and is unsafe for other captures, depending
 // on their modes: then it is refused, and the capture invalidated. The user is told that it was `what`.
 void check_host_may_wait(HostWait kind, const std::string& what, const c10::Stream& stream);
+// The same of what is on no stream that may be captured, as an event from before: the modes alone decide.
+void check_host_may_wait(HostWait kind, const std::string& what);
+// What torch refuses before the device is asked, while the stream is captured: the capture goes on.
+void check_not_captured(HostWait kind, const std::string& what, const c10::Stream& stream);
 
 // A thread that captures must not do work on the side: it would be missing in the graph.
 void check_thread_may_use(const c10::Stream& stream, const std::string& what);

@@ -80,6 +80,9 @@ void copy_from_or_to_host(const at::Tensor& source, const at::Tensor& destinatio
     return;
   }
   const std::string kind = pinned ? "a blocking " : "a pageable ";
+  if (!pinned) {
+    check_not_captured(HostWait::kPageableCopy, kind + name, stream);
+  }
   check_host_may_wait(HostWait::kPageableCopy, kind + name, stream);
   issue(stream, copy_work(name, source, destination, nullptr));
   queue_of(stream).wait();

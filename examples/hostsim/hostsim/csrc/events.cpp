@@ -165,7 +165,7 @@ std::shared_ptr<Occurrence> Event::latest_for_host(const char* what) {
 
 void Event::synchronize() {
   const auto occurrence = latest_for_host("synchronising");
-  check_host_may_wait(HostWait::kSynchronize, "synchronising an event", current_stream(device_));
+  check_host_may_wait(HostWait::kSynchronize, "synchronising an event");
   if (occurrence) {
     occurrence->wait();
     queue_of(occurrence->stream()).raise_failure();
@@ -174,6 +174,12 @@ void Event::synchronize() {
 
 bool Event::query() {
   const auto occurrence = latest_for_host("querying");
+  check_host_may_wait(HostWait::kSynchronize, "querying an event");
+  return !occurrence || occurrence->done();
+}
+
+bool Event::passed() {
+  const auto occurrence = latest();
   return !occurrence || occurrence->done();
 }
 

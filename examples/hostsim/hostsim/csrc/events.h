@@ -21,6 +21,8 @@ class Event {
   void block(const c10::Stream& stream);
   void synchronize();
   bool query();
+  // As query, for who may look at any time.
+  bool passed();
   double milliseconds_until(Event& later);
 
  private:

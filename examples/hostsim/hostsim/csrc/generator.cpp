@@ -20,7 +20,8 @@ namespace {
 std::atomic<bool> generators_held{false};
 
 // A generator of the CPU under the device's name. Draws happen when work runs: its state is only known, and may only
-// be changed, once all work that was issued before has run.
+// be changed, once all work that was issued before has run. Reading it is allowed in a capture, as with CUDA, whose
+// generator's state is on the host.
 class DeviceGenerator final : public c10::GeneratorImpl {
  public:
   DeviceGenerator(c10::DeviceIndex device, at::Generator cpu)
@@ -32,6 +33,13 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   }
 
   void set_current_seed(uint64_t seed) override {
+    // As ATen/cuda/CUDAGeneratorImpl.cpp, set_current_seed: it raises, and the capture goes on.
+    if (capture_of(current_stream(device().index()))) {
+      TORCH_CHECK(
+          seed == cpu_.current_seed(),
+          "seeding a generator while a graph is captured is possible with the seed that it has only");
+      return;
+    }
     wait_for_draws("seeding a generator");
     cpu_.set_current_seed(seed);
   }
@@ -47,7 +55,7 @@ class DeviceGenerator final : public c10::GeneratorImpl {
     cpu_.set_offset(offset);
   }
   uint64_t get_offset() const override {
-    wait_for_draws("reading a generator's offset");
+    drain_device(device().index());
     return cpu_.get_offset();
   }
   void set_state(const c10::TensorImpl& state) override {
@@ -55,13 +63,13 @@ class DeviceGenerator final : public c10::GeneratorImpl {
     cpu_.unsafeGetGeneratorImpl()->set_state(state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    wait_for_draws("reading a generator's state");
+    drain_device(device().index());
     return cpu_.unsafeGetGeneratorImpl()->get_state();
   }
 
  private:
   DeviceGenerator* clone_impl() const override {
-    wait_for_draws("cloning a generator");
+    drain_device(device().index());
     return new DeviceGenerator(device().index(), cpu_.clone());
   }
 

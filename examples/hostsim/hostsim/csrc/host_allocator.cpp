@@ -1,5 +1,7 @@
 #include "host_allocator.h"
 
+#include "allocator.h"
+
 #include "capture.h"
 #include "devices.h"
 #include "streams.h"
@@ -149,6 +151,7 @@ bool PinnedAllocator::record_event(void* pointer, void*, c10::Stream stream) {
 }
 
 void PinnedAllocator::empty_cache() {
+  pinned_cache_emptied();
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [bytes, block] : std::exchange(free_, {})) {
     statistics_.allocations.decrease(1);

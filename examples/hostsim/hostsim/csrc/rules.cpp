@@ -17,8 +17,10 @@ std::array<std::atomic<bool>, kRules> relaxed{};
 // In the order of the enumeration.
 const std::array<RuleDescription, kRules> rule_table{{
     {"pool_dies_with_its_last_graph",
-     "a pool whose last graph is gone takes no other one, as long as any memory of it is left",
-     "c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool: use_count > 0; torch 2.11 to 2.15"},
+     "a pool whose last graph is gone takes no other one, until the caches of device memory and of pinned memory have "
+     "both been emptied",
+     "c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool: use_count > 0, and ATen/core/CachingHostAllocator.h, "
+     "create_or_incref_pool_under_lock; torch 2.11 to 2.15"},
     {"failed_capture_holds_its_pool",
      "a capture that ends with an error goes on recording to its pool: no other capture may use it, and the cache "
      "cannot be emptied, until end_allocate_to_pool and release_pool are called",
@@ -42,7 +44,7 @@ const std::array<RuleDescription, kRules> rule_table{{
      "as long as a capture records to a memory pool, memory that is short is not won by giving back what the cache "
      "has: allocations fail, of whoever captures and of everybody else on the device",
      "c10/cuda/CUDACachingAllocator.cpp, malloc: release_cached_blocks only if captures_underway.empty(); torch 2.11 "
-     "to 2.15"},
+     "(2.14.1 looks at the stream that asks: others empty the cache)"},
 }};
 
 bool in_force(Rule rule) {

@@ -145,9 +145,7 @@ void synchronize_device(c10::DeviceIndex device) {
 }
 
 bool query_stream(const c10::Stream& stream) {
-  if (auto capture = capture_of(stream)) {
-    check_host_may_wait(HostWait::kSynchronize, "querying " + stream_name(stream), stream);
-  }
+  check_host_may_wait(HostWait::kSynchronize, "querying " + stream_name(stream), stream);
   return queue_of(stream).idle();
 }
 
