@@ -1,4 +1,7 @@
-"""Plans as JSON, and back: what is cached, saved and compared is the very data that runs."""
+"""Data by its types, to JSON and back: dataclasses (plans) and typed dictionaries (reports).
+
+What is cached, saved and compared of a plan is the very data that runs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import NotRequired
 
 Plan = TypeVar("Plan")
 
@@ -39,8 +43,8 @@ def from_json(kind: type[Plan], text: str, **missing: Any) -> Plan:
 
 
 def from_data(kind: type[Plan], data: Any, **missing: Any) -> Plan:
-    """The plan that ``to_data`` has made data of. Raises as ``from_json`` does."""
-    return typing.cast(Plan, _dataclass(kind, data, **missing))
+    """The plan that ``to_data`` has made data of, or a typed dictionary. Raises as ``from_json`` does."""
+    return typing.cast(Plan, _record(kind, data, **missing))
 
 
 def to_data(value: Any) -> Any:
@@ -73,14 +77,21 @@ def _reader(kind: Any) -> Reader:
     if origin in (typing.Union, types.UnionType):
         (only,) = [_reader(one) for one in inner if one is not type(None)]
         return lambda value: None if value is None else only(value)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return functools.partial(_dataclass, kind)
+    if kind is Any:
+        return lambda value: value
+    if origin is NotRequired:
+        return _reader(inner[0])
+    if typing.is_typeddict(kind) or (dataclasses.is_dataclass(kind) and isinstance(kind, type)):
+        return functools.partial(_record, kind)
     if kind is torch.device or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         return typing.cast(Reader, kind)
+    if origin is dict:
+        item_of = _reader(inner[1])
+        return lambda value: {key: item_of(item) for key, item in _mapping(value).items()}
     if origin is not None and issubclass(origin, Mapping):
         key_of, item_of = map(_reader, inner)
         return lambda value: {key_of(key): item_of(item) for key, item in value}
-    if origin is frozenset or (origin is tuple and inner[-1] is Ellipsis):
+    if origin in (frozenset, list) or (origin is tuple and inner[-1] is Ellipsis):
         item_of = _reader(inner[0])
         return lambda value: origin(map(item_of, value))
     if origin is tuple:
@@ -89,22 +100,39 @@ def _reader(kind: Any) -> Reader:
     return functools.partial(_atom, kind)
 
 
-def _dataclass(kind: type, value: Any, **missing: Any) -> Any:
-    known = _stored(kind)
-    if value.keys() != known.keys():
-        raise ValueError(f"a {kind.__name__} has the fields {', '.join(known)}, got {', '.join(value)}")
-    return kind(**{name: of(value[name]) for name, of in known.items()}, **missing)
+def _record(kind: Any, value: Any, **missing: Any) -> Any:
+    """A dataclass has its fields and no others; a typed dictionary may have other keys, which are left out."""
+    known, value, found = _stored(kind), _mapping(value), {}
+    wrong = [f"without {name}" for name, (_, needed) in known.items() if needed and name not in value]
+    if dataclasses.is_dataclass(kind):
+        wrong += [f"with {name}" for name in value if name not in known]
+    if wrong:
+        raise ValueError(f"a {getattr(kind, '__name__', kind)} {', '.join(wrong)}")
+    for name, (of, _) in known.items():
+        try:
+            if name in value:
+                found[name] = of(value[name])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error
+    return kind(**found, **missing)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected names with values, got {value!r:.100}")
+    return value
 
 
 def _atom(kind: Any, value: Any) -> Any:
     if kind not in (str, int, float, bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise TypeError(f"expected {kind}, got {value!r}")
+        raise TypeError(f"expected {kind.__name__}, got {value!r:.100}")
     return value
 
 
 @functools.cache
-def _stored(kind: type) -> dict[str, Reader]:
-    """The fields of a dataclass that are stored, and what reads them."""
-    types_of = typing.get_type_hints(kind)
-    fields = (f for f in dataclasses.fields(kind) if f.metadata.get("stored", True))
-    return {field.name: _reader(types_of[field.name]) for field in fields}
+def _stored(kind: Any) -> dict[str, tuple[Reader, bool]]:
+    """The fields that are stored: what reads each, and whether it has to be there."""
+    types_of = typing.get_type_hints(kind, include_extras=True)
+    if dataclasses.is_dataclass(kind):
+        types_of = {f.name: types_of[f.name] for f in dataclasses.fields(kind) if f.metadata.get("stored", True)}
+    return {name: (_reader(of), typing.get_origin(of) is not NotRequired) for name, of in types_of.items()}

@@ -8,14 +8,12 @@ work nodes in the order in which they run.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import platform
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, TypedDict, cast
 
 import sympy
 import torch
@@ -29,6 +27,7 @@ from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
 from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, module_path, operator_name, user_line
 from ..plan import MemoryPlan, Origin, ProgramPlan
+from ..plan_json import from_data, to_data
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"
@@ -238,7 +237,7 @@ class Facts:
             known["compile_us"],
             tuple(known["fallbacks"]),
             tuple(known["not_stored"]),
-            DynamoStory.from_dict(known["dynamo"]),
+            from_data(DynamoStory, from_data(DynamoData, known["dynamo"])),
             tuple(known["calls"]),
         )
 
@@ -249,7 +248,7 @@ def document_of(programs: Sequence[Program], about: Facts) -> Document:
         "schema": SCHEMA,
         "versions": versions(),
         "compile_us": about.compile_us,
-        "dynamo": cast(DynamoData, about.dynamo.to_dict()),
+        "dynamo": cast(DynamoData, to_data(about.dynamo)),
         "graphs": list(map(graph_data, programs)),
         "fallbacks": list(about.fallbacks),
         "not_stored": list(about.not_stored),
@@ -266,8 +265,12 @@ def checked(data: Any) -> Document:
     """
     schema = data.get("schema") if isinstance(data, Mapping) else None
     got = repr(schema) if schema is not None else "data without a schema"
-    if schema == SCHEMA and not (got := _damage(data, Document)):
-        return data  # type: ignore[no-any-return]
+    if schema == SCHEMA:
+        try:
+            from_data(Document, data)  # type: ignore[type-var]
+            return data  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:
+            got = str(error)
     raise InputError(
         "this is not a report that can be read here",
         expected=f"a document with schema {SCHEMA!r}",
@@ -289,35 +292,6 @@ def read(path: Path) -> Document:
         remedy = "python -m fxwrap explain --json writes one, and so does fxwrap.explain(...).save"
         raise InputError(f"{path} is no report", expected="JSON", got=got, remedy=remedy) from error
     return checked(data)
-
-
-def _damage(data: Any, kind: Any, where: str = "the document") -> str:
-    """What is missing in data, or of another type than ``kind``; empty if nothing is. More keys may be there."""
-    origin, inner = get_origin(kind), get_args(kind)
-    parts: list[tuple[Any, Any, str]] = []
-    if is_typeddict(kind):
-        if not isinstance(data, Mapping):
-            return f"{where} is {type(data).__name__}"
-        hints = _hints(kind)
-        if missing := [key for key, hint in hints.items() if key not in data and get_origin(hint) is not NotRequired]:
-            return f"{where} without {', '.join(missing)}"
-        parts = [(data[key], hint, f"{key!r} of {where}") for key, hint in hints.items() if key in data]
-    elif origin is dict and isinstance(data, Mapping):
-        parts = [(value, inner[1], f"{key!r} of {where}") for key, value in data.items()]
-    elif origin is list and isinstance(data, (list, tuple)):
-        parts = [(value, inner[0], f"{number} of {where}") for number, value in enumerate(data)]
-    elif origin is NotRequired:
-        return _damage(data, inner[0], where)
-    elif origin is types.UnionType:
-        left = [one for one in inner if one is not types.NoneType]
-        return "" if data is None else _damage(data, left[0], where)
-    elif kind is not Any and not isinstance(data, (int, float) if kind is float else origin or kind):
-        return f"{where} is {type(data).__name__}"
-    return next(filter(None, (_damage(*part) for part in parts)), "")
-
-
-# Looking them up evaluates text, and every node of a graph is asked.
-_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 def versions() -> dict[str, str]:

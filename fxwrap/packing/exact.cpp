@@ -1,5 +1,19 @@
-// Branch and bound for buffers that share one arena of a given capacity. exact.py explains the search and has it in
-// Python; both make the same decisions in the same order, which a test compares.
+// Branch and bound: whether buffers can be placed in one arena of a given capacity.
+//
+// Of all placements below the capacity, look at one with the least sum of offsets: in it, every buffer lies at 0 or on
+// another one. So buffers are placed from below. A buffer's *natural* offset is on top of everything placed that it
+// meets; either it lies there, or on something that is not placed yet. Branching decides that for one buffer at a time:
+// first it is placed; if that fails, it is held up until something is placed that it will lie on.
+//
+// After each decision, lower bounds of the offsets are raised for as long as one follows from others (propagate), and
+// the search turns back where, in some section of time, the buffers left cannot all end below the capacity. Placing a
+// buffer may leave parts that no longer meet, and these are solved one after the other: if one is impossible, nothing
+// that the others do can help.
+//
+// Working in sections, placing from below, and solving parts apart are ideas of Moffitt, "MiniMalloc: A Lightweight
+// Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2023), which branches on the buffer with the
+// globally lowest offset. Here any buffer with nothing to come below may be decided, so that a search can stay where
+// memory is scarce; which section that is, one of four rules tells.
 
 #include <algorithm>
 #include <chrono>

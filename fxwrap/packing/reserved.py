@@ -17,8 +17,6 @@ from .problem import FOREVER, Buffer, Placement, Reserved
 _EFFORT = 1_000
 # A followed hint may need so many times its size: a search, with many times the work, hardly finds less.
 _NEAR = 1.0005
-# Seconds for a better layout, where the first one is above the lower bound: rare, and milliseconds are mostly enough.
-SEARCH_S = 0.05
 
 
 def lay_out_arena(
@@ -59,7 +57,7 @@ def lay_out_arena(
     if reserved:
         found.append(problem.placement(problem.between_ends(outputs)))
     else:
-        found.append(plan_memory(buffers, alignment, SEARCH_S, like=like))
+        found.append(plan_memory(buffers, alignment, like=like))
     return min(found, key=lambda placement: placement.size)
 
 

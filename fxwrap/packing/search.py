@@ -1,4 +1,4 @@
-"""Improvement of a plan within a budget of time, and the proof that it cannot be improved."""
+"""Exact plans, within a budget of time: the improvement of a plan, and the proof that it cannot be improved."""
 
 from __future__ import annotations
 
@@ -40,12 +40,8 @@ class Found:
         return self.part.base + self.low
 
 
-def improve(found: Sequence[Found], budget_s: float, prove: bool) -> None:
-    """Make the highest part lower, until it is as low as any bound or time is over.
-
-    Args:
-        prove: give most of the time to the proof that no less is possible, instead of to the plan.
-    """
+def improve(found: Sequence[Found], budget_s: float) -> None:
+    """Make the highest part lower, until it is as low as any bound or time is over."""
     deadline = time.monotonic() + budget_s
     climbs: dict[int, Iterator[None]] = {}
     while time.monotonic() < deadline:
@@ -54,36 +50,37 @@ def improve(found: Sequence[Found], budget_s: float, prove: bool) -> None:
         if found[highest].top <= enough:
             return
         if highest not in climbs:
-            climbs[highest] = _climb(found[highest], deadline, prove)
+            climbs[highest] = _climb(found[highest], deadline)
         next(climbs[highest])
 
 
-def _climb(found: Found, deadline: float, prove: bool) -> Iterator[None]:
-    """Endless work on one part, a little at a time; it may only go on while there is something to gain."""
+def _climb(found: Found, deadline: float) -> Iterator[None]:
+    """Endless work on one part, a little at a time, most of it on the proof that no less is possible.
+
+    It may only go on while there is something to gain.
+    """
     part = found.part
     tie_breaks = orders(part)
-    small = part.spans <= _SPANS
-    search = exact.new_search(part) if small else None
-    proof = exact.new_search(part) if small and prove else None
+    search, proof = (exact.Search(part), exact.Search(part)) if part.spans <= _SPANS else (None, None)
     proving = -1
     for turn, (nodes, ranks, rule) in enumerate(_restarts(part)):
         offsets = lowest_offset_first(part, next(tie_breaks), stop=lambda: time.monotonic() >= deadline)
         if offsets:
             _keep(found, offsets)
         yield
-        if search is None:
+        if search is None or proof is None:
             continue
         _attempt(found, search, found.low, ranks, rule, nodes, deadline)
         yield
-        if proof is not None and turn % 2:
+        if turn % 2:
             # This one is never given up, as the restarts are.
             if proving != found.low:
                 proving = found.low
                 proof.start(ranks, proving, rule)
             _go_on(found, proof, proving, nodes, deadline)
             yield
-        if not prove or turn % 4 == 2:
-            middle = _MIDDLES[turn // (4 if prove else 1) % len(_MIDDLES)]
+        if turn % 4 == 2:
+            middle = _MIDDLES[turn // 4 % len(_MIDDLES)]
             steps = int((height(part, found.offsets) - found.low) // part.unit * middle)
             if steps > 0:
                 _attempt(found, search, found.low + steps * part.unit, ranks, rule, nodes, deadline)
@@ -112,7 +109,7 @@ def _restarts(part: Part) -> Iterator[tuple[int, list[int], int]]:
 
 def _attempt(
     found: Found,
-    search: exact.FeasibilitySearch,
+    search: exact.Search,
     capacity: int,
     ranks: list[int],
     rule: int,
@@ -124,7 +121,7 @@ def _attempt(
         _go_on(found, search, capacity, nodes, deadline)
 
 
-def _go_on(found: Found, search: exact.FeasibilitySearch, capacity: int, nodes: int, deadline: float) -> None:
+def _go_on(found: Found, search: exact.Search, capacity: int, nodes: int, deadline: float) -> None:
     stop = search.nodes + nodes
     result = None
     while result is None and search.nodes < stop and (left := deadline - time.monotonic()) > 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .planner import plan_memory
 from .problem import Buffer
-from .reserved import SEARCH_S, alive_at_steps, lowest_gap
+from .reserved import alive_at_steps, lowest_gap
 
 # Steps and storages that are looked at in all, a storage like ten steps: up to half a second on a CPU.
 _EFFORT = 10_000_000
@@ -61,7 +61,7 @@ def share_regions(
 def _one_region(buffers: Sequence[Buffer], indices: Sequence[int], alignment: int) -> SharedRegion:
     """All storages in one region, as small as it can be found."""
     named = [replace(b, name=str(i)) for i, b in zip(indices, buffers, strict=True)]
-    packed = plan_memory(named, alignment, SEARCH_S)
+    packed = plan_memory(named, alignment)
     offsets = {int(name): offset for name, offset in packed.offsets.items()}
     return SharedRegion(min(b.begin for b in buffers), max(b.end for b in buffers), packed.size, offsets)
 

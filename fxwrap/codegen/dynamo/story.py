@@ -6,7 +6,7 @@ import inspect
 import linecache
 import types
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +67,6 @@ class DynamoStory:
     skipped: tuple[Skipped, ...] = ()
     frames: tuple[Frame, ...] = ()
     seen: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, data: Any) -> DynamoStory:
-        """What ``to_dict`` gave."""
-        kinds = {"breaks": Break, "skipped": Skipped, "frames": Frame}
-        parts = {
-            name: tuple(kind(**{spec.name: one[spec.name] for spec in fields(kind)}) for one in data[name])
-            for name, kind in kinds.items()
-        }
-        return cls(**parts, seen=data["seen"])  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         """What was not compiled whole, a line each."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...packing import Buffer, Placement, Reserved, plan_memory
-from ...packing.reserved import SEARCH_S, lay_out_arena, most_alive
+from ...packing.reserved import lay_out_arena, most_alive
 from ...packing.shared_regions import share_regions
 from ...plan import (
     Home,
@@ -133,7 +133,7 @@ def plan_pair(
         saved_as: by storage of the first program: the inputs of the second that are this storage.
     """
     timeline = _Timeline.of([Requirements.of(first), Requirements.of(second)], saved_as)
-    placements = {d: plan_memory(items, _alignment(d), SEARCH_S) for d, items in timeline.planned.items()}
+    placements = {d: plan_memory(items, _alignment(d)) for d, items in timeline.planned.items()}
 
     def half(which: str) -> PlacementHint:
         return {
@@ -161,7 +161,7 @@ def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[
         found.append(
             Prediction(
                 device,
-                arena=plan_memory(planned, _alignment(device), SEARCH_S).size if frozen else 0,
+                arena=plan_memory(planned, _alignment(device)).size if frozen else 0,
                 operators=most_alive(unplanned),
                 outside=most_alive(unplanned if frozen else [*planned, *unplanned]),
                 outputs=timeline.outputs.get(device, 0),

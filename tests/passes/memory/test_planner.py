@@ -5,7 +5,12 @@ The drawings show an arena: steps go to the right, bytes go up, one row is 64 by
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
+import random
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from placements import aligned, buffers_of, check_placement, located, placement_of
+from placements import aligned, buffers_of, check_placement, located, placement_of, tiling
 from random_graphs import (
     ALWAYS_EAGER,
     CPU,
@@ -26,6 +31,7 @@ from random_graphs import (
     collectives,
     compile_request,
     halve,
+    kernel,
     recipes,
 )
 from torch.fx import GraphModule, Node
@@ -530,3 +536,36 @@ def test_sizes_in_symbols_are_planned_for_the_numbers_at_hand() -> None:
 
 def _times_sixteen(value: int) -> int:
     return 16 * value
+
+
+# -- the same plan on every machine -------------------------------------------------------------------------
+
+
+def program_of(buffers: Sequence[Buffer]) -> GraphModule:
+    """A program in which a step touches what begins and what ends there."""
+    maker = GraphMaker()
+    maker.input("x")
+    made: dict[str, Node] = {}
+    for step in range(max(b.end for b in buffers)):
+        begun, over = [b for b in buffers if b.begin == step], [b for b in buffers if b.end == step + 1]
+        made |= {b.name: maker.allocate((b.size, 16), name=b.name) for b in begun}  # rows of 64 bytes
+        names = dict.fromkeys(b.name for b in [*begun, *over])
+        writes = tuple(range(len(begun)))
+        maker.launch(kernel(f"step{step}", lambda *args: None, writes), *map(made.__getitem__, names))
+    return maker.finish([])
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["arena", "regions"])
+def test_a_graph_gets_the_same_plan_on_any_machine(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast its clock runs, and whether it has a compiler; also where no quick order is the best."""
+    for seed in (55828, 0, 1, 2):
+        gm = program_of(tiling(random.Random(seed), 28, 10, 12))
+        planned = Planned(program_plan(gm), {}, {}, frozen=frozen)
+        expected = plan_program(planned), predict_memory([planned], {})
+        with monkeypatch.context() as other:
+            readings = itertools.count(step=1000.0)
+            for clock in ("monotonic", "perf_counter", "time", "process_time", "thread_time"):
+                other.setattr(time, clock, functools.partial(next, readings))
+            other.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("planning has started a process"))
+            other.setattr("fxwrap.packing.exact.library", lambda: pytest.fail("planning has asked for the search"))
+            assert (plan_program(planned), predict_memory([planned], {})) == expected

@@ -123,7 +123,7 @@ def test_a_region_is_as_small_as_it_can_be_packed() -> None:
             begin = draw.randrange(8)
             buffers[i] = Buffer(f"b{i}", 64 * draw.randint(1, 6), begin, begin + draw.randint(1, 5))
         steps = [0] * max(b.end for b in buffers.values())
-        packed = plan_memory(list(buffers.values()), 64, 0.05)
+        packed = plan_memory(list(buffers.values()), 64)
         room = alone(list(buffers.values()), steps)
         small += packed.size == room
         assert (packed.size == room) <= (len(share(buffers, steps, room, 64)) == 1)
