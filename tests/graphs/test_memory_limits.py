@@ -50,6 +50,26 @@ def test_nothing_is_kept_between_calls_on_the_cpu(compiled: Any, own_arenas: Are
 # -- how large --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
+def test_an_arena_lies_in_no_segment_that_was_cached(compiled: Any, own_arenas: ArenaPool) -> None:
+    """Inductor times kernels with a buffer of 50 MiB, which the allocator then caches. An arena in a part of that
+    segment would keep all of it."""
+    mib, device = 1 << 20, torch.accelerator.current_accelerator()
+    module = torch.get_device_module(device)
+    fxwrap.release()
+    module.empty_cache()
+    before = module.memory_reserved()
+    f: Compiled = compiled(lambda x: x.sin() + x, options={"capture": "always"})
+    x = torch.randn(1024, 1024, device=device)
+    f(x)
+    torch.empty(50 * mib, dtype=torch.uint8, device=device)
+    for _ in range(3):
+        f(x)
+    assert f.program.counters.replays >= 2 and mib < own_arenas.kept() < 20 * mib
+    module.empty_cache()
+    assert module.memory_reserved() - before < 50 * mib
+
+
 def test_sixteen_batch_sizes_take_what_the_largest_takes(
     compiled: Any, device: torch.device, own_arenas: ArenaPool
 ) -> None:
