@@ -60,12 +60,13 @@ def test_an_arena_lies_in_no_segment_that_was_cached(compiled: Any, own_arenas: 
     module.empty_cache()
     before = module.memory_reserved()
     f: Compiled = compiled(lambda x: x.sin() + x, options={"capture": "always"})
-    x = torch.randn(1024, 1024, device=device)
+    x = torch.randn(2048, 2048, device=device)
     f(x)
+    module.empty_cache()
     torch.empty(50 * mib, dtype=torch.uint8, device=device)
     for _ in range(3):
         f(x)
-    assert f.program.counters.replays >= 2 and mib < own_arenas.kept() < 20 * mib
+    assert f.program.counters.replays >= 2 and 16 * mib <= own_arenas.kept() < 33 * mib
     module.empty_cache()
     assert module.memory_reserved() - before < 50 * mib
 
