@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import json
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -17,38 +16,15 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import NotRequired
 
-Plan = TypeVar("Plan")
+Record = TypeVar("Record")
 
 
-def to_json(plan: Any, indent: int | None = None) -> str:
-    """A frozen dataclass of ``fxwrap/plan.py`` as stable text: equal plans have equal text.
+def to_data(value: Any) -> Any:
+    """What JSON can hold: of a dataclass, its fields. Equal values give equal data.
 
     Raises:
         TypeError: there is something in it that is no data.
     """
-    return json.dumps(to_data(plan), indent=indent)
-
-
-def from_json(kind: type[Plan], text: str, **missing: Any) -> Plan:
-    """The plan that ``to_json`` has written.
-
-    Args:
-        kind: its dataclass.
-        missing: the fields that are not stored (``graph`` of a ProgramPlan).
-
-    Raises:
-        TypeError, ValueError, KeyError: the text is not such a plan.
-    """
-    return from_data(kind, json.loads(text), **missing)
-
-
-def from_data(kind: type[Plan], data: Any, **missing: Any) -> Plan:
-    """The plan that ``to_data`` has made data of, or a typed dictionary. Raises as ``from_json`` does."""
-    return typing.cast(Plan, _record(kind, data, **missing))
-
-
-def to_data(value: Any) -> Any:
-    """What JSON can hold. Raises as ``to_json`` does."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_data(getattr(value, name)) for name in _stored(type(value))}
     if isinstance(value, enum.Enum):
@@ -65,6 +41,19 @@ def to_data(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     raise TypeError(f"{value!r} is no data: a plan holds names and numbers")
+
+
+def from_data(kind: type[Record], data: Any, **missing: Any) -> Record:
+    """What ``to_data`` has made data of, or a typed dictionary.
+
+    Args:
+        kind: its class.
+        missing: the fields that are not stored (``graph`` of a ProgramPlan).
+
+    Raises:
+        TypeError, ValueError, KeyError: the data is nothing of this kind.
+    """
+    return typing.cast(Record, _record(kind, data, **missing))
 
 
 Reader = Callable[[Any], Any]

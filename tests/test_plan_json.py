@@ -2,8 +2,8 @@
 
 ::
 
-    ProgramPlan --to_json--> text --from_json(graph=...)--> an equal ProgramPlan
-    MemoryPlan  --to_json--> text --from_json------------->  an equal MemoryPlan
+    ProgramPlan --to_data--> JSON --from_data(graph=...)--> an equal ProgramPlan
+    MemoryPlan  --to_data--> JSON --from_data------------->  an equal MemoryPlan
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from memory_oracle import random_case
@@ -19,7 +20,15 @@ from random_graphs import GraphMaker, compile_request
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import MemoryPlan, Planned, ProgramPlan
-from fxwrap.plan_json import from_json, to_json
+from fxwrap.plan_json import from_data, to_data
+
+
+def to_json(plan: Any) -> str:
+    return json.dumps(to_data(plan))
+
+
+def from_json(kind: Any, text: str, **missing: Any) -> Any:
+    return from_data(kind, json.loads(text), **missing)
 
 
 @pytest.mark.parametrize("seed", range(30))

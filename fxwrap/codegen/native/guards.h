@@ -44,7 +44,7 @@ struct Guards {
   };
   py::object packed;  // a dictionary
   std::vector<Py_ssize_t> overwritten;
-  // Inputs of which no mutated one may overlap another one, and addresses of static inputs: graphs/replay/overlaps.py.
+  // For graphs/replay/overlaps.py, which has the rule: (position, whether it is mutated), and addresses of static inputs.
   std::vector<std::pair<Py_ssize_t, bool>> moving;
   Spans static_spans, written_static_spans;
   bool no_hooks = false;          // nobody packs what autograd saves
@@ -109,7 +109,7 @@ struct Guards {
     return after != spans.begin() && std::prev(after)->second > begin;
   }
 
-  // Whether no mutated input may share bytes with another one.
+  // The quick form of the rule in graphs/overlaps.py.
   bool apart(PyObject* inputs) const {
     struct Span {
       uint64_t begin, end;

@@ -6,6 +6,10 @@ guards this: Dynamo and AOTAutograd ask about inputs that shared memory when the
 ::
 
     def f(x, y): x.mul_(2); return y @ w          f(a, b) is recorded; f(base[:3], base[1:]) must not be replayed
+
+The rule: a mutated input shares no element with another input (``MutatedInputs.are_apart``). A unit has a quick form
+of it (``Guards::apart`` in codegen/native/guards.h): the bytes that a mutated input spans lie apart from those that
+others span. A call for which that does not hold comes here.
 """
 
 from __future__ import annotations

@@ -101,9 +101,7 @@ class Guards:
         numbers: (position, value) of inputs that are numbers.
         dimensions: (position, whether it is a stride, dimension, value).
         packed: storages by their handles, of which no input at the positions ``overwritten`` may be in one.
-        moving: (position, whether it is mutated) of inputs of which no mutated one may overlap another one.
-        static_spans: spans [begin, end) of static inputs, in order; no mutated one of ``moving`` may overlap them.
-        written_static_spans: those of mutated static inputs; nothing of ``moving`` may overlap them.
+        moving, static_spans, written_static_spans: of ``overlaps.MutatedInputs``.
         no_hooks: nobody packs what autograd saves in this thread.
         locks: owners of locks, of which there must be none, and where it is noted that a unit has the lock.
         device: the accelerator, which must be the current one; None for the CPU.
