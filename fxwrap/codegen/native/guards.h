@@ -109,7 +109,7 @@ struct Guards {
     return after != spans.begin() && std::prev(after)->second > begin;
   }
 
-  // The quick form of the rule in graphs/overlaps.py.
+  // The quick form of the rule in graphs/replay/overlaps.py.
   bool apart(PyObject* inputs) const {
     struct Span {
       uint64_t begin, end;
