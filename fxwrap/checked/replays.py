@@ -16,9 +16,10 @@ from torch.fx import Node
 from ..errors import CheckError
 from ..graphs.memory.locks import LockOwner
 from ..graphs.record.recording_builder import RecordingBuilder
-from ..graphs.replay.flat_lines import Line, Part, Register, operands_in
+from ..graphs.replay.parts import Part
 from ..graphs.replay.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
 from ..graphs.replay.recording import Recording, Replay
+from ..graphs.replay.steps import Register, operands_in
 from ..host_graph.nodes import Kind, kind_of, operator_name
 from ..host_graph.tensors import tensors_in
 from ..plan import Cut, Origin, Partition, ProgramPlan
@@ -181,8 +182,8 @@ def check_steps(recording: Recording) -> None:
 
 def _registers_in(replay: Replay, name: str) -> set[int]:
     """The registers that parts of this name read."""
-    lines = [line for part in replay.parts if part.name == name for line in part.lines if isinstance(line, Line)]
-    operands = itertools.chain.from_iterable(operands_in(line.value) for line in lines)
+    steps = (step for part in replay.parts if part.name == name for step in part.steps)
+    operands = itertools.chain.from_iterable(map(operands_in, steps))
     return {operand.number for operand in operands if isinstance(operand, Register)}
 
 

@@ -17,8 +17,9 @@ from ..errors import CaptureError
 from ..host_graph.nodes import operator_name
 from .memory.arenas import Arena
 from .memory.shared_state import SHARED
-from .record.flat import Calls, Landings
+from .record.flat import PostProcessing, Steps
 from .record.placed_results import PlacedResults
+from .replay.steps import CallPython
 
 # At how many calls more of what an operator allocates is looked at, to find its results.
 _TRIES = 4
@@ -44,18 +45,18 @@ class PlacementHints:
         self.keeper = ""
 
     def around(
-        self, nodes: Sequence[Node], captured: bool, results: PlacedResults, landings: Landings
-    ) -> tuple[Calls, Landings]:
+        self, nodes: Sequence[Node], captured: bool, results: PlacedResults, processing: PostProcessing
+    ) -> tuple[Steps, PostProcessing]:
         """What to call before nodes run, and with what they have returned."""
         offers: dict[Node, _CapturedOffer | _EagerOffer] = {}
         for node in nodes:
             places, workspace = results.places.get(node, {}), self.workspace.get(node, ())
-            land = landings.get(node, list.pop)
+            land = processing.get(node, list.pop)
             if captured and (places or workspace):
                 offers[node] = _CapturedOffer(self, node, land, tuple(places.values()), workspace)
             elif places and not captured and self.in_use() is not None:
                 offers[node] = _EagerOffer(self, node, land, places=places, alive=self._alive)
-        return {node: [offer.begin] for node, offer in offers.items()}, {**landings, **offers}
+        return {node: [CallPython(offer.begin)] for node, offer in offers.items()}, {**processing, **offers}
 
     def place(self, places: Sequence[torch.UntypedStorage], workspace: Sequence[torch.UntypedStorage] = ()) -> None:
         self._place([_span(s) for s in places], [_span(s) for s in workspace])

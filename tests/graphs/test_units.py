@@ -1720,7 +1720,7 @@ def test_a_fault_while_a_unit_is_made(
     def planted(*_: Any) -> bool:
         raise KeyError("planted")
 
-    monkeypatch.setattr("fxwrap.graphs.replay.units._Lowering._kernel", planted)
+    monkeypatch.setattr("fxwrap.graphs.replay.lowering.Lowering.kernel", planted)
     f: Compiled = compiled(lambda x: x.sin(), options={"warmup": 1 << 40} if eager else {})
     for _ in range(5):
         x = torch.randn(4, 4)

@@ -101,31 +101,26 @@ inline py::object owned(PyObject* value) {
 // A value of Python's in which slots stand for what is in them.
 class Value {
  public:
-  enum class Kind { Constant, Slot, Taken, Tuple, List, Slice, Dict };
+  enum class Kind { Constant, Slot, Moved, Tuple, List, Slice, Dict };
+  using Parts = std::vector<Value>;
 
-  explicit Value(const py::handle& described) {
-    auto pair = py::cast<py::tuple>(described);
-    auto kind = py::cast<std::string>(pair[0]);
-    py::object content = pair[1];
-    if (kind == "constant") {
-      kind_ = Kind::Constant;
-      constant_ = content;
-      return;
-    }
-    if (kind == "slot" || kind == "taken") {
-      kind_ = kind == "slot" ? Kind::Slot : Kind::Taken;
-      slot_ = py::cast<size_t>(content);
-      return;
-    }
-    kind_ = kind == "tuple" ? Kind::Tuple : kind == "list" ? Kind::List : kind == "slice" ? Kind::Slice : Kind::Dict;
-    if (kind_ == Kind::Dict) {
-      for (auto item : py::cast<py::dict>(content)) {
-        names_.push_back(py::reinterpret_borrow<py::object>(item.first));
-        parts_.emplace_back(item.second);
-      }
-    } else {
-      for (auto part : content) parts_.emplace_back(part);
-    }
+  static Value constant(py::object value) {
+    Value made(Kind::Constant);
+    made.constant_ = std::move(value);
+    return made;
+  }
+  static Value in(size_t slot) { return at(Kind::Slot, slot); }
+  static Value moved(size_t slot) { return at(Kind::Moved, slot); }  // the slot gives up its reference
+  static Value tuple(Parts parts) { return of(Kind::Tuple, std::move(parts)); }
+  static Value list(Parts parts) { return of(Kind::List, std::move(parts)); }
+  static Value slice(const Value& start, const Value& stop, const Value& step) {
+    return of(Kind::Slice, {start, stop, step});
+  }
+  static Value dict(std::vector<py::object> names, Parts parts) {
+    TORCH_CHECK(names.size() == parts.size());
+    auto made = of(Kind::Dict, std::move(parts));
+    made.names_ = std::move(names);
+    return made;
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -137,15 +132,13 @@ class Value {
   }
 
   bool is_slot() const { return kind_ == Kind::Slot; }
-  bool is_list() const { return kind_ == Kind::List || kind_ == Kind::Tuple; }
   bool is_constant() const {
-    if (kind_ == Kind::Slot || kind_ == Kind::Taken) return false;
+    if (kind_ == Kind::Slot || kind_ == Kind::Moved) return false;
     for (const auto& part : parts_)
       if (!part.is_constant()) return false;
     return true;
   }
   size_t slot() const { return slot_; }
-  const std::vector<Value>& parts() const { return parts_; }
 
   py::object make() const {
     Slots none;
@@ -157,10 +150,10 @@ class Value {
         return constant_;
       case Kind::Slot:
         return owned(slots[slot_].get());
-      case Kind::Taken: {
-        auto taken = owned(slots[slot_].get());
+      case Kind::Moved: {
+        auto moved = owned(slots[slot_].get());
         slots[slot_].clear();
-        return taken;
+        return moved;
       }
       case Kind::Slice: {
         std::array<py::object, 3> bounds;
@@ -188,10 +181,22 @@ class Value {
   }
 
  private:
-  Kind kind_ = Kind::Constant;
+  explicit Value(Kind kind) : kind_(kind) {}
+  static Value at(Kind kind, size_t slot) {
+    Value made(kind);
+    made.slot_ = slot;
+    return made;
+  }
+  static Value of(Kind kind, Parts parts) {
+    Value made(kind);
+    made.parts_ = std::move(parts);
+    return made;
+  }
+
+  Kind kind_;
   py::object constant_;
   size_t slot_ = 0;
-  std::vector<Value> parts_;
+  Parts parts_;
   std::vector<py::object> names_;
 };
 
@@ -237,9 +242,9 @@ class Number {
 // Sizes or strides.
 class Sizes {
  public:
-  explicit Sizes(const py::handle& described) {
-    for (auto part : described) {
-      parts_.emplace_back(Value(part));
+  explicit Sizes(const Value::Parts& parts) {
+    for (const auto& part : parts) {
+      parts_.emplace_back(part);
       known_ = known_ && parts_.back().known();
     }
     values_.resize(parts_.size());

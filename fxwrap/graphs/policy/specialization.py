@@ -39,8 +39,8 @@ from ..memory.arenas import AT_ONE_TIME, NEEDED_ELSEWHERE, OUT_OF_MEMORY, Arena
 from ..memory.locks import LockOwner
 from ..memory.memory_provider import Estimate
 from ..memory.shared_state import SHARED
+from ..replay.native import Unit
 from ..replay.recording import Recording
-from ..replay.units import Unit
 
 log = logging.getLogger(__name__)
 
