@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,10 +15,10 @@ from torch.fx import Node
 from ..errors import CheckError
 from ..graphs.memory.locks import LockOwner
 from ..graphs.record.recording_builder import RecordingBuilder
-from ..graphs.replay.parts import Part
+from ..graphs.replay.flat_python import Part
+from ..graphs.replay.operands import Register
 from ..graphs.replay.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
 from ..graphs.replay.recording import Recording, Replay
-from ..graphs.replay.steps import Register, operands_in
 from ..host_graph.nodes import Kind, kind_of, operator_name
 from ..host_graph.tensors import tensors_in
 from ..plan import Cut, Origin, Partition, ProgramPlan
@@ -183,8 +182,7 @@ def check_steps(recording: Recording) -> None:
 def _registers_in(replay: Replay, name: str) -> set[int]:
     """The registers that parts of this name read."""
     steps = (step for part in replay.parts if part.name == name for step in part.steps)
-    operands = itertools.chain.from_iterable(map(operands_in, steps))
-    return {operand.number for operand in operands if isinstance(operand, Register)}
+    return {operand.number for step in steps for operand in step.reads() if isinstance(operand, Register)}
 
 
 class _Noting(RecordingBuilder):

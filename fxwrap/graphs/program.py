@@ -46,10 +46,10 @@ from .policy.eager_memory import GiveBack, can_run_again
 from .policy.specialization import Decision, Specialization, Specializations
 from .record.flat import FlatBuilder, FlatFunction
 from .record.recording_builder import Recorded, RecordingBuilder
+from .replay.flat_python import Part
 from .replay.guards import Description, Guards
 from .replay.native import CannotReplay, Unit
 from .replay.overlaps import MutatedInputs
-from .replay.parts import Part
 from .replay.ranges import partition_range
 from .replay.ranges import recording as recording_range
 from .replay.recording import Recording, RecordingRequest, next_use

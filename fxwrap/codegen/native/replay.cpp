@@ -288,28 +288,31 @@ std::unique_ptr<PythonStep> python_in(MadeStep& made) {
   return std::unique_ptr<PythonStep>(static_cast<PythonStep*>(made.step.release()));
 }
 
-// What makes operands and steps; graphs/replay/native.py says what each takes.
+// What makes operands and steps, for graphs/replay/lowering.py and steps.py.
 void define_steps(py::module_& m) {
   using Parts = Value::Parts;
   py::class_<Value>(m, "Value", py::module_local());
   py::class_<MadeStep>(m, "Step", py::module_local());
-  m.def("slot", Value::in);
-  m.def("moved", Value::moved);
-  m.def("constant", Value::constant);
-  m.def("tuple", Value::tuple);
-  m.def("list", Value::list);
-  m.def("slice", Value::slice);
-  m.def("dict", Value::dict);
+  using Kind = Value::Kind;
+  m.def("slot", [](size_t slot) { return Value(Kind::Slot, slot); });
+  m.def("moved", [](size_t slot) { return Value(Kind::Moved, slot); });
+  m.def("constant", [](py::object value) { return Value(std::move(value)); });
+  m.def("tuple", [](Parts parts) { return Value(Kind::Tuple, std::move(parts)); });
+  m.def("list", [](Parts parts) { return Value(Kind::List, std::move(parts)); });
+  m.def("slice", [](Parts bounds) { return Value(Kind::Slice, std::move(bounds)); });
+  m.def("dict", [](Parts parts, std::vector<py::object> names) {
+    return Value(Kind::Dict, std::move(parts), std::move(names));
+  });
 
   m.def("kernel", made<KernelStep, uint64_t, const Parts&, const std::vector<size_t>&, const std::vector<size_t>&>);
   m.def("operator", made<OperatorStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
                          const std::vector<std::optional<size_t>>&>);
   m.def("python", made<PythonStep, py::object, Parts, const py::tuple&, std::vector<size_t>, bool>);
-  m.def("empty", [](size_t slot, const Parts& size, const Parts& stride, const py::object& dtype) {
+  m.def("empty", [](size_t slot, const Value& size, const Value& stride, const py::object& dtype) {
     TORCH_CHECK(THPDtype_Check(dtype.ptr()));
     return made<EmptyStep>(slot, Sizes(size), Sizes(stride), reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   });
-  m.def("view", [](size_t slot, const Value& base, const Parts& size, const Parts& stride, const Value& offset) {
+  m.def("view", [](size_t slot, const Value& base, const Value& size, const Value& stride, const Value& offset) {
     return made<ViewStep>(slot, Operand(base), Sizes(size), Sizes(stride), Number(offset));
   });
   m.def("fill", made<FillStep, std::vector<at::Tensor>, const Parts&>);
@@ -322,7 +325,7 @@ void define_steps(py::module_& m) {
   m.def("drop", made<DropStep, size_t>);
   m.def("below_autograd", made<BelowAutogradStep, bool>);
 
-  m.def("layout", [](const Value& tensor, const Parts& size, const Parts& stride, MadeStep& python) {
+  m.def("layout", [](const Value& tensor, const Value& size, const Value& stride, MadeStep& python) {
     return made<LayoutStep>(Operand(tensor), Sizes(size), Sizes(stride), python_in(python));
   });
   m.def("alignment", [](const Value& tensor, uint64_t bytes, MadeStep& python) {

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -104,24 +105,10 @@ class Value {
   enum class Kind { Constant, Slot, Moved, Tuple, List, Slice, Dict };
   using Parts = std::vector<Value>;
 
-  static Value constant(py::object value) {
-    Value made(Kind::Constant);
-    made.constant_ = std::move(value);
-    return made;
-  }
-  static Value in(size_t slot) { return at(Kind::Slot, slot); }
-  static Value moved(size_t slot) { return at(Kind::Moved, slot); }  // the slot gives up its reference
-  static Value tuple(Parts parts) { return of(Kind::Tuple, std::move(parts)); }
-  static Value list(Parts parts) { return of(Kind::List, std::move(parts)); }
-  static Value slice(const Value& start, const Value& stop, const Value& step) {
-    return of(Kind::Slice, {start, stop, step});
-  }
-  static Value dict(std::vector<py::object> names, Parts parts) {
-    TORCH_CHECK(names.size() == parts.size());
-    auto made = of(Kind::Dict, std::move(parts));
-    made.names_ = std::move(names);
-    return made;
-  }
+  explicit Value(py::object constant) : kind_(Kind::Constant), constant_(std::move(constant)) {}
+  Value(Kind kind, size_t slot) : kind_(kind), slot_(slot) {}  // a slot that is moved gives up its reference
+  Value(Kind kind, Parts parts, std::vector<py::object> names = {})
+      : kind_(kind), parts_(std::move(parts)), names_(std::move(names)) {}
 
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(constant_.ptr());
@@ -139,6 +126,7 @@ class Value {
     return true;
   }
   size_t slot() const { return slot_; }
+  const Parts& parts() const { return parts_; }
 
   py::object make() const {
     Slots none;
@@ -181,18 +169,6 @@ class Value {
   }
 
  private:
-  explicit Value(Kind kind) : kind_(kind) {}
-  static Value at(Kind kind, size_t slot) {
-    Value made(kind);
-    made.slot_ = slot;
-    return made;
-  }
-  static Value of(Kind kind, Parts parts) {
-    Value made(kind);
-    made.parts_ = std::move(parts);
-    return made;
-  }
-
   Kind kind_;
   py::object constant_;
   size_t slot_ = 0;
@@ -242,11 +218,12 @@ class Number {
 // Sizes or strides.
 class Sizes {
  public:
-  explicit Sizes(const Value::Parts& parts) {
-    for (const auto& part : parts) {
-      parts_.emplace_back(part);
-      known_ = known_ && parts_.back().known();
-    }
+  explicit Sizes(const Value& tuple) {
+    if (tuple.is_constant())
+      for (auto size : tuple.make()) parts_.emplace_back(Value(py::reinterpret_borrow<py::object>(size)));
+    else
+      for (const auto& part : tuple.parts()) parts_.emplace_back(part);
+    known_ = std::all_of(parts_.begin(), parts_.end(), [](const Number& part) { return part.known(); });
     values_.resize(parts_.size());
     if (known_) evaluate(kNoSlots);
   }

@@ -42,30 +42,10 @@ from ...host_graph.nodes import (
     schema_of,
 )
 from ...plan import Partition, ProgramPlan
-from ..replay.parts import as_python
-from ..replay.steps import (
-    LITERALS,
-    Allocate,
-    Arithmetic,
-    Bound,
-    CallOperator,
-    CallPython,
-    CheckAlignment,
-    CheckCondition,
-    CheckLayout,
-    Drop,
-    Item,
-    Launch,
-    Load,
-    Local,
-    Operand,
-    PostProcess,
-    Range,
-    Register,
-    Step,
-    Store,
-    View,
-)
+from ..replay import steps
+from ..replay.flat_python import as_python
+from ..replay.operands import LITERALS, Bound, Local, Operand, Register
+from ..replay.steps import Drop, Item, Load, Step
 
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
@@ -167,9 +147,9 @@ class FlatBuilder:
                     self.check(checker)
             self._add_all(self._after, [node])
 
-    def _add_all(self, steps: Steps, nodes: Iterable[Node]) -> None:
+    def _add_all(self, several: Steps, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            self._steps += steps.get(node, ())
+            self._steps += several.get(node, ())
 
     def _unpack(self, node: Node, scheduled: Container[Node]) -> None:
         """Take a tuple's elements out, so that each lives no longer than it is used."""
@@ -210,7 +190,7 @@ class FlatBuilder:
         """Append ``*outputs, = function(*inputs)``."""
         args = tuple(map(self._argument, inputs))
         results = tuple(self._new_local() for _ in outputs)
-        self._steps.append(CallPython(function, args, unpacks=bool(results), results=results))
+        self._steps.append(steps.CallPython(function, args, unpacks=bool(results), results=results))
         for node, local in zip(outputs, results, strict=True):
             self._locals[node] = local
             self._use(local)
@@ -220,7 +200,7 @@ class FlatBuilder:
 
     def begin_range(self, name: str) -> None:
         """Append the begin of a range, which ends where the next one begins."""
-        self._steps.append(Range(name))
+        self._steps.append(steps.Range(name))
 
     def keep(self, node: Node) -> None:
         """Append a store of a value in its register."""
@@ -230,7 +210,7 @@ class FlatBuilder:
             value = self._reference(node)
         else:
             value = tuple(None if part is None else self._reference(part) for part in parts)
-        self._steps.append(Store(Register(self.registers[node]), value))
+        self._steps.append(steps.Store(Register(self.registers[node]), value))
         for part in parts if parts is not None else [node]:
             if part is not None:
                 self._use(self._locals[part])
@@ -269,18 +249,18 @@ class FlatBuilder:
         for local, position in self._last_use.items():
             if local not in self._pinned:
                 dead.setdefault(position, []).append(local)
-        steps: list[Step] = []
+        everything: list[Step] = []
         for position, step in enumerate(self._steps):
-            steps.append(step)
+            everything.append(step)
             if position in dead:
-                steps.append(Drop(tuple(dead[position])))
-        return FlatFunction(steps, returned, give_back)
+                everything.append(Drop(tuple(dead[position])))
+        return FlatFunction(everything, returned, give_back)
 
     # -- how it becomes steps -------------------------------------------------------------------------
 
     def _statement(self, node: Node) -> None:
         if node in self._post_processing:
-            self._define(node, PostProcess(self._step(node), self._post_processing[node]), node)
+            self._define(node, steps.PostProcess(self._step(node), self._post_processing[node]), node)
         elif is_work(node) and not node.users:
             self._append(self._step(node), node, self._repeats(node))
         elif kind_of(node) is Kind.CHECK:
@@ -316,24 +296,24 @@ class FlatBuilder:
             if isinstance(local, Local):
                 self._last_use[local] = len(self._steps)
         if kernel is not None:
-            return Launch(kernel, args)
+            return steps.Launch(kernel, args)
         if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= _OPTIONS:
             (size, stride), options = args, dict[str, Any](given)
-            return Allocate(size, stride, **options, on_cpu=node.meta.get("call"))
+            return steps.Allocate(size, stride, **options, on_cpu=node.meta.get("call"))
         if is_arithmetic(node.target):
-            return Arithmetic(function, args, kwargs)
+            return steps.Arithmetic(function, args, kwargs)
         if (overload := schema_of(node)) is not None:
-            return CallOperator(overload, function, args, kwargs)
+            return steps.CallOperator(function, args, kwargs, overload=overload)
         if not kwargs:
             if node.target is reinterpret:
-                return View(function, *args)
+                return steps.View(function, *args)
             if checks_layout(node):
-                return CheckLayout(function, *args)
+                return steps.CheckLayout(function, *args)
             if checks_alignment(node):
-                return CheckAlignment(function, *args)
+                return steps.CheckAlignment(function, *args)
             if node.target in (check, require):
-                return CheckCondition(function, *args)
-        return CallPython(function, args, kwargs)
+                return steps.CheckCondition(function, *args)
+        return steps.CallPython(function, args, kwargs)
 
     def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
@@ -369,9 +349,7 @@ class FlatBuilder:
                 self._define(node, self._step(node))
                 self.keep(node)
             elif node in self.registers:
-                self._define(node, Load(self.register(node)))
-                if node in self._emptied:
-                    self._steps.append(Store(self.register(node), None))
+                self._define(node, Load(self.register(node), node in self._emptied))
             elif kind_of(node) in _ON_DEMAND:
                 self._define(node, self._step(node))
             else:

@@ -36,10 +36,11 @@ from ..memory.output_views import copy_out, each, relay, relay_shared, shares_st
 from ..memory.regions import Regions
 from ..memory.static_buffers import StaticBuffers, copy_tensors, unexpanded
 from ..placement import PlacementHints
-from ..replay.parts import Part
+from ..replay.flat_python import Part
+from ..replay.operands import Bound, Register
 from ..replay.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
 from ..replay.recording import Recording, RecordingRequest, RecordingResources, Replay
-from ..replay.steps import Bound, CallPython, Copy, Fill, Register, ReplayGraph, Resize, Step, Store, View
+from ..replay.steps import CallPython, Copy, Fill, ReplayGraph, Resize, Step, Store, View
 from .flat import FlatBuilder, FlatFunction, PostProcessing, Steps
 from .placed_results import PlacedResults
 from .registers import Registers

@@ -12,9 +12,9 @@ import torch
 
 from ...host_graph.nodes import Kernel
 from .guards import Description
-from .native import CannotReplay, NativeReplay, NativeStep, Value, refusing
-from .python_text import Call
-from .steps import LITERALS, Bound, Drop, Item, Load, Local, Moved, Operand, Register, Sizes, Step, Store, operands_in
+from .native import CannotReplay, NativeReplay, NativeStep, Value
+from .operands import LITERALS, Bound, Call, Local, Moved, Operand, Register, is_number, known, operands_in
+from .steps import Drop, Item, Step, Store
 
 # At the end of a listing's line: the step is a call of a Python function.
 PYTHON = "  # Python"
@@ -23,19 +23,19 @@ _MOST_ARGUMENTS = 96
 
 
 class Lowering:
-    """The slots of one part, and what has been made of its steps.
+    """What has been made of the steps of one part.
 
     Attributes:
-        previous: the step before the one that is lowered.
+        slots: of locals.
     """
 
     def __init__(
         self, native: NativeReplay, steps: Sequence[Step], result: Operand, description: Description
     ) -> None:
-        self.native, self.library, self.description, self._steps = native, native.library, description, steps
-        self.previous: Step | None = None
-        self._slots: dict[Local, int] = {}
-        self._borrowed: set[Local] = set()  # in registers that stay when the local goes
+        self.library, self.operations, self._kernel_address = native.library, native.operations, native.kernel_address
+        self._steps, self._description = steps, description
+        self.slots: dict[Local, int] = {}
+        self._borrowed = set[Local]()  # in registers that stay when the local goes
         self._stored = {
             step.value: step.register.number
             for step in steps
@@ -43,7 +43,7 @@ class Lowering:
         }
         # Tuples of which nothing but elements is read, each of them once: an element goes with the local that has it.
         items = [step for step in steps if isinstance(step, Item)]
-        whole = {part for step in steps if not isinstance(step, (Item, Drop)) for part in operands_in(step)}
+        whole = {part for step in steps if not isinstance(step, (Item, Drop)) for part in step.reads()}
         whole.update(operands_in(result))
         taken = [(item.whole, item.position) for item in items]
         whole.update(
@@ -60,9 +60,9 @@ class Lowering:
         library = self.library
         match operand:
             case Local():
-                return library.slot(self._use(self._slots[operand]))
+                return library.slot(self._use(self.slots[operand]))
             case Moved(local):
-                return library.moved(self._use(self._slots[local]))
+                return library.moved(self._use(self.slots[local]))
             case Register(number):
                 return library.slot(self._use(number))
             case Bound(value):
@@ -72,9 +72,9 @@ class Lowering:
             case list():
                 return library.list(self.values(operand))
             case slice():
-                return library.slice(*self.values((operand.start, operand.stop, operand.step)))
+                return library.slice(self.values((operand.start, operand.stop, operand.step)))
             case dict():
-                return library.dict(list(operand), self.values(list(operand.values())))
+                return library.dict(self.values(list(operand.values())), list(operand))
         if type(operand) in LITERALS:
             return library.constant(operand)
         raise CannotReplay(f"an operand: {operand}")
@@ -82,14 +82,11 @@ class Lowering:
     def values(self, operands: Sequence[Operand]) -> list[Value]:
         return list(map(self.value, operands))
 
-    def numbers(self, sizes: Sizes) -> list[Value]:
-        return self.values(known(sizes))
-
     def text(self, operand: Any) -> str:
         """An operand in a listing."""
         match operand:
             case Local():
-                return f"slot {self._slots[operand]}"
+                return f"slot {self.slots[operand]}"
             case Moved(local):
                 return self.text(local)
             case Register(number):
@@ -110,15 +107,12 @@ class Lowering:
     def texts(self, operands: Sequence[Operand]) -> str:
         return ", ".join(map(self.text, operands))
 
-    def slot(self, local: Local) -> int:
-        return self._slots[local]
-
     def new(self, local: Local) -> int:
         """The slot of a local that a step makes."""
-        slot = self._stored.get(local, self.description.slots)
-        if slot == self.description.slots:
-            self.description.slots += 1
-        self._slots[local] = slot
+        slot = self._stored.get(local, self._description.slots)
+        if slot == self._description.slots:
+            self._description.slots += 1
+        self.slots[local] = slot
         return self._use(slot)
 
     def temporary(self) -> Local:
@@ -127,14 +121,14 @@ class Lowering:
         return Local(f"temporary {self._temporaries}")
 
     def _use(self, slot: int) -> int:
-        self.description.used.add(slot)
+        self._description.used.add(slot)
         return slot
 
     # -- steps ----------------------------------------------------------------------------------------
 
     def add(self, step: NativeStep, text: str) -> bool:
-        self.description.steps.append(step)
-        self.description.listing.append(text)
+        self._description.steps.append(step)
+        self._description.listing.append(text)
         return True
 
     def below_autograd(self, below: bool) -> None:
@@ -169,21 +163,15 @@ class Lowering:
                 (read if ctype.startswith("const ") else written).append(position)
             elif not (is_number(arg) and ctype.removeprefix("const ").strip() == "int64_t"):
                 return False
-        address = self.native.kernel_address(kernel)
+        address = self._kernel_address(kernel)
         if address is None:
             return False
         step = self.library.kernel(address, self.values(args), read, written)
         return self.add(step, f"{kernel.name}({self.texts(args)})")
 
-    def operator(
-        self,
-        overload: torch._ops.OpOverload,
-        args: Sequence[Operand],
-        kwargs: dict[str, Operand],
-        results: Sequence[Local],
-    ) -> bool:
+    def operator(self, overload: torch._ops.OpOverload, call: Call, results: Sequence[Local]) -> bool:
         """A call through the dispatcher, if the arguments are in the order of the schema."""
-        schema, named = overload._schema, dict(kwargs)
+        schema, args, named = overload._schema, call.args, dict(call.kwargs)
         described, texts = list[Value | None](), list[str]()
         for position, argument in enumerate(schema.arguments):
             if position < len(args) and not argument.kwarg_only:
@@ -212,7 +200,7 @@ class Lowering:
                 return False
         made = ", ".join("_" if slot is None else f"slot {slot}" for slot in slots)
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        step = refusing(self.library.operator, schema.name, schema.overload_name, described, slots)
+        step = self.library.operator(schema.name, schema.overload_name, described, slots)
         return self.add(step, f"{made + ' = ' if made else ''}{name}({', '.join(texts)})")
 
     def _elements_of(self, whole: Local, count: int) -> list[int | None]:
@@ -223,57 +211,41 @@ class Lowering:
                 results[step.position] = self._elements[whole, step.position] = self.new(step.results[0])
         return results
 
-    def load(self, step: Load) -> bool:
-        (local,) = step.results
-        self._slots[local] = step.register.number
-        self._borrowed.add(local)
+    def load(self, local: Local, number: int, empties: bool) -> bool:
+        self.slots[local] = number
+        if not empties:
+            self._borrowed.add(local)
         return True
 
-    def store(self, step: Store) -> bool:
-        number, value, before = step.register.number, step.value, self.previous
-        if isinstance(value, Local):
-            if self._slots[value] == number:
-                return True
-            copy = self.library.copy(self._use(number), self._slots[value])
-            return self.add(copy, f"slot {number} = {self.text(value)}")
-        if value is None and isinstance(before, Load) and before.register == step.register:
-            self._borrowed.remove(before.results[0])  # it goes when the local goes
+    def store(self, number: int, value: Operand) -> bool:
+        if not isinstance(value, Local):
+            step = self.library.set(self._use(number), self.value(value))
+        elif self.slots[value] != number:
+            step = self.library.copy(self._use(number), self.slots[value])
+        else:
             return True
-        if value is None:
-            return self._drop(number)
-        return self.add(self.library.set(self._use(number), self.value(value)), f"slot {number} = {self.text(value)}")
+        return self.add(step, f"slot {number} = {self.text(value)}")
 
     def drop(self, locals: Sequence[Local]) -> bool:
         for local in locals:
             stays = local in self._borrowed or local in self._taken_apart
-            if not stays and self._stored.get(local) != self._slots[local]:
-                self._drop(self._slots[local])
+            if not stays and self._stored.get(local) != self.slots[local]:
+                self._drop(self.slots[local])
         return True
 
     def _drop(self, slot: int) -> bool:
-        self.description.dropped.add(slot)
+        self._description.dropped.add(slot)
         return self.add(self.library.drop(slot), f"drop slot {slot}")
 
-    def item(self, step: Item) -> bool:
-        (local,) = step.results
-        element = self._elements.get((step.whole, step.position))
+    def item(self, local: Local, whole: Local, position: int) -> bool:
+        element = self._elements.get((whole, position))
         if element is not None:
-            self._slots[local] = element
+            self.slots[local] = element
             return True
         slot = self.new(local)
-        text = f"slot {slot} = {self.text(step.whole)}[{step.position}]"
-        return self.add(self.library.item(slot, self._slots[step.whole], step.position), text)
+        text = f"slot {slot} = {self.text(whole)}[{position}]"
+        return self.add(self.library.item(slot, self.slots[whole], position), text)
 
-
-def known(operand: Any) -> Any:
-    """An operand, with what is bound in the place of ``Bound``."""
-    return operand.value if isinstance(operand, Bound) else operand
-
-
-def is_number(operand: Operand) -> bool:
-    """Whether an operand is an integer, or may turn out to be one."""
-    return type(known(operand)) is int or isinstance(operand, (Local, Register))
-
-
-def are_sizes(*operands: Sizes) -> bool:
-    return all(isinstance(sizes := known(one), tuple) and all(map(is_number, sizes)) for one in operands)
+    def begin_range(self, name: str) -> bool:
+        self._description.ranges.append((len(self._description.steps), name))
+        return True

@@ -25,10 +25,10 @@ from ..memory.memory_provider import RecordingMemory
 from ..memory.regions import Regions
 from ..placement import MemoryKeptError, PlacementHints
 from ..torch_functions import TorchFunctions, Traces
+from .flat_python import Part
 from .guards import Description, Guards
 from .native import CannotReplay, Unit
 from .overlaps import MutatedInputs
-from .parts import Part
 from .units import make_unit
 
 log = logging.getLogger(__name__)

@@ -1,91 +1,49 @@
-"""Steps: the one executable form of a program. Each kind is a dataclass; ``kinds.py`` has a row for each.
+"""The table of steps, the one executable form of a program: a class for each kind, with all that there is of it.
 
-A step names what changes from call to call by ``Local`` and ``Register``; everything else is ``Bound``. Numbers,
-strings, tuples, lists, slices and dictionaries stand for themselves.
+Its fields are what it reads, its ``results`` what it makes; ``call`` is what Python calls, ``native`` its step of the
+helper library and its line of the listing. A new kind is a class here, and one in ``codegen/native/`` if the library
+has it. Which kind a node's step is of, ``record/flat.py`` chooses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
+from torch.profiler import record_function
 
 from ...host_graph.nodes import Kernel
 from ..devices.device_graph import DeviceGraph
-
-LITERALS = (int, bool, str, type(None))
-
-
-# -- operands ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Local:
-    """A local variable of the flat function."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Register:
-    """A value that the caller puts in, or reads afterwards."""
-
-    number: int
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """A value that is known when the function is made: memory, a dtype, a subgraph."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Moved:
-    """The value of a local that gives up its reference."""
-
-    local: Local
-
-
-Operand: TypeAlias = (
-    "Local | Register | Bound | Moved | int | str | tuple[Operand, ...] | list[Operand] | slice"
-    " | dict[str, Operand] | None"
+from ..memory.static_buffers import fill_buffers
+from .operands import (
+    Bound,
+    Call,
+    Function,
+    Local,
+    Moved,
+    Number,
+    Operand,
+    Register,
+    Sizes,
+    are_sizes,
+    is_number,
+    known,
+    operands_in,
 )
-Number: TypeAlias = "Local | Register | Bound | int"
-Sizes: TypeAlias = "Bound | tuple[Operand, ...]"
-Function: TypeAlias = Callable[..., Any]
 
-
-def operands_in(value: object) -> Iterator[Local | Register | Bound]:
-    """Every local, register and bound value in an operand, or in what a step reads."""
-    match value:
-        case Local() | Register() | Bound():
-            yield value
-        case Moved(local):
-            yield local
-        case Step():
-            for one in dataclasses.fields(value):
-                if one.name not in _ABOUT_THE_STEP:
-                    yield from operands_in(getattr(value, one.name))
-        case slice():
-            yield from operands_in((value.start, value.stop, value.step))
-        case Mapping():
-            yield from operands_in(tuple(value.values()))
-        case tuple() | list():
-            for part in value:
-                yield from operands_in(part)
-
-
-# -- steps ------------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from .flat_python import Text
+    from .lowering import Lowering
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """
+    """One step. A kind overrides ``call``, or ``python`` and ``native``.
+
     Attributes:
         results: the locals that it makes.
         node: the node that it runs; None for what belongs to several.
@@ -96,142 +54,79 @@ class Step:
     node: Node | None = None
     repeats: bool = False
 
+    def reads(self) -> Iterator[Local | Register | Bound]:
+        own = (one.name for one in dataclasses.fields(self) if one.name not in Step.__dataclass_fields__)
+        return operands_in([getattr(self, name) for name in own])
 
-_ABOUT_THE_STEP = frozenset(one.name for one in dataclasses.fields(Step))
+    def call(self) -> Call:
+        raise NotImplementedError(f"{type(self).__name__} is no call")
+
+    def python(self, text: Text) -> str:
+        """The step as Python."""
+        return text.assigned(self.results, self.call())
+
+    def native(self, unit: Lowering) -> bool:
+        """Append the step to a unit. False where the library cannot do it: then it is a call of Python."""
+        return False
+
+    def lower(self, unit: Lowering) -> None:
+        """Append the step to a unit."""
+        if not self.native(unit):
+            unit.call_python(self.call(), self.results)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Allocate(Step):
-    """Allocates a tensor.
-
-    Attributes:
-        on_cpu: a shorter way than torch's on the CPU: ``(size, stride, dtype)``.
-    """
+    """Allocates a tensor."""
 
     size: Sizes
     stride: Sizes
     dtype: torch.dtype
     device: torch.device
     pin_memory: bool = False
-    on_cpu: Function | None = None
+    on_cpu: Function | None = None  # (size, stride, dtype): shorter than torch's
+
+    def call(self) -> Call:
+        if self.on_cpu is not None:
+            return Call(self.on_cpu, (self.size, self.stride, Bound(self.dtype)))
+        options: dict[str, Operand] = {"dtype": Bound(self.dtype), "device": Bound(self.device)}
+        pinned: dict[str, Operand] = {"pin_memory": True} if self.pin_memory else {}
+        return Call(torch.empty_strided, (self.size, self.stride), options | pinned)
+
+    def native(self, unit: Lowering) -> bool:
+        if self.device.type != "cpu" or self.pin_memory or not are_sizes(self.size, self.stride):
+            return False
+        size, stride = unit.values((self.size, self.stride))
+        text, slot = unit.text(self.size), unit.new(*self.results)
+        return unit.add(
+            unit.library.empty(slot, size, stride, self.dtype), f"slot {slot} = empty {text}, {self.dtype}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class View(Step):
-    """Lays a tensor out over the memory of another, ``offset`` elements after the first of that.
+    """Lays a tensor out over the memory of another, ``offset`` elements after the first of that."""
 
-    Attributes:
-        function: ``(base, size, stride, offset)``.
-    """
-
-    function: Function
+    function: Function  # (base, size, stride, offset)
     base: Operand
     size: Sizes
     stride: Sizes
     offset: Number = 0
 
+    def call(self) -> Call:
+        return Call(self.function, (self.base, self.size, self.stride, self.offset))
 
-@dataclass(frozen=True, eq=False)
-class Launch(Step):
-    """Runs a compiled kernel."""
-
-    kernel: Kernel
-    args: tuple[Operand, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class CallOperator(Step):
-    """Calls an operator of the dispatcher.
-
-    Attributes:
-        function: how Python calls it: the overload itself, or a binding of it.
-    """
-
-    overload: torch._ops.OpOverload
-    function: Function
-    args: tuple[Operand, ...]
-    kwargs: Mapping[str, Operand] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class CallPython(Step):
-    """Calls a function of Python.
-
-    Attributes:
-        unpacks: whether the results are the elements of what it returns.
-    """
-
-    function: Function
-    args: tuple[Operand, ...] = ()
-    kwargs: Mapping[str, Operand] = field(default_factory=dict)
-    unpacks: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Arithmetic(Step):
-    """Computes a number from numbers."""
-
-    function: Function
-    args: tuple[Operand, ...]
-    kwargs: Mapping[str, Operand] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class CheckLayout(Step):
-    """Raises if a tensor has another size or stride.
-
-    Attributes:
-        function: ``(tensor, size, stride)``, and perhaps the name of who made it.
-    """
-
-    function: Function
-    tensor: Operand
-    size: Sizes
-    stride: Sizes
-    name: Operand = None
-
-
-@dataclass(frozen=True, eq=False)
-class CheckAlignment(Step):
-    """Raises if the address of a tensor is no multiple of ``nbytes``.
-
-    Attributes:
-        function: ``(tensor, nbytes)``, and perhaps the name of who made it.
-    """
-
-    function: Function
-    tensor: Operand
-    nbytes: int
-    name: Operand = None
-
-
-@dataclass(frozen=True, eq=False)
-class CheckCondition(Step):
-    """Raises unless a condition holds.
-
-    Attributes:
-        function: ``(condition, message)``.
-    """
-
-    function: Function
-    condition: Operand
-    message: Operand = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Fill(Step):
-    """Copies inputs to their static buffers, which have one element along repeated dimensions."""
-
-    buffers: tuple[torch.Tensor, ...]
-    inputs: tuple[Operand, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Copy(Step):
-    """Copies a tensor to another one."""
-
-    target: Operand
-    source: Operand
+    def native(self, unit: Lowering) -> bool:
+        if not are_sizes(self.size, self.stride) or not is_number(self.offset):
+            return False
+        operands = self.base, self.size, self.stride, self.offset
+        values, (base, size, stride, offset) = unit.values(operands), map(unit.text, operands)
+        slot = unit.new(*self.results)
+        text = f"slot {slot} = {base} as {size}, strides {stride}, offset {offset}"
+        return unit.add(unit.library.view(slot, *values), text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +136,96 @@ class Resize(Step):
     storage: torch.UntypedStorage
     nbytes: int
 
+    def call(self) -> Call:
+        return Call(self.storage.resize_, (self.nbytes,))
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.add(unit.library.resize(self.storage, self.nbytes), f"resize a region to {self.nbytes} bytes")
+
+
+@dataclass(frozen=True, eq=False)
+class Fill(Step):
+    """Copies inputs to their static buffers, which have one element along repeated dimensions."""
+
+    buffers: tuple[torch.Tensor, ...]
+    inputs: tuple[Operand, ...]
+
+    def call(self) -> Call:
+        return Call(fill_buffers, (Bound(list(self.buffers)), *self.inputs))
+
+    def native(self, unit: Lowering) -> bool:
+        step = unit.library.fill(self.buffers, unit.values(self.inputs))
+        return unit.add(step, f"fill static buffers with {unit.texts(self.inputs)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Copy(Step):
+    """Copies a tensor to another one."""
+
+    target: Operand
+    source: Operand
+
+    def call(self) -> Call:
+        return Call(torch.ops.aten.copy_.default, (self.target, self.source))
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.operator(torch.ops.aten.copy_.default, self.call(), ())
+
+
+# -- calls ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CallPython(Step):
+    """Calls a function of Python."""
+
+    function: Function
+    args: tuple[Operand, ...] = ()
+    kwargs: Mapping[str, Operand] = field(default_factory=dict)
+    unpacks: bool = field(default=False, kw_only=True)  # whether the results are the elements of what it returns
+
+    def call(self) -> Call:
+        return Call(self.function, self.args, self.kwargs, self.unpacks)
+
+
+@dataclass(frozen=True, eq=False)
+class CallOperator(CallPython):
+    """Calls an operator of the dispatcher; ``function`` is the overload itself, or a binding of it."""
+
+    overload: torch._ops.OpOverload = field(kw_only=True)
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.operator(self.overload, self.call(), self.results)
+
+
+@dataclass(frozen=True, eq=False)
+class Arithmetic(CallPython):
+    """Computes a number from numbers."""
+
+    def native(self, unit: Lowering) -> bool:
+        number, count = unit.operations.get(self.function, (-1, -1))
+        if count != len(self.args) or self.kwargs or not self.results or not all(map(is_number, self.args)):
+            return False
+        first, second = unit.values((self.args * 2)[:2])  # of one operand: the second is ignored
+        given, python = unit.texts(self.args), unit.python(self.call(), self.results)
+        slot = unit.slots[self.results[0]]
+        step = unit.library.arithmetic(slot, number, first, second, python)
+        return unit.add(step, f"slot {slot} = {self.function.__name__}({given})")
+
+
+@dataclass(frozen=True, eq=False)
+class Launch(Step):
+    """Runs a compiled kernel."""
+
+    kernel: Kernel
+    args: tuple[Operand, ...]
+
+    def call(self) -> Call:
+        return Call(self.kernel.call, self.args)
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.kernel(self.kernel, self.args) or unit.call_python(self.call(), self.results, self.kernel.name)
+
 
 @dataclass(frozen=True, eq=False)
 class ReplayGraph(Step):
@@ -248,23 +233,106 @@ class ReplayGraph(Step):
 
     graph: DeviceGraph
 
+    def call(self) -> Call:
+        return Call(self.graph.replay)
+
 
 @dataclass(frozen=True, eq=False)
 class PostProcess(Step):
-    """Post-processing of a step's result.
-
-    It is passed in a one-element list, so that the function can drop the last reference.
-    """
+    """Post-processing of a step's result, passed in a list so that the function can drop the last reference."""
 
     step: Step
     function: Function
 
+    def reads(self) -> Iterator[Local | Register | Bound]:
+        return self.step.reads()
+
+    def call(self) -> Call:
+        return Call(self.function, ([self.step.call()],))
+
+    def native(self, unit: Lowering) -> bool:
+        result = unit.temporary()
+        dataclasses.replace(self.step, results=(result,)).lower(unit)
+        return unit.call_python(Call(self.function, ([Moved(result)],)), self.results)  # type: ignore[arg-type]
+
+
+# -- checks: where one does not hold, Python says so --------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CheckLayout(Step):
+    """Raises if a tensor has another size or stride."""
+
+    function: Function  # (tensor, size, stride), and perhaps the name of who made it
+    tensor: Operand
+    size: Sizes
+    stride: Sizes
+    name: Operand = None
+
+    def call(self) -> Call:
+        return Call(self.function, (self.tensor, self.size, self.stride, *([self.name] if self.name else [])))
+
+    def native(self, unit: Lowering) -> bool:
+        if not are_sizes(self.size, self.stride):
+            return False
+        operands = self.tensor, self.size, self.stride
+        step = unit.library.layout(*unit.values(operands), unit.python(self.call(), self.results))
+        tensor, size, stride = map(unit.text, operands)
+        return unit.add(step, f"assert {tensor} is {size}, strides {stride}")
+
+
+@dataclass(frozen=True, eq=False)
+class CheckAlignment(Step):
+    """Raises if the address of a tensor is no multiple of ``nbytes``."""
+
+    function: Function  # (tensor, nbytes), and perhaps the name of who made it
+    tensor: Operand
+    nbytes: int
+    name: Operand = None
+
+    def call(self) -> Call:
+        return Call(self.function, (self.tensor, self.nbytes, *([self.name] if self.name else [])))
+
+    def native(self, unit: Lowering) -> bool:
+        python = unit.python(self.call(), self.results)
+        step = unit.library.alignment(unit.value(self.tensor), self.nbytes, python)
+        return unit.add(step, f"assert {unit.text(self.tensor)} is at a multiple of {self.nbytes}")
+
+
+@dataclass(frozen=True, eq=False)
+class CheckCondition(Step):
+    """Raises unless a condition holds."""
+
+    function: Function  # (condition, message)
+    condition: Operand
+    message: Operand = ""
+
+    def call(self) -> Call:
+        return Call(self.function, (self.condition, self.message))
+
+    def native(self, unit: Lowering) -> bool:
+        if not isinstance(self.condition, Local):
+            return False
+        step = unit.library.condition(unit.value(self.condition), unit.python(self.call(), self.results))
+        return unit.add(step, f"assert {unit.text(self.condition)}: {known(self.message)}")
+
+
+# -- locals and registers -----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, eq=False)
 class Load(Step):
-    """Reads a register."""
+    """Reads a register, and empties it if nobody reads it afterwards."""
 
     register: Register
+    empties: bool
+
+    def python(self, text: Text) -> str:
+        local, register = text.of(self.results[0]), text.of(self.register)
+        return f"{local} = {register}" + (f"; {register} = None" if self.empties else "")
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.load(self.results[0], self.register.number, self.empties)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,6 +342,12 @@ class Store(Step):
     register: Register
     value: Operand
 
+    def python(self, text: Text) -> str:
+        return f"{text.of(self.register)} = {text.of(self.value)}"
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.store(self.register.number, self.value)
+
 
 @dataclass(frozen=True, eq=False)
 class Item(Step):
@@ -282,6 +356,12 @@ class Item(Step):
     whole: Local
     position: int
 
+    def python(self, text: Text) -> str:
+        return f"{text.of(self.results[0])} = {text.of(self.whole)}[{self.position}]"
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.item(self.results[0], self.whole, self.position)
+
 
 @dataclass(frozen=True, eq=False)
 class Drop(Step):
@@ -289,9 +369,21 @@ class Drop(Step):
 
     locals: tuple[Local, ...]
 
+    def python(self, text: Text) -> str:
+        return f"del {', '.join(map(text.of, self.locals))}"
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.drop(self.locals)
+
 
 @dataclass(frozen=True, eq=False)
 class Range(Step):
     """Begins a range of profiles, which ends where the next one begins; without a name it only ends one."""
 
     name: str
+
+    def python(self, text: Text) -> str:
+        return f"with {text.bound(record_function)}({self.name!r}):"
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.begin_range(self.name)

@@ -9,7 +9,7 @@
     del v0                          ->      drop slot 2
     c13(c9, v1, c10)                ->      cpp_fused_relu_0 at 0x7f..(constant, slot 5, constant)
 
-What has no native form (``kinds.py``) is a call of Python; a unit may mix both.
+What has no native form (``steps.py``) is a call of Python; a unit may mix both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from .flat_python import Part
 from .guards import Description
-from .kinds import KINDS
 from .lowering import Lowering
-from .native import CannotReplay, NativeReplay, Unit, refusing
-from .parts import Part
+from .native import CannotReplay, NativeReplay, Unit
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,8 @@ def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, descr
         return _make_unit(native, parts, registers, description)
     except CannotReplay:
         raise
+    except RuntimeError as error:  # the library refuses it
+        raise CannotReplay(str(error).partition("\n")[0]) from error
     except Exception as error:  # of a fault here: the call has run, and is not to fail for it
         log.warning("a recording replays in Python: its unit cannot be made", exc_info=True)
         raise CannotReplay(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
@@ -56,8 +57,7 @@ def _make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, desc
             description.ranges.append((len(description.steps), part.name))
         for step in part.steps:
             begin = len(description.steps)
-            KINDS[type(step)].lower(step, last)
-            last.previous = step
+            step.lower(last)
             if step.repeats:
                 description.repeats += range(begin, len(description.steps))
         description.ranges.append((len(description.steps), ""))
@@ -74,4 +74,4 @@ def _make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, desc
     description.kept_inputs = sorted(unread) if description.empties_inputs else []
     filled = {slot for slot, _ in description.loads} | description.used
     description.cleared = sorted(filled - description.dropped)
-    return refusing(native.library.unit, description.for_library())
+    return native.library.unit(description.for_library())

@@ -1,7 +1,8 @@
-"""Parts of a replay: steps, and the Python function that is made of them."""
+"""Steps as a Python function; and parts, the pieces of a replay."""
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .kinds import KINDS
-from .python_text import Call, Text
-from .steps import Operand, Range, Step
+from .operands import LITERALS, Bound, Call, Local, Operand, Register
+from .steps import Range, Step
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def as_python(
         if isinstance(step, Range):
             indent = "    " if profiled and step.name else ""
             if indent:
-                body += [KINDS[Range].text(step, text), f"{indent}pass"]
+                body += [step.python(text), f"{indent}pass"]
             continue
-        code = KINDS[type(step)].text(step, text)
+        code = step.python(text)
         if give_back is not None and step.repeats:
             short, back = text.bound(torch.OutOfMemoryError), text.of(Call(give_back))
             body += [f"{indent}try: {code}", f"{indent}except {short}: {back}; {code}"]
@@ -72,3 +72,52 @@ def as_python(
     exec(compile(source, "<fxwrap flat function>", "exec"), text.namespace)
     # Not in its own namespace: what is bound goes with the function, not with the next garbage collection.
     return text.namespace.pop("flat"), source, nodes
+
+
+class Text:
+    """The text of one function, in whose ``namespace`` bound values are ``c0``, ``c1``, ..."""
+
+    def __init__(self) -> None:
+        # Operators may import something; C code does that with the builtins of the Python code that called it.
+        self.namespace: dict[str, Any] = {"__builtins__": builtins}
+        self._names: dict[Any, str] = {}
+
+    def assigned(self, results: tuple[Local, ...], call: Call) -> str:
+        """``results = call``"""
+        names, code = ", ".join(map(self.of, results)), self.of(call)
+        if not results:
+            return code
+        return f"({names},) = {code}" if call.unpacks else f"{names} = {code}"
+
+    def of(self, value: object) -> str:
+        """The text of an operand, or of a call."""
+        match value:
+            case Local(name):
+                return name
+            case Register(number):
+                return f"r[{number}]"
+            case Bound(bound):
+                return self.bound(bound)
+            case Call(function, args, kwargs):
+                parts = [*map(self.of, args), *(f"{name}={self.of(part)}" for name, part in kwargs.items())]
+                return f"{self.bound(function)}({', '.join(parts)})"
+            case tuple():
+                return f"({', '.join(map(self.of, value))}{',' if len(value) == 1 else ''})"
+            case list():
+                return f"[{', '.join(map(self.of, value))}]"
+            case slice():
+                bounds = ", ".join(map(self.of, (value.start, value.stop, value.step)))
+                return f"{self.bound(slice)}({bounds})"
+            case dict():
+                return "{" + ", ".join(f"{name!r}: {self.of(part)}" for name, part in value.items()) + "}"
+        return repr(value)
+
+    def bound(self, value: object) -> str:
+        """The name of a value in the namespace."""
+        if type(value) in LITERALS:
+            return repr(value)
+        # Sizes and strides are the same if they are equal; of everything else there may be several.
+        sizes = type(value) is tuple and all(type(item) is int for item in value)
+        name = self._names.setdefault(value if sizes else id(value), f"c{len(self._names)}")
+        self.namespace[name] = value
+        return name
