@@ -94,6 +94,28 @@ def _last_step(node: Node, registers: dict[Node, int]) -> steps.Step:
     return [step for step in builder.build().lines if not isinstance(step, steps.Drop)][-1]
 
 
+#   a, b, a again, a = sort(x)[0, 1, 0, -2]
+def test_a_tuple_that_is_taken_apart() -> None:
+    """What an operator returns is its elements at once; of a list they are taken out, as many as are needed."""
+    maker = GraphMaker()
+    x = maker.input("x")
+    sorted_, parts = maker.extern(torch.ops.aten.sort.default, x), maker.extern(torch.ops.aten.split.Tensor, x, 1)
+    elements = [maker.getitem(sorted_, position) for position in (0, 0, -2)]
+    gm = maker.finish([*elements, maker.getitem(parts, 3)])
+    x, sorted_, parts = (by_name(gm)[node.name] for node in (x, sorted_, parts))
+    builder = FlatBuilder({}, {x: 0})
+    builder.run([sorted_, parts])
+    flat = builder.build([by_name(gm)[node.name] for node in gm.graph.find_nodes(op="output")[0].args[0]])
+    load, sort, split, item = (step for step in flat.lines if not isinstance(step, steps.Drop))
+    assert isinstance(load, steps.Load) and isinstance(item, steps.Item)
+    assert len(sort.results) == 2 and sort.results[1] is None and sort.unpacks
+    assert flat.result[:3] == [sort.results[0]] * 3 and flat.result[3] == item.result
+    assert isinstance(split, steps.CallOperator) and item.whole == split.result and item.position == 3
+    given = torch.randn(4, 4)
+    for result, expected in zip(flat.function([given]), gm(given), strict=True):
+        assert torch.equal(result, expected)
+
+
 def test_a_launch_and_what_it_needs() -> None:
     """Values are made where they are used, and dropped after that; a register is emptied where nobody reads it."""
     maker = GraphMaker()

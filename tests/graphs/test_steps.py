@@ -88,7 +88,7 @@ def _add_one(made: list[Any]) -> Any:
 
 def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     """For each kind: steps that use it, with memory of their own."""
-    sin, sort = torch.ops.aten.sin.default, torch.ops.aten.sort.default
+    sin, sort, split = torch.ops.aten.sin.default, torch.ops.aten.sort.default, torch.ops.aten.split.Tensor
     size = steps.Load(R1, False, results=(B,))
     sized: Any = {"inputs": lambda: [torch.arange(6.0), 3]}
 
@@ -129,7 +129,7 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
         return Example([steps.ReplayGraph(_replaying(lambda: buffer.add_(1)))], memory=[buffer], lines=1)
 
     def element() -> Example:
-        made = steps.CallOperator(sort, (A,), overload=sort, results=(B,))
+        made = steps.CallOperator(split, (A, 3), overload=split, results=(B,))
         item = steps.Item(B, 1, results=(C,))
         return Example([load(), made, item, steps.Drop((B,))], C)
 
@@ -154,6 +154,11 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     yield steps.View, view
     yield steps.Launch, launch
     yield steps.CallOperator, lambda: Example([load(), dataclasses.replace(operand, results=(B,))], B)
+    elements: Any = {"args": (A, 0, True), "results": (None, C), "unpacks": True}
+    yield steps.CallOperator, lambda: Example([load(), steps.CallOperator(torch.sort, overload=sort, **elements)], C)
+    whole = steps.CallOperator(torch.sort, (A, 0, True), overload=sort, results=(B,))
+    yield steps.CallOperator, lambda: Example([load(), whole], (B, [A]), lines=1)
+    yield steps.CallPython, lambda: Example([load(), steps.CallPython(torch.sort, **elements)], C, lines=1)
     unpacked = steps.CallPython(torch.Tensor.split, (A, 3), {"dim": 0}, unpacks=True, results=(B, C))
     yield steps.CallPython, lambda: Example([load(), unpacked], (C, [B], {"b": B}, slice(None, 2)), lines=1)
     yield (

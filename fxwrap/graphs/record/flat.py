@@ -135,8 +135,7 @@ class FlatBuilder:
         self._kept_when_made = {node for node in kept - scheduled if kind_of(node) in (Kind.ALLOCATION, Kind.VIEW)}
         for node in nodes:
             self._add_all(self._before, [node])
-            self._statement(node)
-            self._unpack(node, scheduled)
+            self._statement(node, scheduled)
             for begun in (ends or {}).get(node, ()):
                 for local in self._locals_in(begun):
                     self._use(local)
@@ -150,27 +149,6 @@ class FlatBuilder:
     def _add_all(self, several: Steps, nodes: Iterable[Node]) -> None:
         for node in nodes:
             self._steps += several.get(node, ())
-
-    def _unpack(self, node: Node, scheduled: Container[Node]) -> None:
-        """Take a tuple's elements out, so that each lives no longer than it is used."""
-        elements = list(node.users)
-        if node not in self._locals or not elements or any(user.target is not operator.getitem for user in elements):
-            return
-        positions: list[Any] = [element.args[1] for element in elements]
-        whole = node.meta.get("val")
-        if not isinstance(whole, (tuple, list)) or not all(type(position) is int for position in positions):
-            return
-        local = self._locals[node]
-        assert isinstance(local, Local)
-        for element, position in zip(elements, positions, strict=True):
-            if element not in self._locals:
-                self._define(element, Item(local, position))
-                self._use(local)
-        parts: list[Node | None] = [None] * len(whole)
-        for element, position in zip(elements, positions, strict=True):
-            if any(user not in scheduled for user in effective_users(element)):
-                parts[position] = element
-        self._parts[node] = parts
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call that replaces them."""
@@ -258,15 +236,42 @@ class FlatBuilder:
 
     # -- how it becomes steps -------------------------------------------------------------------------
 
-    def _statement(self, node: Node) -> None:
-        if node in self._post_processing:
-            self._define(node, steps.PostProcess(self._step(node), self._post_processing[node]), node)
-        elif is_work(node) and not node.users:
-            self._append(self._step(node), node, self._repeats(node))
-        elif kind_of(node) is Kind.CHECK:
+    def _statement(self, node: Node, scheduled: Container[Node]) -> None:
+        if kind_of(node) is Kind.CHECK and node not in self._post_processing:
             self.check(node)
+            return
+        step = self._step(node)
+        if node in self._post_processing:
+            step = steps.PostProcess(step, self._post_processing[node])
+        if is_work(node) and not node.users and node not in self._post_processing:
+            self._append(step, node, self._repeats(node))
+        elif node.users and _is_taken_apart(node):
+            self._take_apart(node, step, scheduled)
         else:
-            self._define(node, self._step(node), node)
+            self._define(node, step, node)
+
+    def _take_apart(self, node: Node, step: Step, scheduled: Container[Node]) -> None:
+        """Define the elements of a tuple, so that each lives no longer than it is used."""
+        count, positions = len(node.meta["val"]), {user: int(user.args[1]) for user in node.users}  # type: ignore[arg-type]
+        call = step.step if isinstance(step, steps.PostProcess) else step
+        if isinstance(call, steps.CallOperator) and len(call.overload._schema.returns) == count > 1:
+            elements = {position % count: self._new_local() for position in positions.values()}
+            results = tuple(map(elements.get, range(count)))
+            self._append(dataclasses.replace(step, results=results, unpacks=True), node, self._repeats(node))
+            for user, position in positions.items():
+                self._locals[user] = self._use(elements[position % count])
+        else:
+            self._define(node, step, node)
+            whole = self._locals[node]
+            assert isinstance(whole, Local)
+            for user, position in positions.items():
+                self._define(user, Item(whole, position))
+                self._use(whole)
+        parts: list[Node | None] = [None] * count
+        for user, position in positions.items():
+            if any(further not in scheduled for further in effective_users(user)):
+                parts[position] = user
+        self._parts[node] = parts
 
     def _append(self, step: Step, node: Node, repeats: bool = False) -> None:
         self._steps.append(dataclasses.replace(step, node=node, repeats=repeats))
@@ -400,6 +405,12 @@ def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
 
 # What an allocation says beside its size and stride.
 _OPTIONS = {"dtype", "device", "pin_memory"}
+
+
+def _is_taken_apart(node: Node) -> bool:
+    """Whether nothing but elements of a tuple is used."""
+    elements = all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
+    return elements and isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _is_default(node: Node, name: str, value: Any) -> bool:

@@ -82,12 +82,11 @@ class Text:
         self.namespace: dict[str, Any] = {"__builtins__": builtins}
         self._names: dict[Any, str] = {}
 
-    def assigned(self, results: tuple[Local, ...], call: Call) -> str:
+    def assigned(self, step: Step, call: Call) -> str:
         """``results = call``"""
-        names, code = ", ".join(map(self.of, results)), self.of(call)
-        if not results:
-            return code
-        return f"({names},) = {code}" if call.unpacks else f"{names} = {code}"
+        names = ["_" if local is None else local.name for local in step.results]
+        target = f"({', '.join(names)},)" if step.unpacks else names[0] if names else ""
+        return f"{target} = {self.of(call)}{'; del _' * ('_' in names)}" if target else self.of(call)
 
     def of(self, value: object) -> str:
         """The text of an operand, or of a call."""

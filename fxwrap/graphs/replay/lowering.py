@@ -5,6 +5,7 @@ Registers are slots, and a local that is stored in one, or read from one, is tha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from ...host_graph.nodes import Kernel
 from .guards import Description
 from .native import CannotReplay, NativeReplay, NativeStep, Value
-from .operands import LITERALS, Bound, Call, Local, Moved, Operand, Register, is_number, known, operands_in
-from .steps import Drop, Item, Step, Store
+from .operands import LITERALS, Bound, Call, Local, Moved, Operand, Register, is_number, known
+from .steps import Step, Store
 
 # At the end of a listing's line: the step is a call of a Python function.
 PYTHON = "  # Python"
@@ -29,11 +30,9 @@ class Lowering:
         slots: of locals.
     """
 
-    def __init__(
-        self, native: NativeReplay, steps: Sequence[Step], result: Operand, description: Description
-    ) -> None:
+    def __init__(self, native: NativeReplay, steps: Sequence[Step], description: Description) -> None:
         self.library, self.operations, self._kernel_address = native.library, native.operations, native.kernel_address
-        self._steps, self._description = steps, description
+        self._description = description
         self.slots: dict[Local, int] = {}
         self._borrowed = set[Local]()  # in registers that stay when the local goes
         self._stored = {
@@ -41,16 +40,6 @@ class Lowering:
             for step in steps
             if isinstance(step, Store) and isinstance(step.value, Local)
         }
-        # Tuples of which nothing but elements is read, each of them once: an element goes with the local that has it.
-        items = [step for step in steps if isinstance(step, Item)]
-        whole = {part for step in steps if not isinstance(step, (Item, Drop)) for part in step.reads()}
-        whole.update(operands_in(result))
-        taken = [(item.whole, item.position) for item in items]
-        whole.update(
-            item.whole for item in items if item.position < 0 or taken.count((item.whole, item.position)) > 1
-        )
-        self._taken_apart = {item.whole for item in items} - whole
-        self._elements: dict[tuple[Local, int], int] = {}
         self._temporaries = 0
 
     # -- operands -------------------------------------------------------------------------------------
@@ -135,22 +124,21 @@ class Lowering:
         """Steps skip autograd's layer of the dispatcher from here on, or do so no more."""
         self.add(self.library.below_autograd(below), f"{'below' if below else 'through'} autograd:")
 
-    def python(self, call: Call, results: Sequence[Local]) -> NativeStep:
+    def python(self, step: Step, call: Call) -> NativeStep:
         """A call of Python."""
         args = self.values((*call.args, *call.kwargs.values()))  # type: ignore[arg-type]
-        for local in results:  # nobody takes the elements out of what was returned, until ``item`` does
-            self._taken_apart.discard(local)
-        slots = [self.new(local) for local in results]
-        return self.library.python(call.function, args, tuple(call.kwargs), slots, call.unpacks)
+        slots = [self.new(local) for local in step.results if local is not None]
+        return self.library.python(call.function, args, tuple(call.kwargs), slots, step.unpacks)
 
-    def call_python(self, call: Call, results: Sequence[Local], name: str = "") -> bool:
+    def call_python(self, step: Step, call: Call, name: str = "") -> bool:
         """Append a call of Python."""
         named = [f"{name}={self.text(value)}" for name, value in call.kwargs.items()]
         given = ", ".join([*map(self.text, call.args), *named])
-        step = self.python(call, results)
-        made = f"{', '.join(map(self.text, results))} = " if results else ""
+        made = [local or self.temporary() for local in step.results]
+        native = self.python(dataclasses.replace(step, results=tuple(made)), call)
         name = name or getattr(call.function, "__name__", None) or type(call.function).__name__
-        return self.add(step, f"{made}{name}({given}){PYTHON}")
+        self.add(native, f"{f'{self.texts(made)} = ' if made else ''}{name}({given}){PYTHON}")
+        return self.drop([local for local in made if local not in step.results])
 
     def kernel(self, kernel: Kernel, args: Sequence[Operand]) -> bool:
         """A call of a kernel by its address, if it takes pointers and integers of 64 bits."""
@@ -169,7 +157,7 @@ class Lowering:
         step = self.library.kernel(address, self.values(args), read, written)
         return self.add(step, f"{kernel.name}({self.texts(args)})")
 
-    def operator(self, overload: torch._ops.OpOverload, call: Call, results: Sequence[Local]) -> bool:
+    def operator(self, overload: torch._ops.OpOverload, call: Call, results: Sequence[Local | None]) -> bool:
         """A call through the dispatcher, if the arguments are in the order of the schema."""
         schema, args, named = overload._schema, call.args, dict(call.kwargs)
         described, texts = list[Value | None](), list[str]()
@@ -188,28 +176,13 @@ class Lowering:
             texts.append(self.text(operand))
         if named or sum(not argument.kwarg_only for argument in schema.arguments) < len(args):
             return False
-        slots: list[int | None] = []
-        if results:
-            (local,) = results
-            if len(schema.returns) == 1:
-                slots = [self.new(local)]
-                self._taken_apart.discard(local)  # a list is a value of its own: it goes when the local goes
-            elif local in self._taken_apart:
-                slots = self._elements_of(local, len(schema.returns))
-            else:
-                return False
+        if results and len(results) != len(schema.returns):
+            return False  # a tuple
+        slots = [None if local is None else self.new(local) for local in results]
         made = ", ".join("_" if slot is None else f"slot {slot}" for slot in slots)
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         step = self.library.operator(schema.name, schema.overload_name, described, slots)
         return self.add(step, f"{made + ' = ' if made else ''}{name}({', '.join(texts)})")
-
-    def _elements_of(self, whole: Local, count: int) -> list[int | None]:
-        """Slots for the elements of a tuple that somebody takes out."""
-        results: list[int | None] = [None] * count
-        for step in self._steps:
-            if isinstance(step, Item) and step.whole == whole:
-                results[step.position] = self._elements[whole, step.position] = self.new(step.results[0])
-        return results
 
     def load(self, local: Local, number: int, empties: bool) -> bool:
         self.slots[local] = number
@@ -228,8 +201,7 @@ class Lowering:
 
     def drop(self, locals: Sequence[Local]) -> bool:
         for local in locals:
-            stays = local in self._borrowed or local in self._taken_apart
-            if not stays and self._stored.get(local) != self.slots[local]:
+            if local not in self._borrowed and self._stored.get(local) != self.slots[local]:
                 self._drop(self.slots[local])
         return True
 
@@ -238,10 +210,6 @@ class Lowering:
         return self.add(self.library.drop(slot), f"drop slot {slot}")
 
     def item(self, local: Local, whole: Local, position: int) -> bool:
-        element = self._elements.get((whole, position))
-        if element is not None:
-            self.slots[local] = element
-            return True
         slot = self.new(local)
         text = f"slot {slot} = {self.text(whole)}[{position}]"
         return self.add(self.library.item(slot, self.slots[whole], position), text)

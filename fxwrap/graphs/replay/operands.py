@@ -52,16 +52,11 @@ Function: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """``function(*args, **kwargs)`` in Python; another call may be in a list among the arguments.
-
-    Attributes:
-        unpacks: whether the results are the elements of what it returns.
-    """
+    """``function(*args, **kwargs)`` in Python; another call may be in a list among the arguments."""
 
     function: Function
     args: tuple[Operand | list[Call], ...] = ()
     kwargs: Mapping[str, Operand] = field(default_factory=dict)
-    unpacks: bool = False
 
 
 def operands_in(value: object) -> Iterator[Local | Register | Bound]:

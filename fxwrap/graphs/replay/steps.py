@@ -45,12 +45,14 @@ class Step:
     """One step. A kind overrides ``call``, or ``python`` and ``native``.
 
     Attributes:
-        results: the locals that it makes.
+        results: the locals that it makes; None for an element that nobody reads.
+        unpacks: whether they are the elements of what it returns.
         node: the node that it runs; None for what belongs to several.
         repeats: whether it may run again after it was out of memory.
     """
 
-    results: tuple[Local, ...] = ()
+    results: tuple[Local | None, ...] = ()
+    unpacks: bool = False
     node: Node | None = None
     repeats: bool = False
 
@@ -58,12 +60,19 @@ class Step:
         own = (one.name for one in dataclasses.fields(self) if one.name not in Step.__dataclass_fields__)
         return operands_in([getattr(self, name) for name in own])
 
+    @property
+    def result(self) -> Local:
+        """What a step makes that makes one thing."""
+        (local,) = self.results
+        assert local is not None
+        return local
+
     def call(self) -> Call:
         raise NotImplementedError(f"{type(self).__name__} is no call")
 
     def python(self, text: Text) -> str:
         """The step as Python."""
-        return text.assigned(self.results, self.call())
+        return text.assigned(self, self.call())
 
     def native(self, unit: Lowering) -> bool:
         """Append the step to a unit. False where the library cannot do it: then it is a call of Python."""
@@ -72,7 +81,7 @@ class Step:
     def lower(self, unit: Lowering) -> None:
         """Append the step to a unit."""
         if not self.native(unit):
-            unit.call_python(self.call(), self.results)
+            unit.call_python(self, self.call())
 
 
 # -- memory -----------------------------------------------------------------------------------------------------
@@ -100,7 +109,7 @@ class Allocate(Step):
         if self.device.type != "cpu" or self.pin_memory or not are_sizes(self.size, self.stride):
             return False
         size, stride = unit.values((self.size, self.stride))
-        text, slot = unit.text(self.size), unit.new(*self.results)
+        text, slot = unit.text(self.size), unit.new(self.result)
         return unit.add(
             unit.library.empty(slot, size, stride, self.dtype), f"slot {slot} = empty {text}, {self.dtype}"
         )
@@ -124,7 +133,7 @@ class View(Step):
             return False
         operands = self.base, self.size, self.stride, self.offset
         values, (base, size, stride, offset) = unit.values(operands), map(unit.text, operands)
-        slot = unit.new(*self.results)
+        slot = unit.new(self.result)
         text = f"slot {slot} = {base} as {size}, strides {stride}, offset {offset}"
         return unit.add(unit.library.view(slot, *values), text)
 
@@ -182,10 +191,9 @@ class CallPython(Step):
     function: Function
     args: tuple[Operand, ...] = ()
     kwargs: Mapping[str, Operand] = field(default_factory=dict)
-    unpacks: bool = field(default=False, kw_only=True)  # whether the results are the elements of what it returns
 
     def call(self) -> Call:
-        return Call(self.function, self.args, self.kwargs, self.unpacks)
+        return Call(self.function, self.args, self.kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +215,8 @@ class Arithmetic(CallPython):
         if count != len(self.args) or self.kwargs or not self.results or not all(map(is_number, self.args)):
             return False
         first, second = unit.values((self.args * 2)[:2])  # of one operand: the second is ignored
-        given, python = unit.texts(self.args), unit.python(self.call(), self.results)
-        slot = unit.slots[self.results[0]]
+        given, python = unit.texts(self.args), unit.python(self, self.call())
+        slot = unit.slots[self.result]
         step = unit.library.arithmetic(slot, number, first, second, python)
         return unit.add(step, f"slot {slot} = {self.function.__name__}({given})")
 
@@ -224,7 +232,7 @@ class Launch(Step):
         return Call(self.kernel.call, self.args)
 
     def native(self, unit: Lowering) -> bool:
-        return unit.kernel(self.kernel, self.args) or unit.call_python(self.call(), self.results, self.kernel.name)
+        return unit.kernel(self.kernel, self.args) or unit.call_python(self, self.call(), self.kernel.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +261,7 @@ class PostProcess(Step):
     def native(self, unit: Lowering) -> bool:
         result = unit.temporary()
         dataclasses.replace(self.step, results=(result,)).lower(unit)
-        return unit.call_python(Call(self.function, ([Moved(result)],)), self.results)  # type: ignore[arg-type]
+        return unit.call_python(self, Call(self.function, ([Moved(result)],)))  # type: ignore[arg-type]
 
 
 # -- checks: where one does not hold, Python says so --------------------------------------------------------------
@@ -276,7 +284,7 @@ class CheckLayout(Step):
         if not are_sizes(self.size, self.stride):
             return False
         operands = self.tensor, self.size, self.stride
-        step = unit.library.layout(*unit.values(operands), unit.python(self.call(), self.results))
+        step = unit.library.layout(*unit.values(operands), unit.python(self, self.call()))
         tensor, size, stride = map(unit.text, operands)
         return unit.add(step, f"assert {tensor} is {size}, strides {stride}")
 
@@ -294,7 +302,7 @@ class CheckAlignment(Step):
         return Call(self.function, (self.tensor, self.nbytes, *([self.name] if self.name else [])))
 
     def native(self, unit: Lowering) -> bool:
-        python = unit.python(self.call(), self.results)
+        python = unit.python(self, self.call())
         step = unit.library.alignment(unit.value(self.tensor), self.nbytes, python)
         return unit.add(step, f"assert {unit.text(self.tensor)} is at a multiple of {self.nbytes}")
 
@@ -313,7 +321,7 @@ class CheckCondition(Step):
     def native(self, unit: Lowering) -> bool:
         if not isinstance(self.condition, Local):
             return False
-        step = unit.library.condition(unit.value(self.condition), unit.python(self.call(), self.results))
+        step = unit.library.condition(unit.value(self.condition), unit.python(self, self.call()))
         return unit.add(step, f"assert {unit.text(self.condition)}: {known(self.message)}")
 
 
@@ -328,11 +336,11 @@ class Load(Step):
     empties: bool
 
     def python(self, text: Text) -> str:
-        local, register = text.of(self.results[0]), text.of(self.register)
+        local, register = text.of(self.result), text.of(self.register)
         return f"{local} = {register}" + (f"; {register} = None" if self.empties else "")
 
     def native(self, unit: Lowering) -> bool:
-        return unit.load(self.results[0], self.register.number, self.empties)
+        return unit.load(self.result, self.register.number, self.empties)
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,10 +365,10 @@ class Item(Step):
     position: int
 
     def python(self, text: Text) -> str:
-        return f"{text.of(self.results[0])} = {text.of(self.whole)}[{self.position}]"
+        return f"{text.of(self.result)} = {text.of(self.whole)}[{self.position}]"
 
     def native(self, unit: Lowering) -> bool:
-        return unit.item(self.results[0], self.whole, self.position)
+        return unit.item(self.result, self.whole, self.position)
 
 
 @dataclass(frozen=True, eq=False)

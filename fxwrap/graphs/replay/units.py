@@ -49,7 +49,7 @@ def _make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, desc
     below = False
     last: Lowering | None = None
     for part in parts:
-        last = Lowering(native, part.steps, part.result, description)
+        last = Lowering(native, part.steps, description)
         if part.below_autograd is not below:
             below = part.below_autograd
             last.below_autograd(below)
