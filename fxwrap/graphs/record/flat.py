@@ -146,9 +146,9 @@ class FlatBuilder:
                     self.check(checker)
             self._add_all(self._after, [node])
 
-    def _add_all(self, several: Steps, nodes: Iterable[Node]) -> None:
+    def _add_all(self, around: Steps, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            self._steps += several.get(node, ())
+            self._steps += around.get(node, ())
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call that replaces them."""

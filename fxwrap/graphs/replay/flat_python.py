@@ -82,11 +82,11 @@ class Text:
         self.namespace: dict[str, Any] = {"__builtins__": builtins}
         self._names: dict[Any, str] = {}
 
-    def assigned(self, step: Step, call: Call) -> str:
-        """``results = call``"""
+    def assigned(self, step: Step, code: str) -> str:
+        """``results = code``"""
         names = ["_" if local is None else local.name for local in step.results]
         target = f"({', '.join(names)},)" if step.unpacks else names[0] if names else ""
-        return f"{target} = {self.of(call)}{'; del _' * ('_' in names)}" if target else self.of(call)
+        return f"{target} = {code}{'; del _' * ('_' in names)}" if target else code
 
     def of(self, value: object) -> str:
         """The text of an operand, or of a call."""

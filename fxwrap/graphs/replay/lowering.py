@@ -6,8 +6,7 @@ Registers are slots, and a local that is stored in one, or read from one, is tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -44,7 +43,7 @@ class Lowering:
 
     # -- operands -------------------------------------------------------------------------------------
 
-    def value(self, operand: Any) -> Value:
+    def value(self, operand: Operand) -> Value:
         """An operand as the library takes it."""
         library = self.library
         match operand:
@@ -71,7 +70,7 @@ class Lowering:
     def values(self, operands: Sequence[Operand]) -> list[Value]:
         return list(map(self.value, operands))
 
-    def text(self, operand: Any) -> str:
+    def text(self, operand: Operand) -> str:
         """An operand in a listing."""
         match operand:
             case Local():
@@ -93,7 +92,7 @@ class Lowering:
                 return ":".join(map(self.text, (operand.start, operand.stop, operand.step)))
         return repr(operand)
 
-    def texts(self, operands: Sequence[Operand]) -> str:
+    def texts(self, operands: Iterable[Operand]) -> str:
         return ", ".join(map(self.text, operands))
 
     def new(self, local: Local) -> int:
@@ -126,7 +125,7 @@ class Lowering:
 
     def python(self, step: Step, call: Call) -> NativeStep:
         """A call of Python."""
-        args = self.values((*call.args, *call.kwargs.values()))  # type: ignore[arg-type]
+        args = self.values((*call.args, *call.kwargs.values()))
         slots = [self.new(local) for local in step.results if local is not None]
         return self.library.python(call.function, args, tuple(call.kwargs), slots, step.unpacks)
 
@@ -134,7 +133,7 @@ class Lowering:
         """Append a call of Python."""
         named = [f"{name}={self.text(value)}" for name, value in call.kwargs.items()]
         given = ", ".join([*map(self.text, call.args), *named])
-        made = [local or self.temporary() for local in step.results]
+        made: list[Local] = [local or self.temporary() for local in step.results]
         native = self.python(dataclasses.replace(step, results=tuple(made)), call)
         name = name or getattr(call.function, "__name__", None) or type(call.function).__name__
         self.add(native, f"{f'{self.texts(made)} = ' if made else ''}{name}({given}){PYTHON}")

@@ -52,10 +52,10 @@ Function: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """``function(*args, **kwargs)`` in Python; another call may be in a list among the arguments."""
+    """``function(*args, **kwargs)`` in Python."""
 
     function: Function
-    args: tuple[Operand | list[Call], ...] = ()
+    args: tuple[Operand, ...] = ()
     kwargs: Mapping[str, Operand] = field(default_factory=dict)
 
 

@@ -72,7 +72,7 @@ class Step:
 
     def python(self, text: Text) -> str:
         """The step as Python."""
-        return text.assigned(self, self.call())
+        return text.assigned(self, text.of(self.call()))
 
     def native(self, unit: Lowering) -> bool:
         """Append the step to a unit. False where the library cannot do it: then it is a call of Python."""
@@ -255,13 +255,13 @@ class PostProcess(Step):
     def reads(self) -> Iterator[Local | Register | Bound]:
         return self.step.reads()
 
-    def call(self) -> Call:
-        return Call(self.function, ([self.step.call()],))
+    def python(self, text: Text) -> str:
+        return text.assigned(self, f"{text.bound(self.function)}([{text.of(self.step.call())}])")
 
     def native(self, unit: Lowering) -> bool:
         result = unit.temporary()
         dataclasses.replace(self.step, results=(result,)).lower(unit)
-        return unit.call_python(self, Call(self.function, ([Moved(result)],)))  # type: ignore[arg-type]
+        return unit.call_python(self, Call(self.function, ([Moved(result)],)))
 
 
 # -- checks: where one does not hold, Python says so --------------------------------------------------------------
