@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_calls import native
 from random_graphs import CPU, PROPERTY
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxwrap.codegen.native_library import native_replay
 from fxwrap.graphs.devices.cpu_graph import CPUGraph
@@ -238,6 +239,22 @@ def test_a_kind_does_the_same_both_ways(kind: type[Step], example: Callable[[], 
     assert _plain(list(python.memory)) == _plain(list(unit.memory))
     assert all(tensor.any() for tensor in unit.memory)  # they have run
     assert sum(line.endswith(PYTHON) for line in unit.listing) == unit.lines, unit.listing
+
+
+@native
+def test_an_element_that_nobody_reads_is_freed_at_once() -> None:
+    storages = list[StorageWeakRef]()
+
+    def two() -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.ones(2), torch.ones(3)
+        storages.append(StorageWeakRef(made[0].untyped_storage()))
+        return made
+
+    makes = steps.CallPython(two, results=(None, C), unpacks=True)
+    asks = steps.CallPython(lambda: storages[-1].expired(), results=(B,))
+    example = Example([makes, asks], (B, C))
+    for gone, read in (example.in_python(), example.natively()):
+        assert gone and torch.equal(read, torch.ones(3))
 
 
 @native
