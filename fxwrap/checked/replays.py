@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +15,8 @@ from torch.fx import Node
 from ..errors import CheckError
 from ..graphs.memory.locks import LockOwner
 from ..graphs.record.recording_builder import RecordingBuilder
-from ..graphs.replay.flat_lines import Line, Part, Register, operands_in
+from ..graphs.replay.flat_python import Part
+from ..graphs.replay.operands import Register
 from ..graphs.replay.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
 from ..graphs.replay.recording import Recording, Replay
 from ..host_graph.nodes import Kind, kind_of, operator_name
@@ -181,9 +181,8 @@ def check_steps(recording: Recording) -> None:
 
 def _registers_in(replay: Replay, name: str) -> set[int]:
     """The registers that parts of this name read."""
-    lines = [line for part in replay.parts if part.name == name for line in part.lines if isinstance(line, Line)]
-    operands = itertools.chain.from_iterable(operands_in(line.value) for line in lines)
-    return {operand.number for operand in operands if isinstance(operand, Register)}
+    steps = (step for part in replay.parts if part.name == name for step in part.steps)
+    return {operand.number for step in steps for operand in step.reads() if isinstance(operand, Register)}
 
 
 class _Noting(RecordingBuilder):

@@ -140,9 +140,9 @@ class Walk:
         if kind_of(node) is Kind.ALLOCATION:  # one of data-dependent size
             self.value(node)
             return
-        landing = self.results.landings([node], set()).get(node)
+        copy = self.results.result_copies([node], set()).get(node)
         made = self._call(node, call)
-        self.values[node] = landing([made]) if landing is not None else made
+        self.values[node] = copy([made]) if copy is not None else made
         del made
         self._note(self.facts.of(node))
 

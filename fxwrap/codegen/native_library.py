@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ..graphs.replay.units import NativeReplay
+from ..graphs.replay.native import NativeReplay
+from ..host_graph.arithmetic import ARITHMETIC
 from ..host_graph.nodes import Kernel
 from ..native_build import built_library, library_path
 
@@ -68,16 +69,8 @@ def _load() -> NativeReplay:
     assert spec is not None
     library: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(library)
-    guards: Any = torch._C._dynamo.guards
-    return NativeReplay(
-        library.unit,
-        library.MISSED,
-        kernel_address,
-        guards._empty_strided_cpu,
-        guards._reinterpret_tensor,
-        guards.assert_size_stride,
-        getattr(guards, "assert_alignment", None),
-    )
+    operations = {ARITHMETIC[name]: (number, count) for number, (name, count) in enumerate(library.OPERATIONS)}
+    return NativeReplay(library, operations, kernel_address)
 
 
 def _flags() -> tuple[str, ...]:

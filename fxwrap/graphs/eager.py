@@ -13,9 +13,11 @@ from ..host_graph.nodes import checks_on, constants, output_node
 from ..plan import ProgramPlan
 from .policy.eager_memory import GiveBack, can_run_again
 from .record.flat import FlatBuilder, FlatFunction
-from .replay.flat_lines import Part
+from .replay.flat_python import Part
+from .replay.guards import Description
+from .replay.native import CannotReplay
 from .replay.ranges import partition_range
-from .replay.units import CannotReplay, Description, make_unit
+from .replay.units import make_unit
 from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from .policy.specialization import Decision, Specialization
 from .policy.specializations import Specializations
 from .prepared import DynamicSizes, Prepared
 from .recorder import NOT_RECORDED, Recorder
+from .replay.native import Unit
 from .replay.overlaps import MutatedInputs
 from .replay.recording import Recording, next_use
-from .replay.units import Unit
 from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)

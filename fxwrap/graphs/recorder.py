@@ -26,10 +26,10 @@ from .policy.specialization import Decision, Specialization
 from .policy.specializations import Specializations
 from .prepared import DynamicSizes, Prepared
 from .record.recording_builder import Recorded, RecordingBuilder
+from .replay.guards import Guards
 from .replay.overlaps import MutatedInputs
 from .replay.ranges import recording as recording_range
 from .replay.recording import RecordingRequest
-from .replay.units import Guards
 from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)

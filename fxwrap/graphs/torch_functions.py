@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..devices import PutRight
 from ..plan import MemoryPlan, ProgramPlan
 from .devices.device_graph import DeviceGraph
-from .replay.units import NativeReplay
+from .replay.native import NativeReplay
 
 # Asked of the inputs at every call.
 InputCheck = Callable[[list[Any]], bool]

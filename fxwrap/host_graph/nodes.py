@@ -466,6 +466,11 @@ def checks_layout(node: Node) -> bool:
     return getattr(node.target, "__name__", "") == "assert_size_stride"
 
 
+def checks_alignment(node: Node) -> bool:
+    """Whether a check looks at nothing but the address of a tensor."""
+    return getattr(node.target, "__name__", "") == "assert_alignment"
+
+
 def checks_on(nodes: Sequence[Node]) -> list[Node]:
     """The asserts on inputs and other values that exist before any work."""
     found: dict[Node, None] = {}

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from ..graphs.replay.units import PYTHON
+from ..graphs.replay.lowering import PYTHON
 from .document import Document, GraphData, KernelData, NodeData, checked, short_line
 
 SCHEMA = "fxwrap.difference/1"

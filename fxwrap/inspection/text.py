@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ..graphs.replay.units import PYTHON
+from ..graphs.replay.lowering import PYTHON
 from .document import BenefitData, Document, DynamoData, GraphData, PartitionData, short_line
 from .memory_map import MemoryData
 

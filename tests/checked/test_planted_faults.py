@@ -19,8 +19,9 @@ import fxwrap.pipeline
 from fxwrap.graphs.memory.live_outputs import LivenessGuard
 from fxwrap.graphs.memory.static_buffers import StaticBuffers
 from fxwrap.graphs.record.recording_builder import RecordingBuilder
-from fxwrap.graphs.replay.flat_lines import Bound
+from fxwrap.graphs.replay.operands import Call
 from fxwrap.graphs.replay.recording import Replay
+from fxwrap.graphs.replay.steps import Copy
 from fxwrap.plan import Home, MemoryPlan
 from fxwrap.testing.simulated import SimulatedGraph
 
@@ -445,7 +446,7 @@ def test_an_updated_input_is_not_copied_back(
         return finished(self, dataclasses.replace(replay, parts=without))
 
     if fault == "wrong input":
-        monkeypatch.setattr("fxwrap.graphs.record.recording_builder._COPY", Bound(lambda target, source: None))
+        monkeypatch.setattr(Copy, "call", lambda self: Call(lambda *_: None, (self.target, self.source)))
     else:
         monkeypatch.setattr(RecordingBuilder, "_make_recording", planted)
 

@@ -1,4 +1,5 @@
-// Replays recordings without Python: a unit is a list of steps over slots, made by graphs/replay/units.py.
+// Replays recordings without Python: a unit is a list of steps over slots, made by graphs/replay/units.py, which calls
+// the functions of this module.
 //
 // A step calls a kernel by its address, an operator through the dispatcher, or a Python function. There is nothing to
 // compile for a program: beside what an operator costs, going through a list of steps costs nothing.
@@ -15,7 +16,7 @@
 #include <unistd.h>
 
 #include "guards.h"
-#include "steps.h"
+#include "python_steps.h"
 
 namespace fxwrap {
 namespace {
@@ -26,15 +27,13 @@ struct UnitState {
   Slots slots;
   std::vector<std::pair<Py_ssize_t, size_t>> loads;  // input -> slot
   std::vector<Py_ssize_t> kept_inputs;               // without a slot
+  Shared shared;
   std::vector<std::unique_ptr<Step>> steps;
-  std::vector<ResizeStep*> regions;
   std::vector<size_t> cleared;  // slots, at the end of a call
   std::optional<Value> result;
   std::string name;                                      // of the range in profiles that a call is
   std::vector<std::pair<size_t, std::string>> ranges;    // inside of it: the first step, up to the next range
   Guards guards;
-  std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> below =
-      std::make_shared<std::optional<at::AutoDispatchBelowAutograd>>();
   py::object kept, give_back, out_of_memory;
   std::vector<bool> repeats;  // by step: whether it runs again after it was out of memory; empty: none does
   int64_t* counter = nullptr;
@@ -73,7 +72,7 @@ class Call {
   ~Call() {
     if (!done_) {
       for (auto& slot : state_.slots) slot.clear();
-      for (auto* region : state_.regions) region->empty();
+      for (auto* region : state_.shared.regions) region->empty();
     }
     for (auto slot : state_.cleared) state_.slots[slot].clear();
     if (!state_.empties_inputs) PyList_SetSlice(inputs_, 0, PY_SSIZE_T_MAX, nullptr);
@@ -94,7 +93,7 @@ class Call {
       struct Below {  // wherever the call ends
         std::optional<at::AutoDispatchBelowAutograd>& state;
         ~Below() { state.reset(); }
-      } below{*state_.below};
+      } below{state_.shared.below};
       auto run_until = [&](size_t end) {
         for (; at < end; ++at) {
           auto& step = state_.steps[at];
@@ -262,50 +261,78 @@ PyObject* unit_used(PyObject* self, void*) {
   return PyLong_FromLongLong(state != nullptr ? state->used : 0);
 }
 
-std::unique_ptr<Step> made(UnitState& state, const py::tuple& described) {
-  auto kind = py::cast<std::string>(described[0]);
-  auto slot = [&](size_t i) { return py::cast<size_t>(described[i]); };
-  if (kind == "kernel") return std::make_unique<KernelStep>(py::cast<uint64_t>(described[1]), py::list(described[2]));
-  if (kind == "operator")
-    return std::make_unique<OperatorStep>(py::cast<std::string>(described[1]), py::cast<std::string>(described[2]),
-                                          py::list(described[3]), py::list(described[4]));
-  if (kind == "empty")
-    return std::make_unique<EmptyStep>(slot(1), Sizes(described[2]), Sizes(described[3]),
-                                       reinterpret_cast<THPDtype*>(py::object(described[4]).ptr())->scalar_type);
-  if (kind == "view")
-    return std::make_unique<ViewStep>(slot(1), Operand(Value(described[2])), Sizes(described[3]), Sizes(described[4]),
-                                      Number(Value(described[5])));
-  if (kind == "fill") return std::make_unique<FillStep>(py::list(described[1]), py::list(described[2]));
-  if (kind == "resize") {
-    auto step = std::make_unique<ResizeStep>(torch::createStorage(py::object(described[1]).ptr()), slot(2));
-    state.regions.push_back(step.get());
-    return step;
-  }
-  auto python = [&](size_t i) {
-    return std::make_unique<PythonStep>(py::object(described[i]), py::list(described[i + 1]),
-                                        py::dict(described[i + 2]), py::list(described[i + 3]),
-                                        py::cast<bool>(described[i + 4]));
-  };
-  if (kind == "python") return python(1);
-  if (kind == "layout")
-    return std::make_unique<LayoutStep>(Operand(Value(described[1])), Sizes(described[2]), Sizes(described[3]), python(4));
-  if (kind == "alignment")
-    return std::make_unique<AlignmentStep>(Operand(Value(described[1])), py::cast<uint64_t>(described[2]), python(3));
-  if (kind == "check") return std::make_unique<CheckStep>(Number(Value(described[1])), python(2));
-  if (kind == "integer")
-    return std::make_unique<IntegerStep>(slot(1), py::cast<std::string>(described[2]), Number(Value(described[3])),
-                                         Number(Value(described[4])), python(5));
-  if (kind == "item") return std::make_unique<ItemStep>(slot(1), slot(2), py::cast<Py_ssize_t>(described[3]));
-  if (kind == "set") return std::make_unique<SetStep>(slot(1), Value(described[2]));
-  if (kind == "copy") return std::make_unique<CopyStep>(slot(1), slot(2));
-  if (kind == "drop") return std::make_unique<DropStep>(slot(1));
-  if (kind == "below autograd") return std::make_unique<BelowAutogradStep>(state.below, py::cast<bool>(described[1]));
-  throw py::value_error("a unit has no step of the kind " + kind);
+// A step as Python has it, until a unit takes it.
+struct MadeStep {
+  std::unique_ptr<Step> step;
+};
+
+template <typename Kind, typename... Arguments>
+MadeStep made(Arguments&&... arguments) {
+  return {std::make_unique<Kind>(std::forward<Arguments>(arguments)...)};
+}
+
+std::unique_ptr<PythonStep> python_in(MadeStep& made) {
+  TORCH_CHECK(dynamic_cast<PythonStep*>(made.step.get()) != nullptr, "this is no call of Python");
+  return std::unique_ptr<PythonStep>(static_cast<PythonStep*>(made.step.release()));
+}
+
+// What makes operands and steps, for graphs/replay/lowering.py and steps.py.
+void define_steps(py::module_& m) {
+  using Parts = Value::Parts;
+  py::class_<Value>(m, "Value", py::module_local());
+  py::class_<MadeStep>(m, "Step", py::module_local());
+  using Kind = Value::Kind;
+  m.def("slot", [](size_t slot) { return Value(Kind::Slot, slot); });
+  m.def("moved", [](size_t slot) { return Value(Kind::Moved, slot); });
+  m.def("constant", [](py::object value) { return Value(std::move(value)); });
+  m.def("tuple", [](Parts parts) { return Value(Kind::Tuple, std::move(parts)); });
+  m.def("list", [](Parts parts) { return Value(Kind::List, std::move(parts)); });
+  m.def("slice", [](Parts bounds) { return Value(Kind::Slice, std::move(bounds)); });
+  m.def("dict", [](Parts parts, std::vector<py::object> names) {
+    return Value(Kind::Dict, std::move(parts), std::move(names));
+  });
+
+  m.def("kernel", made<KernelStep, uint64_t, const Parts&, const std::vector<size_t>&, const std::vector<size_t>&>);
+  m.def("operator", made<OperatorStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
+                         const std::vector<std::optional<size_t>>&>);
+  m.def("python", made<PythonStep, py::object, Parts, const py::tuple&, std::vector<size_t>, bool>);
+  m.def("empty", [](size_t slot, const Value& size, const Value& stride, const py::object& dtype) {
+    TORCH_CHECK(THPDtype_Check(dtype.ptr()));
+    return made<EmptyStep>(slot, Sizes(size), Sizes(stride), reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  });
+  m.def("view", [](size_t slot, const Value& base, const Value& size, const Value& stride, const Value& offset) {
+    return made<ViewStep>(slot, Operand(base), Sizes(size), Sizes(stride), Number(offset));
+  });
+  m.def("fill", made<FillStep, std::vector<at::Tensor>, const Parts&>);
+  m.def("resize", [](const py::object& storage, size_t bytes) {
+    return made<ResizeStep>(torch::createStorage(storage.ptr()), bytes);
+  });
+  m.def("item", made<ItemStep, size_t, size_t, Py_ssize_t>);
+  m.def("set", made<SetStep, size_t, const Value&>);
+  m.def("copy", made<CopyStep, size_t, size_t>);
+  m.def("drop", made<DropStep, size_t>);
+  m.def("below_autograd", made<BelowAutogradStep, bool>);
+
+  m.def("layout", [](const Value& tensor, const Value& size, const Value& stride, MadeStep& python) {
+    return made<LayoutStep>(Operand(tensor), Sizes(size), Sizes(stride), python_in(python));
+  });
+  m.def("alignment", [](const Value& tensor, uint64_t bytes, MadeStep& python) {
+    return made<AlignmentStep>(Operand(tensor), bytes, python_in(python));
+  });
+  m.def("condition", [](const Value& condition, MadeStep& python) {
+    return made<ConditionStep>(Number(condition), python_in(python));
+  });
+  m.def("arithmetic", [](size_t slot, size_t operation, const Value& first, const Value& second, MadeStep& python) {
+    return made<ArithmeticStep>(slot, operation, Number(first), Number(second), python_in(python));
+  });
+  py::list operations;
+  for (const auto& one : ArithmeticStep::operations()) operations.append(py::make_tuple(one.name, one.operands));
+  m.attr("OPERATIONS") = operations;
 }
 
 PyTypeObject UnitType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// unit(description): a dictionary, whose entries graphs/replay/units.py explains
+// unit(description): a dictionary, whose entries graphs/replay/guards.py explains
 PyObject* new_unit(PyObject*, PyObject* argument) {
   HANDLE_TH_ERRORS
   auto described = py::reinterpret_borrow<py::dict>(argument);
@@ -316,8 +343,13 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   state->loads = py::cast<std::vector<std::pair<Py_ssize_t, size_t>>>(described["loads"]);
   state->kept_inputs = py::cast<std::vector<Py_ssize_t>>(described["kept_inputs"]);
   state->cleared = py::cast<std::vector<size_t>>(described["cleared"]);
-  for (auto step : described["steps"]) state->steps.push_back(made(*state, py::cast<py::tuple>(step)));
-  state->result.emplace(described["result"]);
+  for (auto one : described["steps"]) {
+    auto step = std::move(py::cast<MadeStep&>(one).step);
+    TORCH_CHECK(step, "another unit has this step");
+    step->join(state->shared);
+    state->steps.push_back(std::move(step));
+  }
+  state->result.emplace(py::cast<const Value&>(described["result"]));
   state->name = py::cast<std::string>(described["name"]);
   state->ranges = py::cast<std::vector<std::pair<size_t, std::string>>>(described["ranges"]);
   auto& guards = state->guards;
@@ -403,6 +435,13 @@ PyMODINIT_FUNC PyInit_fxwrap_replay() {
   if (PyType_Ready(&UnitType) < 0) return nullptr;
   auto* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
+  try {
+    auto with_steps = py::reinterpret_borrow<py::module_>(module);
+    define_steps(with_steps);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ImportError, error.what());
+    return nullptr;
+  }
   missed = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   if (missed == nullptr || PyModule_AddObjectRef(module, "MISSED", missed) < 0) return nullptr;
   process = getpid();

@@ -1,4 +1,4 @@
-// The kinds of steps that a unit has.
+// Steps that need no Python: kernels, operators, memory.
 
 #pragma once
 
@@ -11,19 +11,27 @@
 #include <torch/csrc/inductor/inductor_ops.h>
 
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <unordered_map>
 
 #include "values.h"
 
 namespace fxwrap {
 
+class ResizeStep;
+
+// What steps of one unit have in common.
+struct Shared {
+  std::vector<ResizeStep*> regions;
+  std::optional<at::AutoDispatchBelowAutograd> below;
+};
+
 class Step {
  public:
   virtual ~Step() = default;
   virtual void run(Slots& slots) = 0;
+  // It belongs to a unit from now on.
+  virtual void join(Shared&) {}
   // Whether it needs the interpreter's lock, works so long that others should have it, or neither.
   enum class Lock { Needed, InTheWay, Either };
   virtual Lock lock() const { return Lock::Either; }
@@ -54,21 +62,23 @@ constexpr auto kCallers = callers(std::make_index_sequence<kMostArguments + 1>{}
 class KernelStep : public Step {
  public:
   Lock lock() const override { return Lock::InTheWay; }
-  // arguments: (what, value): "read" and "written" tensors, and numbers
-  KernelStep(uint64_t address, const py::list& arguments) : function_(reinterpret_cast<void*>(address)) {
+  // read, written: the positions of tensors; the other arguments are numbers
+  KernelStep(uint64_t address, const Value::Parts& arguments, const std::vector<size_t>& read,
+             const std::vector<size_t>& written)
+      : function_(reinterpret_cast<void*>(address)) {
     TORCH_CHECK(arguments.size() <= kMostArguments);
     caller_ = kCallers[arguments.size()];
     values_.resize(arguments.size());
+    std::vector<bool> is_tensor(arguments.size());
+    for (auto i : read) pointers_.push_back({i, Operand(arguments.at(i)), false});
+    for (auto i : written) pointers_.push_back({i, Operand(arguments.at(i)), true});
+    for (const auto& pointer : pointers_) is_tensor[pointer.position] = true;
     for (size_t i = 0; i < arguments.size(); ++i) {
-      auto argument = py::cast<py::tuple>(arguments[i]);
-      auto what = py::cast<std::string>(argument[0]);
-      Value value(argument[1]);
-      if (what != "number")
-        pointers_.push_back({i, Operand(value), what == "written"});
-      else if (value.is_slot())
-        numbers_.emplace_back(i, Number(value));
+      if (is_tensor[i]) continue;
+      if (arguments[i].is_slot())
+        numbers_.emplace_back(i, Number(arguments[i]));
       else
-        values_[i] = static_cast<uint64_t>(Number(value).in(kNoSlots));
+        values_[i] = static_cast<uint64_t>(Number(arguments[i]).in(kNoSlots));
     }
   }
 
@@ -99,18 +109,20 @@ class KernelStep : public Step {
 
 class OperatorStep : public Step {
  public:
-  OperatorStep(const std::string& name, const std::string& overload, const py::list& arguments, const py::list& results)
+  // An argument that is not there has its default; a result that is not there is dropped.
+  OperatorStep(const std::string& name, const std::string& overload, const std::vector<std::optional<Value>>& arguments,
+               const std::vector<std::optional<size_t>>& results)
       : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str())) {
     const auto& schema = operator_.schema();
     TORCH_CHECK(arguments.size() == schema.arguments().size());
     for (size_t i = 0; i < arguments.size(); ++i) {
       const auto& declared = schema.arguments()[i];
-      if (arguments[i].is_none()) {  // left out
+      if (!arguments[i]) {
         TORCH_CHECK(declared.default_value().has_value());
         values_.push_back(*declared.default_value());
         continue;
       }
-      Value value(arguments[i]);
+      const auto& value = *arguments[i];
       if (value.is_constant()) {
         values_.push_back(converted(value.make(), declared.type()));
         continue;
@@ -121,9 +133,9 @@ class OperatorStep : public Step {
       if (value.is_slot() && (type->kind() == c10::TypeKind::TensorType || type->kind() == c10::TypeKind::IntType))
         holes_.push_back({i, value.slot(), std::move(type)});
       else
-        others_.push_back({i, std::move(value), declared.type()});
+        others_.push_back({i, value, declared.type()});
     }
-    for (auto result : results) results_.push_back(result.is_none() ? -1 : py::cast<long>(result));
+    for (auto result : results) results_.push_back(result ? static_cast<long>(*result) : -1);
     TORCH_CHECK(results_.empty() || results_.size() == schema.returns().size());
     stack_.reserve(std::max(values_.size(), schema.returns().size()));
   }
@@ -251,6 +263,7 @@ class ResizeStep : public Step {
  public:
   ResizeStep(c10::Storage storage, size_t bytes) : storage_(std::move(storage)), bytes_(bytes) {}
   void run(Slots&) override { resize(bytes_); }
+  void join(Shared& unit) override { unit.regions.push_back(this); }
   void empty() { resize(0); }
 
  private:
@@ -270,9 +283,8 @@ class ResizeStep : public Step {
 // Copies inputs to their static buffers.
 class FillStep : public Step {
  public:
-  FillStep(const py::list& buffers, const py::list& inputs) {
-    for (auto buffer : buffers) buffers_.push_back(THPVariable_Unpack(buffer.ptr()));
-    for (auto input : inputs) inputs_.emplace_back(Value(input));
+  FillStep(std::vector<at::Tensor> buffers, const Value::Parts& inputs) : buffers_(std::move(buffers)) {
+    for (const auto& input : inputs) inputs_.emplace_back(input);
     sources_.reserve(inputs_.size());
   }
   Lock lock() const override { return Lock::InTheWay; }
@@ -296,252 +308,6 @@ class FillStep : public Step {
   }
   std::vector<at::Tensor> buffers_, sources_;
   std::vector<Operand> inputs_;
-};
-
-// -- Python -----------------------------------------------------------------------------------------------
-
-class PythonStep : public Step {
- public:
-  PythonStep(py::object function, const py::list& arguments, const py::dict& named, const py::list& results, bool unpacks)
-      : function_(std::move(function)), unpacks_(unpacks) {
-    for (auto argument : arguments) values_.emplace_back(argument);
-    if (!named.empty()) names_ = py::tuple(named.size());
-    size_t position = 0;
-    for (auto item : named) {
-      values_.emplace_back(item.second);
-      names_[position++] = item.first;
-    }
-    for (auto result : results) results_.push_back(py::cast<size_t>(result));
-    held_.resize(values_.size());
-    given_.resize(values_.size());
-  }
-
-  Lock lock() const override { return Lock::Needed; }
-
-  int traverse(visitproc visit, void* arg) const override {
-    Py_VISIT(function_.ptr());
-    Py_VISIT(names_.ptr());
-    for (const auto& value : values_)
-      if (auto stop = value.traverse(visit, arg)) return stop;
-    return 0;
-  }
-
-  void run(Slots& slots) override {
-    for (size_t i = 0; i < values_.size(); ++i) {
-      held_[i] = values_[i].make(slots);
-      given_[i] = held_[i].ptr();
-    }
-    const auto named = names_ ? names_.size() : 0;
-    auto* returned = PyObject_Vectorcall(function_.ptr(), given_.data(), values_.size() - named, names_.ptr());
-    for (auto& argument : held_) argument = py::object();
-    auto result = owned(returned);
-    if (!unpacks_) {
-      if (!results_.empty()) slots[results_[0]].set(result.ptr());
-      return;
-    }
-    auto parts = owned(PySequence_Fast(result.ptr(), "a partition returns a sequence"));
-    if (static_cast<size_t>(PySequence_Fast_GET_SIZE(parts.ptr())) != results_.size())
-      throw py::value_error("a partition returned " + std::to_string(PySequence_Fast_GET_SIZE(parts.ptr())) +
-                            " values, and has " + std::to_string(results_.size()) + " outputs");
-    for (size_t i = 0; i < results_.size(); ++i)
-      slots[results_[i]].set(PySequence_Fast_GET_ITEM(parts.ptr(), static_cast<Py_ssize_t>(i)));
-  }
-
- private:
-  py::object function_;
-  bool unpacks_;
-  std::vector<Value> values_;
-  py::tuple names_ = py::reinterpret_steal<py::tuple>(nullptr);
-  std::vector<size_t> results_;
-  std::vector<py::object> held_;
-  std::vector<PyObject*> given_;
-};
-
-// What a step can do natively as a rule; Python does the rest, or says what is wrong.
-class OrPythonStep : public Step {
- public:
-  explicit OrPythonStep(std::unique_ptr<PythonStep> python) : python_(std::move(python)) {}
-  int traverse(visitproc visit, void* arg) const override { return python_->traverse(visit, arg); }
-  void run(Slots& slots) final {
-    if (natively(slots)) return;
-    py::gil_scoped_acquire locked;
-    python_->run(slots);
-  }
-
- private:
-  virtual bool natively(Slots& slots) = 0;
-  std::unique_ptr<PythonStep> python_;
-};
-
-class LayoutStep : public OrPythonStep {
- public:
-  LayoutStep(Operand operand, Sizes size, Sizes stride, std::unique_ptr<PythonStep> say)
-      : OrPythonStep(std::move(say)), operand_(std::move(operand)), size_(std::move(size)), stride_(std::move(stride)) {}
-
- private:
-  bool natively(Slots& slots) override {
-    const auto& tensor = operand_.in(slots);
-    return tensor.defined() && tensor.sizes() == size_.in(slots) && tensor.strides() == stride_.in(slots);
-  }
-  Operand operand_;
-  Sizes size_, stride_;
-};
-
-class AlignmentStep : public OrPythonStep {
- public:
-  AlignmentStep(Operand operand, uint64_t bytes, std::unique_ptr<PythonStep> say)
-      : OrPythonStep(std::move(say)), operand_(std::move(operand)), bytes_(bytes) {}
-
- private:
-  bool natively(Slots& slots) override {
-    const auto& tensor = operand_.in(slots);
-    return tensor.defined() && tensor.has_storage() &&
-           reinterpret_cast<uint64_t>(tensor.const_data_ptr()) % bytes_ == 0;
-  }
-  Operand operand_;
-  uint64_t bytes_;
-};
-
-class CheckStep : public OrPythonStep {
- public:
-  CheckStep(Number condition, std::unique_ptr<PythonStep> say) : OrPythonStep(std::move(say)), condition_(condition) {}
-
- private:
-  bool natively(Slots& slots) override { return condition_.there(slots) && condition_.in(slots) != 0; }
-  Number condition_;
-};
-
-// Arithmetic of sizes. What does not fit in 64 bits, and other numbers than integers, are Python's.
-class IntegerStep : public OrPythonStep {
- public:
-  IntegerStep(size_t slot, const std::string& operation, Number first, Number second, std::unique_ptr<PythonStep> python)
-      : OrPythonStep(std::move(python)), slot_(slot), compute_(function(operation)), first_(first), second_(second) {}
-
- private:
-  bool natively(Slots& slots) override {
-    return first_.there(slots) && second_.there(slots) &&
-           compute_(first_.in(slots), second_.in(slots), slots[slot_]);
-  }
-
-  // False where Python has to compute.
-  using Function = bool (*)(int64_t, int64_t, Slot&);
-
-  template <typename Compare>
-  static bool compare(int64_t a, int64_t b, Slot& slot) {
-    slot.set(Compare()(a, b), true);
-    return true;
-  }
-  static bool add(int64_t a, int64_t b, Slot& slot) {
-    int64_t sum = 0;
-    return !__builtin_add_overflow(a, b, &sum) && stored(sum, slot);
-  }
-  static bool subtract(int64_t a, int64_t b, Slot& slot) {
-    int64_t difference = 0;
-    return !__builtin_sub_overflow(a, b, &difference) && stored(difference, slot);
-  }
-  static bool multiply(int64_t a, int64_t b, Slot& slot) {
-    int64_t product = 0;
-    return !__builtin_mul_overflow(a, b, &product) && stored(product, slot);
-  }
-  // C rounds towards zero, and Python down.
-  static bool divide(int64_t a, int64_t b, Slot& slot) { return a >= 0 && b > 0 && stored(a / b, slot); }
-  static bool modulo(int64_t a, int64_t b, Slot& slot) { return a >= 0 && b > 0 && stored(a % b, slot); }
-  static bool larger(int64_t a, int64_t b, Slot& slot) { return stored(std::max(a, b), slot); }
-  static bool smaller(int64_t a, int64_t b, Slot& slot) { return stored(std::min(a, b), slot); }
-  // Of one operand: the second repeats it.
-  static bool negate(int64_t a, int64_t, Slot& slot) { return subtract(0, a, slot); }
-  static bool absolute(int64_t a, int64_t, Slot& slot) { return a < 0 ? negate(a, a, slot) : stored(a, slot); }
-  static bool stored(int64_t value, Slot& slot) {
-    slot.set(value);
-    return true;
-  }
-
-  static Function function(const std::string& operation) {
-    static const std::unordered_map<std::string, Function> known = {
-        {"add", add},
-        {"sub", subtract},
-        {"mul", multiply},
-        {"floordiv", divide},
-        {"mod", modulo},
-        {"max", larger},
-        {"min", smaller},
-        {"neg", negate},
-        {"abs", absolute},
-        {"ge", compare<std::greater_equal<>>},
-        {"le", compare<std::less_equal<>>},
-        {"gt", compare<std::greater<>>},
-        {"lt", compare<std::less<>>},
-        {"eq", compare<std::equal_to<>>},
-        {"ne", compare<std::not_equal_to<>>},
-    };
-    return known.at(operation);
-  }
-
-  size_t slot_;
-  Function compute_;
-  Number first_, second_;
-};
-
-class ItemStep : public Step {
- public:
-  ItemStep(size_t slot, size_t of, Py_ssize_t position) : slot_(slot), of_(of), position_(position) {}
-  Lock lock() const override { return Lock::Needed; }
-  void run(Slots& slots) override {
-    auto whole = owned(slots[of_].get());
-    slots[slot_].set(owned(PySequence_GetItem(whole.ptr(), position_)).ptr());
-  }
-
- private:
-  size_t slot_, of_;
-  Py_ssize_t position_;
-};
-
-class SetStep : public Step {
- public:
-  SetStep(size_t slot, Value value) : slot_(slot), value_(std::move(value)) {}
-  int traverse(visitproc visit, void* arg) const override { return value_.traverse(visit, arg); }
-  Lock lock() const override { return Lock::Needed; }
-  void run(Slots& slots) override { slots[slot_].set(value_.make(slots).ptr()); }
-
- private:
-  size_t slot_;
-  Value value_;
-};
-
-class CopyStep : public Step {
- public:
-  CopyStep(size_t slot, size_t from) : slot_(slot), from_(from) {}
-  Lock lock() const override { return Lock::Needed; }
-  void run(Slots& slots) override { slots[slot_] = slots[from_]; }
-
- private:
-  size_t slot_, from_;
-};
-
-class DropStep : public Step {
- public:
-  explicit DropStep(size_t slot) : slot_(slot) {}
-  void run(Slots& slots) override { slots[slot_].clear(); }
-
- private:
-  size_t slot_;
-};
-
-// Skips autograd's layer of the dispatcher from here on, or does so no more.
-class BelowAutogradStep : public Step {
- public:
-  explicit BelowAutogradStep(std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> state, bool below)
-      : state_(std::move(state)), below_(below) {}
-  void run(Slots&) override {
-    if (below_)
-      state_->emplace();
-    else
-      state_->reset();
-  }
-
- private:
-  std::shared_ptr<std::optional<at::AutoDispatchBelowAutograd>> state_;
-  bool below_;
 };
 
 }  // namespace fxwrap

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -101,32 +102,13 @@ inline py::object owned(PyObject* value) {
 // A value of Python's in which slots stand for what is in them.
 class Value {
  public:
-  enum class Kind { Constant, Slot, Taken, Tuple, List, Slice, Dict };
+  enum class Kind { Constant, Slot, Moved, Tuple, List, Slice, Dict };
+  using Parts = std::vector<Value>;
 
-  explicit Value(const py::handle& described) {
-    auto pair = py::cast<py::tuple>(described);
-    auto kind = py::cast<std::string>(pair[0]);
-    py::object content = pair[1];
-    if (kind == "constant") {
-      kind_ = Kind::Constant;
-      constant_ = content;
-      return;
-    }
-    if (kind == "slot" || kind == "taken") {
-      kind_ = kind == "slot" ? Kind::Slot : Kind::Taken;
-      slot_ = py::cast<size_t>(content);
-      return;
-    }
-    kind_ = kind == "tuple" ? Kind::Tuple : kind == "list" ? Kind::List : kind == "slice" ? Kind::Slice : Kind::Dict;
-    if (kind_ == Kind::Dict) {
-      for (auto item : py::cast<py::dict>(content)) {
-        names_.push_back(py::reinterpret_borrow<py::object>(item.first));
-        parts_.emplace_back(item.second);
-      }
-    } else {
-      for (auto part : content) parts_.emplace_back(part);
-    }
-  }
+  explicit Value(py::object constant) : kind_(Kind::Constant), constant_(std::move(constant)) {}
+  Value(Kind kind, size_t slot) : kind_(kind), slot_(slot) {}  // a slot that is moved gives up its reference
+  Value(Kind kind, Parts parts, std::vector<py::object> names = {})
+      : kind_(kind), parts_(std::move(parts)), names_(std::move(names)) {}
 
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(constant_.ptr());
@@ -137,15 +119,14 @@ class Value {
   }
 
   bool is_slot() const { return kind_ == Kind::Slot; }
-  bool is_list() const { return kind_ == Kind::List || kind_ == Kind::Tuple; }
   bool is_constant() const {
-    if (kind_ == Kind::Slot || kind_ == Kind::Taken) return false;
+    if (kind_ == Kind::Slot || kind_ == Kind::Moved) return false;
     for (const auto& part : parts_)
       if (!part.is_constant()) return false;
     return true;
   }
   size_t slot() const { return slot_; }
-  const std::vector<Value>& parts() const { return parts_; }
+  const Parts& parts() const { return parts_; }
 
   py::object make() const {
     Slots none;
@@ -157,10 +138,10 @@ class Value {
         return constant_;
       case Kind::Slot:
         return owned(slots[slot_].get());
-      case Kind::Taken: {
-        auto taken = owned(slots[slot_].get());
+      case Kind::Moved: {
+        auto moved = owned(slots[slot_].get());
         slots[slot_].clear();
-        return taken;
+        return moved;
       }
       case Kind::Slice: {
         std::array<py::object, 3> bounds;
@@ -188,10 +169,10 @@ class Value {
   }
 
  private:
-  Kind kind_ = Kind::Constant;
+  Kind kind_;
   py::object constant_;
   size_t slot_ = 0;
-  std::vector<Value> parts_;
+  Parts parts_;
   std::vector<py::object> names_;
 };
 
@@ -237,11 +218,12 @@ class Number {
 // Sizes or strides.
 class Sizes {
  public:
-  explicit Sizes(const py::handle& described) {
-    for (auto part : described) {
-      parts_.emplace_back(Value(part));
-      known_ = known_ && parts_.back().known();
-    }
+  explicit Sizes(const Value& tuple) {
+    if (tuple.is_constant())
+      for (auto size : tuple.make()) parts_.emplace_back(Value(py::reinterpret_borrow<py::object>(size)));
+    else
+      for (const auto& part : tuple.parts()) parts_.emplace_back(part);
+    known_ = std::all_of(parts_.begin(), parts_.end(), [](const Number& part) { return part.known(); });
     values_.resize(parts_.size());
     if (known_) evaluate(kNoSlots);
   }

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
 
 from ...plan import MemoryPlan, ProgramPlan
-
-
-@dataclass(frozen=True)
-class Resize:
-    """Gives a storage memory, or takes it back."""
-
-    storage: torch.UntypedStorage
-    nbytes: int
-
-    def __call__(self) -> None:
-        self.storage.resize_(self.nbytes)
 
 
 class Regions:
@@ -37,24 +25,24 @@ class Regions:
 
     Attributes:
         places: by storage index: where it lies, and its offset there in bytes.
-        before, after: what to call before and after a node runs.
+        before, after: (storage, bytes): what memory a storage gets before and after a node runs.
     """
 
     def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
         self.places: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
-        self.before: dict[Node, list[Callable[[], object]]] = defaultdict(list)
-        self.after: dict[Node, list[Callable[[], object]]] = defaultdict(list)
+        self.before: dict[Node, list[tuple[torch.UntypedStorage, int]]] = defaultdict(list)
+        self.after: dict[Node, list[tuple[torch.UntypedStorage, int]]] = defaultdict(list)
         for region in (one for one in memory.regions if not one.arena):
             storage = torch.UntypedStorage(0)
             self._sizes.append((storage, region.size))
             self.places.update({index: (storage, offset) for index, offset in memory.inside(region).items()})
-            self.before[program.schedule[region.begin]].append(Resize(storage, region.size))
-            self.after[program.schedule[region.end - 1]].append(Resize(storage, 0))
+            self.before[program.schedule[region.begin]].append((storage, region.size))
+            self.after[program.schedule[region.end - 1]].append((storage, 0))
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[None]:
-        """All have memory, for tensors over them to be made; nobody touches it, so that no page of it is there."""
+        """Allocates every region while tensors are made over it. Bytes are not touched, so no page is committed."""
         without = [(storage, size) for storage, size in self._sizes if not storage.nbytes()]
         try:
             for storage, size in without:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +10,9 @@ import torch
 from ...host_graph.tensors import tensor_like
 
 
-@dataclass(frozen=True)
-class Fill:
-    """Copies inputs to their static buffers, which ``tensors`` are, one element along repeated dimensions."""
-
-    tensors: list[torch.Tensor]
-
-    def __call__(self, *inputs: torch.Tensor) -> None:
-        torch._foreach_copy_(self.tensors, list(map(unexpanded, inputs)))
+def fill_buffers(buffers: list[torch.Tensor], *inputs: torch.Tensor) -> None:
+    """Copy inputs to their static buffers, which have one element along repeated dimensions."""
+    torch._foreach_copy_(buffers, list(map(unexpanded, inputs)))
 
 
 class StaticBuffers:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..memory.locks import LockOwner
+from ..replay.native import Unit
 from ..replay.recording import Recording
-from ..replay.units import Unit
 from .eviction import MOST_PATIENCE, PATIENCE
 from .specialization import Specialization
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -22,8 +23,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ...host_graph.arithmetic import is_arithmetic
 from ...host_graph.nodes import (
     Kind,
+    check,
+    checks_alignment,
+    checks_layout,
     checks_on,
     constants,
     effective_users,
@@ -32,43 +37,36 @@ from ...host_graph.nodes import (
     kind_of,
     nodes_in,
     output_node,
+    reinterpret,
+    require,
     schema_of,
 )
 from ...plan import Partition, ProgramPlan
-from ..replay.flat_lines import (
-    LITERALS,
-    AnyLine,
-    Bound,
-    Call,
-    Delete,
-    Item,
-    Line,
-    Local,
-    Range,
-    Register,
-    Store,
-    as_python,
-)
+from ..replay import steps
+from ..replay.flat_python import as_python
+from ..replay.operands import LITERALS, Bound, Local, Operand, Register
+from ..replay.steps import Drop, Item, Load, Step
 
 # Values without work of their own are made where they are first used.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
-Calls = Mapping[Node, Sequence[Callable[[], object]]]
+Steps = Mapping[Node, Sequence[Step]]
 
-# What a node returned goes through: it comes in a list, to be taken out, so that nobody else has it.
-Landings = Mapping[Node, Callable[[list[Any]], Any]]
+# Post-processing of a node's result, passed in a one-element list so that the callee can drop the last reference.
+PostProcessing = Mapping[Node, Callable[[list[Any]], Any]]
 
 
 class FlatFunction:
-    """The built function: its lines, and the Python made of them; ``source`` is the text of that.
+    """The built function: its steps, and the Python made of them; ``source`` is the text of that.
 
     Attributes:
+        lines: the steps.
         result: what is returned; locals stand for their values.
         give_back: see ``as_python``.
     """
 
-    def __init__(self, lines: Sequence[AnyLine], result: Any, give_back: Callable[[], object] | None = None) -> None:
-        self.lines, self.result, self.give_back = lines, result, give_back
-        self.function, self.source, self._nodes = as_python(lines, result, give_back=give_back)
+    def __init__(self, steps: Sequence[Step], result: Operand, give_back: Callable[[], object] | None = None) -> None:
+        self.lines, self.result, self.give_back = steps, result, give_back
+        self.function, self.source, self._nodes = as_python(steps, result, give_back=give_back)
 
     @functools.cached_property
     def profiled(self) -> Callable[[list[Any]], Any]:
@@ -92,8 +90,8 @@ class FlatBuilder:
         bound: values known now. Views and arithmetic of bound values are evaluated while building, and added.
         registers: where values come from and go to that are not known now.
         emptied: values whose registers nobody reads afterwards.
-        before, after: what to call before and after a node runs.
-        landings: what values go through.
+        before, after: steps before and after a node's own.
+        post_processing: what results go through.
         repeats: whether a node may run again after it was out of memory.
     """
 
@@ -102,19 +100,20 @@ class FlatBuilder:
         bound: MutableMapping[Node, Any],
         registers: Mapping[Node, int],
         emptied: Container[Node] = (),
-        before: Calls = MappingProxyType({}),
-        after: Calls = MappingProxyType({}),
-        landings: Landings = MappingProxyType({}),
+        before: Steps = MappingProxyType({}),
+        after: Steps = MappingProxyType({}),
+        post_processing: PostProcessing = MappingProxyType({}),
         repeats: Callable[[Node], bool] = lambda node: False,
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
-        self._before, self._after, self._landings, self._repeats = before, after, landings, repeats
+        self._before, self._after, self._repeats = before, after, repeats
+        self._post_processing = post_processing
         self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
         self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
         self._names = itertools.count()
         self._subgraphs: dict[GraphModule, Callable[..., Any]] = {}
         self._locals: dict[Node, Local | Bound | Register] = {}
-        self._lines: list[AnyLine] = []
+        self._steps: list[Step] = []
         self._last_use: dict[Local, int] = {}
         self._pinned: set[Local] = set()
         self._checked: set[Any] = set()
@@ -135,9 +134,8 @@ class FlatBuilder:
         kept, scheduled = set(stores), set(nodes)
         self._kept_when_made = {node for node in kept - scheduled if kind_of(node) in (Kind.ALLOCATION, Kind.VIEW)}
         for node in nodes:
-            self._call_all(self._before, [node])
-            self._statement(node)
-            self._unpack(node, scheduled)
+            self._add_all(self._before, [node])
+            self._statement(node, scheduled)
             for begun in (ends or {}).get(node, ()):
                 for local in self._locals_in(begun):
                     self._use(local)
@@ -146,32 +144,11 @@ class FlatBuilder:
             for checker in checks_on([node]):
                 if not any(arg in scheduled for arg in checker.all_input_nodes if arg not in self._locals):
                     self.check(checker)
-            self._call_all(self._after, [node])
+            self._add_all(self._after, [node])
 
-    def _call_all(self, calls: Calls, nodes: Iterable[Node]) -> None:
+    def _add_all(self, around: Steps, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            self._lines += [Line(Call(Bound(call))) for call in calls.get(node, ())]
-
-    def _unpack(self, node: Node, scheduled: Container[Node]) -> None:
-        """Take a tuple's elements out, so that each lives no longer than it is used."""
-        elements = list(node.users)
-        if node not in self._locals or not elements or any(user.target is not operator.getitem for user in elements):
-            return
-        positions: list[Any] = [element.args[1] for element in elements]
-        whole = node.meta.get("val")
-        if not isinstance(whole, (tuple, list)) or not all(type(position) is int for position in positions):
-            return
-        local = self._locals[node]
-        assert isinstance(local, Local)
-        for element, position in zip(elements, positions, strict=True):
-            if element not in self._locals:
-                self._define(element, Item(local, position))
-                self._use(local)
-        parts: list[Node | None] = [None] * len(whole)
-        for element, position in zip(elements, positions, strict=True):
-            if any(user not in scheduled for user in effective_users(element)):
-                parts[position] = element
-        self._parts[node] = parts
+            self._steps += around.get(node, ())
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call that replaces them."""
@@ -180,18 +157,18 @@ class FlatBuilder:
             self.run(plan.work_in(partition), stores, plan.awaited)
             return
         self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
-        self._call_all(self._before, plan.work_in(partition))
+        self._add_all(self._before, plan.work_in(partition))
         inputs, outputs = ([plan.nodes[name] for name in names] for names in (signature.inputs, signature.outputs))
         self.call(getattr(plan.graph, signature.target), inputs, outputs)
         for node in stores:
             self.keep(node)
-        self._call_all(self._after, plan.work_in(partition))
+        self._add_all(self._after, plan.work_in(partition))
 
     def call(self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
         """Append ``*outputs, = function(*inputs)``."""
-        value = Call(Bound(function), tuple(map(self._argument, inputs)))
+        args = tuple(map(self._argument, inputs))
         results = tuple(self._new_local() for _ in outputs)
-        self._lines.append(Line(value, results, unpacks=bool(results)))
+        self._steps.append(steps.CallPython(function, args, unpacks=bool(results), results=results))
         for node, local in zip(outputs, results, strict=True):
             self._locals[node] = local
             self._use(local)
@@ -201,17 +178,17 @@ class FlatBuilder:
 
     def begin_range(self, name: str) -> None:
         """Append the begin of a range, which ends where the next one begins."""
-        self._lines.append(Range(name))
+        self._steps.append(steps.Range(name))
 
     def keep(self, node: Node) -> None:
         """Append a store of a value in its register."""
         parts = self._parts.get(node)
-        value: Any = None
+        value: Operand
         if parts is None:
             value = self._reference(node)
         else:
             value = tuple(None if part is None else self._reference(part) for part in parts)
-        self._lines.append(Store(Register(self.registers[node]), value))
+        self._steps.append(steps.Store(Register(self.registers[node]), value))
         for part in parts if parts is not None else [node]:
             if part is not None:
                 self._use(self._locals[part])
@@ -225,16 +202,11 @@ class FlatBuilder:
             asked = node.target, node.args
             if asked not in self._checked:  # Inductor's wrapper asserts some things twice
                 self._checked.add(asked)
-                self._lines.append(Line(self._call(node), node=node))
+                self._append(self._step(node), node)
 
-    def assign(self, node: Node, function: Callable[..., Any], operand: Any, *args: Any) -> None:
-        """Append ``node = function(operand, *args)`` in place of what the node itself calls.
-
-        Args:
-            operand: ``Bound``, or what ``register`` returned.
-            args: plain values.
-        """
-        self._define(node, Call(Bound(function), (operand, *map(self._argument, args))))
+    def assign(self, node: Node, step: Step) -> None:
+        """Append the step that makes a node's value in place of the node's own."""
+        self._define(node, step)
 
     def stand_for(self, node: Node, operand: Bound | Register) -> None:
         """Have what is made of ``node`` made of ``operand``: at every call, unlike what is made of bound values."""
@@ -248,62 +220,105 @@ class FlatBuilder:
         """Finish; the function returns ``result``, in which nodes stand for their values.
 
         Args:
-            give_back: called where a line is out of memory that may run again; then it does.
+            give_back: called where a step is out of memory that may run again; then it does.
         """
         returned = self._argument(result, literal_lists=True)
         dead: dict[int, list[Local]] = {}
         for local, position in self._last_use.items():
             if local not in self._pinned:
                 dead.setdefault(position, []).append(local)
-        lines: list[AnyLine] = []
-        for position, line in enumerate(self._lines):
-            lines.append(line)
+        everything: list[Step] = []
+        for position, step in enumerate(self._steps):
+            everything.append(step)
             if position in dead:
-                lines.append(Delete(tuple(dead[position])))
-        return FlatFunction(lines, returned, give_back)
+                everything.append(Drop(tuple(dead[position])))
+        return FlatFunction(everything, returned, give_back)
 
-    # -- how it becomes lines -------------------------------------------------------------------------
+    # -- how it becomes steps -------------------------------------------------------------------------
 
-    def _statement(self, node: Node) -> None:
-        if node in self._landings:
-            self._define(node, Call(Bound(self._landings[node]), ([self._call(node)],)), node)
-        elif is_work(node) and not node.users:
-            self._lines.append(Line(self._call(node), node=node, repeats=self._repeats(node)))
-        elif kind_of(node) is Kind.CHECK:
+    def _statement(self, node: Node, scheduled: Container[Node]) -> None:
+        if kind_of(node) is Kind.CHECK and node not in self._post_processing:
             self.check(node)
+            return
+        step = self._step(node)
+        if node in self._post_processing:
+            step = steps.PostProcess(step, self._post_processing[node])
+        if is_work(node) and not node.users and node not in self._post_processing:
+            self._append(step, node, self._repeats(node))
+        elif node.users and _is_taken_apart(node):
+            self._take_apart(node, step, scheduled)
         else:
-            self._define(node, self._call(node), node)
+            self._define(node, step, node)
+
+    def _take_apart(self, node: Node, step: Step, scheduled: Container[Node]) -> None:
+        """Define the elements of a tuple, so that each lives no longer than it is used."""
+        count, positions = len(node.meta["val"]), {user: int(user.args[1]) for user in node.users}  # type: ignore[arg-type]
+        call = step.step if isinstance(step, steps.PostProcess) else step
+        if isinstance(call, steps.CallOperator) and len(call.overload._schema.returns) == count > 1:
+            elements = {position % count: self._new_local() for position in positions.values()}
+            results = tuple(map(elements.get, range(count)))
+            self._append(dataclasses.replace(step, results=results, unpacks=True), node, self._repeats(node))
+            for user, position in positions.items():
+                self._locals[user] = self._use(elements[position % count])
+        else:
+            self._define(node, step, node)
+            whole = self._locals[node]
+            assert isinstance(whole, Local)
+            for user, position in positions.items():
+                self._define(user, Item(whole, position))
+                self._use(whole)
+        parts: list[Node | None] = [None] * count
+        for user, position in positions.items():
+            if any(further not in scheduled for further in effective_users(user)):
+                parts[position] = user
+        self._parts[node] = parts
+
+    def _append(self, step: Step, node: Node, repeats: bool = False) -> None:
+        self._steps.append(dataclasses.replace(step, node=node, repeats=repeats))
 
     def _new_local(self) -> Local:
         return Local(f"v{next(self._names)}")
 
-    def _define(self, node: Node, value: Any, runs: Node | None = None) -> None:
+    def _define(self, node: Node, step: Step, runs: Node | None = None) -> None:
         self._locals[node] = local = self._new_local()
-        repeats = isinstance(value, Call) and self._repeats(node)
-        self._lines.append(Line(value, (local,), node=runs, repeats=repeats))
+        repeats = not isinstance(step, (Load, Item)) and self._repeats(node)
+        self._steps.append(dataclasses.replace(step, results=(local,), node=runs, repeats=repeats))
         self._use(local)
 
     def _use(self, operand: Local | Bound | Register) -> Local | Bound | Register:
         if isinstance(operand, Local):
-            self._last_use[operand] = len(self._lines) - 1
+            self._last_use[operand] = len(self._steps) - 1
         return operand
 
-    def _call(self, node: Node) -> Call:
-        kernel = kernel_of(node)
-        function: Any = kernel
-        args = node.args[1:]
-        if kernel is None:
-            function, args = node.meta.get("call", node.target), node.args
-        kwargs: Mapping[str, Any] = node.kwargs
-        if kind_of(node) is Kind.ALLOCATION and "call" in node.meta:
-            args, kwargs = (*args, kwargs["dtype"]), {}  # emission knows a faster way on the CPU
-        operands = tuple(self._argument(arg) for arg in args)
-        named = {name: self._argument(value) for name, value in kwargs.items() if not _is_default(node, name, value)}
-        # References above may have appended lines of their own, so that uses count from here.
+    def _step(self, node: Node) -> Step:
+        """The step that runs a node. Its kind is chosen here, and nowhere else."""
+        kernel, function = kernel_of(node), node.meta.get("call", node.target)
+        args = tuple(map(self._argument, node.args if kernel is None else node.args[1:]))
+        given = {name: value for name, value in node.kwargs.items() if not _is_default(node, name, value)}
+        kwargs = {name: self._argument(value) for name, value in given.items()}
+        # References above may have appended steps of their own, so that uses count from here.
         for local in self._locals_in(node):
             if isinstance(local, Local):
-                self._last_use[local] = len(self._lines)
-        return Call(self._bind(function), operands, named)
+                self._last_use[local] = len(self._steps)
+        if kernel is not None:
+            return steps.Launch(kernel, args)
+        if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= _OPTIONS:
+            (size, stride), options = args, dict[str, Any](given)
+            return steps.Allocate(size, stride, **options, on_cpu=node.meta.get("call"))
+        if is_arithmetic(node.target):
+            return steps.Arithmetic(function, args, kwargs)
+        if (overload := schema_of(node)) is not None:
+            return steps.CallOperator(function, args, kwargs, overload=overload)
+        if not kwargs:
+            if node.target is reinterpret:
+                return steps.View(function, *args)
+            if checks_layout(node):
+                return steps.CheckLayout(function, *args)
+            if checks_alignment(node):
+                return steps.CheckAlignment(function, *args)
+            if node.target in (check, require):
+                return steps.CheckCondition(function, *args)
+        return steps.CallPython(function, args, kwargs)
 
     def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
@@ -336,14 +351,12 @@ class FlatBuilder:
             return self._bind(self.bound[node])
         if node not in self._locals:
             if node in self._kept_when_made:
-                self._define(node, self._call(node))
+                self._define(node, self._step(node))
                 self.keep(node)
             elif node in self.registers:
-                self._define(node, self.register(node))
-                if node in self._emptied:
-                    self._lines.append(Store(self.register(node), None))
+                self._define(node, Load(self.register(node), node in self._emptied))
             elif kind_of(node) in _ON_DEMAND:
-                self._define(node, self._call(node))
+                self._define(node, self._step(node))
             else:
                 raise AssertionError(f"{node.name} is used before it has run")
         local = self._use(self._locals[node])
@@ -388,6 +401,16 @@ def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
     )
     function = builder.build(output_node(gm).args[0]).function
     return lambda *values: function(list(values))
+
+
+# What an allocation says beside its size and stride.
+_OPTIONS = {"dtype", "device", "pin_memory"}
+
+
+def _is_taken_apart(node: Node) -> bool:
+    """Whether nothing but elements of a tuple is used."""
+    elements = all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
+    return elements and isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _is_default(node: Node, name: str, value: Any) -> bool:

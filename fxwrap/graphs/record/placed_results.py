@@ -1,4 +1,4 @@
-"""What operators return lies where the plan wants it: it is copied there as soon as it is there."""
+"""Copies an operator's result to its planned storage."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class PlacedResults:
         self.places.setdefault(node, {})[element] = place
         self.addresses.add(place.data_ptr())
 
-    def landings(self, nodes: Iterable[Node], others: set[int]) -> dict[Node, Landing]:
-        """What brings results of nodes to their places.
+    def result_copies(self, nodes: Iterable[Node], others: set[int]) -> dict[Node, ResultCopy]:
+        """The post-processing of nodes whose results have places.
 
         Args:
             others: addresses of other storages that stay where they are.
         """
-        return {node: Landing(self.places[node], self.addresses, others) for node in nodes if node in self.places}
+        return {node: ResultCopy(self.places[node], self.addresses, others) for node in nodes if node in self.places}
 
 
-class Landing:
-    """Brings the results of one operator to their places.
+class ResultCopy:
+    """Copies the results of one operator to their places.
 
     Args:
         places: by element.
@@ -52,7 +52,7 @@ class Landing:
         self._tensors: dict[int | None, torch.Tensor] | None = None
 
     def __call__(self, made: list[Any]) -> Any:
-        """The results, where they shall lie; ``made`` is emptied, so that nobody else has what they were."""
+        """The results in their places. ``made`` is emptied, so that nobody else has the operator's."""
         value = made.pop()
         several = isinstance(value, (tuple, list))
         results: dict[int | None, Any] = dict(enumerate(value)) if several else {None: value}  # type: ignore[arg-type]

@@ -34,11 +34,13 @@ from ..memory.arenas import OUT_OF_MEMORY, take_memory
 from ..memory.live_outputs import OutputStorage
 from ..memory.output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
 from ..memory.regions import Regions
-from ..memory.static_buffers import Fill, StaticBuffers, copy_tensors, unexpanded
-from ..replay.flat_lines import AnyLine, Bound, Call, Line, Part, Register, Store
+from ..memory.static_buffers import StaticBuffers, copy_tensors, unexpanded
+from ..replay.flat_python import Part
+from ..replay.operands import Bound, Register
 from ..replay.ranges import copies_after, copies_of_inputs, copies_to_inputs, partition_range
 from ..replay.recording import Recording, RecordingRequest, RecordingResources, Replay
-from .flat import FlatBuilder, FlatFunction, Landings
+from ..replay.steps import CallPython, Copy, Fill, ReplayGraph, Resize, Step, Store, View
+from .flat import FlatBuilder, FlatFunction, PostProcessing, Steps
 from .placed_results import PlacedResults
 from .registers import Registers
 
@@ -205,9 +207,8 @@ class RecordingBuilder:
 
     def _copies_back(self) -> Iterator[Part]:
         if self._mutated:
-            copies = ((Register(position), Bound(buffer)) for position, buffer in self._mutated)
-            lines, name = [Line(Call(_COPY, operands)) for operands in copies], copies_to_inputs(self.request.name)
-            yield Part.of(lines, name)
+            copies = [Copy(Register(position), Bound(buffer)) for position, buffer in self._mutated]
+            yield Part.of(copies, copies_to_inputs(self.request.name))
 
     def _add_input_checks(self) -> None:
         """Run the asserts on inputs now. Those on static inputs run only now, the others at every call."""
@@ -249,7 +250,7 @@ class RecordingBuilder:
         found: dict[Node, Any] = {}
         written = self.plan.facts.all_written()
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
-        lines: dict[torch.device, list[AnyLine]] = {}
+        steps: dict[torch.device, list[Step]] = {}
         for position, node in enumerate(self._placeholders):
             if node.name not in self.request.planned.input_buffers:
                 continue
@@ -259,8 +260,8 @@ class RecordingBuilder:
             found[node] = self._input_tensors[position] = buffer
             self._input_buffers.append(buffer)
             if buffer.is_conj() or buffer.is_neg():  # torch refuses to write to such tensors in a list
-                copy = Call(Bound(copy_tensors), (Register(position), Bound(buffer)))
-                lines.setdefault(buffer.device, []).append(Line(copy))
+                copy = CallPython(copy_tensors, (Register(position), Bound(buffer)))
+                steps.setdefault(buffer.device, []).append(copy)
             else:
                 tensors, positions = buffers.setdefault(buffer.device, ([], []))
                 tensors.append(unexpanded(buffer))
@@ -269,8 +270,8 @@ class RecordingBuilder:
                 self._mutated.append((position, buffer))
         name = copies_of_inputs(self.request.name)
         for device, (tensors, positions) in buffers.items():
-            lines.setdefault(device, []).append(Line(Call(Bound(Fill(tensors)), tuple(map(Register, positions)))))
-        for copies in lines.values():
+            steps.setdefault(device, []).append(Fill(tuple(tensors), tuple(map(Register, positions))))
+        for copies in steps.values():
             self._parts.append(Part.of(copies, name))
             self._parts[-1].run(self._values)
         return found
@@ -339,9 +340,9 @@ class RecordingBuilder:
             graph.replay()
         self._graphs.append(graph)
         # The CPU's graph runs on the same registers.
-        part = Part.of([Line(Call(Bound(graph.replay)))], partition_range(self.request.name, partition.index))
+        part = Part.of([ReplayGraph(graph)], partition_range(self.request.name, partition.index))
         if not self._frozen:
-            part = dataclasses.replace(part, lines=flat.lines, below_autograd=True)
+            part = dataclasses.replace(part, steps=flat.lines, below_autograd=True)
         self._parts.append(part)
         if self._frozen:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The
@@ -429,12 +430,12 @@ class RecordingBuilder:
             r[register] = buffer
             self._bind(node, buffer, bindings)
         if refresh:
-            lines = list[AnyLine]()
+            steps = list[Step]()
             for register, buffer in refresh:
-                lines.append(Line(Call(Bound(copy_tensors), (Register(register), Bound(buffer)))))
-                lines.append(Store(Register(register), Bound(buffer)))
+                steps.append(CallPython(copy_tensors, (Register(register), Bound(buffer))))
+                steps.append(Store(Register(register), Bound(buffer)))
             name = copies_after(self.request.name, partition.index)
-            self._parts.append(Part.of(lines, name))
+            self._parts.append(Part.of(steps, name))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """The CPU's graph allocates during capture as at replay: in the caller's inference mode."""
@@ -475,10 +476,11 @@ class RecordingBuilder:
         last = {node for node, index in self._registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self._registers.by_node.items() if n not in bound}
         work = self.plan.work_in(partition)
-        landings: Landings = (
-            self._placed.landings(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
+        before, after = (_resizes(memory) for memory in (self._regions.before, self._regions.after))
+        processing: PostProcessing = (
+            self._placed.result_copies(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
         )
-        builder = FlatBuilder(bound, registers, last, self._regions.before, self._regions.after, landings)
+        builder = FlatBuilder(bound, registers, last, before, after, processing)
         with self._regions.filled():  # views over regions are made: they need memory
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
@@ -503,9 +505,10 @@ class RecordingBuilder:
                 given, seen = builder.register(self._placeholders[position]), self._input_tensors[position]
                 if self._frozen:
                     views = views_of(self._values[self._registers.by_node[node]], seen.data_ptr())
-                    builder.assign(node, functools.partial(relay, views), given)
+                    builder.assign(node, CallPython(functools.partial(relay, views), (given,)))
                 else:
-                    builder.assign(node, functools.partial(relay_shared, seen), builder.register(node), given)
+                    shared = functools.partial(relay_shared, seen)
+                    builder.assign(node, CallPython(shared, (builder.register(node), given)))
                 continue
             elif self._frozen and node in common:
                 # At a fixed address: a static buffer, a placed result, or the pool.
@@ -519,20 +522,25 @@ class RecordingBuilder:
             has_no_address = isinstance(fake, torch.Tensor) and not has_address(fake)
             copy = bool(indices & self.request.copied) or node in self._pooled or has_no_address
             if copy:
-                builder.assign(node, functools.partial(each, copy_out), value)
+                builder.assign(node, CallPython(functools.partial(each, copy_out), (value,)))
             elif planned and all(user.meta.get("call") is lay_out for user in users):
                 builder.stand_for(node, value)  # every user makes a new tensor over it
             elif planned:
-                tensor = self._memory[node]
-                builder.assign(node, lay_out, value, tuple(tensor.size()), tensor.stride(), 0)
+                builder.assign(node, self._like(value, self._memory[node]))
             else:
-                builder.assign(node, functools.partial(each, functools.partial(_alias, lay_out)), value)
+                alias = functools.partial(each, functools.partial(_alias, lay_out))
+                builder.assign(node, CallPython(alias, (value,)))
             if not copy:
                 self._watch(owned, indices)
                 if self._frozen and isinstance(value, Bound):
                     self._lay_out_views(builder, node, value.value, output)
         flat = builder.build(output.args[0])
         return Part(flat.function, flat.lines, flat.result)
+
+    def _like(self, value: Bound | Register, tensor: torch.Tensor) -> View:
+        """A new tensor over the memory of ``value``, laid out as ``tensor``."""
+        size, stride = Bound(tuple(tensor.size())), Bound(tensor.stride())
+        return View(self.request.functions.lay_out, value, size, stride)
 
     def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> None:
         """Make outputs that are views of ``value`` as new tensors over its memory, which does not move.
@@ -547,7 +555,7 @@ class RecordingBuilder:
             call = view.meta.get("call", view.target)
             known[view] = made = call(*args, **kwargs)
             if call is not lay_out and isinstance(made, torch.Tensor) and output in view.users and has_address(made):
-                builder.assign(view, lay_out, Bound(made), tuple(made.size()), made.stride(), 0)
+                builder.assign(view, self._like(Bound(made), made))
 
     def _aliased_input(self, node: Node) -> int | None:
         """Position of the input that a result aliases (its memory, or its static buffer), declared or not."""
@@ -608,8 +616,8 @@ def _unless(holds: Callable[[list[Any]], bool], check: Callable[[list[Any]], Any
         check(r)
 
 
-# The operator, not ``torch.Tensor.copy_``: a unit calls operators without Python.
-_COPY = Bound(torch.ops.aten.copy_.default)
+def _resizes(memory: Mapping[Node, Sequence[tuple[torch.UntypedStorage, int]]]) -> Steps:
+    return {node: [Resize(storage, nbytes) for storage, nbytes in several] for node, several in memory.items()}
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

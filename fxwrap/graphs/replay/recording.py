@@ -24,9 +24,11 @@ from ..memory.locks import LockOwner, TryLock
 from ..memory.memory_provider import RecordingMemory
 from ..memory.regions import Regions
 from ..torch_functions import TorchFunctions, Traces
-from .flat_lines import Part
+from .flat_python import Part
+from .guards import Description, Guards
+from .native import CannotReplay, Unit
 from .overlaps import MutatedInputs
-from .units import CannotReplay, Description, Guards, Unit, make_unit
+from .units import make_unit
 
 log = logging.getLogger(__name__)
 

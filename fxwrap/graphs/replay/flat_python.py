@@ -1,0 +1,122 @@
+"""Steps as a Python function; and parts, the pieces of a replay."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .operands import LITERALS, Bound, Call, Local, Operand, Register
+from .steps import Range, Step
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of what a replay does.
+
+    Attributes:
+        run: does it in Python, on the registers.
+        steps, result: the same for a unit.
+        name: of its range in profiles; empty if it has none.
+        below_autograd: whether a unit runs the steps below autograd. ``run`` sees to that itself.
+    """
+
+    run: Callable[[list[Any]], Any]
+    steps: Sequence[Step]
+    result: Operand = None
+    name: str = ""
+    below_autograd: bool = False
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], name: str) -> Part:
+        """A part that runs its steps as Python."""
+        return cls(as_python(steps, None)[0], steps, name=name)
+
+
+def as_python(
+    steps: Sequence[Step], result: Operand, profiled: bool = False, give_back: Callable[[], object] | None = None
+) -> tuple[Callable[[list[Any]], Any], str, Mapping[int, Node]]:
+    """Straight-line Python, in which ``c``s are bound values and ``r`` are the registers.
+
+    Args:
+        profiled: whether ranges show in profiles.
+        give_back: called where a step is out of memory that may run again; then it does.
+
+    Returns:
+        The function of the registers, its text, and the node behind a line of the text, by its number.
+    """
+    text, nodes = Text(), dict[int, Node]()
+    body, indent = list[str](), ""
+    for step in steps:
+        if isinstance(step, Range):
+            indent = "    " if profiled and step.name else ""
+            if indent:
+                body += [step.python(text), f"{indent}pass"]
+            continue
+        code = step.python(text)
+        if give_back is not None and step.repeats:
+            short, back = text.bound(torch.OutOfMemoryError), text.of(Call(give_back))
+            body += [f"{indent}try: {code}", f"{indent}except {short}: {back}; {code}"]
+            if step.node is not None:
+                nodes[len(body)] = step.node
+        else:
+            body.append(indent + code)
+        if step.node is not None:
+            nodes[len(body) + 1] = step.node  # the first line is the head
+    body.append(f"return {text.of(result)}")
+    source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
+    exec(compile(source, "<fxwrap flat function>", "exec"), text.namespace)
+    # Not in its own namespace: what is bound goes with the function, not with the next garbage collection.
+    return text.namespace.pop("flat"), source, nodes
+
+
+class Text:
+    """The text of one function, in whose ``namespace`` bound values are ``c0``, ``c1``, ..."""
+
+    def __init__(self) -> None:
+        # Operators may import something; C code does that with the builtins of the Python code that called it.
+        self.namespace: dict[str, Any] = {"__builtins__": builtins}
+        self._names: dict[Any, str] = {}
+
+    def assigned(self, step: Step, code: str) -> str:
+        """``results = code``"""
+        names = ["_" if local is None else local.name for local in step.results]
+        target = f"({', '.join(names)},)" if step.unpacks else names[0] if names else ""
+        return f"{target} = {code}{'; del _' * ('_' in names)}" if target else code
+
+    def of(self, value: object) -> str:
+        """The text of an operand, or of a call."""
+        match value:
+            case Local(name):
+                return name
+            case Register(number):
+                return f"r[{number}]"
+            case Bound(bound):
+                return self.bound(bound)
+            case Call(function, args, kwargs):
+                parts = [*map(self.of, args), *(f"{name}={self.of(part)}" for name, part in kwargs.items())]
+                return f"{self.bound(function)}({', '.join(parts)})"
+            case tuple():
+                return f"({', '.join(map(self.of, value))}{',' if len(value) == 1 else ''})"
+            case list():
+                return f"[{', '.join(map(self.of, value))}]"
+            case slice():
+                bounds = ", ".join(map(self.of, (value.start, value.stop, value.step)))
+                return f"{self.bound(slice)}({bounds})"
+            case dict():
+                return "{" + ", ".join(f"{name!r}: {self.of(part)}" for name, part in value.items()) + "}"
+        return repr(value)
+
+    def bound(self, value: object) -> str:
+        """The name of a value in the namespace."""
+        if type(value) in LITERALS:
+            return repr(value)
+        # Sizes and strides are the same if they are equal; of everything else there may be several.
+        sizes = type(value) is tuple and all(type(item) is int for item in value)
+        name = self._names.setdefault(value if sizes else id(value), f"c{len(self._names)}")
+        self.namespace[name] = value
+        return name

@@ -1,0 +1,363 @@
+"""The table of steps: each kind does the same in Python and in a unit, and a new kind is one class."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from native_calls import native
+from random_graphs import CPU, PROPERTY
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fxwrap.codegen.native_library import native_replay
+from fxwrap.graphs.devices.cpu_graph import CPUGraph
+from fxwrap.graphs.replay import steps
+from fxwrap.graphs.replay.flat_python import Part, as_python
+from fxwrap.graphs.replay.guards import Description
+from fxwrap.graphs.replay.lowering import PYTHON
+from fxwrap.graphs.replay.operands import Bound, Call, Local, Operand, Register
+from fxwrap.graphs.replay.steps import Step
+from fxwrap.graphs.replay.units import make_unit
+from fxwrap.host_graph.arithmetic import ARITHMETIC
+from fxwrap.host_graph.nodes import Kernel, check, reinterpret, require
+
+A, B, C = Local("a"), Local("b"), Local("c")
+R0, R1 = Register(0), Register(1)
+
+
+@dataclass
+class Example:
+    """Steps on registers: the first are ``inputs``.
+
+    Attributes:
+        memory: what the steps write beside what they return.
+        lines: of the listing that are calls of Python.
+    """
+
+    steps: Sequence[Step]
+    result: Operand = None
+    inputs: Callable[[], list[Any]] = lambda: [torch.arange(6.0)]
+    memory: Sequence[torch.Tensor] = ()
+    lines: int = 0
+    registers: int = 2
+    listing: list[str] = field(default_factory=list)
+
+    def in_python(self) -> Any:
+        registers = self.inputs()
+        registers += [None] * (self.registers - len(registers))
+        return as_python(self.steps, self.result)[0](registers)
+
+    def natively(self) -> Any:
+        library = native_replay()
+        assert not isinstance(library, str)
+        inputs = self.inputs()
+        description = Description(len(inputs), False)
+        function = as_python(self.steps, self.result)[0]
+        unit = make_unit(library, [Part(function, self.steps, self.result)], self.registers, description)
+        self.listing = description.listing
+        return unit(inputs)
+
+
+def _replaying(work: Callable[[], object]) -> CPUGraph:
+    graph = CPUGraph()
+    graph.capture_begin()
+    graph.add(work)
+    graph.capture_end()
+    return graph
+
+
+def _scaled(tensor: torch.Tensor, factor: int, into: torch.Tensor) -> None:
+    into.copy_(tensor * factor)
+
+
+def _guards() -> Any:
+    return torch._C._dynamo.guards  # type: ignore[attr-defined]
+
+
+def _add_one(made: list[Any]) -> Any:
+    return made.pop() + 1
+
+
+def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
+    """For each kind: steps that use it, with memory of their own."""
+    sin, sort, split = torch.ops.aten.sin.default, torch.ops.aten.sort.default, torch.ops.aten.split.Tensor
+    size = steps.Load(R1, False, results=(B,))
+    sized: Any = {"inputs": lambda: [torch.arange(6.0), 3]}
+
+    def load(empties: bool = False) -> Step:
+        return steps.Load(R0, empties, results=(A,))
+
+    def allocate() -> Example:
+        made = steps.Allocate((B, 2), (2, 1), torch.float32, CPU, results=(C,))
+        zero = steps.CallOperator(torch.zero_, (C,), overload=torch.ops.aten.zero_.default)
+        return Example([size, made, zero], C, **sized)
+
+    def view() -> Example:
+        made = steps.View(reinterpret, A, (2, B), Bound((3, 1)), 0, results=(C,))
+        return Example([load(), size, made], C, **sized)
+
+    def launch() -> Example:
+        out = torch.zeros(6)
+        kernel = Kernel("scaled", "cpp", "", CPU, _scaled, (2,))
+        return Example([load(), steps.Launch(kernel, (A, 3, Bound(out)))], memory=[out], lines=1)
+
+    def fill() -> Example:
+        buffer = torch.zeros(6)
+        return Example([steps.Fill((buffer,), (R0,))], memory=[buffer])
+
+    def copy() -> Example:
+        buffer = torch.zeros(6)
+        return Example([steps.Copy(Bound(buffer), R0)], memory=[buffer])
+
+    def resize() -> Example:
+        storage = torch.UntypedStorage(0)
+        over = torch.empty(0).set_(storage, 0, (4,), (1,))  # type: ignore[call-overload]
+        write = steps.CallPython(torch.Tensor.fill_, (Bound(over), 7), results=(A,))
+        read = steps.CallPython(torch.Tensor.tolist, (A,), results=(B,))
+        return Example([steps.Resize(storage, 16), write, read, steps.Resize(storage, 0)], B, lines=2)
+
+    def replay() -> Example:
+        buffer = torch.zeros(3)
+        return Example([steps.ReplayGraph(_replaying(lambda: buffer.add_(1)))], memory=[buffer], lines=1)
+
+    def element() -> Example:
+        made = steps.CallOperator(split, (A, 3), overload=split, results=(B,))
+        item = steps.Item(B, 1, results=(C,))
+        return Example([load(), made, item, steps.Drop((B,))], C)
+
+    def condition(value: int) -> Callable[[], Example]:
+        def make() -> Example:
+            compared = steps.Arithmetic(operator.gt, (B, 2), results=(C,))
+            checks = [steps.CheckCondition(function, C, "it is small") for function in (check, require)]
+            return Example([size, compared, *checks], C, inputs=lambda: [torch.zeros(1), value])
+
+        return make
+
+    def layout(tensor: torch.Tensor) -> Callable[[], Example]:
+        looks = steps.CheckLayout(_guards().assert_size_stride, A, Bound((2, 3)), (3, 1), "it")
+        return lambda: Example([load(), looks], A, inputs=lambda: [tensor])
+
+    def alignment(offset: int) -> Callable[[], Example]:
+        looks = steps.CheckAlignment(_guards().assert_alignment, A, 16, "it")
+        return lambda: Example([load(), looks], A, inputs=lambda: [torch.zeros(64)[offset:]])
+
+    operand = steps.CallOperator(sin, (A,), overload=sin)
+    yield steps.Allocate, allocate
+    yield steps.View, view
+    yield steps.Launch, launch
+    yield steps.CallOperator, lambda: Example([load(), dataclasses.replace(operand, results=(B,))], B)
+    elements: Any = {"args": (A, 0, True), "results": (None, C), "unpacks": True}
+    yield steps.CallOperator, lambda: Example([load(), steps.CallOperator(torch.sort, overload=sort, **elements)], C)
+    whole = steps.CallOperator(torch.sort, (A, 0, True), overload=sort, results=(B,))
+    yield steps.CallOperator, lambda: Example([load(), whole], (B, [A]), lines=1)
+    yield steps.CallPython, lambda: Example([load(), steps.CallPython(torch.sort, **elements)], C, lines=1)
+    unpacked = steps.CallPython(torch.Tensor.split, (A, 3), {"dim": 0}, unpacks=True, results=(B, C))
+    yield steps.CallPython, lambda: Example([load(), unpacked], (C, [B], {"b": B}, slice(None, 2)), lines=1)
+    yield (
+        steps.Arithmetic,
+        lambda: Example([size, steps.Arithmetic(operator.floordiv, (B, 2), results=(C,))], (C, B), **sized),
+    )
+    yield steps.CheckLayout, layout(torch.zeros(2, 3))
+    yield steps.CheckLayout, layout(torch.zeros(3, 2))
+    if hasattr(_guards(), "assert_alignment"):
+        yield steps.CheckAlignment, alignment(0)
+        yield steps.CheckAlignment, alignment(1)
+    yield steps.CheckCondition, condition(3)
+    yield steps.CheckCondition, condition(2)
+    yield steps.Fill, fill
+    yield steps.Copy, copy
+    yield steps.Resize, resize
+    yield steps.ReplayGraph, replay
+    process = steps.PostProcess(operand, _add_one, results=(B,))
+    yield steps.PostProcess, lambda: Example([load(), process], B, lines=1)
+    yield steps.Load, lambda: Example([load(True)], A)
+    stores = [steps.Store(R1, A), steps.Store(Register(2), (A, Bound(3))), steps.Store(R0, None)]
+    yield steps.Store, lambda: Example([load(), *stores], (R0, R1, Register(2)), registers=3)
+    yield steps.Item, element
+    yield steps.Drop, element
+    yield steps.Range, lambda: Example([steps.Range("a range"), load(), steps.Range("")], A)
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared, with the types of all that is in it."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist(), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return type(value), [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return type(value), value
+
+
+def _outcome(run: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return _plain(run()), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _kinds(kind: type[Step] = Step) -> Iterator[type[Step]]:
+    for one in kind.__subclasses__():
+        if one.__module__ == steps.__name__:
+            yield one
+        yield from _kinds(one)
+
+
+EXAMPLES = list(_examples())
+
+
+def test_every_kind_is_in_the_table() -> None:
+    """Each says what Python calls, or is a statement that has a native form; and has an example."""
+    kinds = set(_kinds())
+    assert len(kinds) > 15
+    for kind in kinds:
+        calls = kind.call is not Step.call
+        assert calls or (kind.python is not Step.python and kind.native is not Step.native), kind
+        assert kind.__doc__, kind
+    missing = kinds - {kind for kind, _ in EXAMPLES}
+    assert missing <= (set() if hasattr(_guards(), "assert_alignment") else {steps.CheckAlignment})
+
+
+@native
+@pytest.mark.parametrize(
+    ("kind", "example"), EXAMPLES, ids=[f"{kind.__name__}-{i}" for i, (kind, _) in enumerate(EXAMPLES)]
+)
+def test_a_kind_does_the_same_both_ways(kind: type[Step], example: Callable[[], Example]) -> None:
+    """Results, memory and errors; and the listing says which steps are calls of Python."""
+    python, unit = example(), example()
+    assert any(isinstance(step, kind) for step in unit.steps)
+    assert _outcome(python.in_python) == _outcome(unit.natively)
+    assert _plain(list(python.memory)) == _plain(list(unit.memory))
+    assert all(tensor.any() for tensor in unit.memory)  # they have run
+    assert sum(line.endswith(PYTHON) for line in unit.listing) == unit.lines, unit.listing
+
+
+@native
+def test_an_element_that_nobody_reads_is_freed_at_once() -> None:
+    storages = list[StorageWeakRef]()
+
+    def two() -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.ones(2), torch.ones(3)
+        storages.append(StorageWeakRef(made[0].untyped_storage()))
+        return made
+
+    makes = steps.CallPython(two, results=(None, C), unpacks=True)
+    asks = steps.CallPython(lambda: storages[-1].expired(), results=(B,))
+    example = Example([makes, asks], (B, C))
+    for gone, read in (example.in_python(), example.natively()):
+        assert gone and torch.equal(read, torch.ones(3))
+
+
+@native
+@PROPERTY
+@given(
+    number=st.integers(-(2**63) - 2, 2**63 + 1) | st.integers(-9, 9) | st.floats(-9, 9) | st.booleans(),
+    other=st.integers(-(2**63) - 2, 2**63 + 1) | st.integers(-9, 9) | st.booleans(),
+)
+def test_arithmetic_is_pythons(number: Any, other: Any) -> None:
+    """Of integers that do not fit 64 bits, of other numbers, and where Python raises, too."""
+    library = native_replay()
+    assert not isinstance(library, str)
+    for function, (_, count) in library.operations.items():
+        if function in (max, min) and bool in (type(number), type(other)):
+            continue  # the library returns an integer
+        computes = steps.Arithmetic(function, (R0, R1)[:count], results=(A,))
+        example = Example([computes], A, inputs=lambda: [number, other])
+        assert _outcome(example.in_python) == _outcome(example.natively), (function, number, other)
+
+
+@native
+def test_the_library_tells_the_arithmetic_it_has() -> None:
+    library = native_replay()
+    assert not isinstance(library, str)
+    for number, (name, count) in enumerate(library.library.OPERATIONS):
+        assert library.operations[ARITHMETIC[name]] == (number, count)
+    assert len(library.operations) == len(library.library.OPERATIONS)
+
+
+@native
+def test_a_step_belongs_to_one_unit() -> None:
+    """Its handle is empty afterwards."""
+    library: Any = native_replay()
+    first = Description(1, False, result=library.library.slot(0))
+    second = Description(1, False, result=library.library.slot(0), steps=first.steps)
+    first.steps.append(library.library.drop(0))
+    library.library.unit(first.for_library())
+    with pytest.raises(RuntimeError, match="another unit has this step"):
+        library.library.unit(second.for_library())
+
+
+@native
+@pytest.mark.parametrize("wrong", ["no such operator", "no call of Python", "no operand"])
+def test_what_the_library_refuses(wrong: str) -> None:
+    library: Any = native_replay().library  # type: ignore[union-attr]
+    with pytest.raises((RuntimeError, TypeError)):
+        if wrong == "no such operator":
+            library.operator("fxwrap_steps::none", "", [], [])
+        elif wrong == "no operand":
+            library.set(0, 3)
+        else:
+            library.condition(library.slot(0), library.drop(0))
+
+
+# -- a new kind ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Double(Step):
+    """A kind that only Python has: one class."""
+
+    tensor: Operand
+
+    def call(self) -> Call:
+        return Call(torch.mul, (self.tensor, 2))
+
+
+def test_a_new_kind_is_one_class() -> None:
+    """It replays in Python and in a unit, with other steps; what it reads is known from its fields."""
+    sin = torch.ops.aten.sin.default
+    made = [
+        steps.Load(R0, True, results=(A,)),
+        Double(A, results=(B,)),
+        steps.Drop((A,)),
+        steps.CallOperator(sin, (B,), overload=sin, results=(C,)),
+    ]
+    example = Example(made, C)
+    expected = (torch.arange(6.0) * 2).sin()
+    assert torch.equal(example.in_python(), expected)
+    assert list(made[1].reads()) == [A]
+    if os.environ.get("FXWRAP_NATIVE_REPLAY") != "0":
+        assert torch.equal(example.natively(), expected)
+        assert [line.partition("(")[0] for line in example.listing] == [
+            "slot 2 = mul",
+            "drop slot 0",
+            "slot 3 = aten::sin",
+            "return slot 3",
+        ]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_step_that_may_run_again(order: tuple[int, ...]) -> None:
+    """It does, after ``give_back``; the others raise what they raise."""
+    asked, runs = list[str](), list[int]()
+
+    def short(number: int) -> None:
+        runs.append(number)
+        if runs.count(number) == 1:
+            raise torch.OutOfMemoryError
+
+    made = [steps.CallPython(short, (number,), repeats=True) for number in order]
+    as_python(made, None, give_back=lambda: asked.append("asked"))[0]([])
+    assert runs == [number for number in order for _ in range(2)] and len(asked) == 3
+    runs.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        as_python(made, None)[0]([])
