@@ -185,27 +185,12 @@ def _registers_in(replay: Replay, name: str) -> set[int]:
     return {operand.number for step in steps for operand in step.reads() if isinstance(operand, Register)}
 
 
-class _Noting(RecordingBuilder):
-    """Remembers where things lie that are there at every call."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.noted: dict[Node, Any] = {}
-
-    def _bind(self, node: Node, value: Any, known: Any) -> None:
-        super()._bind(node, value, known)
-        self.noted[node] = value
-
-    def _fill_input_buffers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        found = super()._fill_input_buffers(inputs)
-        self.noted.update(found)
-        return found
-
-
 class _Stepwise:
     """A recording of single steps, replayed step by step."""
 
-    def __init__(self, builder: _Noting, recording: Recording, where: dict[Node, int], inputs: list[Any]) -> None:
+    def __init__(
+        self, builder: RecordingBuilder, recording: Recording, where: dict[Node, int], inputs: list[Any]
+    ) -> None:
         assert recording._replay is not None
         self._builder, self._replay, self._where = builder, recording._replay, where
         self._facts, self.plan = builder.plan.facts, builder.plan
@@ -238,13 +223,14 @@ class _Stepwise:
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         storage, maker = self._facts.storages[index], self.plan.maker(index)
-        value: Any = self._builder.noted.get(maker)
-        if value is None:
-            value = self._builder._memory.get(maker)
+        for known in (self._builder.fixed_values, self._builder.layout.input_buffers, self._builder.layout.tensors):
+            value: Any = known.get(maker)
+            if value is not None:
+                break
         if value is None and storage.origin is Origin.INPUT:
             value = self._inputs[self.plan.placeholders.index(maker)]
-        if value is None and maker in self._builder._registers.by_node:
-            value = self._replay.registers[self._builder._registers.by_node[maker]]
+        if value is None and maker in self._builder.registers.by_node:
+            value = self._replay.registers[self._builder.registers.by_node[maker]]
         if storage.element is not None and isinstance(value, (tuple, list)):
             value = value[storage.element] if storage.element < len(value) else None
         return [t for t in tensors_in(value) if t.numel() and t.untyped_storage().nbytes()]
@@ -268,7 +254,7 @@ def locate(
     first = copies.make(() if changed else everything, statics)
     inputs = copies.make(changed, statics)
     twins = Copies(inputs).make()
-    builder = _Noting(request)
+    builder = RecordingBuilder(request)
     made = builder.record(first).recording
     try:
         if made.ended or made.eager_reasons:

@@ -1,0 +1,178 @@
+"""How a recording hands out its outputs: uncopied and watched, copied, or as views of the caller's own tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ...host_graph.nodes import Kind, kind_of, output_node
+from ...host_graph.tensors import has_address, tensors_in
+from ..memory.live_outputs import OutputStorage
+from ..memory.output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
+from ..replay.flat_python import Part
+from ..replay.operands import Bound, Register
+from ..replay.recording import RecordingRequest
+from ..replay.steps import CallPython, View
+from .flat import FlatBuilder
+from .layout import Layout
+
+
+class Outputs:
+    """The outputs of one recording.
+
+    Args:
+        registers: by value, where it changes from call to call.
+        values: what the registers hold in the call that is recorded.
+        pooled: nodes whose results lie in the graph pool. Outputs among them are copied: a later capture may get the
+            same bytes.
+
+    Attributes:
+        storages: those that are handed out uncopied, to be watched.
+    """
+
+    def __init__(
+        self,
+        request: RecordingRequest,
+        layout: Layout,
+        registers: Mapping[Node, int],
+        values: Sequence[Any],
+        pooled: frozenset[Node],
+    ) -> None:
+        self._request, self._layout, self._registers, self._values = request, layout, registers, values
+        self._pooled, self._plan, self._frozen = pooled, request.planned.program, request.runtime.frozen_addresses
+        self.storages: list[OutputStorage] = []
+
+    def part(self, builder: FlatBuilder, common: Mapping[Node, Any]) -> Part:
+        """What returns the outputs.
+
+        Args:
+            builder: of values in registers alone.
+            common: values that are the same at every call.
+        """
+        output = output_node(self._plan.graph)
+        lay_out = self._request.functions.lay_out
+        for node, users in _made_of(output).items():
+            indices = self._plan.facts.of(node)
+            makers = map(self._plan.maker, indices & self._request.memory.outputs)
+            memory = [self._layout.tensors[maker] for maker in makers if maker in self._layout.tensors]
+            planned = bool(memory) and node in self._layout.tensors
+            value: Bound | Register
+            if planned:
+                value, owned = Bound(self._layout.tensors[node]), memory
+            elif node.op == "placeholder" or node not in self._registers:
+                continue
+            elif (position := self._aliased_input(node)) is not None:
+                # The result aliases an input: the output is a view of the caller's own tensor.
+                given = builder.register(self._plan.placeholders[position])
+                seen = self._layout.input_tensors[position]
+                if self._frozen:
+                    views = views_of(self._values[self._registers[node]], seen.data_ptr())
+                    builder.assign(node, CallPython(functools.partial(relay, views), (given,)))
+                else:
+                    shared = functools.partial(relay_shared, seen)
+                    builder.assign(node, CallPython(shared, (builder.register(node), given)))
+                continue
+            elif self._frozen and node in common:
+                # At a fixed address: a static buffer, a placed result, or the pool.
+                value, owned = Bound(common[node]), tensors_in(common[node])
+            elif memory:
+                value, owned = builder.register(node), memory  # an operator returned planned memory
+            else:
+                continue  # new at every call
+            fake = node.meta.get("val")
+            # A sparse tensor's components are not outputs themselves.
+            has_no_address = isinstance(fake, torch.Tensor) and not has_address(fake)
+            copy = bool(indices & self._request.copied) or node in self._pooled or has_no_address
+            if copy:
+                builder.assign(node, CallPython(functools.partial(each, copy_out), (value,)))
+            elif planned and all(user.meta.get("call") is lay_out for user in users):
+                builder.stand_for(node, value)  # every user makes a new tensor over it
+            elif planned:
+                builder.assign(node, self._like(value, self._layout.tensors[node]))
+            else:
+                alias = functools.partial(each, functools.partial(_alias, lay_out))
+                builder.assign(node, CallPython(alias, (value,)))
+            if not copy:
+                self._watch(owned, indices)
+                if self._frozen and isinstance(value, Bound):
+                    self._lay_out_views(builder, node, value.value, output)
+        flat = builder.build(output.args[0])
+        return Part(flat.function, flat.lines, flat.result)
+
+    def _like(self, value: Bound | Register, tensor: torch.Tensor) -> View:
+        """A new tensor over the memory of ``value``, laid out as ``tensor``."""
+        size, stride = Bound(tuple(tensor.size())), Bound(tensor.stride())
+        return View(self._request.functions.lay_out, value, size, stride)
+
+    def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> None:
+        """Make outputs that are views of ``value`` as new tensors over its memory, which does not move.
+
+        A view operator's result also refers to its base, and would raise the use count by which an output is live.
+        """
+        known, lay_out = {**builder.bound, node: value}, self._request.functions.lay_out
+        for view in _views_in(node, output):
+            if not all(arg in known for arg in view.all_input_nodes):
+                continue
+            args, kwargs = torch.fx.map_arg((view.args, view.kwargs), known.__getitem__)
+            call = view.meta.get("call", view.target)
+            known[view] = made = call(*args, **kwargs)
+            if call is not lay_out and isinstance(made, torch.Tensor) and output in view.users and has_address(made):
+                builder.assign(view, self._like(Bound(made), made))
+
+    def _aliased_input(self, node: Node) -> int | None:
+        """Position of the input that a result aliases (its memory, or its static buffer), declared or not."""
+        value = self._values[self._registers[node]]
+        return next((p for p, seen in self._layout.input_tensors.items() if shares_storage(seen, value)), None)
+
+    def _watch(self, tensors: Sequence[torch.Tensor], indices: frozenset[int]) -> None:
+        known = {output.storage.data_ptr() for output in self.storages}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known or not storage.nbytes():
+                self._request.functions.share_copies(storage)
+                device, low = self._layout.in_arenas.get(storage._cdata, (None, 0))
+                self.storages.append(OutputStorage(storage, indices, device, low))
+
+    def in_inference_mode(self, outputs: Any, inputs: Sequence[Any]) -> Any:
+        """Outputs of this call as inference tensors. Recording runs outside inference mode; replays do not."""
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in(list(inputs))}
+
+        def made(tensor: torch.Tensor) -> torch.Tensor:
+            theirs = tensor.is_inference() or not has_address(tensor) or tensor.untyped_storage()._cdata in given
+            return tensor if theirs else _alias(self._request.functions.lay_out, tensor)
+
+        return each(made, outputs)
+
+
+def _made_of(output: Node) -> dict[Node, list[Node]]:
+    """For each value behind the outputs that is no view: its users on the way to ``output`` (views of it, or
+    ``output``)."""
+    found: dict[Node, list[Node]] = {}
+    users = [output]
+    for user in users:
+        for node in user.all_input_nodes:
+            if node not in found and kind_of(node) is Kind.VIEW:
+                users.append(node)
+            found.setdefault(node, []).append(user)
+    return {node: users for node, users in found.items() if kind_of(node) is not Kind.VIEW}
+
+
+def _views_in(node: Node, output: Node) -> list[Node]:
+    """The views of a value that outputs need, bases first."""
+    found, wanted = [node], {output}
+    for one in found:
+        found += [user for user in one.users if kind_of(user) is Kind.VIEW and user not in found]
+    for one in reversed(found):
+        if not wanted.isdisjoint(one.users):
+            wanted.add(one)
+    return [one for one in found[1:] if one in wanted]
+
+
+def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    if not has_address(tensor):
+        return tensor
+    return lay_out(tensor, tuple(tensor.size()), tensor.stride(), 0)
