@@ -18,6 +18,7 @@ import fxwrap.passes.memory.planner
 import fxwrap.pipeline
 from fxwrap.graphs.memory.live_outputs import LivenessGuard
 from fxwrap.graphs.memory.static_buffers import StaticBuffers
+from fxwrap.graphs.record.layout import Layout
 from fxwrap.graphs.record.recording_builder import RecordingBuilder
 from fxwrap.graphs.replay.operands import Call
 from fxwrap.graphs.replay.recording import Replay
@@ -387,15 +388,14 @@ def test_a_storage_is_freed_too_early(
 
 
 def _copy_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = RecordingBuilder._fill_input_buffers
+    fill = Layout.fill_input_buffers
 
-    def planted(self: RecordingBuilder, inputs: Any) -> Any:
-        parts = list(self._parts)
-        found = take(self, inputs)
-        self._parts = parts
-        return found
+    def planted(self: Layout, inputs: Any) -> Any:
+        for part in fill(self, inputs):
+            part.run(list(inputs))
+        return []  # nothing that would fill them at a replay
 
-    monkeypatch.setattr(RecordingBuilder, "_fill_input_buffers", planted)
+    monkeypatch.setattr(Layout, "fill_input_buffers", planted)
 
 
 def test_an_input_is_not_copied_in(compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None) -> None:
@@ -428,7 +428,7 @@ def test_a_parameter_is_copied_when_it_is_recorded(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, own_arenas: Any, where: Any
 ) -> None:
     """An optimizer that updates it in place is not seen by replays."""
-    monkeypatch.setattr(RecordingBuilder, "_without_holding", lambda self, value: value.detach().clone())
+    monkeypatch.setattr(Layout, "_without_holding", lambda self, value: value.detach().clone())
     with where():
         error = fault_in(compiled(torch.nn.Linear(8, 8), **CHECKED), x, calls=2)
     assert error.fault == "input baked in" and "aten::addmm" in error.operator
