@@ -352,7 +352,8 @@ def test_what_was_made_for_a_recording_is_free_when_the_call_runs_eagerly(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: arenas and their pools stay."""
-    monkeypatch.setattr(Arena, "clear", lambda self, why: None)
+    stay = list[Arena]()
+    monkeypatch.setattr(Arena, "clear", lambda self, why: stay.append(self))
     short, rest = _never_enough(hardware, device, compiled)
     with (
         limited(hardware, device, short.eager_peak + 2 * short.bytes),

@@ -23,6 +23,9 @@ from .locks import LockOwner, TryLock
 # Bytes. Torch's CPU allocator aligns to this; that of a custom build may not.
 _CPU_ALIGNMENT = 64
 
+# Bytes. Allocators cut no more than this from small segments (c10/core/AllocatorConfig.h, kSmallSize).
+_SMALL = 1 << 20
+
 # Why there is too little memory.
 TOO_LARGE, OUT_OF_MEMORY = "more than max_memory", "out of memory"
 # Why a recording has ended.
@@ -107,7 +110,7 @@ class Arena:
         self.clear("the arena moved")
         self._moved, self._pool = moved, pool
         del pool  # drop the local reference: drop_pool must be able to free the pool
-        if nbytes and self.device.type != "cpu":
+        if nbytes > _SMALL and self.device.type != "cpu":
             # An arena stays. In a part of a cached segment it would keep the rest of that from being given back:
             # Inductor leaves 50 MiB in the cache when it times a kernel.
             empty_cache()

@@ -249,13 +249,12 @@ def test_memory_is_there_in_the_steps_that_name_a_storage() -> None:
     # A storage is the constant between the calls that give it memory and take it back.
     assert text.splitlines() == [
         "def flat(r):",
-        "    c0()",
-        "    v0 = r[0]",
-        "    r[0] = None",
+        "    c0(128)",
+        "    v0 = r[0]; r[0] = None",
         "    c2(v0, v0, c1)",
         "    c2(c1, c3, c4)",
         "    c5(c4)",
-        "    c6()",
+        "    c6(0)",
         "    v1 = c11(c7, c8, dtype=c9, device=c10)",
         "    r[1] = v1",
         "    c2(v0, v0, v1)",
