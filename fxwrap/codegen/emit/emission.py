@@ -20,7 +20,8 @@ from ..garbage import no_garbage_collection
 from ..request import current_request
 from ..store.caches import caching, without_uuid, write_module
 from ..store.stored_program import as_module, boxed
-from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
+from .converter import HostGraphConverter
+from .subgraphs import ChosenSubgraphLine, InvokeSubgraphLine, WhileLoopLine
 from .triton_kernels import lower_launches
 
 
