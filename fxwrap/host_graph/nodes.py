@@ -402,7 +402,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def module_path(node: Node) -> str:
-    """The path of the ``torch.nn.Module`` that a node comes from (``transformer.h.0.attn``); empty if there is none."""
+    """The path of the ``torch.nn.Module`` that a node comes from, as ``transformer.h.0.attn``; empty outside."""
     return str(node.meta.get("module", ""))
 
 
