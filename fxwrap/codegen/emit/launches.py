@@ -17,7 +17,7 @@ from ...errors import EmissionError
 from ...host_graph.nodes import Kernel, launch
 from .. import torch_versions as versions
 from .kernels import load_kernels, loaded_kernel
-from .triton_kernels import TritonLauncher, TunedLaunch, argument_names, known_writes, written_arguments
+from .triton_kernels import TritonLauncher, TunedLaunch, argument_names, declared_writes, written_arguments
 from .values import NodeEmitter
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class LaunchEmitter(NodeEmitter):
             texts = self.wrapper.prepare_triton_kernel_call(line.call_args)
         args = tuple(self._by_value(self.reader.value(text)) for text in texts)
         names = argument_names(tuner, line.triton_meta, line.raw_keys, len(args))
-        writes = written_arguments(tuner, line.triton_meta, names, known_writes(line, names))
+        writes = written_arguments(tuner, line.triton_meta, names, declared_writes(line, names))
         kernel = self._kernel(line, "triton", lambda: TritonLauncher(tuner, line.device), writes)
         node = self._portable_call(line, tuner, TunedLaunch.of(kernel, tuner, names, args))
         if node is None:
