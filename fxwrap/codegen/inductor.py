@@ -32,8 +32,8 @@ from .torch_runtime import torch_functions
 
 log = logging.getLogger(__name__)
 
-# Inductor's settings for emitting a host graph. Reuse is off so that the planner sees every buffer. fxwrap has its own
-# stages for graph_partition, memory_planning and cudagraphs.
+# Inductor's settings to emit a host graph. Reuse is off so that the planner sees every buffer. In place of
+# graph_partition, memory_planning and cudagraphs fxwrap has stages of its own.
 _EMISSION = {
     "fx_wrapper": True,
     "cpp_wrapper": False,

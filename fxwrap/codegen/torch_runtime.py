@@ -88,8 +88,8 @@ def empty_graph() -> GraphModule:
     return _LazyGraphModule({}, Graph())
 
 
-# (tensor, size, stride, offset) -> a new tensor object that shares only the storage with ``tensor``. Some versions take
-# sizes only as plain tuples.
+# (tensor, size, stride, offset) -> a new tensor object that shares only the storage with ``tensor``. Some versions
+# take sizes only as plain tuples.
 lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 
 

@@ -80,7 +80,7 @@ class Machine:
 
 
 # A device of each capability: multiprocessors, threads of each, GiB of memory, MiB of cache, and the bytes of shared
-# memory that a kernel may use (a multiprocessor has 1 KiB more). From NVIDIA's CUDA programming guide and data sheets.
+# memory that a kernel may use (a multiprocessor has 1 KiB more). From NVIDIA's programming guide and data sheets.
 _CUDA = {
     75: ("Tesla T4", 40, 1024, 16, 4, 65536),
     80: ("NVIDIA A100-SXM4-80GB", 108, 2048, 80, 40, 166912),
@@ -365,7 +365,7 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def retargeted(machine: Machine, driver_type: type[AbsentDriver] = AbsentDriver) -> Iterator[None]:
-    """Inside the context, fxwrap compiles graphs traced on the CPU for a machine's device, backward graphs at once."""
+    """Inside the context, fxwrap compiles graphs traced on the CPU for a machine's device, with their backward."""
     compile_on_cpu, options = inductor._compile_program, flex_attention._apply_kernel_options
 
     def compile_program(gm: GraphModule, inputs: Sequence[Any], *rest: Any) -> Any:

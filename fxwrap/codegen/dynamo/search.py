@@ -94,15 +94,15 @@ class Search:
         self._follow(function.__code__, function.__globals__, variables, caller, asked)
 
     def _follow(
-        self, code: types.CodeType, scope: dict[str, Any], known: dict[str, Any], caller: Any, asked: bool = False
+        self, code: types.CodeType, scope: dict[str, Any], variables: dict[str, Any], caller: Any, asked: bool = False
     ) -> None:
         """Search code, and what it calls.
 
         Args:
             scope: its globals.
-            known: its variables whose values are known.
+            variables: values of its variables, as far as they are known.
         """
-        key = code, id(caller), *sorted((name, id(value)) for name, value in known.items())
+        key = code, id(caller), *sorted((name, id(value)) for name, value in variables.items())
         if key in self._seen:
             return
         self._seen.add(key)
@@ -111,18 +111,18 @@ class Search:
         elif not asked:
             return
         entries = _debug_get_cache_entry_list(code)
-        serving = [entry for entry in entries if _is_for(entry, caller) and not _is_refused(entry, known)]
+        serving = [entry for entry in entries if _is_for(entry, caller) and not _is_refused(entry, variables)]
         self._ids += [entry.compile_id for entry in serving]
         self.is_compiled |= bool(entries)
         for runs in [entry.code for entry in serving] if entries else [code]:
             names = [name for name in _names(runs) if not name.startswith("__compiled_fn")]
             for nested in _nested(runs):
                 shared = {*nested.co_freevars, *(nested.co_varnames if nested.co_name.startswith(RESUMED) else ())}
-                self._follow(nested, scope, {name: known[name] for name in shared & known.keys()}, caller)
+                self._follow(nested, scope, {name: variables[name] for name in shared & variables.keys()}, caller)
             for name in names:
                 if name.startswith("__resume_at") and name in scope:
-                    self._follow(scope[name].__code__, scope, known, caller)
-            for value in _values(names, scope, known):
+                    self._follow(scope[name].__code__, scope, variables, caller)
+            for value in _values(names, scope, variables):
                 self._visit(value, caller)
 
 
@@ -157,9 +157,9 @@ def _names(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
-def _values(names: list[str], scope: dict[str, Any], known: dict[str, Any]) -> Iterator[Any]:
+def _values(names: list[str], scope: dict[str, Any], variables: dict[str, Any]) -> Iterator[Any]:
     """The values that names in code may refer to: globals, variables, their attributes, and so on."""
-    named = [known.get(name, scope.get(name)) for name in names]
+    named = [variables.get(name, scope.get(name)) for name in names]
     owners = [value for value in named if value is not None]
     yield from owners
     seen = set(map(id, owners))
@@ -196,7 +196,7 @@ def _is_for(entry: Any, caller: Any) -> bool:
     )
 
 
-def _is_refused(entry: Any, known: dict[str, Any]) -> bool:
+def _is_refused(entry: Any, variables: dict[str, Any]) -> bool:
     """Whether the guards of a cache entry fail for the known values.
 
     A module that is in training now may have been called in evaluation, and a parameter that is sharded now may have
@@ -207,10 +207,10 @@ def _is_refused(entry: Any, known: dict[str, Any]) -> bool:
         guards = todo.pop()
         source = guards.get_source()
         variable = re.match(r"L\['(\w+)'\]", source)
-        if variable is None or variable[1] not in known or re.search(r"\btraining\b", source):
+        if variable is None or variable[1] not in variables or re.search(r"\btraining\b", source):
             continue
         try:
-            value = eval(source, {"L": known})
+            value = eval(source, {"L": variables})
         except NameError:  # a helper of Dynamo's
             continue
         except Exception:

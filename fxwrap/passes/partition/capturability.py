@@ -49,13 +49,13 @@ def judge(
         if kind_of(node) in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
             verdicts[node.name] = _FOLDED
             continue
-        own = _cause(node, applicable, refused or {}) if is_work(node) else None
-        cause = own or _inherited(node, verdicts)
+        direct = _cause(node, applicable, refused or {}) if is_work(node) else None
+        cause = direct or _inherited(node, verdicts)
         if cause is None:
             verdicts[node.name] = _CAPTURED if is_work(node) else _FOLDED
         else:
             dependent = _is_data_dependent(node, verdicts)
-            verdicts[node.name] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=own is None)
+            verdicts[node.name] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=direct is None)
     return verdicts
 
 

@@ -84,18 +84,18 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
     facts = analyse_storages(gm)
     handed_out = facts.behind(output_node(gm).all_input_nodes)
     uses = _Uses.of(gm, facts)
-    fixed = facts.behind(arg for node in gm.graph.nodes for arg in _asked_for_offset(node))
+    fixed = facts.behind(arg for node in gm.graph.nodes for arg in _operands_with_fixed_offset(node))
     # The storages of the views that replace copies, by storage of the copy.
     moved: dict[int, frozenset[int]] = {}
     needless: list[NeedlessCopy] = []
     for node, view in copies:
-        own = facts.of(node)
+        storages = facts.of(node)
         base = _NONE.union(*(moved.get(i, {i}) for i in facts.of(node.all_input_nodes[0])))
         value = _value_as_view(node, view)
-        if value is None or not base or own & (handed_out | fixed):
+        if value is None or not base or storages & (handed_out | fixed):
             continue
-        if _aligned(node, value, base, facts) and not uses.distinguish(node, own, base):
-            moved.update((index, base) for index in own)
+        if _aligned(node, value, base, facts) and not uses.distinguish(node, storages, base):
+            moved.update((index, base) for index in storages)
             needless.append(NeedlessCopy(node, view, value))
     return tuple(needless)
 
@@ -124,18 +124,18 @@ class _Uses:
                 last_read[storage] = index
         return cls(position, writes, last_read, groups)
 
-    def distinguish(self, copy: Node, own: frozenset[int], base: frozenset[int]) -> bool:
+    def distinguish(self, copy: Node, storages: frozenset[int], base: frozenset[int]) -> bool:
         """Whether a write makes the copy and a view differ.
 
         Args:
-            own: storages of the copy.
+            storages: those of the copy.
             base: storages of its operand.
         """
         begin = self.position[copy]
-        end = max((self.last_read.get(index, begin) for index in own), default=begin)
+        end = max((self.last_read.get(index, begin) for index in storages), default=begin)
         sources = {*base, *(self.groups[index] for index in base if index in self.groups)}
         between = any(begin < write <= end for index in sources for write in self.writes.get(index, ()))
-        return between or any(self.writes.get(index) for index in own)
+        return between or any(self.writes.get(index) for index in storages)
 
 
 def view_of_copy(node: Node) -> OpOverload | None:
@@ -155,19 +155,19 @@ def view_of_copy(node: Node) -> OpOverload | None:
     return view if arguments(view._schema) == arguments(overload._schema) else None
 
 
-def _asked_for_offset(node: Node) -> list[Node]:
-    """Operands of which a call may ask where in their storage they begin."""
+def _operands_with_fixed_offset(node: Node) -> list[Node]:
+    """Operands whose position in their storage a node may depend on."""
     overload = schema_of(node) if node.op == "call_function" else None
     if overload is None:
-        known = (
+        independent = (
             node.op == "output"
             or node.target in (launch, operator.getitem, reinterpret)
             or kind_of(node) is Kind.CHECK
         )
-        return [] if known else node.all_input_nodes
+        return [] if independent else node.all_input_nodes
     of_another_type = overload in (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default)
-    asks = of_another_type or counts_from_storage(node) or overload.namespace != "aten"
-    return node.all_input_nodes if asks else []
+    depends = of_another_type or counts_from_storage(node) or overload.namespace != "aten"
+    return node.all_input_nodes if depends else []
 
 
 def _value_as_view(node: Node, view: OpOverload) -> Any:

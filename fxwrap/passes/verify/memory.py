@@ -120,8 +120,8 @@ def _check_bounds(
     storage: Storage, maker: Node, plan: MemoryPlan, symbol_values: Mapping[Node, Any], offset: int, region: Region
 ) -> int:
     """Bytes of a storage that are accessed. Raises unless it is aligned and lies within its region."""
-    made = storage.origin is Origin.EXTERN
-    size = _bytes_returned(storage, maker) if made else _bytes_reached(maker, symbol_values)
+    returned = storage.origin is Origin.EXTERN
+    size = _bytes_returned(storage, maker) if returned else _bytes_reached(maker, symbol_values)
     planned = plan.sizes.get(storage.index, 0)
     size = planned if size is None else size
     # Wide vector loads on a CPU want a cache line.
