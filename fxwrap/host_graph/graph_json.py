@@ -72,7 +72,7 @@ def _operator(name: str, packet: bool) -> Any:
         return getattr(operators, base) if packet else getattr(getattr(operators, base), overload or "default")
     except AttributeError:
         raise StorageError(
-            f"the operator {name}", got="nobody has registered it", remedy="import the library that defines it"
+            f"the operator {name}", got="it is not registered", remedy="import the library that defines it"
         ) from None
 
 

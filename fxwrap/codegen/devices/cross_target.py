@@ -54,6 +54,7 @@ from ...native_build import built_library
 from .. import inductor
 from ..emit.triton_kernels import TritonLauncher
 from .ahead import backward_at_once
+from .patches import Patches
 
 # Seconds that the compiler may take for a file of two lines.
 _PATIENCE = 120
@@ -272,22 +273,6 @@ def register_device_guard(device_type: str) -> None:
         ) from error
 
 
-class _Replacements(contextlib.ExitStack):
-    """Patches of attributes and table entries, which the end of the context takes back."""
-
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        missing = object()
-        before = vars(owner).get(name, missing)
-        setattr(owner, name, value)
-        self.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
-
-    def put_entry(self, table: dict[Any, Any], key: Any, value: Any) -> None:
-        missing = object()
-        before = table.get(key, missing)
-        table[key] = value
-        self.callback(lambda: table.pop(key) if before is missing else table.update({key: before}))
-
-
 @contextlib.contextmanager
 def present(machine: Machine) -> Iterator[None]:
     """Inside the context, Inductor compiles for a machine's device as if it were present."""
@@ -310,7 +295,7 @@ def present(machine: Machine) -> Iterator[None]:
         "_exchange_device": lambda index: 0,
         "_maybe_exchange_device": lambda index: 0,
     }
-    with _Replacements() as replaced:
+    with Patches() as replaced:
         for name, answer in answers.items():
             replaced.put(module, name, answer)
         if kind == "cuda":  # without a version, parts of torch take the device for a ROCm device
@@ -377,7 +362,7 @@ def retargeted(machine: Machine, driver_type: type[AbsentDriver] = AbsentDriver)
         return {**options(*args, **kwargs), "OUTPUT_LOGSUMEXP": True}
 
     with (
-        _Replacements() as replaced,
+        Patches() as replaced,
         backward_at_once(),
         # A program from a cache has no kernels to report, and constant folding would compute on absent tensors.
         torch._functorch.config.patch(enable_autograd_cache=False),

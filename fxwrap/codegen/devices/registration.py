@@ -32,6 +32,7 @@ from ..emit.emission import FxwrapCodegen
 from ..emit.library_calls import LIBRARY_CALLS, LibraryCalls
 from ..inductor import DEVICE_TABLES
 from ..torch_versions import CPP_DEVICE_NAMES, registered_operators
+from .patches import Patches
 
 # Settings where Inductor checks for the CPU although it means C++ kernels.
 _CPP_CONFIG = {
@@ -128,8 +129,8 @@ def register_device(
         after_failed_capture,
     )
     _check(support, scheduling)
-    with DEVICE_TABLES, contextlib.ExitStack() as undo:
-        enter = _entering(undo)
+    with DEVICE_TABLES, Patches() as patches:
+        enter = patches.put_entry
         enter(registered_devices(), device_type, support)
         # What torch knows of a device in its tree stays, unless the caller says otherwise.
         if interface is not None or device_type not in interfaces.device_interfaces:
@@ -153,30 +154,10 @@ def register_device(
                 codegen or FxwrapCodegen,  # type: ignore[arg-type]
             )
             enter(common.device_codegens, device_type, entry)
-        entered = undo.pop_all()
-    return DeviceRegistration(support, entered)
+        return DeviceRegistration(support, patches.pop_all())
 
 
 _CPP_DEVICE = "at::kPrivateUse1"
-_MISSING = object()
-
-
-def _entering(undo: contextlib.ExitStack) -> Callable[[dict[Any, Any], Any, Any], None]:
-    """A function that sets an entry of a table of torch's; ``undo`` restores the entry."""
-
-    def enter(table: dict[Any, Any], key: Any, value: Any) -> None:
-        before = table.get(key, _MISSING)
-
-        def put_back() -> None:
-            if before is _MISSING:
-                table.pop(key, None)
-            else:
-                table[key] = before
-
-        undo.callback(put_back)
-        table[key] = value
-
-    return enter
 
 
 def _check_name(name: Any) -> None:
