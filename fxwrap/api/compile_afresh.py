@@ -12,7 +12,7 @@ import torch
 
 from ..backend import fxwrap as backend
 from ..codegen.dynamo.collection import with_own_code
-from ..codegen.dynamo.story import known_of
+from ..codegen.dynamo.report import compilations_of
 from ..codegen.torch_runtime import allocations
 from ..codegen.torch_versions import own_caches
 from ..compilation import Compilation
@@ -37,7 +37,7 @@ def compile_afresh(
     )
     compiled(*args, **kwargs)
     measured = [_measured(functools.partial(compiled, *args, **kwargs)) for _ in range(1, calls)]
-    compilations, story = known_of(compiled)
+    compilations, story = compilations_of(compiled)
     return Explanation.of(list(dict.fromkeys([compilation, *compilations])), story, measured)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..checked.copies import Copies
-from ..codegen.dynamo.story import known_of
+from ..codegen.dynamo.report import compilations_of
 from ..errors import FxwrapError, InputError
 from ..host_graph.tensors import has_address
 from .report import report, total
@@ -83,7 +83,7 @@ def _counts() -> dict[str, Any]:
 
 
 def _no_program(fn: Callable[..., Any]) -> FxwrapError:
-    compilations, story = known_of(fn)
+    compilations, story = compilations_of(fn)
     reasons = [reason.splitlines()[0] for one in compilations for reason in one.fallbacks]
     if reasons:
         return FxwrapError(

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..codegen.dynamo.story import DynamoStory, known_of
+from ..codegen.dynamo.report import DynamoReport, compilations_of
 from ..compilation import Compilation, live_compilations
 from ..errors import FxwrapError
 from ..graphs.program import Program
@@ -102,7 +102,7 @@ class Explanation:
     def of(
         cls,
         compilations: Sequence[Compilation],
-        dynamo: DynamoStory | None = None,
+        dynamo: DynamoReport | None = None,
         calls: Sequence[CallData] = (),
     ) -> Explanation:
         """What is known of compilations, what Dynamo made of their function, and calls that were measured."""
@@ -140,7 +140,7 @@ class Explanation:
         return list(self._about.not_stored)
 
     @property
-    def dynamo(self) -> DynamoStory:
+    def dynamo(self) -> DynamoReport:
         """Graph breaks and functions that were not compiled, with Dynamo's reasons; nothing of them where all
         programs were asked for."""
         return self._about.dynamo
@@ -217,7 +217,7 @@ def report(fn: Callable[..., Any] | None = None) -> Explanation:
     """
     if fn is None:
         return Explanation.of(live_compilations())
-    compilations, story = known_of(fn)
+    compilations, story = compilations_of(fn)
     if not compilations:
         raise FxwrapError(
             f"{fn!r} has no program",

@@ -255,10 +255,10 @@ def _in_a_fork(target: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any
     Raises:
         FxwrapError: it raised, or the process has ended before it was done.
     """
-    from ..codegen.devices.cross_target import nobody_compiles
+    from ..codegen.devices.cross_target import no_compilation
 
     reading, writing = os.pipe()
-    with nobody_compiles(), warnings.catch_warnings():
+    with no_compilation(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # this process may have threads: they are not needed
         sys.stdout.flush()
         child = os.fork()

@@ -1,4 +1,4 @@
-"""no_garbage_collection: while something is built of which nearly all stays."""
+"""``no_garbage_collection``: suspends it while objects are built of which nearly all stay alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def no_garbage_collection() -> Iterator[None]:
     """Suspend Python's garbage collection, in the whole process.
 
-    A full collection looks at everything that Dynamo and Inductor have made, too, which takes 0.2 to 0.5 s; building
+    A full collection also traverses everything that Dynamo and Inductor have made, which takes 0.2 to 0.5 s. Building
     a host graph of 1,000 nodes would cause one.
     """
     was_enabled = gc.isenabled()

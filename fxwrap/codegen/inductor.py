@@ -1,4 +1,4 @@
-"""Driving Inductor: one ``compile_fx`` call with fxwrap's codegen in place, and nothing left behind."""
+"""Runs Inductor: one ``compile_fx`` call with fxwrap's codegen in place, inside a context that leaves no trace."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .torch_runtime import torch_functions
 
 log = logging.getLogger(__name__)
 
-# What a host graph needs from Inductor. Reuse is off so that the planner sees every buffer; graph_partition,
-# memory_planning and cudagraphs are stages that fxwrap has itself.
+# Inductor's settings to emit a host graph. Reuse is off so that the planner sees every buffer. In place of
+# graph_partition, memory_planning and cudagraphs fxwrap has stages of its own.
 _EMISSION = {
     "fx_wrapper": True,
     "cpp_wrapper": False,
@@ -42,7 +42,7 @@ _EMISSION = {
     "graph_partition": False,
     "triton.cudagraphs": False,
 }
-# Torch's tables of devices are process-wide: one compilation at a time may have its codegen in them.
+# Torch's tables of devices are process-wide: one compilation at a time may replace their codegen.
 DEVICE_TABLES = threading.RLock()
 
 
@@ -60,28 +60,28 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     """
     if mode in (None, "default"):
         return {}
-    known = torch._inductor.list_mode_options()
-    if mode not in known:
+    by_mode = torch._inductor.list_mode_options()
+    if mode not in by_mode:
         raise OptionError(
-            f"unknown mode {mode!r}", expected=f"one of {', '.join(map(repr, sorted(known)))}", got=repr(mode)
+            f"unknown mode {mode!r}", expected=f"one of {', '.join(map(repr, sorted(by_mode)))}", got=repr(mode)
         )
-    return dict(known[mode])
+    return dict(by_mode[mode])
 
 
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, patches: dict[str, Any], compilation: Any
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph; host graphs go to ``options.codegen`` (default: FxwrapCodegen).
+    """Compile a Dynamo graph. ``options.codegen`` (default: FxwrapCodegen) compiles the host graphs.
 
     Args:
         patches: the user's settings for Inductor.
-        compilation: passed on in the request; collects the programs that are made.
+        compilation: collects the programs; it is passed on in the request.
     """
-    own = {key: value for key, value in _EMISSION.items() if key != "triton.cudagraphs"}
-    _refuse_others(patches, own, "together with fxwrap", "which fxwrap sets itself")
-    # Modes ask for CUDA graphs by Inductor; fxwrap's own graphs stand in for them.
+    taken = {key: value for key, value in _EMISSION.items() if key != "triton.cudagraphs"}
+    _refuse_others(patches, taken, "together with fxwrap", "which fxwrap sets itself")
+    # Modes ask for Inductor's CUDA graphs; fxwrap's device graphs replace them.
     patches = {key: value for key, value in patches.items() if key not in _EMISSION}
-    common.init_backend_registration()  # from torch 2.15 on it calls a device's own hook, which registers it
+    common.init_backend_registration()  # from torch 2.15 on it calls hooks with which devices register themselves
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
     key = cache_key(options, devices, shared_storages(example_inputs))
@@ -99,18 +99,18 @@ def compile_with_inductor(
             compilation=compilation,
             torch=torch_functions(),
         )
-        own = cache_key(options, devices, request.phase, sorted(request.donated), request.saved, request.inputs)
-        with extended_cache_key(own):
+        parts = request.phase, sorted(request.donated), request.saved, request.inputs
+        with extended_cache_key(cache_key(options, devices, *parts)):
             return _compile_program(gm, example_inputs, args, kwargs, request)
 
     changed = without_uuid(options.codegen, FxwrapCodegen) if options.codegen is not None else []
     if changed and compilation is not None:
         name = getattr(options.codegen, "__name__", "")
         compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
-    # A hit in AOTAutograd's cache compiles nothing, and loads programs.
+    # A hit in AOTAutograd's cache loads programs without compiling.
     base = CompileRequest(options=options, compilation=compilation, torch=torch_functions())
     with requesting(base), extended_cache_key(key):
-        # Whatever they are for others: ``compile_fx`` chooses a way by them.
+        # ``compile_fx`` branches on these; their values outside are for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled
@@ -120,20 +120,20 @@ def _compile_program(
     gm: GraphModule, example_inputs: Sequence[Any], args: Any, kwargs: Any, request: CompileRequest
 ) -> Any:
     prepare(gm)
-    # Inductor's passes edit the graph, so that a second try needs the first one's input.
+    # Inductor's passes edit the graph: a second attempt needs the original.
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
     kwargs = {**kwargs, "cpp_wrapper": False}
     kwargs.pop("fx_wrapper", None)
     cudagraphs = kwargs.pop("cudagraphs", None)
     copy_host_scalars(gm)
     try:
-        with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request) as handed_over:
+        with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request) as handover:
             compiled = compile_fx_inner(
                 gm, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs), fx_wrapper=True
             )
-        if handed_over.not_stored:
+        if handover.not_stored:
             remove_entry(compiled)
-            _note_not_stored(handed_over.not_stored, request)
+            _note_not_stored(handover.not_stored, request)
         return compiled
     except Exception as error:
         reason = _fallback_reason(error)
@@ -152,22 +152,25 @@ def _note_not_stored(reasons: Sequence[str], request: CompileRequest) -> None:
 
 
 def _boxed(cudagraphs: Any) -> Any:
-    """Inductor's own capture, switched off."""
+    """Inductor's option for its own capture, switched off."""
     return None if cudagraphs is None else type(cudagraphs)(False)
 
 
 def _fallback_reason(error: BaseException) -> FxwrapError | None:
-    """The fxwrap error inside an Inductor error; failures of Inductor itself, and of the machine (a full disk), are
-    not ours to answer."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, FxwrapError):
-            return seen
-        if isinstance(seen, OSError):
+    """The fxwrap error behind an error of Inductor's, for which the graph runs through Inductor's own wrapper.
+
+    Returns:
+        None for failures of Inductor itself and of the machine (a full disk), which are raised.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, FxwrapError):
+            return cause
+        if isinstance(cause, OSError):
             return None
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) else seen.__cause__
-    # An unexpected exception out of the converter, not out of Inductor's lowering.
+        inner = getattr(cause, "inner_exception", None)
+        cause = inner if isinstance(inner, BaseException) else cause.__cause__
+    # An unexpected exception in the converter, not in Inductor's lowering.
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "_generate":
@@ -196,10 +199,10 @@ def _phase(kwargs: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def codegen_in_place(codegen: type | None) -> Iterator[None]:
-    """Have Inductor emit through ``codegen`` on every device, inside the context only.
+    """Inside the context, Inductor emits through ``codegen`` on every device.
 
-    None stands for each device's own, where one is registered, and for FxwrapCodegen elsewhere.
-    Only the FX entry of each device is replaced; a compilation by another backend does not read it.
+    None stands for the codegen that a device is registered with, and for FxwrapCodegen on other devices. Only the FX
+    entry of each device is replaced, which compilations by other backends do not read.
     """
     common.init_backend_registration()
     with DEVICE_TABLES:
@@ -214,7 +217,11 @@ def codegen_in_place(codegen: type | None) -> Iterator[None]:
 
 
 def _devices_in(gm: GraphModule, example_inputs: Sequence[Any]) -> set[torch.device]:
-    """The devices in a graph: at most one accelerator."""
+    """The devices in a graph.
+
+    Raises:
+        UnsupportedModelError: there is more than one accelerator.
+    """
     values = list(example_inputs)
     for node in gm.graph.nodes:
         value = node.meta.get("example_value", node.meta.get("val"))
@@ -231,13 +238,17 @@ def _devices_in(gm: GraphModule, example_inputs: Sequence[Any]) -> set[torch.dev
     return devices
 
 
-def _refuse_others(patches: dict[str, Any], settings: dict[str, Any], where: str, who: str) -> None:
-    """Raise if the user asks for another value of a setting that is taken."""
+def _refuse_others(patches: dict[str, Any], settings: dict[str, Any], where: str, setter: str) -> None:
+    """Check that the user asks for no other value of a setting that fxwrap or a device sets.
+
+    Raises:
+        OptionError: naming the setting.
+    """
     for key, value in settings.items():
         if patches.get(key, value) != value:
             raise OptionError(
                 f"option {key!r} cannot be set {where}",
-                expected=f"{value!r}, {who}",
+                expected=f"{value!r}, {setter}",
                 got=repr(patches[key]),
                 remedy=f"leave {key!r} out",
             )

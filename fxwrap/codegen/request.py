@@ -1,4 +1,4 @@
-"""What one compilation asks for, handed past Inductor to the codegen it instantiates."""
+"""Passes the request of a compilation around Inductor, to the codegen that Inductor instantiates."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _current: ContextVar[CompileRequest | None] = ContextVar("fxwrap_request", defau
 
 
 def current_request() -> CompileRequest:
-    """The request under way on this thread; a plain one where codegen runs outside of fxwrap's backend."""
+    """The current request of this thread; a default one where codegen runs outside of fxwrap's backend."""
     return _current.get() or CompileRequest(torch_functions())
 
 
 @dataclass
 class HandedOver:
-    """Past Inductor, from the codegen that it instantiates to the module that it loads.
+    """What the codegen passes around Inductor, to the module that Inductor loads.
 
     Attributes:
-        compiled: what host graphs were compiled to, by the digest of their stored form: who loads that form next, in
-            this process, gets the very same.
-        not_stored: what could not be stored.
+        compiled: compiled host graphs by the digest of their stored form. This process takes the compiled object
+            instead of loading the stored form.
+        not_stored: names of what could not be stored.
     """
 
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -37,16 +37,17 @@ _handed_over: ContextVar[HandedOver | None] = ContextVar("fxwrap_handed_over", d
 
 
 def handed_over() -> HandedOver:
-    """Of the request under way on this thread."""
+    """The handover of this thread's current request."""
     return _handed_over.get() or HandedOver()
 
 
 @contextlib.contextmanager
 def requesting(request: CompileRequest) -> Iterator[HandedOver]:
-    own = HandedOver()
-    tokens = _current.set(request), _handed_over.set(own)
+    """Make a request the current one of this thread, inside the context."""
+    handover = HandedOver()
+    tokens = _current.set(request), _handed_over.set(handover)
     try:
-        yield own
+        yield handover
     finally:
         _current.reset(tokens[0])
         _handed_over.reset(tokens[1])

@@ -1,4 +1,4 @@
-"""The private functions of torch that running a program needs. Nothing here imports Inductor or Dynamo."""
+"""Private functions of torch that running a program needs. Nothing here imports Inductor or Dynamo."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from ..graphs.torch_functions import TorchFunctions
 from .native_library import native_replay
 from .traces import ProgramTraces
 
-# ``(size, stride, dtype)``: what Inductor's wrapper allocates with; torch.empty_strided takes three times as long.
+# ``(size, stride, dtype)``: the allocation of Inductor's wrapper; torch.empty_strided takes three times as long.
 empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 
 def use_counter(storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[int]]:
-    """A function that tells how many tensors and storage objects share each of ``storages``."""
+    """A function that returns the number of tensors and storage objects that share each of ``storages``."""
     handles = [storage._cdata for storage in storages]
     count = torch._C._storage_Use_Count
     return lambda: list(map(count, handles))
 
 
 def pointer_check(pointers: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
-    """Makes a function that tells whether ``inputs[p]`` is at ``pointers[p]`` for every ``p`` in ``positions``.
+    """A function that tells whether ``inputs[p]`` is at ``pointers[p]`` for every ``p`` in ``positions``.
 
-    In C++ where the build has it: CPU builds do not.
+    It is torch's C++ function where the build has one; CPU builds have none.
     """
     native: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     if native is not None:
         expected, chosen = list(pointers), list(positions)
         return lambda inputs: native(inputs, expected, chosen)
-    # Asked of a hundred parameters: what can be is looked up beforehand.
+    # It checks up to hundreds of parameters: lookups are made beforehand.
     expected, pointer_of, choose = [pointers[p] for p in positions], torch.Tensor.data_ptr, _chooser(positions)
     return lambda inputs: [*map(pointer_of, choose(inputs))] == expected
 
 
 def _chooser(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    if len(positions) < 2:  # a getter of one item returns no tuple
+    if len(positions) < 2:  # itemgetter of one item returns no tuple
         return lambda inputs: [inputs[p] for p in positions]
     return operator.itemgetter(*positions)
 
 
 def layout_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
-    """A function that tells whether the tensors at ``positions`` look as they do now: size, stride, dtype, device.
+    """A function that tells whether the tensors at ``positions`` have the size, stride, dtype and device of now.
 
-    Dynamo's guard looks at all of them in one call, where an assert for each takes six times as long. It also says
-    no where it does not matter (another autograd mode, one tensor twice): who asks looks closer then.
+    Dynamo's guard checks all of them in one call; an assert for each takes six times as long. The guard also fails
+    where the layout is unchanged (another autograd mode, one tensor twice), so that its caller checks again then.
     """
     choose = _chooser(positions)
     tensors: Sequence[Any] = choose(inputs)
@@ -72,10 +72,10 @@ def layout_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[l
     return lambda now: guards.check(*choose(now))
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors over one storage share an element; True if in doubt."""
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors over one storage share an element; True where torch cannot tell."""
     overlapping: Any = getattr(torch._C._dynamo.guards, "compute_overlapping_tensors", None)
-    return overlapping is None or bool(overlapping([one, other], symbolic=False))
+    return overlapping is None or bool(overlapping([first, second], symbolic=False))
 
 
 def in_forward_ad() -> bool:
@@ -84,36 +84,38 @@ def in_forward_ad() -> bool:
 
 
 def empty_graph() -> GraphModule:
-    """A module without nodes. Its Python is made when somebody reads or calls it: a restored program does neither."""
+    """A module without nodes. Its Python code is generated at the first use; a restored program uses none."""
     return _LazyGraphModule({}, Graph())
 
 
-# (tensor, size, stride, offset) -> a new tensor object, related to ``tensor`` by nothing but its storage. Sizes are
-# plain tuples: some versions take nothing else.
+# (tensor, size, stride, offset) -> a new tensor object that shares only the storage with ``tensor``. Some versions
+# take sizes only as plain tuples.
 lay_out: Any = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 
 
-# (address, device, bytes) -> a storage over memory that somebody else owns and keeps.
+# (address, device, bytes) -> a storage over memory that it does not own.
 storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer")  # noqa: B009
 
 
 def alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """What a weak reference refers to; None if that is gone."""
+    """The storage that a weak reference refers to; None if it is freed."""
     storage: Any = torch.UntypedStorage
     return storage._new_with_weak_ptr(reference.cdata)  # type: ignore[no-any-return]
 
 
 def allocations(run: Callable[[], Any]) -> list[int] | None:
-    """Bytes that ``run`` allocates (above 0) and frees (below) on the CPU, in order, before its result is freed.
+    """Bytes that ``run`` allocates (above 0) and frees (below 0) on the CPU, in order, before its result is freed.
 
-    The profiler that torch had before Kineto tells that; the newer one writes to stderr when it starts. None while
-    another profiler is running in this thread, or if torch has no such profiler.
+    They come from torch's legacy profiler, because Kineto writes to stderr when it starts.
+
+    Returns:
+        None while another profiler runs in this thread, or if torch has no legacy profiler.
     """
     state, enable = torch._C._profiler, getattr(torch._C._autograd, "_enable_profiler_legacy", None)
     if enable is None or torch._C._autograd._profiler_enabled():
         return None
-    what = (state.ProfilerState.CPU, False, True, False, False, False, state._ExperimentalConfig())
-    enable(state.ProfilerConfig(*what))  # of these only memory
+    only_memory = (state.ProfilerState.CPU, False, True, False, False, False, state._ExperimentalConfig())
+    enable(state.ProfilerConfig(*only_memory))
     try:
         result = run()
     finally:
@@ -123,27 +125,27 @@ def allocations(run: Callable[[], Any]) -> list[int] | None:
 
 
 def saved_tensors_hooks() -> bool:
-    """Whether hooks pack what autograd saves, in this thread: their owner may keep it."""
+    """Whether hooks for saved tensors are set in this thread; a hook may keep the tensors that it packs."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def profiling() -> bool:
-    """Whether a profiler is on, in any thread. Nothing that is exact is as cheap."""
+    """Whether a profiler is on in any thread. An exact check would be slower."""
     return profiler._is_profiler_enabled
 
 
 def share_copies(storage: torch.UntypedStorage) -> None:
-    """Have a storage that is a slice of another send a copy of itself to other processes.
+    """Make a storage that is a slice of another send a copy of itself to other processes.
 
-    The driver shares whole blocks. A slice is "invalid device pointer" to the allocator, but for the one at the start
-    of the block, which would be overwritten while the receiver has it. Source: c10/cuda/CUDACachingAllocator.cpp,
-    shareIpcHandle.
+    The driver shares whole blocks. For the allocator a slice is an "invalid device pointer", except a slice at the
+    start of the block, which would be overwritten while the receiver reads it. Source:
+    c10/cuda/CUDACachingAllocator.cpp, shareIpcHandle.
     """
-    where = storage.data_ptr(), storage.device, storage.nbytes()  # not the storage: it would hold itself
+    location = storage.data_ptr(), storage.device, storage.nbytes()  # the storage would refer to itself
 
     def share() -> Any:
-        copy = storage_at(*where).clone()
-        # A queue sends from a thread with a stream of its own, for which the next replay would not wait.
+        copy = storage_at(*location).clone()
+        # A queue sends from a thread with another stream, for which the next replay does not wait.
         device_function(copy.device.type, "current_stream")(copy.device).synchronize()
         return copy._share_cuda_()
 
@@ -151,10 +153,10 @@ def share_copies(storage: torch.UntypedStorage) -> None:
 
 
 def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """End recording to a memory pool that a capture failed in, and let go of it once.
+    """After a failed capture, end the allocator's recording to its memory pool, and release the pool once.
 
-    Torch has done neither. From 2.15 on it has ended the recording, and the graph lets go of the pool: then the first
-    step raises, and the second, which would be one too many, is not made.
+    Before 2.15 torch does neither. From 2.15 on torch ends the recording and the graph releases the pool: the first
+    step here raises then, so that the second, which would release it twice, is not reached.
     """
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
     for step in ("endAllocateToPool", "releasePool"):
@@ -167,7 +169,7 @@ def after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
 def _free_cublas_workspaces() -> Callable[[Any], None] | None:
     """``at::cuda::clearCublasWorkspacesForStream(cudaStream_t)``, which has no Python name; from torch 2.13 on.
 
-    It is called with the interpreter's lock (``PyDLL``), so that no other thread of Python's goes on meanwhile.
+    ``PyDLL`` calls it with the interpreter's lock, so that no other Python thread runs meanwhile.
     """
     library = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so")
     try:
@@ -179,16 +181,16 @@ def _free_cublas_workspaces() -> Callable[[Any], None] | None:
 
 
 def free_workspaces(stream: Any) -> None:
-    """Free the workspaces that cuBLAS keeps for a stream: 32 MiB for each thread that has called it there (sm_90).
+    """Free the workspaces that cuBLAS retains for a stream: 32 MiB for each thread that has called it there (sm_90).
 
-    Who works on that stream allocates one anew. Where torch cannot free those of one stream alone, nothing is done:
-    others may have captured theirs.
+    The next call on the stream allocates one again. Where torch cannot free those of one stream, nothing is done:
+    device graphs may have captured those of other streams.
     """
     if isinstance(stream, torch.cuda.Stream) and (free := _free_cublas_workspaces()) is not None:
         free(stream.cuda_stream)
 
 
-# Code in which a thread waits, and launches nothing: for a lock, a queue, a pipe, another process.
+# Files with code in which a thread waits for a lock, a queue, a pipe or another process, and launches nothing.
 _WAITS = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "concurrent/", "multiprocessing/")
 _WAITING = (
     *(os.path.join(os.path.dirname(os.__file__), name) for name in (*_WAITS, "asyncio/")),
@@ -197,14 +199,14 @@ _WAITING = (
 
 
 def nobody_else_runs() -> bool:
-    """Whether every other thread of Python's waits in the standard library.
+    """Whether every other Python thread waits in the standard library.
 
-    A thread that runs one of torch's functions is seen in the code that has called it. One that waits for backward
-    is seen in torch, so it counts as running.
+    The frame of a thread in one of torch's functions is that of its Python caller. A thread that waits for backward
+    has a frame in torch, so that it counts as running.
     """
-    own = threading.get_ident()
-    # No variable holds the frames: this one is among them, and what it can reach would stay until it is collected.
-    files = [frame.f_code.co_filename for thread, frame in sys._current_frames().items() if thread != own]
+    this_thread = threading.get_ident()
+    # No variable refers to the frames: this frame is among them, and the cycle would keep its values alive.
+    files = [frame.f_code.co_filename for thread, frame in sys._current_frames().items() if thread != this_thread]
     return all(file.startswith(_WAITING) for file in files)
 
 
@@ -217,7 +219,7 @@ def below_autograd() -> Any:
 
 
 def below_modes(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator's work itself: a dispatch mode that is on sees what that calls, and not the operator."""
+    """Call an operator's implementation below dispatch modes: a mode sees the calls in it, not the operator."""
     tensor = next((t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
     if tensor is None:
         return overload(*args, **kwargs)
@@ -226,36 +228,38 @@ def below_modes(overload: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether a kernel may read a tensor's memory: it wraps no other tensor, and is dense.
+    """Whether a kernel may read a tensor's memory: the tensor is dense, and wraps no other.
 
-    Wrappers are subclasses with a dispatch of their own, and what functorch makes (vmap, functionalize). Zeros that
-    forward-mode derivatives stand in for have no memory at all.
+    Wrappers are subclasses with a ``__torch_dispatch__``, and functorch's tensors (vmap, functionalize). The zero
+    tensors of forward-mode derivatives have no memory.
     """
     wraps: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor")  # noqa: B009
-    own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    return own and dense and not wraps(tensor) and not tensor._is_zerotensor()
+    return plain and dense and not wraps(tensor) and not tensor._is_zerotensor()
 
 
-# Whether autocast is on for any device; and a context in which it is not.
+# Whether autocast is on for any device; and a context that switches it off.
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 without_autocast: Any = getattr(torch._C, "_DisableAutocast")  # noqa: B009
 
 
 def device_guard(device_type: str) -> Callable[[int], Any] | None:
-    """What makes a device the current one: Triton launches there, whatever device its arguments are on.
+    """The context manager that makes a device the current one, on which Triton launches; operators do so themselves.
 
-    Operators see to that themselves. None where there is no other device.
+    Returns:
+        None where there is no more than one device of the type.
     """
     if device_type == "cpu":
         return None
     module = torch.get_device_module(device_type)
-    # The smallest device modules of vendors know neither.
+    # A minimal device module of a vendor has neither.
     several = hasattr(module, "device") and hasattr(module, "device_count") and module.device_count() > 1
     return module.device if several else None
 
 
 def torch_functions() -> TorchFunctions:
+    """The private functions of torch that run time gets as data."""
     return TorchFunctions(
         use_counter=use_counter,
         overlap=overlap,
@@ -281,9 +285,9 @@ def torch_functions() -> TorchFunctions:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Outside of everybody's tracing: no dispatch modes, and no kernels of the meta device.
+    """A context without dispatch modes and without the meta device's kernels, for finalizers.
 
-    A finalizer may run while fake tensors have a kernel answer for the meta device: then every operator does so.
+    A finalizer may run within a kernel of the meta device for a fake tensor; every operator would use such kernels.
     """
     with _disable_current_modes(), torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(False)
@@ -291,19 +295,23 @@ def without_modes() -> Iterator[None]:
 
 
 def wrapper_functions() -> dict[str, Callable[..., Any]]:
-    """The private functions that Inductor's wrapper calls, by a name that stays."""
+    """The private functions that Inductor's wrapper calls, by names that are the same in every torch version."""
     guards = vars(torch._C._dynamo.guards)
-    found = {f"guards.{name}": f for name, f in guards.items() if callable(f) and not isinstance(f, type)}
-    # From torch 2.15 on a function of Inductor's, which stands for ours where Inductor is there.
+    functions = {f"guards.{name}": f for name, f in guards.items() if callable(f) and not isinstance(f, type)}
+    # From torch 2.15 on Inductor has this function; it replaces ours where Inductor is imported.
     inductor = sys.modules.get("torch._inductor.runtime.runtime_utils")
-    found["assert_tensor_metadata"] = getattr(inductor, "assert_tensor_metadata", assert_tensor_metadata)
-    return found
+    functions["assert_tensor_metadata"] = getattr(inductor, "assert_tensor_metadata", assert_tensor_metadata)
+    return functions
 
 
 def assert_tensor_metadata(
     tensor: torch.Tensor | None, size: Any, stride: Any, dtype: torch.dtype, operator: str | None = None
 ) -> None:
-    """Raise unless an operator has returned what its fake kernel said: that may be nothing."""
+    """Check that an operator has returned what its fake kernel predicts; None is accepted.
+
+    Raises:
+        RuntimeError, AssertionError: the dtype, size or stride differs.
+    """
     if tensor is None:
         return
     if tensor.dtype != dtype:
@@ -313,16 +321,16 @@ def assert_tensor_metadata(
 
 
 def library_functions() -> dict[str, Callable[..., Any]]:
-    """What Inductor's wrapper calls for library kernels, as far as they are torch's own."""
+    """Torch's own functions that Inductor's wrapper calls for library kernels, by name."""
     return {f"extern_kernels.{name}": f for name, f in vars(torch).items() if callable(f)}
 
 
 def load_object(path: str) -> Callable[..., Any]:
     """The function of a C++ kernel in a shared library that Inductor has built."""
-    # The library asks for the address of a function that gets at a tensor's data.
+    # The library reads the address of a function that returns a tensor's data pointer.
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-    # Python keeps modules by name, and finds the entry by the last part of it.
+    # Python caches modules by name, and finds the entry function by the last part of the name.
     spec = importlib.util.spec_from_file_location(f"fxwrap_kernel_{next(_modules)}.kernel", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

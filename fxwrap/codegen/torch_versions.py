@@ -17,13 +17,13 @@ from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
 
-# What devices are called in C++; where torch has no such table, a device's op overrides say it.
+# Names of devices in C++. Where torch has no such table, a device's op overrides have the name.
 CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
 
 
 @contextlib.contextmanager
 def redirect_writeline(wrapper: PythonWrapperCodegen, code: IndentedBuffer) -> Iterator[None]:
-    """Send what a wrapper line prints into ``code``."""
+    """A context in which a wrapper line prints into ``code``."""
     context = wrapper.set_writeline(code, code.writeline) if _takes_buffer() else None
     if context is None:
         context = wrapper.set_writeline(code.writeline)  # type: ignore[call-arg,arg-type]
@@ -47,11 +47,11 @@ def python_expression(expression: Any) -> str:
 
 
 def scheduled_nodes(device: torch.device) -> list[Any]:
-    """Inductor's IR nodes in the kernel whose call is being written."""
+    """The IR nodes in the kernel whose call Inductor is writing."""
     from torch._inductor.virtualized import V
 
     scheduler = V.graph.scheduler
-    # C++ kernels are written when a group of loops is complete, after the scheduler has moved on.
+    # C++ kernels are written when a group of loops is complete: the scheduler's current node is a later one.
     group = getattr(scheduler.get_backend(device), "kernel_group", None)
     scheduled = getattr(group, "scheduled_nodes", None) or [scheduler.current_node]
     return [part.node for node in scheduled if node is not None for part in node.get_nodes() if part.node is not None]
@@ -65,17 +65,17 @@ def _ir_nodes(line: Any) -> list[Any]:
 
 def stack_traces(line: Any) -> list[str]:
     """The user's stack traces behind a wrapper line, newest frame last; empty where torch keeps none."""
-    found: dict[str, None] = {}
+    traces: dict[str, None] = {}
     for node in _ir_nodes(line):
         getter = getattr(node, "get_stack_traces", None)
         with contextlib.suppress(Exception):
-            found.update(dict.fromkeys(getter() if getter is not None else ()))
-    return [trace for trace in found if trace]
+            traces.update(dict.fromkeys(getter() if getter is not None else ()))
+    return [trace for trace in traces if trace]
 
 
 def _fx_nodes(line: Any) -> list[torch.fx.Node]:
-    found = (origin for node in _ir_nodes(line) for origin in getattr(node, "origins", None) or ())
-    return list(dict.fromkeys(found))
+    nodes = (origin for node in _ir_nodes(line) for origin in getattr(node, "origins", None) or ())
+    return list(dict.fromkeys(nodes))
 
 
 def origins(line: Any) -> list[str]:
@@ -84,7 +84,7 @@ def origins(line: Any) -> list[str]:
 
 
 def module_path(line: Any) -> str:
-    """The innermost module of the first of these nodes that is from one, as a path; empty if none is."""
+    """The path of the innermost module that the first of these nodes is from; empty if none is from a module."""
     for node in _fx_nodes(line):
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         if entries := [entry[0] for entry in stack.values()]:
@@ -104,15 +104,15 @@ def operators(line: Any) -> list[str]:
 
 
 def prefix_asserts(wrapper: PythonWrapperCodegen) -> list[str]:
-    """Asserts on inputs that are written before the first line: NaN asserts, in some versions those on sizes, too."""
+    """Asserts on inputs that come before the first line: NaN asserts, and in some versions those on sizes."""
     lines = map(str.strip, wrapper.prefix.getvalue().splitlines())
     return [line for line in lines if line.startswith(("assert_size_stride(", "assert "))]
 
 
 def scalar_asserts() -> list[tuple[set[str], str, str]]:
-    """Asserts on data-dependent sizes: the names each needs, its condition as Python, its message.
+    """Asserts on data-dependent sizes: the names that each uses, its condition as Python, its message.
 
-    Inductor drops them where it emits graphs.
+    Inductor does not emit them where it emits graphs.
     """
     from torch._inductor.virtualized import V
 
@@ -120,19 +120,19 @@ def scalar_asserts() -> list[tuple[set[str], str, str]]:
         return []
     is_range_bound: Any = getattr(sizevars, "is_range_bound", None)
     skips_ranges = is_range_bound is not None and getattr(config, "unsafe_skip_scalar_range_asserts", False)
-    found = []
+    asserts = []
     for operation in V.graph.operations:
         if not isinstance(operation, ir.AssertScalar) or (skips_ranges and is_range_bound(operation.scalar)):
             continue
-        # Not simplified: Inductor takes what is asserted for granted, and would find it to be true.
+        # Not simplified: Inductor assumes what is asserted, and would simplify the condition to True.
         text = V.graph.wrapper_code.codegen_python_sizevar(operation.scalar, simplify=False)
         names = {str(symbol) for symbol in operation.get_free_symbol_uses(unbacked_only=False)}
-        found.append((names, text, operation.msg))
-    return found
+        asserts.append((names, text, operation.msg))
+    return asserts
 
 
 def load_function(tuner: Any) -> None:
-    """Have the Python function of a Triton kernel: one that another process has compiled came back without it."""
+    """Load the Python function of a Triton kernel, which is missing if another process has compiled the kernel."""
     if hasattr(tuner, "_ensure_kernel_loaded"):
         tuner._ensure_kernel_loaded()
     elif tuner.fn.fn is None:
@@ -140,7 +140,7 @@ def load_function(tuner: Any) -> None:
 
 
 def wrap_for_graph(tuner: Any) -> Any:
-    """Enter a Triton kernel into torch's table of kernels for graphs."""
+    """A Triton kernel in the form that graphs call; it is entered into torch's table of such kernels."""
     from torch._library.triton import wrap_triton
 
     load_function(tuner)
@@ -165,7 +165,7 @@ def _extern_functions(count: int) -> frozenset[Any]:
 
 
 def registered_operators() -> list[str]:
-    """What operators of C++ and Python are called, with their overloads."""
+    """Names of all operators that are registered with torch, with their overloads."""
     return torch._C._dispatch_get_all_op_names()
 
 
@@ -180,16 +180,16 @@ def library_functions() -> dict[str, Callable[..., Any]]:
 
 
 def symbolic_value(symbol: sympy.Expr) -> Any:
-    """A torch.SymInt (or SymFloat, SymBool) that stands for ``symbol``.
+    """A torch.SymInt (or SymFloat, SymBool) for ``symbol``.
 
-    The traced graph's own, if an input is one: of the size of a jagged tensor no other can be made.
+    It is the traced graph's own if an input has one: for the ragged size of a jagged tensor no other can be made.
     """
     from torch._inductor.virtualized import V
 
     for placeholder in V.graph.orig_gm.graph.find_nodes(op="placeholder"):
-        known = placeholder.meta.get("val")
-        if isinstance(known, torch.SymInt) and known.node.expr == symbol:
-            return known
+        value = placeholder.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+            return value
     env = V.graph.sizevars.shape_env
     if getattr(symbol, "is_integer", False):
         return env.create_symintnode(symbol, hint=None)
@@ -197,15 +197,17 @@ def symbolic_value(symbol: sympy.Expr) -> Any:
 
 
 def donated_inputs() -> frozenset[int]:
-    """Positions of the inputs that the backward graph being compiled may overwrite, by AOTAutograd's word."""
+    """Positions of the inputs that the backward graph being compiled may overwrite, as AOTAutograd says."""
     from torch._inductor.utils import get_donated_idxs
 
     return frozenset(get_donated_idxs() or ())
 
 
 def saved_outputs(gm: torch.fx.GraphModule) -> dict[int, str]:
-    """The outputs of a forward graph that the caller does not get: their names in AOTAutograd's joint graph, by
-    position; none if nobody tells."""
+    """The outputs of a forward graph that are saved for backward: names in AOTAutograd's joint graph, by position.
+
+    The result is empty if torch does not mark the outputs that the user gets.
+    """
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     visible = output.meta.get("user_visible_output_idxs")
     values = enumerate(output.args[0]) if visible else ()
@@ -213,6 +215,9 @@ def saved_outputs(gm: torch.fx.GraphModule) -> dict[int, str]:
 
 
 def own_caches() -> dict[str, Any]:
-    """Arguments of ``torch.compile`` for one that neither finds nor leaves anything with functions that others call,
-    nor counts as one of the few compilations that each may have; none before torch 2.13."""
+    """Arguments of ``torch.compile`` that isolate a compilation from Dynamo's caches; none before torch 2.13.
+
+    The compilation then neither uses nor fills the caches of functions that other code calls, and does not count
+    towards their limit of recompilations.
+    """
     return {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}

@@ -1,4 +1,4 @@
-"""Decisions for torch's own tools: structured traces, which tlparse shows, and the files of TORCH_COMPILE_DEBUG."""
+"""Writes fxwrap's decisions for torch's tools: structured traces (tlparse) and files of TORCH_COMPILE_DEBUG."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProgramTraces:
-    """What is told of one program: ``graphs.torch_functions.Traces``. Made while it is compiled.
+    """The traces of one program. It is made while the program is compiled, and implements ``Traces`` of ``graphs``.
 
     Attributes:
-        trace_id: of the compilation, so that what is planned later is shown with it; None outside of any.
-        folder: where Inductor writes debug files of the compilation; None where nobody wants any.
+        trace_id: id of the compilation, with which later plans are shown, too; None outside of any compilation.
+        folder: folder of Inductor's debug files of the compilation; None where they are off.
     """
 
     program: str
@@ -38,24 +38,24 @@ class ProgramTraces:
 
     @classmethod
     def of(cls, program: str) -> ProgramTraces:
-        # Without Inductor (a saved program) there are no files of its.
+        # A saved program runs without Inductor, which then has no debug files.
         virtualized: Any = sys.modules.get("torch._inductor.virtualized")
         folder = getattr(virtualized.V.debug, "_path", None) if virtualized is not None else None
         return cls(program, CompileContext.current_trace_id(), Path(folder) if folder else None)
 
     def compiled(self, plan: ProgramPlan) -> None:
-        self._tell("fxwrap_host_graph", lambda: list_graph(plan.graph))
-        self._tell("fxwrap_partitions", lambda: {"program": self.program, **partitions_data(plan)})
+        self._write("fxwrap_host_graph", lambda: list_graph(plan.graph))
+        self._write("fxwrap_partitions", lambda: {"program": self.program, **partitions_data(plan)})
 
     def planned(self, plan: ProgramPlan, memory: MemoryPlan) -> None:
-        self._tell("fxwrap_memory_plan", lambda: {"program": self.program, **memory_data(plan, memory)})
+        self._write("fxwrap_memory_plan", lambda: {"program": self.program, **memory_data(plan, memory)})
 
-    def _tell(self, name: str, make: Callable[[], Any]) -> None:
-        """Tell an artefact: a text, or data for JSON."""
+    def _write(self, name: str, make: Callable[[], Any]) -> None:
+        """Write an artifact: a text, or data for JSON."""
 
         def text() -> str:
-            made = make()
-            return made if isinstance(made, str) else json.dumps(made, indent=1)
+            content = make()
+            return content if isinstance(content, str) else json.dumps(content, indent=1)
 
         encoding = "string" if name == "fxwrap_host_graph" else "json"
         with self._compilation():
@@ -73,7 +73,7 @@ class ProgramTraces:
                 log.warning("%s cannot be written: %s", file, str(error))
 
     def _compilation(self) -> contextlib.AbstractContextManager[Any]:
-        """Torch's own context of the compilation."""
+        """Torch's context of the compilation."""
         if self.trace_id is None:
             return contextlib.nullcontext()
         context = CompileContext(self.trace_id.compile_id)
@@ -81,29 +81,29 @@ class ProgramTraces:
         return compile_context(context)
 
     def capturing(self, graph: DeviceGraph) -> None:
-        """A graph is about to capture: it keeps what ``captured`` writes."""
+        """Prepare a device graph that is about to capture, so that ``captured`` can write it."""
         if self.folder is not None:
-            with contextlib.suppress(Exception):  # not every device can
+            with contextlib.suppress(Exception):  # not every device supports it
                 graph.enable_debug_mode()
 
     def captured(self, graph: DeviceGraph, partition: int) -> None:
-        """Write the captured graph of a partition, in the device's own form."""
+        """Write the captured graph of a partition in the device's own format."""
         if self.folder is None or not hasattr(graph, "debug_dump"):
             return
         paths = (self.folder / f"fxwrap_partition_{partition}_graph_{n}.dot" for n in itertools.count())
         path = next(path for path in paths if not path.exists())
         try:
             graph.debug_dump(str(path))
-        except Exception as error:  # whatever a device raises: the graph is as good without it
+        except Exception as error:  # a device may raise anything; the graph itself is not affected
             log.warning("%s cannot be written: %s", path, str(error))
 
 
 def partitions_data(plan: ProgramPlan) -> dict[str, Any]:
-    """The partitions of a program, and why each of its nodes is where it is, for JSON."""
+    """The partitions of a program, and the reason of each eager node, as data for JSON."""
     return {
         "phase": plan.phase,
         "device": str(plan.device),
-        "partitions": [one.to_dict() for one in plan.partitions],
+        "partitions": [partition.to_dict() for partition in plan.partitions],
         "eager_nodes": {
             name: {"reason": verdict.reason, "to_capture_it": verdict.remedy}
             for name, verdict in plan.verdicts.items()
@@ -113,15 +113,15 @@ def partitions_data(plan: ProgramPlan) -> dict[str, Any]:
 
 
 def memory_data(plan: ProgramPlan, memory: MemoryPlan) -> dict[str, Any]:
-    """Where every storage of a program lies, in bytes, for JSON."""
+    """The home of every storage of a program, and sizes and offsets in bytes, as data for JSON."""
     return {
         "arena_bytes": memory.size,
         "peak_bytes": memory.peak,
         "lower_bound_bytes": memory.lower_bound,
         "without_reuse_bytes": memory.plain,
         "regions": [
-            {"device": str(one.device), "begin": one.begin, "end": one.end, "bytes": one.size, "arena": one.arena}
-            for one in memory.regions
+            {"device": str(r.device), "begin": r.begin, "end": r.end, "bytes": r.size, "arena": r.arena}
+            for r in memory.regions
         ],
         "storages": [
             {

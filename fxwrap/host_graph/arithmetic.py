@@ -1,7 +1,7 @@
-"""Arithmetic: the functions that expressions of sizes call, by the names under which graphs are stored.
+"""Arithmetic on sizes: the functions that expressions of sizes call, by the names under which graphs are stored.
 
-One table for the reader of wrapper lines, the classification of nodes and storage. It has all functions of numbers
-that Python has, and torch for symbolic ones, so that another function in Inductor's text needs no change here.
+The reader of wrapper lines, the classification of nodes and the storage of graphs use this one table. It has all of
+Python's functions of numbers, and torch's for symbolic numbers, so that a new function in Inductor's text is in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """The conditional expression of Inductor's wrapper, with both sides evaluated (they are arithmetic)."""
+    """Python's conditional expression as a function. Both sides are evaluated, which is fine for arithmetic."""
     return if_true if condition else if_false
 
 
@@ -24,7 +24,7 @@ _OPERATORS = [name for name in operator.__all__ if f"__{name.strip('_')}__" in v
 _SYMBOLIC = ["sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sqrt", "sym_sum"]
 _SYMBOLIC += [f"_sym_{name}" for name in vars(math)]  # functions of ``math`` that take symbolic numbers
 
-# What a wrapper line calls without a module.
+# Functions that a wrapper line calls without a module's name.
 BUILTINS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _BUILTINS}
 ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in (*_OPERATORS, "not_", "truth")},
@@ -33,9 +33,9 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC if hasattr(torch, name)},
     "fxwrap.select": select,
 }
-_KNOWN = frozenset(map(id, ARITHMETIC.values()))
+_IDS = frozenset(map(id, ARITHMETIC.values()))
 
 
 def is_arithmetic(function: Any) -> bool:
-    """Whether a function computes numbers from numbers, and does nothing else: it may run at any time, and again."""
-    return id(function) in _KNOWN  # by identity: a kernel's function may have no hash
+    """Whether a function only computes numbers from numbers. Such a call may be moved and repeated."""
+    return id(function) in _IDS  # by identity: a kernel's function may have no hash

@@ -1,7 +1,7 @@
-"""Host graphs as data, and back: nodes, what is known of their values, kernels by name.
+"""Converts host graphs to data for JSON, and back: nodes, the fake values of their results, kernels by name.
 
-What is stored holds no code. A function is stored under its name in a table (``Functions``); what the table does not
-have cannot be stored, nor read.
+The data holds no code. A function is stored by its name in a table (``Functions``); a function that is not in the
+table can be neither stored nor read.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ Data = Any  # what JSON can hold
 
 
 class Functions:
-    """Functions by name, for what a graph may call beside operators.
+    """A table of the functions that a graph may call beside operators, by name.
 
     Args:
-        others: by name, those that the caller adds.
-        of_sizes: classes of sympy expressions, by name, beside sympy's own.
+        others: functions that the caller adds, by name.
+        of_sizes: classes of sympy expressions that the caller adds to sympy's own, by name.
     """
 
     def __init__(self, others: Mapping[str, Callable[..., Any]], of_sizes: Mapping[str, type]) -> None:
-        known = {kind.__name__: kind for kind in (*(getattr(sympy, name) for name in _SYMPY), ExprCondPair)}
-        self.of_sizes: Mapping[str, type] = {**known, **of_sizes}
+        of_sympy = {kind.__name__: kind for kind in (*(getattr(sympy, name) for name in _SYMPY), ExprCondPair)}
+        self.of_sizes: Mapping[str, type] = {**of_sympy, **of_sizes}
         self._by_name: dict[str, Any] = {**_FUNCTIONS, **others}
         self._names = {id(function): name for name, function in reversed(self._by_name.items())}
 
     def name(self, function: Any) -> str:
+        """The name under which a function is stored.
+
+        Raises:
+            StorageError: it has none.
+        """
         if isinstance(function, torch._ops.OpOverload):
             return f"operator {function.name()}" + ("" if function._overloadname != "default" else ".default")
         if isinstance(function, torch._ops.OpOverloadPacket):
             return f"operators {function._qualified_op_name}"
-        if (known := self._names.get(id(function))) is not None:
-            return known
+        if (name := self._names.get(id(function))) is not None:
+            return name
         raise StorageError(
             f"a call of {getattr(function, '__name__', function)!r}", expected="a function with a name"
         )
 
     def __getitem__(self, name: str) -> Any:
-        what, _, operator_name = name.partition(" ")
-        if what in ("operator", "operators") and operator_name:
-            return _operator(operator_name, what == "operators")
+        kind, _, operator_name = name.partition(" ")
+        if kind in ("operator", "operators") and operator_name:
+            return _operator(operator_name, kind == "operators")
         if name in self._by_name:
             return self._by_name[name]
         raise StorageError(f"the function {name!r}", expected="an operator, or one of the functions of host graphs")
@@ -61,18 +66,18 @@ class Functions:
 
 def _operator(name: str, packet: bool) -> Any:
     namespace, _, rest = name.partition("::")
-    found = getattr(torch.ops, namespace)
+    operators = getattr(torch.ops, namespace)
     try:
         base, _, overload = rest.partition(".")
-        return getattr(found, base) if packet else getattr(getattr(found, base), overload or "default")
+        return getattr(operators, base) if packet else getattr(getattr(operators, base), overload or "default")
     except AttributeError:
         raise StorageError(
-            f"the operator {name}", got="nobody has registered it", remedy="import the library that defines it"
+            f"the operator {name}", got="it is not registered", remedy="import the library that defines it"
         ) from None
 
 
 _FUNCTIONS: dict[str, Any] = {
-    # Functions, not the classes that fetch and call what they are told.
+    # Functions alone: operator's classes (attrgetter, methodcaller) would fetch and call anything by name.
     **{f"operator.{f.__name__}": f for f in vars(operator).values() if isinstance(f, type(operator.add))},
     **{f"torch.{n}": f for n, f in vars(torch).items() if n.startswith("sym_") and callable(f)},
     **ARITHMETIC,
@@ -98,11 +103,12 @@ _CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", tor
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of a tensor: a fake value as data.
+    """A fake tensor as data.
 
     Attributes:
-        size, stride, offset: numbers of elements, of which some may be symbolic.
-        storage: a number; values with the same one share memory.
+        size, stride, offset: in elements; each may be symbolic.
+        storage: number of the storage; tensors with the same number share memory.
+        storage_bytes: bytes of the storage; may be symbolic.
     """
 
     dtype: torch.dtype
@@ -115,7 +121,7 @@ class Layout:
 
 
 class Values(Protocol):
-    """Makes values that stand for tensors and numbers: fake tensors, or something like them."""
+    """Makes the values of ``meta["val"]`` when a graph is read: fake tensors and symbolic numbers, or stand-ins."""
 
     def tensor(self, layout: Layout) -> Any: ...
 
@@ -155,22 +161,22 @@ class _Writer:
         return [node.name, node.op, target, args, kwargs, self.meta(node.meta)]
 
     def meta(self, meta: Mapping[str, Any]) -> Data:
-        found: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         if "val" in meta:
-            found["val"] = self.value(meta["val"])
+            data["val"] = self.value(meta["val"])
         for key in ("call", "op_overload"):
             if key in meta:
-                found[key] = self.functions.name(meta[key])
+                data[key] = self.functions.name(meta[key])
         if "kind" in meta:
-            found["kind"] = meta["kind"].value
+            data["kind"] = meta["kind"].value
         for key in ("outside_plan", "effect", "module"):
             if key in meta:
-                found[key] = meta[key]
+                data[key] = meta[key]
         if where := last_frame(meta.get("stack_trace") or ""):
-            found["line"] = where
+            data["line"] = where
         if "origins" in meta:
-            found["origins"] = list(map(str, meta["origins"]))
-        return found
+            data["origins"] = list(map(str, meta["origins"]))
+        return data
 
     def value(self, value: Any) -> Data:
         if value is None or type(value) in (bool, int, str):
@@ -186,7 +192,7 @@ class _Writer:
         if isinstance(value, dict):
             return {"dict": [[self.value(key), self.value(item)] for key, item in value.items()]}
         if isinstance(value, slice):
-            return {"slice": [self.value(one) for one in (value.start, value.stop, value.step)]}
+            return {"slice": [self.value(bound) for bound in (value.start, value.stop, value.step)]}
         if isinstance(value, complex):
             return {"complex": [value.real, value.imag]}
         if isinstance(value, torch.device):
@@ -222,14 +228,14 @@ class _Reader:
         gm = self.empty()
         for name, attribute in data["attributes"].items():
             setattr(gm, name, self.attribute(name, attribute))
-        known: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         for name, op, target, args, kwargs, meta in data["nodes"]:
             function = self.functions[target] if op == "call_function" else target
-            node = gm.graph.create_node(op, function, self.value(args, known), self.value(kwargs, known))
-            # Plans name nodes: a graph with other numbers would be another one.
+            node = gm.graph.create_node(op, function, self.value(args, nodes), self.value(kwargs, nodes))
+            # Plans refer to nodes by name: the numbers that torch appends must be the stored ones.
             node.name = name
             node.meta = self.meta(meta)
-            known[name] = node
+            nodes[name] = node
         gm.recompile()
         return gm
 
@@ -241,36 +247,36 @@ class _Reader:
         return self.constants[name]
 
     def meta(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: data[key] for key in ("outside_plan", "effect", "module") if key in data}
+        meta = {key: data[key] for key in ("outside_plan", "effect", "module") if key in data}
         if "val" in data:
-            found["val"] = self.value(data["val"], {})
+            meta["val"] = self.value(data["val"], {})
         for key in ("call", "op_overload"):
             if key in data:
-                found[key] = self.functions[data[key]]
+                meta[key] = self.functions[data[key]]
         if "kind" in data:
-            found["kind"] = Kind(data["kind"])
+            meta["kind"] = Kind(data["kind"])
         if data.get("line"):
             line, _, code = data["line"].partition(": ")
-            found["stack_trace"] = f"File {line}, in the user's code\n{code}"
+            meta["stack_trace"] = f"File {line}, in the user's code\n{code}"
         if "origins" in data:
-            found["origins"] = tuple(data["origins"])
-        return found
+            meta["origins"] = tuple(data["origins"])
+        return meta
 
-    def value(self, data: Data, known: Mapping[str, Node]) -> Any:
+    def value(self, data: Data, nodes: Mapping[str, Node]) -> Any:
         if isinstance(data, list):
-            return [self.value(item, known) for item in data]
+            return [self.value(item, nodes) for item in data]
         if not isinstance(data, dict):
             return data
         ((kind, inner),) = data.items()
         match kind:
             case "node":
-                return known[inner]
+                return nodes[inner]
             case "tuple":
-                return tuple(self.value(item, known) for item in inner)
+                return tuple(self.value(item, nodes) for item in inner)
             case "dict":
-                return {self.value(key, known): self.value(item, known) for key, item in inner}
+                return {self.value(key, nodes): self.value(item, nodes) for key, item in inner}
             case "slice":
-                return slice(*(self.value(item, known) for item in inner))
+                return slice(*(self.value(item, nodes) for item in inner))
             case "float":
                 return float(inner)
             case "complex":
@@ -284,17 +290,18 @@ class _Reader:
                 return self.values.number(expression_from_data(expression, self.functions), number, hint)
             case "tensor":
                 dtype, device, size, stride, storage, nbytes, offset = inner
-                size, stride = ([self.value(one, {}) for one in sizes] for sizes in (size, stride))
-                what = _torch_constant("dtype", dtype), torch.device(device), tuple(size), tuple(stride)
-                return self.values.tensor(Layout(*what, self.value(offset, {}), storage, self.value(nbytes, {})))
+                size, stride = (tuple(self.value(n, {}) for n in numbers) for numbers in (size, stride))
+                dtype, device = _torch_constant("dtype", dtype), torch.device(device)
+                offset, nbytes = self.value(offset, {}), self.value(nbytes, {})
+                return self.values.tensor(Layout(dtype, device, size, stride, offset, storage, nbytes))
         raise StorageError(f"a value of kind {kind!r}", expected="one that fxwrap has written")
 
 
 def graph_to_data(gm: GraphModule, functions: Functions) -> Data:
-    """A host graph as what JSON can hold.
+    """A host graph as data that JSON can hold.
 
     Raises:
-        StorageError: something in it has no name.
+        StorageError: naming a function or a value that cannot be stored.
     """
     writer = _Writer(functions)
     return {**writer.graph(gm), "modules": list(writer.modules)}
@@ -311,7 +318,7 @@ def graph_from_data(
     """The host graph that ``graph_to_data`` has written.
 
     Args:
-        values: makes what stands for tensors and numbers in ``meta["val"]``.
+        values: makes the values of ``meta["val"]``.
         constants: tensors by the name of their attribute.
         kernel: loads a kernel, from its ``kernel`` (name), ``module`` (number in ``data["modules"]``), ``source``
             (begin and end in that text), ``language``, ``device``, ``writes`` and ``arg_types``.
@@ -324,16 +331,16 @@ def graph_from_data(
 
 
 def _torch_constant(kind: str, name: str) -> Any:
-    found = getattr(torch, name, None)
-    if _CONSTANTS.get(type(found)) != kind:
+    constant = getattr(torch, name, None)
+    if _CONSTANTS.get(type(constant)) != kind:
         raise StorageError(f"the {kind} {name!r}", expected=f"a {kind} of torch's")
-    return found
+    return constant
 
 
 def _hint(value: Any) -> Any:
     try:
-        found = value.node.hint
-        return found if type(found) in (int, float, bool) else None
+        hint = value.node.hint
+        return hint if type(hint) in (int, float, bool) else None
     except Exception:
         return None
 
@@ -342,10 +349,10 @@ def _hint(value: Any) -> Any:
 
 
 def expression_to_data(expression: Any, functions: Functions) -> Data:
-    """``["Add", 1, {"symbol": "s0"}]``: nothing has to be evaluated as code to read it again."""
+    """An expression as nested lists: ``["Add", 1, {"symbol": "s0"}]``. To read it, no code is evaluated."""
     if isinstance(expression, sympy.Symbol):
-        known = {key: True for key in ("integer", "positive", "nonnegative") if getattr(expression, f"is_{key}")}
-        return {"symbol": expression.name, **known}
+        assumed = {key: True for key in ("integer", "positive", "nonnegative") if getattr(expression, f"is_{key}")}
+        return {"symbol": expression.name, **assumed}
     if expression.is_Integer:
         return int(expression)
     if expression.is_Rational:
@@ -362,6 +369,7 @@ def expression_to_data(expression: Any, functions: Functions) -> Data:
 
 
 def expression_from_data(data: Data, functions: Functions) -> Any:
+    """The expression that ``expression_to_data`` has written."""
     if isinstance(data, bool):
         return sympy.true if data else sympy.false
     if isinstance(data, int):

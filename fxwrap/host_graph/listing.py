@@ -1,4 +1,4 @@
-"""Host graphs as text, one short line a node."""
+"""Prints host graphs as text, one short line for each node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .nodes import Kind, kind_of
 
 
 def list_graph(gm: GraphModule, checks: bool = False) -> str:
-    """Print a host graph, branches and loop bodies included: allocations, launches, extern calls, views, arithmetic.
+    """The text of a host graph: allocations, launches, calls, views, arithmetic; also of branches and loop bodies.
 
     Args:
         checks: also list the asserts.
@@ -29,7 +29,7 @@ def list_graph(gm: GraphModule, checks: bool = False) -> str:
 
 
 def line_of(node: Node) -> str:
-    """The line of one node."""
+    """The line that lists one node."""
     return _line(node, kind_of(node), True)
 
 
@@ -37,7 +37,7 @@ def _line(node: Node, kind: Kind, checks: bool) -> str:
     if kind is Kind.PLACEHOLDER:
         return f"{node.name}: {_type_of(node.meta.get('val'))}"
     if kind is Kind.CONSTANT:
-        # A kernel is named where it is launched.
+        # A kernel has no line: the launches name it.
         value = getattr(node.graph.owning_module, str(node.target).split(".")[0], None)
         if isinstance(value, GraphModule):
             return f"{node.name} = graph\n{textwrap.indent(list_graph(value, checks), '    ')}"

@@ -1,4 +1,4 @@
-"""The vocabulary of a host graph: what its nodes call, and how to tell them apart.
+"""The vocabulary of a host graph: the functions that its nodes call, and the kinds of nodes.
 
 A host graph is a ``torch.fx.GraphModule`` whose nodes are, besides placeholders, constants and the output:
 
@@ -7,12 +7,12 @@ allocation  ``torch.empty_strided(size, stride, dtype=..., device=...)``
 launch      ``launch(kernel, *args)``: a compiled kernel writes into existing buffers
 extern      a call of an ATen or custom operator; ``switch`` and ``while_loop``, which call subgraphs
 view        ``reinterpret``, ``operator.getitem``, a dtype view: shares its operand's storage; ``aligned``,
-            which copies an input that is not aligned, and which nothing writes to
+            which copies an input that is not aligned, and whose result nothing writes to
 symbolic    arithmetic on sizes
 check       ``assert_size_stride`` and other asserts Inductor makes
 =========== ==================================================================================
 
-It runs as it is (``gm(*inputs)``); everything that fxwrap does with it keeps that meaning.
+A host graph can be called (``gm(*inputs)``). Whatever fxwrap does with it computes what that call computes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Kernel:
         call: runs it on real arguments, on the current stream of its device.
         writes: positions among the launch's arguments that the kernel writes.
         definitions: the text of the module that defines it, with all kernels of one program.
-        arg_types: what Inductor's scheduling says of the arguments; None where it says nothing.
+        arg_types: types of the arguments as Inductor's scheduling gives them; None where it gives none.
     """
 
     name: str
@@ -73,16 +73,16 @@ class Kernel:
 
     @property
     def configurations(self) -> Sequence[Mapping[str, Any]]:
-        """Triton's block sizes, warps and stages: the one that was chosen, or, before that, those to choose from."""
+        """Triton's block sizes, warps and stages: the chosen configuration, or all candidates before tuning."""
         return getattr(self.call, "configurations", ())
 
 
 def launch(kernel: Kernel, *args: Any) -> None:
-    """Run a compiled kernel; on fake tensors do nothing, so that graphs can be propagated.
+    """Run a compiled kernel. On fake tensors it does nothing, so that shapes can be propagated through a graph.
 
-    The one operation through which kernels of every device are launched from a host graph.
+    A host graph launches kernels of every device through this function.
     """
-    # The tensor behind a descriptor is its base.
+    # A descriptor's tensor is its ``base``.
     if any(_is_fake(getattr(arg, "base", arg)) for arg in args):
         return
     kernel.call(*args)
@@ -91,18 +91,18 @@ def launch(kernel: Kernel, *args: Any) -> None:
 def reinterpret(base: torch.Tensor, size: Iterable[Any], stride: Iterable[Any], offset: Any = 0) -> torch.Tensor:
     """View ``base``'s storage with another layout, ``offset`` elements after base's own first element.
 
-    ``torch.as_strided`` counts its offset from the start of the storage, which is wrong as soon as ``base``
-    itself is a view (an input with a storage offset, a buffer inside an arena).
+    ``torch.as_strided`` counts its offset from the start of the storage, which is wrong if ``base`` itself is a view
+    (an input with a storage offset, a buffer inside an arena).
     """
     return torch.as_strided(base, tuple(size), tuple(stride), base.storage_offset() + offset)
 
 
-# Bytes: Inductor's kernels for GPUs may count on inputs that begin at a multiple of this.
+# Bytes: Inductor's kernels for GPUs may assume that inputs begin at a multiple of this.
 INPUT_ALIGNMENT = 16
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """An input, or a copy of it where its memory does not begin at a multiple of ``INPUT_ALIGNMENT``."""
+    """The input itself, or a copy if its memory does not begin at a multiple of ``INPUT_ALIGNMENT``."""
     if _is_fake(tensor) or is_aligned(tensor):
         return tensor
     size, stride = tensor.size(), tensor.stride()
@@ -128,7 +128,7 @@ def require(condition: Any, message: str) -> None:
 
 
 def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any]) -> Any:
-    """Run the branch that ``selector`` (a number, or a tensor with one) names; False is the first, True the next."""
+    """Run the branch at position ``selector``, a number or a tensor with one: False is the first, True the second."""
     if _is_fake(selector):
         return branches[0](*operands)  # results of all branches look the same
     return branches[int(selector)](*operands)
@@ -144,11 +144,11 @@ def while_loop(
     """Run ``body(*carried, *additional) -> carried`` while ``condition`` of the same values holds.
 
     Args:
-        stacked: return what was carried out of every iteration, not of the last alone.
+        stacked: return the carried values of every iteration, stacked, instead of the last ones.
     """
     values = list(carried)
     history: list[list[Any]] = []
-    fake = any(map(_is_fake, (*carried, *additional)))  # then one iteration shows what results look like
+    fake = any(map(_is_fake, (*carried, *additional)))  # one iteration gives the results' layout
     while not history if fake else condition(*values, *additional)[0]:
         values = list(body(*values, *additional))
         history.append(values)
@@ -162,7 +162,7 @@ def _is_fake(value: Any) -> bool:
     return hasattr(value, "fake_mode")
 
 
-# Not all have a result that is used: without this, dead code elimination in somebody's pass would drop them.
+# Their results may be unused: without this, dead code elimination in a user's pass would drop them.
 for function in (launch, check, require, switch, while_loop):
     has_side_effect(function)
 
@@ -172,7 +172,7 @@ class ControlFlow:
     """A node that calls subgraphs, depending on data.
 
     Attributes:
-        subgraphs: those whose results the node returns.
+        subgraphs: the subgraphs whose results the node returns.
         operands: what each of ``subgraphs`` is called with, by position.
         repeats: whether results of one call are operands of the next.
     """
@@ -200,7 +200,7 @@ def control_flow_of(node: Node) -> ControlFlow | None:
 
 
 def format_text(text: str, *args: Any, **kwargs: Any) -> str:
-    """``str.format``, as a function that a graph can name."""
+    """``str.format`` as a function: a node calls functions, not methods."""
     return text.format(*args, **kwargs)
 
 
@@ -219,7 +219,7 @@ def is_work(node: Node) -> bool:
 
 
 def kind_of(node: Node) -> Kind:
-    """Classify a host-graph node. Emission may settle doubtful cases through ``node.meta["kind"]``."""
+    """The kind of a host-graph node. Emission sets ``node.meta["kind"]`` where the target does not determine it."""
     if node.op == "placeholder":
         return Kind.PLACEHOLDER
     if node.op == "output":
@@ -246,16 +246,16 @@ def kind_of(node: Node) -> Kind:
 
 
 def counts_from_storage(node: Node) -> bool:
-    """Whether a call finds elements by their distance from the start of its operand's storage.
+    """Whether a call addresses elements from the start of its operand's storage.
 
-    That may lie before the operand's own first element: there the call reads what the operand does not hold.
+    The storage may start before the operand's first element; the call may then read bytes outside of the operand.
     """
     if node.op != "call_function" or (overload := schema_of(node)) is None:
         return False
     for position, argument in enumerate(overload._schema.arguments):
         if argument.name == "storage_offset":
-            given = node.kwargs.get("storage_offset", node.args[position] if position < len(node.args) else None)
-            return given is not None
+            offset = node.kwargs.get("storage_offset", node.args[position] if position < len(node.args) else None)
+            return offset is not None
     return False
 
 
@@ -266,22 +266,23 @@ def by_name(gm: GraphModule) -> dict[str, Node]:
 
 def nodes_in(value: Any) -> list[Node]:
     """The nodes inside a (nested) argument."""
-    found: list[Node] = []
+    nodes: list[Node] = []
 
     def note(node: Node) -> Node:
-        found.append(node)
+        nodes.append(node)
         return node
 
     torch.fx.map_arg(value, note)
-    return found
+    return nodes
 
 
 def is_symbolic_value(value: Any) -> bool:
+    """Whether a value is a number, symbolic or not."""
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _reads_data(node: Node) -> bool:
-    """Whether a number comes out of a tensor's data (``.item()``), not out of its shape."""
+    """Whether a number is read from a tensor's data (``.item()``), not from its shape."""
     return not is_arithmetic(node.target) and node.target not in _SHAPE_READERS
 
 
@@ -294,14 +295,14 @@ _SHAPE_READERS = {
 
 
 def schema_of(node: Node) -> torch._ops.OpOverload | None:
-    """The operator overload whose schema describes the call, if there is one."""
+    """The operator overload whose schema describes the call; None if there is none."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target
     return node.meta.get("op_overload")
 
 
 def operator_name(node: Node) -> str:
-    """What to call the node's operation towards a user: ``aten::nonzero``, a kernel's name, a function's."""
+    """The name of a node's operation in reports: ``aten::nonzero``, or the name of a kernel or a function."""
     kernel = kernel_of(node)
     if kernel is not None:
         return kernel.name
@@ -314,7 +315,7 @@ def operator_name(node: Node) -> str:
 
 
 def only_computes(node: Node) -> bool:
-    """Whether a node is a kernel or one of torch's own operators: another may do anything, and keep its operands."""
+    """Whether a node runs no foreign code, such as a custom operator, which may do anything and keep operands."""
     overload = schema_of(node)
     return kind_of(node) is not Kind.EXTERN or (overload is not None and overload.namespace in _COMPUTING)
 
@@ -324,16 +325,16 @@ _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 
 
 def communicates(node: Node) -> bool:
-    """Whether a node talks to other processes, which expect it in the order of the program."""
+    """Whether a node communicates with other processes, in program order."""
     overload = schema_of(node)
     return overload is not None and overload.namespace in _COMMUNICATION
 
 
 def waits(node: Node) -> bool:
-    """Whether a node waits until the communication that fills its operands is over.
+    """Whether a node waits for the end of the communication that fills its operands.
 
-    A functional collective returns at once and goes on until then: it reads what it was given, and nobody else may
-    read or write what it fills. Schemas say nothing of this, nor that waiting returns the operand itself.
+    A functional collective returns at once. Until the wait it reads its operands, and no other node may read or write
+    what it fills. Schemas declare neither this nor that waiting returns the operand itself.
     """
     overload = schema_of(node)
     return overload is not None and overload._schema.name in _WAITS
@@ -343,13 +344,13 @@ _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 
 
 def must_be_awaited(node: Node) -> bool:
-    """Whether a node begins a communication that is over only when somebody waits for it."""
+    """Whether a node begins a communication that ends only with a wait for it."""
     overload = schema_of(node)
     return overload is not None and overload.namespace == "_c10d_functional" and not waits(node)
 
 
 def receives(node: Node) -> bool:
-    """Whether a node fills its operands although its schema does not say so."""
+    """Whether a node writes its operands without declaring it in its schema."""
     overload = schema_of(node)
     return overload is not None and overload._schema.name in _RECEIVERS
 
@@ -358,7 +359,7 @@ _RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
 
 
 def kernel_of(node: Node) -> Kernel | None:
-    """The kernel that a launch runs."""
+    """The kernel that a launch runs; None for other nodes."""
     if node.op != "call_function" or node.target is not launch:
         return None
     handle = node.args[0]
@@ -368,50 +369,51 @@ def kernel_of(node: Node) -> Kernel | None:
 
 
 def device_of(node: Node) -> torch.device | None:
-    """The device on which a node's work happens, None for arithmetic on the host."""
+    """The device that a node's work runs on; None for arithmetic on the host."""
     kernel = kernel_of(node)
     if kernel is not None:
         return kernel.device
     for value in (node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)):
         tensors = value if isinstance(value, (tuple, list)) else (value,)
         devices = [t.device for t in tensors if isinstance(t, torch.Tensor)]
-        # An operator with operands on several devices works on the accelerator.
+        # An operator with operands on several devices runs on the accelerator.
         for device in sorted(devices, key=lambda d: d.type == "cpu"):
             return device
     return None
 
 
 def user_line(node: Node) -> str:
-    """The line of user code a node comes from, as ``file:line: code``; empty where torch does not know."""
+    """The line of user code that a node comes from, as ``file:line: code``; empty where torch has none."""
     return last_frame(node.meta.get("stack_trace") or "")
 
 
 def last_frame(trace: str) -> str:
-    """The innermost line of a stack trace, as ``file:line: code``: of the user's, if any is, and else of torch's."""
+    """The innermost line of user code in a stack trace, as ``file:line: code``; torch's own if there is no other."""
     lines = [line.strip() for line in trace.strip().splitlines()]
-    found = []
+    frames = []
     for line, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         if line.startswith("File "):
-            found.append(f"{line[5:].split(', in ')[0]}: {code}".replace('"', ""))
-    return next((line for line in reversed(found) if not line.startswith(_TORCH)), found[-1] if found else "")
+            frames.append(f"{line[5:].split(', in ')[0]}: {code}".replace('"', ""))
+    of_user = (frame for frame in reversed(frames) if not frame.startswith(_TORCH))
+    return next(of_user, frames[-1] if frames else "")
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def module_path(node: Node) -> str:
-    """The path of the ``torch.nn.Module`` a node comes from (``transformer.h.0.attn``); empty outside of any."""
+    """The path of the ``torch.nn.Module`` that a node comes from, as ``transformer.h.0.attn``; empty outside."""
     return str(node.meta.get("module", ""))
 
 
 def aligned_inputs(gm: GraphModule) -> frozenset[int]:
-    """Positions of the inputs that kernels expect to be aligned: they read what ``aligned`` makes of them."""
+    """Positions of the inputs that kernels read through ``aligned``, because they assume an alignment."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return frozenset(p for p, node in enumerate(placeholders) if any(u.target is aligned for u in node.users))
 
 
 def output_values(gm: GraphModule) -> list[Any]:
-    """What a graph returns, position by position: nodes, and plain values."""
+    """The results of a graph by position: nodes and plain values."""
     values = output_node(gm).args[0]
     return list(values) if isinstance(values, (list, tuple)) else [values]
 
@@ -426,14 +428,14 @@ def constants(gm: GraphModule) -> dict[Node, Any]:
     return {node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"}
 
 
-def effective_users(node: Node, but: Container[Node] = ()) -> set[Node]:
-    """Who uses a value, seen through views and arithmetic, which are made again wherever they are used.
+def effective_users(node: Node, exclude: Container[Node] = ()) -> set[Node]:
+    """The nodes that use a value, directly or through views and arithmetic, which are made again for each use.
 
     Args:
-        but: users that are not looked at.
+        exclude: direct users to ignore.
     """
-    found: set[Node] = set()
-    todo = [user for user in node.users if user not in but]
+    users: set[Node] = set()
+    todo = [user for user in node.users if user not in exclude]
     seen = set(todo)
     while todo:
         user = todo.pop()
@@ -443,26 +445,26 @@ def effective_users(node: Node, but: Container[Node] = ()) -> set[Node]:
                     seen.add(further)
                     todo.append(further)
         elif kind_of(user) is not Kind.CHECK:
-            found.add(user)
-    return found
+            users.add(user)
+    return users
 
 
 def _checks_on(node: Node) -> list[Node]:
-    """The asserts that can be made once ``node`` has run: those on it, on views of it and on its sizes."""
-    found: list[Node] = []
+    """The asserts that can run once ``node`` has run: those on it, on views of it and on its sizes."""
+    checks: list[Node] = []
     todo = list(node.users)
     while todo:
         user = todo.pop(0)
         kind = kind_of(user)
-        if kind is Kind.CHECK and user not in found:
-            found.append(user)
+        if kind is Kind.CHECK and user not in checks:
+            checks.append(user)
         elif kind in (Kind.VIEW, Kind.SYMBOLIC):
             todo.extend(user.users)
-    return found
+    return checks
 
 
 def checks_layout(node: Node) -> bool:
-    """Whether a check looks at nothing but the sizes and strides of a tensor."""
+    """Whether a check reads only the sizes and strides of a tensor."""
     return getattr(node.target, "__name__", "") == "assert_size_stride"
 
 
@@ -472,8 +474,5 @@ def checks_alignment(node: Node) -> bool:
 
 
 def checks_on(nodes: Sequence[Node]) -> list[Node]:
-    """The asserts on inputs and other values that exist before any work."""
-    found: dict[Node, None] = {}
-    for node in nodes:
-        found.update(dict.fromkeys(_checks_on(node)))
-    return list(found)
+    """The asserts on ``nodes``, on views of them and on their sizes, each once."""
+    return list(dict.fromkeys(check for node in nodes for check in _checks_on(node)))

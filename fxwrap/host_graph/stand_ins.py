@@ -1,6 +1,6 @@
-"""What stands for tensors and sizes of a host graph that was read: it says what they look like, and holds nothing.
+"""Stand-ins for the tensors and sizes of a stored host graph: they have a layout and no data.
 
-Fake tensors would do so, too, and more; to make one takes Dynamo and Inductor, which a program does not need to run.
+Fake tensors would serve as well, but making one imports Dynamo and Inductor, which a stored program runs without.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _NOTHING = torch.empty(0)
 
 
 class StandIn(torch.Tensor):
-    """A tensor by its looks. Nothing can be computed with it."""
+    """A tensor with a layout and without data. Operators refuse it."""
 
     _layout: Layout
     _storage: StorageStandIn
 
     @classmethod
     def of(cls, layout: Layout, storage: StorageStandIn) -> StandIn:
-        found: StandIn = _NOTHING.as_subclass(cls)
-        found._layout, found._storage = layout, storage
-        return found
+        tensor: StandIn = _NOTHING.as_subclass(cls)
+        tensor._layout, tensor._storage = layout, storage
+        return tensor
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +60,7 @@ class StandIn(torch.Tensor):
 
 @dataclass(frozen=True)
 class StorageStandIn:
-    """A storage by its number: values with the same one share memory."""
+    """A storage that is only a number: tensors with the same number share memory."""
 
     _cdata: int
     _nbytes: Any
@@ -71,7 +71,7 @@ class StorageStandIn:
 
 @dataclass(frozen=True)
 class SizeNode:
-    """What ``torch.SymInt`` and its like ask for an expression of sizes."""
+    """The node behind a ``torch.SymInt``, ``SymFloat`` or ``SymBool`` of a stored graph: its expression and hint."""
 
     expr: sympy.Expr
     hint: Any
@@ -90,7 +90,7 @@ _numbers = itertools.count(1)
 
 
 class StandIns:
-    """Makes them for one graph: ``graph_json.Values``."""
+    """Makes the stand-ins of one graph. It implements ``graph_json.Values``."""
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageStandIn] = {}

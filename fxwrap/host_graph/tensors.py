@@ -1,4 +1,4 @@
-"""What a tensor is as memory: whether it has an address, how far it reaches, and tensors laid over a storage."""
+"""Tensors as memory: whether a tensor has an address, how many bytes it reaches, and tensors over a storage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 
 def stands_for_memory(value: Any) -> bool:
-    """Whether a value is a tensor without memory: a fake one, or one that wraps others."""
+    """Whether a value is a tensor without memory of its own: a fake tensor, or a wrapper of other tensors."""
     if not isinstance(value, torch.Tensor) or type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of asking a fake tensor for its address
+        warnings.simplefilter("ignore")  # torch warns where a fake tensor is asked for its address
         try:
             return bool(value.numel()) and value.data_ptr() == 0
         except RuntimeError:
@@ -26,7 +26,7 @@ def stands_for_memory(value: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value that an operator returned: a tensor, or a tuple or list with tensors."""
+    """The tensors with an address in the result of an operator, which may be a (nested) tuple or list."""
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return [value] if isinstance(value, torch.Tensor) and has_address(value) else []
@@ -47,27 +47,26 @@ def tensor_over(
     dtype: torch.dtype,
     offset: int = 0,
 ) -> torch.Tensor:
-    """A tensor that begins ``offset`` bytes after a storage does.
+    """A tensor that begins ``offset`` bytes after the start of a storage.
 
-    In an arena each planned tensor has its own storage object, for two reasons: operators may address from the
-    storage's start, and the storage's use count tells whether the tensor is live.
+    In an arena each planned tensor has its own storage object. An operator may count elements from the start of the
+    storage, and the storage's use count tells whether the tensor is live.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset // dtype.itemsize, size, stride)  # type: ignore[call-overload]
 
 
 def tensor_like(value: torch.Tensor, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:
-    """A tensor that stands for ``value`` and begins ``offset`` bytes after a storage does: its layout, its dtype, and
-    its pending conjugation or negation.
+    """A tensor like ``value``, ``offset`` bytes into a storage: its layout, dtype, pending conjugation and negation.
 
-    Work that was compiled for a conjugated tensor conjugates it again to read its memory. A stand-in without the bit
-    would hold other bytes, and an operator that looks at the bit would raise.
+    Work that was compiled for a conjugated tensor conjugates it again to read its memory. Without the bit the tensor
+    would hold other bytes, and an operator that checks the bit would raise.
     """
     plain = tensor_over(storage, tuple(value.size()), value.stride(), value.dtype, offset)
     return with_pending(plain, value.is_conj(), value.is_neg())
 
 
 def with_pending(tensor: torch.Tensor, conjugation: bool, negation: bool) -> torch.Tensor:
-    """The same memory, of which these and nothing else is pending."""
+    """The same memory as a tensor with exactly these operations pending."""
     tensor = tensor.conj() if tensor.is_conj() is not conjugation else tensor
     return torch._neg_view(tensor) if tensor.is_neg() is not negation else tensor

@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 from typing_extensions import NotRequired
 
-from ..codegen.dynamo.story import DynamoStory
+from ..codegen.dynamo.report import DynamoReport
 from ..compilation import Compilation
 from ..errors import InputError
 from ..graphs.program import Program
@@ -179,7 +179,7 @@ class FrameData(TypedDict):
 
 
 class DynamoData(TypedDict):
-    """What Dynamo made of the function: ``codegen.dynamo_story.DynamoStory``, as plain data."""
+    """What Dynamo made of the function: ``codegen.dynamo.report.DynamoReport``, as plain data."""
 
     breaks: list[BreakData]
     skipped: list[SkippedData]
@@ -215,18 +215,18 @@ class Facts:
     compile_us: float = 0.0
     fallbacks: tuple[str, ...] = ()
     not_stored: tuple[str, ...] = ()
-    dynamo: DynamoStory = DynamoStory()
+    dynamo: DynamoReport = DynamoReport()
     calls: tuple[CallData, ...] = ()
 
     @classmethod
     def of(
-        cls, compilations: Sequence[Compilation], dynamo: DynamoStory | None, calls: Sequence[CallData] = ()
+        cls, compilations: Sequence[Compilation], dynamo: DynamoReport | None, calls: Sequence[CallData] = ()
     ) -> Facts:
         return cls(
             sum(one.seconds for one in compilations) * 1e6,
             tuple(reason for one in compilations for reason in one.fallbacks),
             tuple(reason for one in compilations for reason in one.not_stored),
-            dynamo or DynamoStory(),
+            dynamo or DynamoReport(),
             tuple(calls),
         )
 
@@ -237,7 +237,7 @@ class Facts:
             known["compile_us"],
             tuple(known["fallbacks"]),
             tuple(known["not_stored"]),
-            from_data(DynamoStory, from_data(DynamoData, known["dynamo"])),
+            from_data(DynamoReport, from_data(DynamoData, known["dynamo"])),
             tuple(known["calls"]),
         )
 

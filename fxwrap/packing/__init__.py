@@ -1,4 +1,7 @@
-"""Packing buffers into one arena. On its own: nothing of torch is in it, and of fxwrap only ``native_build``."""
+"""Packs buffers into one arena: a stand-alone memory planner.
+
+It imports nothing of torch, and of fxwrap only ``native_build``, which compiles the exact search.
+"""
 
 from .planner import plan_memory
 from .problem import Buffer, Placement, Reserved, joined

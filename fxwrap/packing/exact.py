@@ -1,4 +1,4 @@
-"""The exact search of ``exact.cpp``: compiled when it is first needed, and kept for the next process."""
+"""Python's side of the exact search (``exact.cpp``), which is compiled at its first use and cached on disk."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from ..native_build import built_library
 from .problem import Part
 
-# Rules of which section of time to decide about.
+# Numbers of the rules by which the search chooses the section of time to decide about next.
 RULES = range(4)
 
 _SOURCE = Path(__file__).with_name("exact.cpp")
 _FLAGS = ("-std=c++17", "-O3")
-# Seconds. It takes one on an idle machine.
+# Seconds that the compiler may take. It takes one on an idle machine.
 _PATIENCE = 60
 
 
 class Search:
-    """Whether a part fits below a capacity: begun with ``start``, it goes on a little at every call of ``run``.
+    """A search for a placement of a part below a capacity. ``start`` begins it, and each ``run`` continues it.
 
     ctypes releases the interpreter's lock while it runs.
     """
@@ -43,24 +43,34 @@ class Search:
         )
 
     def start(self, ranks: Sequence[int], capacity: int, rule: int) -> None:
-        """Begin again. Of buffers at the same offset, the one of the lower rank is tried first."""
+        """Begin a new search. Of buffers at the same offset, the one of the lower rank is tried first.
+
+        Args:
+            ranks: by position in the part.
+            capacity: bytes that the placement may need.
+            rule: one of ``RULES``.
+        """
         self._library.fxwrap_search_start(self._search, self._ints(*ranks), ctypes.c_int64(capacity), rule)
 
     def run(self, nodes: int, seconds: float) -> bool | None:
-        """Go on for so many nodes or seconds. True: a placement is found; False: there is none."""
-        found = self._library.fxwrap_search_run(self._search, ctypes.c_int64(nodes), ctypes.c_double(seconds))
-        return None if found < 0 else bool(found)
+        """Search for at most so many nodes and seconds.
+
+        Returns:
+            True if a placement is found, False if there is none, None if that is not known yet.
+        """
+        result = self._library.fxwrap_search_run(self._search, ctypes.c_int64(nodes), ctypes.c_double(seconds))
+        return None if result < 0 else bool(result)
 
     @property
     def nodes(self) -> int:
-        """Looked at in all."""
+        """The number of nodes that all searches have visited."""
         return int(self._library.fxwrap_search_nodes(self._search))
 
     def offsets(self) -> list[int]:
-        """Of the placement that was found."""
-        found = self._bytes()
-        self._library.fxwrap_search_offsets(self._search, found)
-        return list(found)
+        """The offsets of the placement that was found, in bytes, by position in the part."""
+        offsets = self._bytes()
+        self._library.fxwrap_search_offsets(self._search, offsets)
+        return list(offsets)
 
     def __del__(self) -> None:
         if hasattr(self, "_search"):
@@ -68,13 +78,16 @@ class Search:
 
 
 def _twins(part: Part) -> list[int]:
-    """For each buffer, the one before it with the same life and size, or -1: either may lie below the other."""
-    seen: dict[tuple[int, int, int], int] = {}
-    found = []
-    for i, alike in enumerate(zip(part.begins, part.ends, part.sizes, strict=True)):
-        found.append(seen.get(alike, -1))
-        seen[alike] = i
-    return found
+    """For each buffer, the position of the last one before it with the same live range and size; -1 if there is none.
+
+    Either may lie below the other, so that the search tries one order alone.
+    """
+    latest: dict[tuple[int, int, int], int] = {}
+    twins = []
+    for i, shape in enumerate(zip(part.begins, part.ends, part.sizes, strict=True)):
+        twins.append(latest.get(shape, -1))
+        latest[shape] = i
+    return twins
 
 
 @functools.cache
@@ -87,10 +100,10 @@ def library() -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(built_library("packing", _SOURCE, _FLAGS, patience_s=_PATIENCE)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
+        message = getattr(error, "stderr", None)
         raise RuntimeError(
             "an exact plan needs a C++ compiler, for its search is compiled when it is first needed; "
-            f"got: {error} {said or ''}\n"
+            f"got: {error} {message or ''}\n"
             "name a compiler in CXX, or plan without exact=True"
         ) from error
     loaded.fxwrap_search_new.restype = ctypes.c_void_p

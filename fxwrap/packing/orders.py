@@ -1,6 +1,6 @@
-"""Quick heuristics: lowest offset first, with a few ways to break ties.
+"""Quick packing heuristics: the lowest offset first, with several orders to break ties.
 
-What they may try is counted in orders, not in seconds: the same buffers get the same places on every machine.
+Their effort is limited by the number of orders, not by time: the same buffers get the same offsets on every machine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from .problem import Part
 
-# Orders times buffers: what may be tried.
+# The limit of orders times buffers.
 _WORK = 3_200
 _FEWEST, _MOST = 2, 10
-# Where that leaves the arena above its lower bound: orders that are mended, how often each, and orders times buffers.
+# Used where the arena is then above its lower bound: orders that are mended, how often each, orders times buffers.
 _MENDED, _TIMES, _MENDING_WORK = 4, 50, 20_000
-# Loads during a buffer's life are looked at one by one up to so many in all.
+# The limit of sections, summed over buffers, up to which the loads during each buffer's life are compared.
 _SPANS = 20_000_000
 # Bytes for the bit masks of one order.
 _MASKS = 1 << 26
@@ -26,13 +26,13 @@ _MASKS = 1 << 26
 Stop = Callable[[], bool]
 
 
-def portfolio(part: Part, bound: int, before: Sequence[int] = ()) -> list[int]:
-    """The best offsets of a few orders, and of mended ones; the first that needs no more than ``bound`` bytes.
+def portfolio(part: Part, bound: int, previous: Sequence[int] = ()) -> list[int]:
+    """The best offsets that a few orders give, some of them mended. It ends at the first within ``bound`` bytes.
 
     Args:
-        before: offsets that buffers of the whole problem had in another plan; one with the same order comes first.
+        previous: offsets in another plan, by position in the whole problem; their order is tried first.
     """
-    best = stacked(part, [before[i] for i in part.members]) if before else []
+    best = stacked(part, [previous[i] for i in part.members]) if previous else []
     if best and height(part, best) <= bound:
         return best
     for offsets in itertools.chain(_of_orders(part), _of_mended_orders(part, bound)):
@@ -49,9 +49,9 @@ def _of_orders(part: Part) -> Iterator[list[int]]:
 
 
 def _of_mended_orders(part: Part, bound: int) -> Iterator[list[int]]:
-    """A buffer comes the earlier, the more often it has ended above ``bound``.
+    """Offsets of orders that are mended again and again: buffers that ended above ``bound`` more often come earlier.
 
-    Known as squeaky wheel optimization, from Joslin and Clements (1999).
+    This is squeaky wheel optimization (Joslin and Clements, 1999).
     """
     times = min(_TIMES, _MENDING_WORK // (_MENDED * len(part)))
     for order in itertools.islice(orders(part), _MENDED if times else 0):
@@ -63,14 +63,14 @@ def _of_mended_orders(part: Part, bound: int) -> Iterator[list[int]]:
                 too_high[i] += offsets[i] + part.sizes[i] > bound
 
 
-def stacked(part: Part, before: Sequence[int]) -> list[int]:
-    """Buffers on top of one another, in the order of offsets that they had before.
+def stacked(part: Part, previous: Sequence[int]) -> list[int]:
+    """Offsets that put buffers on top of one another, in the order of their offsets in another plan.
 
-    What lay above a buffer lies above it again, whatever the sizes are now: an optimum for other sizes stays one if
-    all of them grow alike.
+    What lay above a buffer lies above it again, whatever its size is now. An optimum for other sizes stays one if all
+    sizes grow by the same factor.
     """
     tops, offsets = [0] * len(part.loads), [0] * len(part)
-    for i in sorted(range(len(part)), key=lambda i: (before[i], part.begins[i])):
+    for i in sorted(range(len(part)), key=lambda i: (previous[i], part.begins[i])):
         begin, end = part.begins[i], part.ends[i]
         offsets[i] = max(tops[begin:end])
         tops[begin:end] = [offsets[i] + part.sizes[i]] * (end - begin)
@@ -78,17 +78,18 @@ def stacked(part: Part, before: Sequence[int]) -> list[int]:
 
 
 def height(part: Part, offsets: Sequence[int]) -> int:
+    """Bytes that a part needs with these offsets."""
     return max(offset + size for offset, size in zip(offsets, part.sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What makes a buffer hard to place, by position in its part.
+    """Measures of how hard a buffer is to place, by position in its part.
 
     Attributes:
-        lives: sections.
+        lives: sections in which it is live.
         areas: lives times sizes.
-        crowds: the most bytes that are live at once during its life; all 0 if that would take too long to find.
+        crowds: the most bytes that are live at once during its life; all 0 where computing them takes too long.
     """
 
     lives: list[int]
@@ -106,10 +107,10 @@ def weights_of(part: Part) -> Weights:
 
 
 def orders(part: Part) -> Iterator[list[int]]:
-    """Orders in which ties are broken, without end: by several keys first, then by keys with noise."""
+    """An endless sequence of orders to break ties with: by several keys first, then by keys with noise."""
     begins, ends, sizes = part.begins, part.ends, part.sizes
-    found = weights_of(part)
-    lives, areas, crowds = found.lives, found.areas, found.crowds
+    weights = weights_of(part)
+    lives, areas, crowds = weights.lives, weights.areas, weights.crowds
     everything = range(len(part))
     keys: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda i: (-crowds[i], -lives[i], -sizes[i]),
@@ -125,21 +126,25 @@ def orders(part: Part) -> Iterator[list[int]]:
         yield sorted(everything, key=key)
     draw = random.Random(0)
     while True:
-        for weights in (areas, ends, areas, lives):
-            noisy = [-weight * draw.uniform(0.5, 1.5) for weight in weights]
+        for measure in (areas, ends, areas, lives):
+            noisy = [-weight * draw.uniform(0.5, 1.5) for weight in measure]
             yield sorted(everything, key=noisy.__getitem__)
 
 
 def lowest_offset_first(part: Part, order: Sequence[int], stop: Stop | None = None) -> list[int]:
-    """Again and again, place the buffer that can lie lowest above all that is placed; of several, the first in order.
+    """Place one buffer after the other: the one that can lie lowest above the placed ones, and of several the first.
 
-    The top of what is placed is kept as segments of equal height. A buffer can lie on the lowest segment if it lives
-    within: bit masks, ranked by ``order``, tell which do. If none does, the segment rises to its lower neighbour.
-    Known as best fit of a skyline in strip packing, and for buffers from Sekiyama, Imai, Negishi and Raymond,
-    "Profile-guided memory optimization for deep neural networks" (2018).
+    The top of the placed buffers is a sequence of segments of equal height. A buffer can lie on the lowest segment if
+    it lives within that segment's sections; bit masks, ranked by ``order``, tell which do. If none does, the segment
+    rises to its lower neighbour. In strip packing this is best fit of a skyline. For buffers it is from Sekiyama,
+    Imai, Negishi and Raymond, "Profile-guided memory optimization for deep neural networks" (2018).
+
+    Args:
+        order: positions in the part, the first tried first.
+        stop: asked after each buffer; True ends the search.
 
     Returns:
-        Offsets by position in the part; an empty list if ``stop`` said so before the end.
+        Offsets by position in the part; an empty list if ``stop`` returned True before the end.
     """
     begins, ends, sizes = part.begins, part.ends, part.sizes
     sections = len(part.loads)
@@ -178,7 +183,7 @@ def lowest_offset_first(part: Part, order: Sequence[int], stop: Stop | None = No
             begin, end = a, b
             beside = ([height[left[a]]] if a > 0 else []) + ([height[b]] if b < sections else [])
             level = min(beside)
-        # Segments of one height are one.
+        # Join neighbours of the same height.
         if begin > 0 and height[left[begin]] == level:
             alive[begin] = False
             begin = left[begin]
@@ -191,7 +196,7 @@ def lowest_offset_first(part: Part, order: Sequence[int], stop: Stop | None = No
 
 
 class _Lives:
-    """Which buffers live within some sections, as bit masks: bit r is the buffer of rank r."""
+    """Bit masks of the buffers that live within a range of sections. Bit r is the buffer of rank r."""
 
     def __init__(self, part: Part, order: Sequence[int]) -> None:
         sections = len(part.loads)
@@ -200,9 +205,9 @@ class _Lives:
         for rank, i in enumerate(order):
             self.starting[part.begins[i]].append(rank)
             self.ending[part.ends[i]].append(rank)
-        # Masks for every section would need sections x buffers bits, twice: a part of them is kept.
+        # Masks for all sections take sections x buffers bits, twice. Every ``stride``-th is stored.
         self.stride = 1 + sections * len(order) // 4 // _MASKS
-        self.after, self.before = [0], [0]  # what begins at a section or later; what ends at one or earlier
+        self.after, self.before = [0], [0]  # buffers that begin at a section or later; that end at one or earlier
         mask = 0
         for section in range(sections, -1, -1):
             for rank in self.starting[section]:
@@ -222,14 +227,14 @@ class _Lives:
         stride = self.stride
         if stride == 1:
             return self.after[begin] & self.before[end]
-        kept = -(-begin // stride)
-        after = self.after[kept]
-        for section in range(begin, min(kept * stride, len(self.starting))):
+        stored = -(-begin // stride)
+        after = self.after[stored]
+        for section in range(begin, min(stored * stride, len(self.starting))):
             for rank in self.starting[section]:
                 after |= 1 << rank
-        kept = end // stride
-        before = self.before[kept]
-        for section in range(kept * stride + 1, end + 1):
+        stored = end // stride
+        before = self.before[stored]
+        for section in range(stored * stride + 1, end + 1):
             for rank in self.ending[section]:
                 before |= 1 << rank
         return after & before

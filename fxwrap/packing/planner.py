@@ -1,4 +1,4 @@
-"""``plan_memory``: from buffers to offsets."""
+"""``plan_memory``: computes offsets of buffers in one arena."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from .orders import portfolio
 from .problem import Buffer, Placement, split, validate
-from .search import Found, improve
+from .search import PartPlan, improve
 
 
 def plan_memory(
@@ -16,26 +16,26 @@ def plan_memory(
     budget_s: float = 0.0,
     *,
     exact: bool = False,
-    like: Mapping[str, int] = MappingProxyType({}),
+    previous: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
     """Place buffers in one arena so that those live at the same time do not overlap.
 
-    A few quick heuristics are tried, and the same buffers always get the same places, on any machine. An exact plan
-    is then made smaller until it is known to be smallest or its budget is spent. Buffers that no others connect in
-    time are placed apart, and those live during all of such a part lie below it.
+    A few quick heuristics are tried. The same buffers always get the same offsets, on any machine. An exact plan is
+    then improved until it is proven to be the smallest or its budget is spent. Groups of buffers that overlap no
+    other group in time are placed separately; buffers that live during all of a group lie below it.
 
-    The heuristics put, again and again, the buffer that can lie lowest, and break ties in several ways: "best fit" of
-    Sekiyama et al., "Profile-guided memory optimization for deep neural networks" (2018). The exact search is a
-    branch and bound in sections of time, after Moffitt, "MiniMalloc: A Lightweight Memory Allocator for
-    Hardware-Accelerated Machine Learning" (ASPLOS 2023), with restarts. It is in C++, compiled when it is first
-    needed: seconds, on top of the budget, once on a machine.
+    A heuristic places one buffer after the other, the one that can lie lowest first: "best fit" of Sekiyama et al.,
+    "Profile-guided memory optimization for deep neural networks" (2018). Heuristics differ in how they break ties.
+    The exact search is a branch and bound in sections of time, after Moffitt, "MiniMalloc: A Lightweight Memory
+    Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2023), with restarts. It is written in C++ and
+    compiled at its first use, once on a machine; this takes seconds on top of the budget.
 
     Args:
         buffers: sizes in bytes, live ranges in steps; names are unique.
         alignment: bytes; every offset is a multiple.
         budget_s: seconds that an exact plan may take.
         exact: look for the smallest arena, and for the proof that no smaller one exists.
-        like: offsets that were good for other sizes of these buffers, by name: their order is tried first.
+        previous: offsets in a plan for other sizes of these buffers, by name, in bytes; their order is tried first.
 
     Returns:
         Offsets, the arena's size and a lower bound, all in bytes; ``proven`` tells whether the size is the optimum.
@@ -55,13 +55,13 @@ def plan_memory(
     ends = (offset + item.size for offset, item in zip(offsets, items, strict=True))
     floor = max((-(-end // alignment) * alignment for end in ends), default=0)
     bound = max([floor, *(part.base + part.bound for part in parts)])
-    before = [like.get(item.name, 0) for item in items] if like else []
-    found = [Found(part, portfolio(part, bound - part.base, before), part.bound) for part in parts]
-    if exact and found:
-        improve(found, budget_s)
-    for one in found:
-        for i, offset in zip(one.part.members, one.offsets, strict=True):
-            offsets[i] = one.part.base + offset
-    size = max([floor, *(one.top for one in found)])
-    bound = max([bound, *(one.bound for one in found)])
+    previous_offsets = [previous.get(item.name, 0) for item in items] if previous else []
+    plans = [PartPlan(part, portfolio(part, bound - part.base, previous_offsets), part.bound) for part in parts]
+    if exact and plans:
+        improve(plans, budget_s)
+    for plan in plans:
+        for i, offset in zip(plan.part.members, plan.offsets, strict=True):
+            offsets[i] = plan.part.base + offset
+    size = max([floor, *(plan.top for plan in plans)])
+    bound = max([bound, *(plan.bound for plan in plans)])
     return Placement({item.name: offset for item, offset in zip(items, offsets, strict=True)}, size, bound)

@@ -1,4 +1,4 @@
-"""What is to be packed: buffers, checked and cut into parts that do not disturb one another."""
+"""The packing problem: buffers, which are checked and split into parts that can be packed separately."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-# A step after every other.
+# A step after all others.
 FOREVER = 1 << 62
-# Peeling buffers off again and again is worth a few rounds, and would take quadratic time on nested ones.
+# Rounds in which the longest-lived buffers are split off. Without a limit, nested live ranges take quadratic time.
 _PEELS = 8
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Something to place: ``size`` bytes, live in steps ``[begin, end)``: begin inclusive, end exclusive."""
+    """A buffer to place: ``size`` bytes, live in steps ``[begin, end)`` (begin inclusive, end exclusive)."""
 
     name: str
     size: int
@@ -27,11 +27,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes ``[low, high)`` of an arena that something else has in steps ``[begin, end)``.
+    """Bytes ``[low, high)`` of an arena that something else occupies in steps ``[begin, end)``.
 
     Attributes:
-        end: by default it is there for good.
-        nodes: names of the inputs as which the program gets it, if nobody else has it: free after their last use.
+        end: by default the bytes are never free.
+        nodes: names of the program's inputs that are these bytes and that nothing else refers to: the bytes are free
+            after the last use of these inputs.
     """
 
     low: int
@@ -42,22 +43,24 @@ class Reserved:
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The bytes of some spans ``[low, high)``, as spans that do not touch, in order."""
-    found: list[tuple[int, int]] = []
+    """The union of spans ``[low, high)``, as spans that do not touch, in ascending order."""
+    union: list[tuple[int, int]] = []
     for low, high in sorted(spans):
-        if found and low <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], high)
+        if union and low <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], high)
         elif low < high:
-            found.append((low, high))
-    return found
+            union.append((low, high))
+    return union
 
 
 @dataclass(frozen=True)
 class Placement:
     """Offsets in bytes into one arena of ``size`` bytes.
 
-    ``lower_bound``: no arena can be smaller. It is the largest number of (aligned) bytes live in any one step; or
-    more, where a search has proved that these are not enough.
+    Attributes:
+        offsets: by name of the buffer.
+        lower_bound: bytes; no arena can be smaller. It is the largest number of (aligned) bytes that are live in one
+            step, or more where a search has proved that these do not suffice.
     """
 
     offsets: Mapping[str, int]
@@ -66,22 +69,22 @@ class Placement:
 
     @property
     def proven(self) -> bool:
-        """Whether no smaller arena is possible, and that is known."""
+        """Whether the arena is known to be the smallest possible."""
         return self.size == self.lower_bound
 
 
 @dataclass(frozen=True)
 class Part:
-    """Buffers whose places depend on no others, with time reduced to what they need.
+    """Buffers whose offsets depend on no others, with time reduced to sections.
 
-    A section is a step in which no set of live buffers is contained in that of another step: two buffers are live
-    at the same time exactly if they share a section.
+    A section is a step whose set of live buffers is not contained in that of another step. Two buffers are live at
+    the same time exactly if they share a section.
 
     Attributes:
         members: positions of the buffers in the whole problem; the sequences below are in this order.
         begins, ends: the first section in which each is live, and the one after its last.
         sizes: bytes, multiples of the alignment and above 0.
-        base: bytes below the part, in which buffers lie that are live during all of it.
+        base: bytes below the part, which buffers occupy that are live during all of it.
         loads: bytes live in each section.
     """
 
@@ -97,22 +100,26 @@ class Part:
 
     @cached_property
     def bound(self) -> int:
-        """The largest live set: the part needs as many bytes, without its base."""
+        """Bytes of the largest live set, without the base: the part needs at least as many."""
         return max(self.loads)
 
     @cached_property
     def unit(self) -> int:
-        """All sizes are multiples of it, and therefore the optimum is."""
+        """Bytes: the greatest common divisor of all sizes, and so of the optimum."""
         return math.gcd(*self.sizes)
 
     @cached_property
     def spans(self) -> int:
-        """Sections, summed over buffers: what looking at everything once costs."""
+        """Live sections, summed over buffers: the cost of one pass over the part."""
         return sum(self.ends) - sum(self.begins)
 
 
 def validate(buffers: Sequence[Buffer], alignment: int) -> None:
-    """Raise ValueError, naming the buffer, for what cannot be placed."""
+    """Check that buffers can be placed.
+
+    Raises:
+        ValueError: naming the buffer and what is wrong with it.
+    """
     if alignment < 1:
         raise ValueError(f"alignment must be at least 1 byte, got {alignment}")
     seen: set[str] = set()
@@ -125,13 +132,13 @@ def validate(buffers: Sequence[Buffer], alignment: int) -> None:
 
 
 def split(buffers: Sequence[Buffer], alignment: int) -> tuple[list[int], list[Part]]:
-    """Offsets of the buffers that can be placed at once, and parts for the others.
+    """Place the buffers that need no search, and split the others into parts.
 
-    A buffer of no bytes can lie anywhere. One that is live during all of a part can lie below it: in any placement it
-    parts what is under it from what is over it, and can change places with the former.
+    A buffer of no bytes can lie anywhere. A buffer that is live during all of a part can lie below it: in any
+    placement it separates the buffers under it from those over it, and can change places with the former.
 
     Returns:
-        Offsets by position, 0 for the buffers of parts; the parts.
+        Offsets by position, 0 for the buffers of parts; and the parts.
     """
     sizes = [-(-buffer.size // alignment) * alignment for buffer in buffers]
     offsets = [0] * len(buffers)
@@ -157,7 +164,7 @@ def split(buffers: Sequence[Buffer], alignment: int) -> tuple[list[int], list[Pa
 
 
 def _runs(buffers: Sequence[Buffer], items: list[int]) -> list[list[int]]:
-    """Items, which are sorted by begin, in groups that no two of which are live at the same time."""
+    """Split items, sorted by begin, into groups: no two buffers of different groups are live at the same time."""
     runs: list[list[int]] = []
     end = None
     for i in items:
@@ -172,7 +179,7 @@ def _runs(buffers: Sequence[Buffer], items: list[int]) -> list[list[int]]:
 def _part(buffers: Sequence[Buffer], sizes: list[int], items: list[int], base: int) -> Part:
     begins = {buffers[i].begin for i in items}
     ends = {buffers[i].end for i in items}
-    # The live set of a step is contained in no other one if a buffer begins there, and one ends before another does.
+    # A step is a section if a buffer begins there, and one ends before the next begins.
     sections: list[int] = []
     latest = None
     for step in sorted(begins | ends):

@@ -1,4 +1,7 @@
-"""PLAN: offsets in an arena in which outputs live, too, around those of other recordings."""
+"""PLAN: lays out the arena of a recording, in which live outputs of other recordings occupy bytes.
+
+Outputs of the program lie in the arena, too: they come down from its top, and temporaries lie at the bottom.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from typing import Any, Protocol
 from .planner import plan_memory
 from .problem import FOREVER, Buffer, Placement, Reserved
 
-# Orders tried, times buffers: larger programs are tried in fewer ways.
+# The limit of orders times buffers: larger programs get fewer orders.
 _EFFORT = 1_000
-# A followed hint may need so many times its size: a search, with many times the work, hardly finds less.
+# A hint is good enough if the arena is at most so many times its size. A search, with much more work, hardly gains.
 _NEAR = 1.0005
 
 
@@ -25,9 +28,9 @@ def lay_out_arena(
     reserved: Sequence[Reserved],
     alignment: int,
     hint: Placement | None = None,
-    like: Mapping[str, int] = MappingProxyType({}),
+    previous: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
-    """Place buffers so that those live at the same time do not overlap; outputs at one end, around what is reserved.
+    """Place buffers in an arena around reserved bytes, outputs at one end; live ones do not overlap.
 
     ::
 
@@ -39,26 +42,27 @@ def lay_out_arena(
 
     Args:
         outputs: names of buffers that live on after the program.
-        reserved: intervals of live outputs of other recordings.
-        hint: offsets that are kept where nothing reserved is in the way, if the arena need hardly be larger for that.
-        like: offsets in a plan for other sizes, by name.
+        reserved: bytes that live outputs of other recordings occupy.
+        alignment: bytes; every offset is a multiple.
+        hint: offsets that are followed where no reserved bytes are in the way, if that hardly enlarges the arena.
+        previous: offsets in a plan for other sizes, by name, in bytes.
 
     Returns:
-        The arena's size counts what is reserved, too, and so does the lower bound. Where the hint is followed, the
-        lower bound is the hint's, and the size at least the hint's.
+        Offsets in bytes. The size and the lower bound count reserved bytes, too. Where the hint is followed, the
+        lower bound is the hint's, and the size is at least the hint's.
     """
     problem = _Problem.of(buffers, reserved, alignment)
-    found = list[Placement]()
+    placements = list[Placement]()
     if hint is not None:
         offsets = problem.follow(hint.offsets)
-        found.append(problem.placement(offsets))
+        placements.append(problem.placement(offsets))
         if (top := problem.top(offsets)) <= hint.size * _NEAR:
-            return replace(found[0], size=max(top, hint.size), lower_bound=hint.lower_bound)
+            return replace(placements[0], size=max(top, hint.size), lower_bound=hint.lower_bound)
     if reserved:
-        found.append(problem.placement(problem.between_ends(outputs)))
+        placements.append(problem.placement(problem.between_ends(outputs)))
     else:
-        found.append(plan_memory(buffers, alignment, like=like))
-    return min(found, key=lambda placement: placement.size)
+        placements.append(plan_memory(buffers, alignment, previous=previous))
+    return min(placements, key=lambda placement: placement.size)
 
 
 # Bytes ``[low, high)`` that are taken in steps ``[begin, end)``.
@@ -67,7 +71,12 @@ _Interval = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class _Problem:
-    """Buffers are positions; ``taken`` is what is reserved, with gaps that no buffer can lie in."""
+    """Buffers, by position, and the reserved bytes around which they are placed.
+
+    Attributes:
+        taken: the reserved bytes, and the gaps up to the next aligned offset, which no buffer can use.
+        bound: bytes that the arena needs at least.
+    """
 
     items: Sequence[Buffer]
     sizes: list[int]
@@ -87,41 +96,43 @@ class _Problem:
         return cls(items, sizes, reserved, taken, alignment, most_alive(intervals))
 
     def follow(self, hint: Mapping[str, int]) -> list[int]:
-        """Offsets of a hint, but for those that are in the way of others: they lie at the lowest that is free."""
-        live, kept = list[tuple[int, int, int]](), dict[int, int]()
-        # Nothing is kept if reserved intervals overlap one another: that is not known to happen.
-        apart = all([_take(live, low, high - low, 0, end) for low, high, _, end in self.taken])
-        for i in sorted(range(len(self.items)), key=lambda i: self.items[i].begin) if apart else ():
+        """The hint's offsets. A buffer that overlaps another there gets the lowest free offset."""
+        live, followed = list[tuple[int, int, int]](), dict[int, int]()
+        # No offset is followed if reserved intervals overlap one another, which is not known to happen.
+        disjoint = all([_take(live, low, high - low, 0, end) for low, high, _, end in self.taken])
+        for i in sorted(range(len(self.items)), key=lambda i: self.items[i].begin) if disjoint else ():
             item, size = self.items[i], self.sizes[i]
             if item.name in hint and (not size or _take(live, hint[item.name], size, item.begin, item.end)):
-                kept[i] = hint[item.name]
-        rest = (i for i in range(len(self.items)) if i not in kept)
-        return self._fit(sorted(rest, key=lambda i: (-self.sizes[i], self.items[i].begin)), kept=kept)
+                followed[i] = hint[item.name]
+        rest = (i for i in range(len(self.items)) if i not in followed)
+        return self._fit(sorted(rest, key=lambda i: (-self.sizes[i], self.items[i].begin)), fixed=followed)
 
     def placement(self, offsets: Sequence[int]) -> Placement:
-        """Offsets by name; the size is that of the arena they need."""
-        size = max([self.top(offsets), *(f.high for f in self.reserved)])
+        """Offsets by name, with the size of the arena that they need."""
+        size = max([self.top(offsets), *(r.high for r in self.reserved)])
         names = (item.name for item in self.items)
         return Placement(dict(zip(names, offsets, strict=True)), size, self.bound)
 
     def between_ends(self, outputs: Collection[str]) -> list[int]:
-        """Outputs from the top of the smallest arena that is possible, the rest from the bottom, around what is
-        reserved; all of them from the bottom where that does not go."""
+        """Offsets with outputs at the top of the smallest possible arena and the other buffers at its bottom.
+
+        All buffers are placed from the bottom where that does not fit.
+        """
         high = {i for i, item in enumerate(self.items) if item.name in outputs}
         orders = self._orders()
         lowest = min(map(self._fit, orders), key=self.top)
         top = -(-self.bound // self.alignment) * self.alignment
         for order in orders if top < self.top(lowest) else ():
             for variant in (order, sorted(order, key=lambda i: i not in high)):
-                found = self._fit(variant, high, top)
-                if self.top(found) <= top and min(found, default=0) >= 0:
-                    return found
+                offsets = self._fit(variant, high, top)
+                if self.top(offsets) <= top and min(offsets, default=0) >= 0:
+                    return offsets
         return lowest
 
     def _orders(self) -> list[list[int]]:
-        every = range(len(self.items))
-        keys = _KEYS[: max(1, _EFFORT // max(len(every), 1))]
-        return [sorted(every, key=lambda i, key=key: key(self.items[i], self.sizes[i])) for key in keys]  # type: ignore[misc]
+        positions = range(len(self.items))
+        keys = _KEYS[: max(1, _EFFORT // max(len(positions), 1))]
+        return [sorted(positions, key=lambda i, key=key: key(self.items[i], self.sizes[i])) for key in keys]  # type: ignore[misc]
 
     def top(self, offsets: Sequence[int]) -> int:
         return max((offset + size for offset, size in zip(offsets, self.sizes, strict=True)), default=0)
@@ -131,12 +142,13 @@ class _Problem:
         order: Iterable[int],
         high: Collection[int] = (),
         top: int = 0,
-        kept: Mapping[int, int] = MappingProxyType({}),
+        fixed: Mapping[int, int] = MappingProxyType({}),
     ) -> list[int]:
-        """First fit: ``high`` ones at the highest free offset below ``top`` (negative: there is none).
+        """First fit: each buffer in ``order`` gets the lowest free offset.
 
         Args:
-            kept: offsets of the buffers that are not in ``order``.
+            high: buffers that get the highest free offset below ``top`` instead, which is negative if none is free.
+            fixed: offsets of the buffers that are not in ``order``.
         """
         offsets = [0] * len(self.items)
         taken = [*self.taken]
@@ -146,7 +158,7 @@ class _Problem:
             if self.sizes[i]:
                 taken.append((low, low + self.sizes[i], self.items[i].begin, self.items[i].end))
 
-        for i, low in kept.items():
+        for i, low in fixed.items():
             put(i, low)
         for i in order:
             first, last, size = self.items[i].begin, self.items[i].end, self.sizes[i]
@@ -156,12 +168,12 @@ class _Problem:
 
 
 def _take(live: list[tuple[int, int, int]], low: int, size: int, begin: int, end: int) -> bool:
-    """Enter a span among others, which are apart and in order; False if one that is there at ``begin`` is in the way.
+    """Add a span to disjoint spans in ascending order. Returns False, and adds nothing, if it overlaps a live one.
 
-    Called in the order of ``begin``: those that are over by then make room.
+    It is called in the order of ``begin``: spans that have ended by then are replaced.
 
     Args:
-        live: bytes ``[low, high)`` up to a step.
+        live: bytes ``[low, high)`` and the step at which they are free.
     """
     high = low + size
     first = bisect.bisect_left(live, (low,))
@@ -189,11 +201,11 @@ class Live(Protocol):
 
 
 def alive_at_steps(intervals: Iterable[Live]) -> list[int]:
-    """Bytes live in each step, up to the last in which anything is."""
+    """Bytes live in each step, up to the last step with any."""
     change: dict[int, int] = defaultdict(int)
-    for one in intervals:
-        change[one.begin] += one.size
-        change[one.end] -= one.size
+    for interval in intervals:
+        change[interval.begin] += interval.size
+        change[interval.end] -= interval.size
     return list(itertools.accumulate(change[step] for step in range(max(change, default=0))))
 
 
@@ -203,7 +215,7 @@ def most_alive(intervals: Iterable[Live]) -> int:
 
 
 def lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
-    """The lowest offset of so many bytes between spans ``[low, high)``."""
+    """The lowest offset at which ``size`` bytes lie between spans ``[low, high)``."""
     offset = 0
     for low, high in sorted(taken):
         if low >= offset + size:

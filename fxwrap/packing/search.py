@@ -1,4 +1,4 @@
-"""Exact plans, within a budget of time: the improvement of a plan, and the proof that it cannot be improved."""
+"""Exact plans within a budget of time: improves a plan, and proves that it cannot be improved."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from . import exact
 from .orders import height, lowest_offset_first, orders, weights_of
 from .problem import Part
 
-# A search looks at every buffer in every section again and again: above so many, orders are all there is time for.
+# A search visits every buffer in every section many times. Above so many live sections only orders are tried.
 _SPANS = 1_000_000
-# Nodes of the first restarts, and how that grows: most searches that succeed do so at once, or hardly ever.
+# Nodes of the first restarts, and their growth. Most searches that succeed at all succeed early.
 _NODES, _GROWTH = 500, 1.03
-# Restarts differ by so much in how they weigh buffers.
+# Relative noise of the buffers' weights in a restart.
 _NOISE = 0.25
-# Besides what may be impossible, less is tried: so much of the way from there to what is known.
+# Capacities between the bound, which may be impossible, and the best plan: fractions of the way to the latter.
 _MIDDLES = (0.5, 0.75, 0.875, 0.9375)
-# Seconds after which a search looks up, for Ctrl-C and the deadline.
+# Seconds after which a search returns, for Ctrl-C and the deadline.
 _SLICE = 0.1
 
 
 @dataclass
-class Found:
-    """What is known of a part: ``offsets``, and that it cannot be done with less than ``low`` bytes."""
+class PartPlan:
+    """The best plan of a part so far.
+
+    Attributes:
+        offsets: bytes above the part's base, by position in it.
+        low: bytes that the part is proved to need.
+    """
 
     part: Part
     offsets: list[int]
@@ -33,62 +38,64 @@ class Found:
 
     @property
     def top(self) -> int:
+        """Bytes that the arena needs for this part."""
         return self.part.base + height(self.part, self.offsets)
 
     @property
     def bound(self) -> int:
+        """Bytes that the arena is proved to need for this part."""
         return self.part.base + self.low
 
 
-def improve(found: Sequence[Found], budget_s: float) -> None:
-    """Make the highest part lower, until it is as low as any bound or time is over."""
+def improve(plans: Sequence[PartPlan], budget_s: float) -> None:
+    """Lower the highest part until a bound is reached or ``budget_s`` seconds have passed."""
     deadline = time.monotonic() + budget_s
     climbs: dict[int, Iterator[None]] = {}
     while time.monotonic() < deadline:
-        highest = max(range(len(found)), key=lambda i: found[i].top)
-        enough = max(one.bound for one in found)
-        if found[highest].top <= enough:
+        highest = max(range(len(plans)), key=lambda i: plans[i].top)
+        enough = max(plan.bound for plan in plans)
+        if plans[highest].top <= enough:
             return
         if highest not in climbs:
-            climbs[highest] = _climb(found[highest], deadline)
+            climbs[highest] = _climb(plans[highest], deadline)
         next(climbs[highest])
 
 
-def _climb(found: Found, deadline: float) -> Iterator[None]:
-    """Endless work on one part, a little at a time, most of it on the proof that no less is possible.
+def _climb(plan: PartPlan, deadline: float) -> Iterator[None]:
+    """Improve the plan of one part, a little at each ``next``; most of the work is the proof that it is optimal.
 
-    It may only go on while there is something to gain.
+    It never ends by itself: the caller stops when nothing is left to gain.
     """
-    part = found.part
+    part = plan.part
     tie_breaks = orders(part)
     search, proof = (exact.Search(part), exact.Search(part)) if part.spans <= _SPANS else (None, None)
     proving = -1
     for turn, (nodes, ranks, rule) in enumerate(_restarts(part)):
         offsets = lowest_offset_first(part, next(tie_breaks), stop=lambda: time.monotonic() >= deadline)
         if offsets:
-            _keep(found, offsets)
+            _take_if_lower(plan, offsets)
         yield
         if search is None or proof is None:
             continue
-        _attempt(found, search, found.low, ranks, rule, nodes, deadline)
+        _attempt(plan, search, plan.low, ranks, rule, nodes, deadline)
         yield
         if turn % 2:
-            # This one is never given up, as the restarts are.
-            if proving != found.low:
-                proving = found.low
+            # The proof is never given up; restarts are.
+            if proving != plan.low:
+                proving = plan.low
                 proof.start(ranks, proving, rule)
-            _go_on(found, proof, proving, nodes, deadline)
+            _go_on(plan, proof, proving, nodes, deadline)
             yield
         if turn % 4 == 2:
             middle = _MIDDLES[turn // 4 % len(_MIDDLES)]
-            steps = int((height(part, found.offsets) - found.low) // part.unit * middle)
+            steps = int((height(part, plan.offsets) - plan.low) // part.unit * middle)
             if steps > 0:
-                _attempt(found, search, found.low + steps * part.unit, ranks, rule, nodes, deadline)
+                _attempt(plan, search, plan.low + steps * part.unit, ranks, rule, nodes, deadline)
                 yield
 
 
 def _restarts(part: Part) -> Iterator[tuple[int, list[int], int]]:
-    """Nodes, ranks and rule of one restart after the other."""
+    """Nodes, ranks and rule of each restart, without end."""
     weights = weights_of(part)
     by_life = (weights.lives, weights.areas)
     by_crowd = (weights.crowds, weights.lives, weights.areas)
@@ -108,7 +115,7 @@ def _restarts(part: Part) -> Iterator[tuple[int, list[int], int]]:
 
 
 def _attempt(
-    found: Found,
+    plan: PartPlan,
     search: exact.Search,
     capacity: int,
     ranks: list[int],
@@ -116,22 +123,22 @@ def _attempt(
     nodes: int,
     deadline: float,
 ) -> None:
-    if height(found.part, found.offsets) > found.low:
+    if height(plan.part, plan.offsets) > plan.low:
         search.start(ranks, capacity, rule)
-        _go_on(found, search, capacity, nodes, deadline)
+        _go_on(plan, search, capacity, nodes, deadline)
 
 
-def _go_on(found: Found, search: exact.Search, capacity: int, nodes: int, deadline: float) -> None:
+def _go_on(plan: PartPlan, search: exact.Search, capacity: int, nodes: int, deadline: float) -> None:
     stop = search.nodes + nodes
     result = None
     while result is None and search.nodes < stop and (left := deadline - time.monotonic()) > 0:
         result = search.run(stop - search.nodes, min(_SLICE, left))
     if result:
-        _keep(found, search.offsets())
+        _take_if_lower(plan, search.offsets())
     elif result is False:
-        found.low = max(found.low, capacity + found.part.unit)
+        plan.low = max(plan.low, capacity + plan.part.unit)
 
 
-def _keep(found: Found, offsets: list[int]) -> None:
-    if height(found.part, offsets) < height(found.part, found.offsets):
-        found.offsets = offsets
+def _take_if_lower(plan: PartPlan, offsets: list[int]) -> None:
+    if height(plan.part, offsets) < height(plan.part, plan.offsets):
+        plan.offsets = offsets

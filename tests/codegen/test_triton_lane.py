@@ -30,7 +30,7 @@ from triton_lane import Launch, triton_on_cpu
 
 from fxwrap.codegen.emit import triton_kernels
 from fxwrap.codegen.emit.emission import FxwrapCodegen
-from fxwrap.codegen.emit.triton_kernels import TritonLauncher, argument_names, known_writes, written_arguments
+from fxwrap.codegen.emit.triton_kernels import TritonLauncher, argument_names, declared_writes, written_arguments
 from fxwrap.graphs.devices.runtime import using_runtime
 from fxwrap.host_graph.listing import list_graph
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of, launch
@@ -687,7 +687,7 @@ def test_inputs_that_a_template_writes_are_known() -> None:
     line = types.SimpleNamespace(raw_keys=None, call_args=["arg0_1", "buf3", "buf4", 5])
     graph = types.SimpleNamespace(operations=[template, types.SimpleNamespace()], scheduler=None)
     with V.set_graph_handler(graph):
-        assert known_writes(line, ["arg_Q", "arg_DQ", "out_ptr0", "ks0"]) == {"arg_DQ"}
+        assert declared_writes(line, ["arg_Q", "arg_DQ", "out_ptr0", "ks0"]) == {"arg_DQ"}
 
 
 def test_names_of_a_user_kernels_arguments_are_the_ones_that_are_passed() -> None:

@@ -274,13 +274,13 @@ def test_the_order_of_another_plan_is_tried_first() -> None:
     for times in (1, 3, 50):
         larger = [Buffer(b.name, times * b.size, b.begin, b.end) for b in HARD]
         assert plan_memory(larger, 1).size == times * 13
-        again = plan_memory(larger, 1, like=found.offsets)
+        again = plan_memory(larger, 1, previous=found.offsets)
         check_placement(larger, again, 1)
         assert again.size == times * 12 and again.proven
     # Where it is not as good, or does not know all of them, it does no harm.
     upside_down = {name: -offset for name, offset in found.offsets.items()}
-    for like in (upside_down, {"b0": 64}, {"another": 0}):
-        placement = plan_memory(HARD, 1, like=like)
+    for previous in (upside_down, {"b0": 64}, {"another": 0}):
+        placement = plan_memory(HARD, 1, previous=previous)
         check_placement(HARD, placement, 1)
         assert placement.size <= 13
 

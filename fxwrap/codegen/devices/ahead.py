@@ -1,4 +1,4 @@
-"""What is known of a program before it runs: what a graph's values will be like, and the backward graph."""
+"""Compiling ahead of a run: example values for a host graph's inputs and nodes, and backward graphs at once."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.fx import GraphModule, Node
 
 from ...host_graph.sizes import hint
 
-# For a data-dependent size: odd, because nothing may be taken for granted of it.
+# The example of a data-dependent size: odd, so that no divisibility is assumed.
 _UNKNOWN_SIZE = 7
 
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:
-    """Have backward graphs compiled with their forward graphs, and not when they are needed."""
+    """A context in which backward graphs are compiled with their forward graphs, not at the first backward."""
     patch: Any = torch._functorch.config.patch
     return patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
 
 
 def example_inputs(gm: GraphModule) -> list[Any]:
-    """Inputs of a host graph as it was compiled for: fake tensors, each in a storage of its own, and numbers."""
-    return [_apart(node.meta["val"]) for node in gm.graph.nodes if node.op == "placeholder"]
+    """Inputs at the sizes that a host graph was compiled for: numbers, and fake tensors with unshared storages."""
+    return [_unshared(node.meta["val"]) for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def _apart(value: Any) -> Any:
+def _unshared(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return _concrete(value)
     size, stride = ([_concrete(number) for number in numbers] for numbers in (value.size(), value.stride()))
@@ -37,7 +37,7 @@ def _apart(value: Any) -> Any:
 
 
 def value_of(node: Node) -> Any:
-    """What a node stands for when the program runs: a fake tensor, a number."""
+    """The value of a node at the sizes that the program was compiled for: a fake tensor or a number."""
     return torch.utils._pytree.tree_map(_concrete, node.meta["val"])
 
 

@@ -1,11 +1,11 @@
-"""Compiling for a device that is not there: everything happens but running.
+"""Compiles for a device that this machine lacks. Everything happens except running.
 
 A graph is traced and differentiated on the CPU, and then retargeted: its fake tensors become fake tensors of the
-device, and Inductor compiles it for a machine that answers questions and does nothing. Triton compiles every
-configuration of every kernel to machine code, where it can for the device.
+device. Inductor compiles it for a ``Machine`` that has properties and runs nothing. Triton compiles every
+configuration of every kernel to machine code, if it has a compiler for the device.
 
-What is replaced in torch and Triton meanwhile is put back, but for a device guard that stays, and others would find
-the device while it is there: who compiles this way does so in a process of its own (``api/target.py``).
+Torch and Triton are patched meanwhile, inside a context. A device guard stays until the process ends, and other code
+in the process would see the device. So this is used in a separate process (``api/target.py``).
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ from ...native_build import built_library
 from .. import inductor
 from ..emit.triton_kernels import TritonLauncher
 from .ahead import backward_at_once
+from .patches import Patches
 
-# Seconds for a file of two lines.
+# Seconds that the compiler may take for a file of two lines.
 _PATIENCE = 120
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """A machine with a device that is not there.
+    """The description of a machine with a device that this machine lacks.
 
     Attributes:
-        properties: of the device, as its driver would describe it.
-        capability: what the device's compilers go by, as ``get_device_capability`` returns it.
-        triton: what Triton compiles for; None where its wheel has no compiler for the device.
+        properties: the device's properties, as its driver would give them.
+        capability: as ``get_device_capability`` returns it.
+        triton: Triton's target; None where its wheel has no compiler for the device.
     """
 
     device: torch.device
@@ -79,8 +80,8 @@ class Machine:
         return str(self.properties.name)
 
 
-# A device of each capability: multiprocessors, threads on each, GiB of memory, MiB of cache, bytes of shared memory
-# that a kernel may ask for (a multiprocessor has 1 KiB more). Source: NVIDIA's CUDA programming guide, data sheets.
+# A device of each capability: multiprocessors, threads of each, GiB of memory, MiB of cache, and the bytes of shared
+# memory that a kernel may use (a multiprocessor has 1 KiB more). From NVIDIA's programming guide and data sheets.
 _CUDA = {
     75: ("Tesla T4", 40, 1024, 16, 4, 65536),
     80: ("NVIDIA A100-SXM4-80GB", 108, 2048, 80, 40, 166912),
@@ -124,7 +125,7 @@ def xpu_machine() -> Machine:
         max_compute_units=512,
         gpu_eu_count=512,
         gpu_subslice_count=64,
-        multi_processor_count=64,  # what they are called elsewhere
+        multi_processor_count=64,  # the subslices, by CUDA's name
         max_work_group_size=1024,
         max_num_sub_groups=64,
         sub_group_sizes=[16, 32],
@@ -137,17 +138,17 @@ def xpu_machine() -> Machine:
 
 
 def cannot_run(*args: Any, **kwargs: Any) -> Any:
-    """In the place of whatever would run something."""
+    """Raise: it stands in for functions that would run something on the device."""
     raise NotImplementedError("there is no device to run on")
 
 
-# -- the device, as others see it ----------------------------------------------------------------------------------
+# -- the device, as torch and Triton see it ------------------------------------------------------------------------
 
 
 class AbsentDriver(DriverBase):
-    """A device, as Triton sees it, that loads kernels and runs none."""
+    """Triton's driver of the device, which loads kernels and runs none."""
 
-    # ``launcher_cls(source, metadata)`` makes what launches a kernel.
+    # ``launcher_cls(source, metadata)`` makes a function that launches a kernel.
     launcher_cls: Any = staticmethod(lambda source, metadata: cannot_run)
 
     def __init__(self, machine: Machine) -> None:
@@ -170,7 +171,7 @@ class AbsentDriver(DriverBase):
         }
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """What the driver tells of a kernel: module, function, registers, spilled words, most threads of a block."""
+        """A loaded kernel: module, function, registers, spilled words, most threads of a block."""
         registers, spilled = resources(binary)
         return object(), object(), registers, spilled // 4, self._machine.properties.max_threads_per_block
 
@@ -194,25 +195,25 @@ class AbsentDriver(DriverBase):
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of local memory (what did not fit into them), that a thread of a kernel takes.
+    """Registers, and bytes of local memory (spilled registers), of a thread of a kernel.
 
     Raises:
-        RuntimeError: the tool that comes with Triton says something else than it used to.
+        RuntimeError: the output of Triton's cuobjdump has another form.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(r"\bREG:(\d+) STACK:(\d+) .*\bLOCAL:(\d+)", said)
-    if found is None:
-        raise RuntimeError(f"cuobjdump tells nothing of a kernel's registers: {said}")
-    registers, stack, local = map(int, found.groups())
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    numbers = re.search(r"\bREG:(\d+) STACK:(\d+) .*\bLOCAL:(\d+)", usage)
+    if numbers is None:
+        raise RuntimeError(f"cuobjdump tells nothing of a kernel's registers: {usage}")
+    registers, stack, local = map(int, numbers.groups())
     return registers, stack + local
 
 
 def _interface(machine: Machine) -> type:
-    """The device, as Dynamo and Inductor see it."""
+    """The device interface through which Dynamo and Inductor see the device."""
     cuda = machine.device.type == "cuda"
     capability = machine.properties.major * 10 + machine.properties.minor if cuda else machine.capability
 
@@ -249,10 +250,10 @@ def _interface(machine: Machine) -> type:
 
 @functools.cache
 def register_device_guard(device_type: str) -> None:
-    """Give torch a guard for a device that does nothing. It stays until the process ends.
+    """Register a device guard with torch that does nothing. It stays until the process ends.
 
     Raises:
-        DeviceError: it cannot be compiled, as a build of torch without the device needs.
+        DeviceError: this build of torch lacks the device, and the guard cannot be compiled.
     """
     if device_type == "cuda" and torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
@@ -263,34 +264,18 @@ def register_device_guard(device_type: str) -> None:
     try:
         ctypes.CDLL(str(built_library("guard", source, flags, key=[torch.__version__], patience_s=_PATIENCE)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or "").strip().splitlines()
+        messages = (getattr(error, "stderr", None) or "").strip().splitlines()
         raise DeviceError(
             f"no device guard for {device_type}, which this build of torch lacks",
             expected="a C++ compiler (CXX can name one) that finds torch's headers",
-            got=f"{error}" + (f": {said[0]}" if said else ""),
+            got=f"{error}" + (f": {messages[0]}" if messages else ""),
             remedy=f"install one, or a build of torch for {device_type}, which needs no such device",
         ) from error
 
 
-class _Replacements(contextlib.ExitStack):
-    """Attributes of others that have another value until the end."""
-
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        missing = object()
-        before = vars(owner).get(name, missing)
-        setattr(owner, name, value)
-        self.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
-
-    def put_entry(self, table: dict[Any, Any], key: Any, value: Any) -> None:
-        missing = object()
-        before = table.get(key, missing)
-        table[key] = value
-        self.callback(lambda: table.pop(key) if before is missing else table.update({key: before}))
-
-
 @contextlib.contextmanager
 def present(machine: Machine) -> Iterator[None]:
-    """Have Inductor compile for a machine's device as if it were there, inside of the context only."""
+    """Inside the context, Inductor compiles for a machine's device as if it were present."""
     register_device_guard(machine.device.type)
     device_interface.init_device_reg()
     kind, runtime = machine.device.type, DeviceRuntime(machine.device, cannot_run, True, False, "none")
@@ -310,10 +295,10 @@ def present(machine: Machine) -> Iterator[None]:
         "_exchange_device": lambda index: 0,
         "_maybe_exchange_device": lambda index: 0,
     }
-    with _Replacements() as replaced:
+    with Patches() as replaced:
         for name, answer in answers.items():
             replaced.put(module, name, answer)
-        if kind == "cuda":  # without a version, some places take the device for a ROCm one
+        if kind == "cuda":  # without a version, parts of torch take the device for a ROCm device
             replaced.put(torch.version, "cuda", "12.8")
         for name in (kind, f"{kind}:0"):
             replaced.put_entry(device_interface.device_interfaces, name, _interface(machine))
@@ -335,13 +320,13 @@ def present(machine: Machine) -> Iterator[None]:
 
 
 def _prefer_templates(self: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:
-    """Times of the choices for a matrix product, made up: Triton's templates, in their order, before libraries."""
+    """Invented times for the choices of a matrix product: Triton's templates, in their order, before libraries."""
     choices = kwargs["choices"] if "choices" in kwargs else args[5]
     return {c: isinstance(c, ExternKernelCaller) + position * 1e-3 for position, c in enumerate(choices)}
 
 
 def _one_millisecond(self: Any, module: Any, *args: Any, **kwargs: Any) -> tuple[float, str]:
-    """What a kernel takes, fused or not, made up: so fusing pays."""
+    """An invented time, the same for every kernel, so that fusing pays."""
     return 1.0, module.__file__
 
 
@@ -354,7 +339,7 @@ _REMEMBERING = [
 
 
 def _forget() -> None:
-    """Drop what torch remembers of devices."""
+    """Clear torch's caches of devices and their properties."""
     PyCodeCache.cache_clear()
     for function in (DeviceProperties.create, *_REMEMBERING):
         function.cache_clear()
@@ -365,7 +350,7 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def retargeted(machine: Machine, driver_type: type[AbsentDriver] = AbsentDriver) -> Iterator[None]:
-    """Have fxwrap compile what is traced on the CPU for a machine's device, backward graphs at once."""
+    """Inside the context, fxwrap compiles graphs traced on the CPU for a machine's device, with their backward."""
     compile_on_cpu, options = inductor._compile_program, flex_attention._apply_kernel_options
 
     def compile_program(gm: GraphModule, inputs: Sequence[Any], *rest: Any) -> Any:
@@ -377,41 +362,50 @@ def retargeted(machine: Machine, driver_type: type[AbsentDriver] = AbsentDriver)
         return {**options(*args, **kwargs), "OUTPUT_LOGSUMEXP": True}
 
     with (
-        _Replacements() as replaced,
+        Patches() as replaced,
         backward_at_once(),
-        # What a cache holds is no live program; and folding would compute on tensors that are not there.
+        # A program from a cache has no kernels to report, and constant folding would compute on absent tensors.
         torch._functorch.config.patch(enable_autograd_cache=False),
         config.patch(joint_graph_constant_folding=False, fx_graph_cache=False),
         # The CPU's own attention is an operator that no other device has.
         sdpa_kernel(SDPBackend.MATH),
     ):
         replaced.put(inductor, "_compile_program", compile_program)
-        # Tracing a kernel that the user wrote asks the driver, and whether there is a device for it.
+        # Tracing a user's kernel asks Triton for its driver and for a device.
         replaced.put(driver, "_active", driver_type(machine))
         replaced.put(torch.utils._triton, "has_triton", lambda **_: True)
         replaced.put(torch.utils._triton, "has_triton_tensor_descriptor_host_tma", lambda: True)
-        # On the CPU flex attention has no backward, and its forward saves nothing for one.
+        # On the CPU flex attention has no backward, and its forward saves nothing for it.
         replaced.put(flex_attention, "_validate_device", lambda *args: None)
         replaced.put(flex_attention, "_apply_kernel_options", differentiable)
         yield
 
 
 def start_anew(target: str) -> None:
-    """In a process for a target: nothing that was compiled before is found, and nobody else finds what will be, for
-    configurations are remembered with times that are made up."""
+    """Give a process for a target a cache folder of its own, and reset Dynamo.
+
+    The caches would hold configurations that were chosen by invented times.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache_dir(), "fxwrap-target", target.replace(":", "-"))
     torch._dynamo.reset()
 
 
 @contextlib.contextmanager
-def nobody_compiles() -> Iterator[None]:
-    """No other thread compiles inside of the context: a fork takes no lock with it that nobody gives back there."""
+def no_compilation() -> Iterator[None]:
+    """Inside the context, no other thread compiles.
+
+    A fork in it copies no lock that another thread holds, which the child could never take.
+    """
     with compile_lock, inductor.DEVICE_TABLES:
         yield
 
 
 def retarget(gm: GraphModule, inputs: Sequence[Any], device: torch.device) -> list[Any]:
-    """Move a graph of fake CPU tensors to a device, subgraphs too, in place; returns its inputs there."""
+    """Move a graph of fake CPU tensors, with its subgraphs, to a device, in place.
+
+    Returns:
+        The inputs on the device.
+    """
     moved: dict[int, tuple[Any, Any]] = {}
 
     def on_device(value: Any) -> Any:
@@ -420,7 +414,7 @@ def retarget(gm: GraphModule, inputs: Sequence[Any], device: torch.device) -> li
         if not isinstance(value, FakeTensor) or value.device.type not in ("cpu", "meta"):
             return value
         if id(value) not in moved:
-            moved[id(value)] = value, _like(value, device)  # held, so that no other gets its id
+            moved[id(value)] = value, _like(value, device)  # with ``value``, whose id must stay in use
         return moved[id(value)][1]
 
     def everywhere(value: Any) -> Any:
@@ -431,7 +425,7 @@ def retarget(gm: GraphModule, inputs: Sequence[Any], device: torch.device) -> li
             continue
         for node in module.graph.nodes:
             node.args, node.kwargs = (
-                torch.fx.node.map_aggregate(given, on_device) for given in (node.args, node.kwargs)
+                torch.fx.node.map_aggregate(operands, on_device) for operands in (node.args, node.kwargs)
             )
             for key in ("val", "example_value", "eager_input_vals"):
                 if key in node.meta:
@@ -456,17 +450,17 @@ def _like(value: FakeTensor, device: torch.device) -> torch.Tensor:
 
 
 def machine_code(kernel: Kernel) -> list[dict[str, Any]]:
-    """What Triton compiled of a kernel: one entry for each configuration that would be tried; bytes."""
+    """The machine code of a kernel: registers, and sizes in bytes, for each configuration that tuning would try."""
     if not isinstance(kernel.call, TritonLauncher):
         return []
     return [
         {
             "configuration": {**c.kwargs, "num_warps": c.num_warps, "num_stages": c.num_stages},
-            "registers": one.kernel.n_regs,
-            "spilled_bytes": 4 * one.kernel.n_spills,
-            "shared_bytes": one.kernel.metadata.shared,
-            "cubin_bytes": len(one.kernel.asm["cubin"]),
+            "registers": result.kernel.n_regs,
+            "spilled_bytes": 4 * result.kernel.n_spills,
+            "shared_bytes": result.kernel.metadata.shared,
+            "cubin_bytes": len(result.kernel.asm["cubin"]),
         }
-        for one in kernel.call.tuner.compile_results
-        for c in [one.config]
+        for result in kernel.call.tuner.compile_results
+        for c in [result.config]
     ]

@@ -1,4 +1,4 @@
-"""The few private parts of torch that the contract for devices looks at."""
+"""Private parts of torch that the contract tests for devices use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 
 
 def numbers_in_graphs() -> contextlib.AbstractContextManager[Any]:
-    """A context in which a number read out of a tensor does not end a graph."""
+    """A context in which reading a number from a tensor does not break the graph."""
     return torch._dynamo.config.patch(capture_scalar_outputs=True)
 
 
 def known_to_inductor(device_type: str) -> tuple[Any, Any, Any]:
-    """Dynamo's device interface, Inductor's op overrides and its scheduling; each raises where there is none."""
+    """Dynamo's device interface, Inductor's op overrides and its scheduling. It raises where one is missing."""
     return (
         get_interface_for_device(device_type),
         get_device_op_overrides(device_type),

@@ -1,4 +1,4 @@
-"""What Inductor and torch find on this machine, and how they are set: for ``fxwrap.doctor``."""
+"""Facts for ``fxwrap.doctor``: what Inductor and torch find on this machine, and their settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...devices import registered_devices
 
 
 def cpp_compiler() -> str:
-    """The compiler of Inductor's C++ kernels. Raises what Inductor raises where none answers."""
+    """The compiler of Inductor's C++ kernels. Raises Inductor's error where there is none."""
     return get_cpp_compiler()
 
 

@@ -1,4 +1,4 @@
-"""Devices out of PyTorch's tree: what Inductor has to be told, entered by one call and taken back by its handle."""
+"""Registers devices out of PyTorch's tree with Inductor and fxwrap, by one call whose handle unregisters them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from ..emit.emission import FxwrapCodegen
 from ..emit.library_calls import LIBRARY_CALLS, LibraryCalls
 from ..inductor import DEVICE_TABLES
 from ..torch_versions import CPP_DEVICE_NAMES, registered_operators
+from .patches import Patches
 
-# Places where Inductor asks "is it the CPU?" and means "are the kernels C++?".
+# Settings where Inductor checks for the CPU although it means C++ kernels.
 _CPP_CONFIG = {
-    "cuda_backend": "cpp",  # what a device without a setting of its own falls through to
+    "cuda_backend": "cpp",  # devices without a setting use this one
     "loop_reindexing_after_fusion": False,
     "loop_ordering_after_fusion": False,
     "loop_index_inversion_in_fusion": False,
@@ -49,14 +50,14 @@ _SCHEDULING: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 class DeviceRegistration:
-    """What ``register_device`` returns. Leaving it as a context, or ``unregister()``, takes everything back."""
+    """The handle of a registered device. ``unregister()``, or the end of its context, takes everything back."""
 
     def __init__(self, support: DeviceSupport, undo: contextlib.ExitStack) -> None:
         self.support = support
         self._undo = undo
 
     def unregister(self) -> None:
-        """Take back what was entered; a second call does nothing. Compiled functions go on working."""
+        """Take the registration back. A second call does nothing. Compiled functions keep working."""
         with DEVICE_TABLES:
             self._undo.close()
 
@@ -94,19 +95,19 @@ def register_device(
             class of Inductor's kind, or "none": no kernels, every operation is a call of the device's own operators.
             None where Inductor has one for the device.
         wrapper: Inductor's Python wrapper for graphs that cannot become host graphs.
-        codegen: a subclass of ``FxwrapCodegen``; the ``codegen`` option of a compilation goes before it.
+        codegen: a subclass of ``FxwrapCodegen``; the ``codegen`` option of a compilation has precedence.
         interface: a ``DeviceInterface`` of Dynamo; by default made from ``torch.<device_type>``.
         op_overrides: Inductor's ``DeviceOpOverrides``; by default made from ``torch.<device_type>``.
         cpp_device: the device's name in C++; by default "at::kPrivateUse1".
-        config: Inductor's settings while a graph with this device in it is compiled; no other graph sees them.
+        config: Inductor's settings for compiling graphs with this device; other graphs are not affected.
         device_graph: ``device_graph(pool)`` makes an object with the methods of ``torch.accelerator.Graph``; by
             default that class itself.
-        eager_ops: operators that its graphs cannot capture, by name or as ``EagerRule``; what has a name is
-            registered with torch by now.
-        kernels: kinds of compiled kernels (``KernelKind``); Triton's need none.
-        cost: what issuing work costs the host, for the cost model of captures.
-        after_failed_capture: ``after_failed_capture(device, pool)`` puts the device's allocator right after
-            ``capture_end`` has raised, where that leaves it recording to the pool, as CUDA's does.
+        eager_ops: operators that its graphs cannot capture, by name or as ``EagerRule``; a named operator must be
+            registered with torch already.
+        kernels: kinds of compiled kernels (``KernelKind``); Triton's kernels need none.
+        cost: time that issuing work takes the host, for the cost model of captures.
+        after_failed_capture: ``after_failed_capture(device, pool)`` restores the device's allocator after
+            ``capture_end`` has raised. A device needs it if its allocator then still records to the pool, as CUDA's.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.
@@ -128,8 +129,8 @@ def register_device(
         after_failed_capture,
     )
     _check(support, scheduling)
-    with DEVICE_TABLES, contextlib.ExitStack() as undo:
-        enter = _entering(undo)
+    with DEVICE_TABLES, Patches() as patches:
+        enter = patches.put_entry
         enter(registered_devices(), device_type, support)
         # What torch knows of a device in its tree stays, unless the caller says otherwise.
         if interface is not None or device_type not in interfaces.device_interfaces:
@@ -153,30 +154,10 @@ def register_device(
                 codegen or FxwrapCodegen,  # type: ignore[arg-type]
             )
             enter(common.device_codegens, device_type, entry)
-        entered = undo.pop_all()
-    return DeviceRegistration(support, entered)
+        return DeviceRegistration(support, patches.pop_all())
 
 
 _CPP_DEVICE = "at::kPrivateUse1"
-_MISSING = object()
-
-
-def _entering(undo: contextlib.ExitStack) -> Callable[[dict[Any, Any], Any, Any], None]:
-    """A function that enters a value into a table of torch's and has ``undo`` put back what was there."""
-
-    def enter(table: dict[Any, Any], key: Any, value: Any) -> None:
-        before = table.get(key, _MISSING)
-
-        def put_back() -> None:
-            if before is _MISSING:
-                table.pop(key, None)
-            else:
-                table[key] = before
-
-        undo.callback(put_back)
-        table[key] = value
-
-    return enter
 
 
 def _check_name(name: Any) -> None:
@@ -198,7 +179,7 @@ def _check_name(name: Any) -> None:
 
 
 def _check_kinds(device: str, **arguments: Any) -> None:
-    """What would be taken silently, and fail or do nothing while something is compiled."""
+    """Check the types of arguments that would otherwise be accepted, and fail or have no effect in a compilation."""
     kinds: dict[str, tuple[Any, str]] = {
         "config": ((Mapping, types.NoneType), "a dictionary of Inductor's settings"),
         "cost": ((CaptureCost, types.NoneType), "a fxwrap.CaptureCost"),
@@ -211,9 +192,9 @@ def _check_kinds(device: str, **arguments: Any) -> None:
             raise DeviceError(f"device {device!r}: wrong {name}", expected=expected, got=repr(value))
 
 
-def _eager_ops(device: str, given: str | EagerRule | Iterable[str | EagerRule]) -> tuple[str | EagerRule, ...]:
-    """What the option ``eager_ops`` would be made into, with its checks."""
-    listed = given if isinstance(given, (str, EagerRule)) else list(given)
+def _eager_ops(device: str, eager_ops: str | EagerRule | Iterable[str | EagerRule]) -> tuple[str | EagerRule, ...]:
+    """Operators and rules, checked and normalized like the option ``eager_ops``."""
+    listed = eager_ops if isinstance(eager_ops, (str, EagerRule)) else list(eager_ops)
     try:
         options, _ = parse_options({"eager_ops": listed}, {}, registered_operators())
     except OptionError as error:
@@ -230,10 +211,10 @@ def _check(support: DeviceSupport, scheduling: Any) -> None:
             f"device {name!r} is registered already", remedy="call unregister() on the handle of its registration"
         )
     common.init_backend_registration()
-    interfaces.get_registered_device_interfaces()  # torch fills its tables at the first look, over what is there
+    interfaces.get_registered_device_interfaces()  # fills torch's tables now: later it would overwrite entries
     common.get_device_op_overrides("cpu")
-    known = isinstance(scheduling, type) or (isinstance(scheduling, str) and scheduling in _SCHEDULING)
-    if not known and not (scheduling is None and name in common.device_codegens):
+    is_given = isinstance(scheduling, type) or (isinstance(scheduling, str) and scheduling in _SCHEDULING)
+    if not is_given and not (scheduling is None and name in common.device_codegens):
         raise DeviceError(
             f"device {name!r} needs a scheduling",
             expected=f"{', '.join(map(repr, _SCHEDULING))} or a subclass of Inductor's BaseScheduling",
@@ -281,7 +262,7 @@ def _device_count(device_type: str) -> int:
 
 
 class _LaunchesByKind:
-    """Kernels that are not Triton's are launched as their kind says."""
+    """A wrapper that launches kernels which are not Triton's through ``fxwrap.devices.launch_kernel``."""
 
     def _generate_kernel_call_helper(
         self, kernel_name: str, call_args: Any, *, device: Any = None, triton: bool = True, **kwargs: Any
@@ -342,23 +323,23 @@ class _OpOverrides(common.DeviceOpOverrides):
 
 
 def _interface(device_type: str, triton: bool) -> type:
-    """Dynamo's view of a device, made from ``torch.<device type>``; what the module lacks stays unimplemented."""
+    """A device interface for Dynamo, made from ``torch.<device type>``; what that lacks stays unimplemented."""
     module: Any = torch.get_device_module(device_type)
 
     class Worker:
-        """What Inductor's compile processes ask: they may not touch the device."""
+        """The part of the interface for Inductor's compile processes, which must not touch the device."""
 
         set_device = staticmethod(getattr(module, "set_device", lambda index: None))
         current_device = staticmethod(getattr(module, "current_device", lambda: 0))
 
         @staticmethod
         def get_device_properties(device: Any = None) -> Any:
-            found = getattr(module, "get_device_properties", lambda device: types.SimpleNamespace())(device)
-            if hasattr(found, "multi_processor_count"):
-                return found
-            # By it Inductor decides how far to split a reduction: without one, as on the host.
-            shown = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
-            return types.SimpleNamespace(multi_processor_count=os.cpu_count() or 1, **shown)
+            properties = getattr(module, "get_device_properties", lambda device: types.SimpleNamespace())(device)
+            if hasattr(properties, "multi_processor_count"):
+                return properties
+            # Inductor splits reductions by this number. Without one the host's number of cores is used.
+            others = {name: getattr(properties, name) for name in dir(properties) if not name.startswith("_")}
+            return types.SimpleNamespace(multi_processor_count=os.cpu_count() or 1, **others)
 
     def exchange_device(index: int) -> int:
         before = module.current_device()
@@ -372,7 +353,7 @@ def _interface(device_type: str, triton: bool) -> type:
         stream = device_function(device_type, "current_stream")(index)
         return getattr(stream, "native_handle", None) or stream.stream_id
 
-    found: dict[str, Any] = {
+    methods: dict[str, Any] = {
         "Worker": Worker,
         "exchange_device": staticmethod(exchange_device),
         "maybe_exchange_device": staticmethod(maybe_exchange_device),
@@ -389,7 +370,7 @@ def _interface(device_type: str, triton: bool) -> type:
     for name in names.split():
         if hasattr(module, name) or name in OF_ANY_ACCELERATOR:
             function = device_function(device_type, name)
-            found[name] = function if name == "device" else staticmethod(function)
+            methods[name] = function if name == "device" else staticmethod(function)
     for name in ("Event", "Stream"):
-        found[name] = getattr(module, name, getattr(torch, name))
-    return type(f"{device_type.capitalize()}Interface", (interfaces.DeviceInterface,), found)
+        methods[name] = getattr(module, name, getattr(torch, name))
+    return type(f"{device_type.capitalize()}Interface", (interfaces.DeviceInterface,), methods)

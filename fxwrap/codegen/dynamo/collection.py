@@ -1,4 +1,4 @@
-"""What is asked of Dynamo while it compiles: code of its own for a function, and whom a compilation is for."""
+"""Notes, while Dynamo compiles, which functions a compilation is for; gives a function a code object of its own."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo import convert_frame
-from torch._dynamo.eval_frame import (
-    _TorchDynamoContext,
-    innermost_fn,
-)
+from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_fn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
 from ...compilation import Compilation
 
 COLLECTOR = "_fxwrap_compilation"
-# How names of functions begin that Dynamo makes of the rest of one, after a graph break.
+# Prefix of the functions that Dynamo makes of the rest of a function after a graph break.
 RESUMED = "torch_dynamo_resume_in_"
-# The code of what ``torch.compile`` returns; a frame of it knows which one is running.
+# The code of the wrapper that ``torch.compile`` returns. Its frame's ``self`` identifies the compiled function.
 WRAPPER = next(
     constant
     for constant in _TorchDynamoContext.__call__.__code__.co_consts
@@ -35,8 +32,8 @@ _serial = itertools.count()
 def with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``fn`` and whose code object is new.
 
-    Dynamo keeps compiled code by code object and limits how often one may be compiled; an explanation should
-    neither find nor leave anything there (``torch_versions.own_caches`` is for the functions that it calls).
+    Dynamo caches compiled code by code object, and limits how often one is compiled. An explanation must neither use
+    nor fill these caches. (``torch_versions.own_caches`` does the same for the functions that ``fn`` calls.)
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,8 +44,11 @@ def with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def collected_by(compiled: Callable[..., Any], compilation: Compilation) -> Callable[..., Any]:
-    """Keep the compilation as long as what Dynamo will call, and note whom it is for."""
-    with contextlib.suppress(AttributeError):  # nobody translates: it was not Dynamo that asked
+    """Attach a compilation to the function that Dynamo will call, and note which functions it is for.
+
+    The compilation lives as long as that function.
+    """
+    with contextlib.suppress(AttributeError):  # no translator: the caller is not Dynamo
         code = InstructionTranslator.current_tx().f_code
         compilation.pieces.append((CompileContext.current_compile_id(), weakref.ref(code)))
     running: list[types.CodeType] = []

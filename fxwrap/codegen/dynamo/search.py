@@ -1,7 +1,7 @@
-"""Whose a program is: what Dynamo has in its caches for a function, and for what that calls at graph breaks.
+"""Finds the compilations that belong to a compiled function: in Dynamo's caches, for it and for what it calls.
 
-Nothing is noted at a call. Programs are found by what Dynamo's own guards would serve for what is known of a function
-now: its closure, the object of a method, and, where its graph is broken, what its instructions name.
+Nothing is noted at a call. The search asks Dynamo's guards which cache entries they would serve for the values that
+are known now: a function's closure, the object of a method, and, after a graph break, what its instructions name.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...compilation import Compilation, live_compilations
 from .collection import RESUMED, WRAPPER
 
-# Modules that call what is in them without a name for it.
+# Modules that call their children without naming them.
 _CONTAINERS = torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict
-# Attributes are looked for in so many objects, for there are chains without an end.
+# The limit of objects whose attributes are searched: chains of objects may be endless.
 _MOST_OBJECTS = 1000
 
 
 class Search:
-    """What Dynamo has in its caches for a function, and for what that calls where its graph is broken.
+    """A search of Dynamo's caches for a function, and for the functions that it calls at graph breaks.
 
     Attributes:
-        compilations: what was found, the oldest first.
-        codes: the code of the functions that Dynamo has looked at, callers first.
-        callers: what ``torch.compile`` made.
-        is_compiled: whether a function that was looked at is compiled, by fxwrap or not, for this one or for others.
+        compilations: the compilations that belong to the function, the oldest first.
+        codes: code of the functions that Dynamo has seen, callers first.
+        callers: the wrappers that ``torch.compile`` returned.
+        is_compiled: whether any of these functions is compiled, by any backend, for this caller or for another.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -53,9 +53,10 @@ class Search:
                     self._visit(part, None)
         ids = set(map(id, self._ids))  # by identity: Dynamo counts from zero again after a reset
         self.compilations = [
-            one
-            for one in live_compilations()
-            if (self.asked_for(one) and _in_use(one)) or any(id(i) in ids for i, _ in one.pieces)
+            compilation
+            for compilation in live_compilations()
+            if (self.asked_for(compilation) and _in_use(compilation))
+            or any(id(i) in ids for i, _ in compilation.pieces)
         ]
 
     def asked_for(self, compilation: Compilation) -> bool:
@@ -66,10 +67,11 @@ class Search:
         return any(caller in compilation.callers for caller in self.callers)
 
     def _visit(self, target: Any, caller: Any, asked: bool = False) -> None:
-        """
+        """Search a function or a module.
+
         Args:
-            caller: what ``torch.compile`` made and calls it; None for any.
-            asked: Dynamo need not have looked at it.
+            caller: the wrapper of ``torch.compile`` that calls it; None for any.
+            asked: search it even if Dynamo has not seen it.
         """
         if isinstance(target, OptimizedModule):
             target = target.__dict__.get("_forward") or target.forward
@@ -82,23 +84,25 @@ class Search:
         function = target.__func__ if isinstance(target, types.MethodType) else target
         if not isinstance(function, types.FunctionType):
             return
-        known = _closure(function)
+        variables = _closure(function)
         if function.__code__ is WRAPPER:
-            self.callers.add(known["self"])
-            self._visit(known["fn"], known["self"])
+            self.callers.add(variables["self"])
+            self._visit(variables["fn"], variables["self"])
             return
         if function is not target and function.__code__.co_varnames:
-            known[function.__code__.co_varnames[0]] = target.__self__
-        self._follow(function.__code__, function.__globals__, known, caller, asked)
+            variables[function.__code__.co_varnames[0]] = target.__self__
+        self._follow(function.__code__, function.__globals__, variables, caller, asked)
 
     def _follow(
-        self, code: types.CodeType, scope: dict[str, Any], known: dict[str, Any], caller: Any, asked: bool = False
+        self, code: types.CodeType, scope: dict[str, Any], variables: dict[str, Any], caller: Any, asked: bool = False
     ) -> None:
-        """
+        """Search code, and what it calls.
+
         Args:
-            known: those of its variables whose values are known.
+            scope: its globals.
+            variables: values of its variables, as far as they are known.
         """
-        key = code, id(caller), *sorted((name, id(value)) for name, value in known.items())
+        key = code, id(caller), *sorted((name, id(value)) for name, value in variables.items())
         if key in self._seen:
             return
         self._seen.add(key)
@@ -107,33 +111,33 @@ class Search:
         elif not asked:
             return
         entries = _debug_get_cache_entry_list(code)
-        serving = [one for one in entries if _is_for(one, caller) and not _is_refused(one, known)]
+        serving = [entry for entry in entries if _is_for(entry, caller) and not _is_refused(entry, variables)]
         self._ids += [entry.compile_id for entry in serving]
         self.is_compiled |= bool(entries)
         for runs in [entry.code for entry in serving] if entries else [code]:
             names = [name for name in _names(runs) if not name.startswith("__compiled_fn")]
             for nested in _nested(runs):
                 shared = {*nested.co_freevars, *(nested.co_varnames if nested.co_name.startswith(RESUMED) else ())}
-                self._follow(nested, scope, {name: known[name] for name in shared & known.keys()}, caller)
+                self._follow(nested, scope, {name: variables[name] for name in shared & variables.keys()}, caller)
             for name in names:
                 if name.startswith("__resume_at") and name in scope:
-                    self._follow(scope[name].__code__, scope, known, caller)
-            for value in _values(names, scope, known):
+                    self._follow(scope[name].__code__, scope, variables, caller)
+            for value in _values(names, scope, variables):
                 self._visit(value, caller)
 
 
 def _in_use(compilation: Compilation) -> bool:
-    """Whether Dynamo has not forgotten it, as it does at a reset."""
+    """Whether Dynamo still has a compilation: a reset drops all."""
     pieces = [(piece, code()) for piece, code in compilation.pieces]
     return any(entry.compile_id is i for i, code in pieces if code for entry in _debug_get_cache_entry_list(code))
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:
-    found = {}
+    values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
 def _nested(code: types.CodeType) -> list[types.CodeType]:
@@ -141,21 +145,25 @@ def _nested(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """Names of globals, attributes and variables that code reads. Dynamo leaves the table of names as it was, so
-    that the instructions are looked at. What it only hands on to a nested function is none of them."""
-    loads = [one for one in dis.get_instructions(code) if one.opname.startswith("LOAD_")]
-    found = [one.argval for one in loads if one.opname not in ("LOAD_CONST", "LOAD_CLOSURE")]
-    names = (name for one in found for name in (one if isinstance(one, tuple) else (one,)))  # two in one instruction
+    """Names of globals, attributes and variables that code reads.
+
+    They come from its instructions: Dynamo does not update the code's table of names. Variables that it only passes
+    on to a nested function are not among them.
+    """
+    loads = [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_")]
+    operands = [i.argval for i in loads if i.opname not in ("LOAD_CONST", "LOAD_CLOSURE")]
+    # One instruction may load two.
+    names = (name for operand in operands for name in (operand if isinstance(operand, tuple) else (operand,)))
     return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
-def _values(names: list[str], scope: dict[str, Any], known: dict[str, Any]) -> Iterator[Any]:
-    """What may be behind names in code: globals, variables, their attributes, and the attributes of these."""
-    named = [known.get(name, scope.get(name)) for name in names]
+def _values(names: list[str], scope: dict[str, Any], variables: dict[str, Any]) -> Iterator[Any]:
+    """The values that names in code may refer to: globals, variables, their attributes, and so on."""
+    named = [variables.get(name, scope.get(name)) for name in names]
     owners = [value for value in named if value is not None]
     yield from owners
     seen = set(map(id, owners))
-    for owner in itertools.islice(owners, _MOST_OBJECTS):  # more come while it runs
+    for owner in itertools.islice(owners, _MOST_OBJECTS):  # the list grows meanwhile
         if isinstance(owner, _CONTAINERS):
             yield from owner.children()
         for name in names:
@@ -169,9 +177,9 @@ def _values(names: list[str], scope: dict[str, Any], known: dict[str, Any]) -> I
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """An attribute that is there without running anybody's code."""
-    own = getattr(owner, "__dict__", {})
-    for table in (own, own.get("_modules", {}) if isinstance(owner, torch.nn.Module) else {}):
+    """An attribute that can be read without running user code; None for others."""
+    attributes = getattr(owner, "__dict__", {})
+    for table in (attributes, attributes.get("_modules", {}) if isinstance(owner, torch.nn.Module) else {}):
         if name in table:
             return table[name]
     value = inspect.getattr_static(type(owner), name, None)
@@ -179,7 +187,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def _is_for(entry: Any, caller: Any) -> bool:
-    """Whether Dynamo looks at what was compiled when it compiles for a caller."""
+    """Whether Dynamo considers a cache entry in calls by a caller."""
     if caller is None:
         return True
     regions = (-1, getattr(caller, "_isolate_recompiles_id", -1))
@@ -188,28 +196,28 @@ def _is_for(entry: Any, caller: Any) -> bool:
     )
 
 
-def _is_refused(entry: Any, known: dict[str, Any]) -> bool:
-    """Whether Dynamo's guards say that what was compiled is nothing for these values.
+def _is_refused(entry: Any, variables: dict[str, Any]) -> bool:
+    """Whether the guards of a cache entry fail for the known values.
 
-    A module that is in training now may have been called in evaluation, and a parameter that is sharded now was
-    whole when it was used: that alone refuses nothing.
+    A module that is in training now may have been called in evaluation, and a parameter that is sharded now may have
+    been whole: guards on these are ignored.
     """
     todo = list(entry.guard_manager.root.get_child_managers())
     while todo:
         guards = todo.pop()
         source = guards.get_source()
         variable = re.match(r"L\['(\w+)'\]", source)
-        if variable is None or variable[1] not in known or re.search(r"\btraining\b", source):
+        if variable is None or variable[1] not in variables or re.search(r"\btraining\b", source):
             continue
         try:
-            value = eval(source, {"L": known})
+            value = eval(source, {"L": variables})
         except NameError:  # a helper of Dynamo's
             continue
         except Exception:
             return True
         if is_traceable_wrapper_subclass(value):
             continue
-        # Guards that compare values with each other cannot be asked.
+        # Guards that compare values with one another cannot be evaluated here.
         if not all(guard(value) for guard in guards.get_leaf_guards() if callable(guard)):
             return True
         todo += guards.get_child_managers()

@@ -1,4 +1,4 @@
-"""The wrapper codegen that Inductor instantiates: where its lines become a host graph."""
+"""FxwrapCodegen: the wrapper codegen that Inductor instantiates, which emits a host graph and compiles it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from ..garbage import no_garbage_collection
 from ..request import current_request
 from ..store.caches import caching, without_uuid, write_module
 from ..store.stored_program import as_module, boxed
-from .converter import ChosenSubgraphLine, HostGraphConverter, InvokeSubgraphLine, WhileLoopLine
+from .converter import HostGraphConverter
+from .subgraphs import ChosenSubgraphLine, InvokeSubgraphLine, WhileLoopLine
 from .triton_kernels import lower_launches
 
 
 class FxwrapCodegen(WrapperFxCodegen):
     """Emits Inductor's program as a host graph and compiles it.
 
-    Subclass it to see or transform what Inductor emits: ``compile_graph`` gets the whole host graph and
-    returns what runs; ``passes`` adds graph passes and ``compile_partition`` compiles partitions some other way;
-    both keep the rest of the pipeline.
+    Subclass it to see or transform what Inductor emits. ``compile_graph`` takes the whole host graph and returns the
+    callable that runs. ``passes`` adds graph passes, and ``compile_partition`` compiles partitions another way; with
+    these the rest of the pipeline stays.
 
     Attributes:
-        uuid: of a subclass, says which version of it this is: what it has compiled is cached under that name. One
-            that changes what is compiled, and has none, is not cached.
+        uuid: the version of a subclass, which is a part of the caches' key. What a subclass without one compiles is
+            not cached if the subclass changes anything.
     """
 
     uuid: str | None = None
@@ -49,22 +50,24 @@ class FxwrapCodegen(WrapperFxCodegen):
         return compile_host_graph(gm, request, self.stages())
 
     def stages(self) -> Stages:
-        """What a host graph goes through, in order. Override it to replace stages (``dataclasses.replace``)."""
-        # Launches are lowered first: torch does not know that a portable Triton call has an effect, and a pass that
-        # drops dead code would drop it; of launches torch does know.
+        """The stages of compilation, in order. Override it to replace stages (``dataclasses.replace``)."""
+        # Launches are lowered first. Torch knows that a launch has an effect, but not that a portable Triton call
+        # has one: dead code elimination would drop the call.
         lowered = rewrite("launches", lower_launches, lint=False)
-        own = [rewrite(getattr(one, "__name__", repr(one)), one) for one in self.passes()]
-        return Stages(rewrites=(lowered, *REWRITES, *own))
+        of_class = [
+            rewrite(getattr(graph_pass, "__name__", repr(graph_pass)), graph_pass) for graph_pass in self.passes()
+        ]
+        return Stages(rewrites=(lowered, *REWRITES, *of_class))
 
     def passes(self) -> Iterable[Callable[[GraphModule], GraphModule | None]]:
-        """Passes over the host graph, run in order before it is analysed.
+        """Passes over the host graph, which run in order before the analysis.
 
-        A pass gets a valid host graph and leaves one: it edits in place, or returns another GraphModule.
+        A pass takes a valid host graph and must leave one: it edits the graph in place, or returns another one.
         """
         return ()
 
     def compile_partition(self, graph: PartitionGraph) -> Callable[..., Any] | None:
-        """Compile one partition some other way, or return None to have it run as usual.
+        """Compile one partition another way, or return None to run it as usual.
 
         Args:
             graph: ``graph.module`` is the partition as a GraphModule, ``graph.signature`` names its inputs and
@@ -82,7 +85,7 @@ class FxwrapCodegen(WrapperFxCodegen):
 
     def writeline(self, line: Any) -> None:
         if isinstance(line, KernelCallLine):
-            # What a kernel computes is known while its call is written; the call itself names buffers only.
+            # The call names only buffers. Inductor's IR of the kernel is known while the call is written.
             line.scheduled = versions.scheduled_nodes(line.device)  # type: ignore[attr-defined]
         elif isinstance(line, KernelDefinitionLine):
             self.kernel_definitions[line.kernel_name] = line
@@ -90,13 +93,13 @@ class FxwrapCodegen(WrapperFxCodegen):
 
     @functools.cached_property
     def kernel_definitions(self) -> dict[str, Any]:
-        """Kernels of the whole program by name: a subgraph may call one that another part of it defines."""
+        """Kernels of the whole program by name: a subgraph may call a kernel that another part defines."""
         parent = getattr(self, "parent_wrapper", None)
         return {} if parent is None else parent.kernel_definitions
 
-    # Where Inductor emits graphs, its caller copies inputs that are not aligned before the program runs. The copy
-    # then misses what the program writes to an input that overlaps one of them. So they are copied where Inductor's
-    # Python wrapper copies them: at their first use. Older versions have neither method, and do not call them.
+    # Where Inductor emits graphs, it copies misaligned inputs before the program runs. Such a copy misses what the
+    # program writes to an overlapping input. So they are copied at their first use, as by Inductor's Python wrapper.
+    # Older versions neither have nor call the two methods.
 
     def register_alignment_check_inputs(self) -> None:
         PythonWrapperCodegen.register_alignment_check_inputs(self)
@@ -104,7 +107,7 @@ class FxwrapCodegen(WrapperFxCodegen):
     def codegen_deferred_alignment_copies(self, *args: Any, **kwargs: Any) -> None:
         PythonWrapperCodegen.codegen_deferred_alignment_copies(self, *args, **kwargs)
 
-    # Inductor writes these as strings with loops in them; a branch has a line of its own in every version.
+    # Inductor writes these as strings with loops in them. A branch has a line class in every version.
 
     def codegen_while_loop(self, while_loop: Any, stack_output: bool) -> None:
         self.writeline(WhileLoopLine(self, while_loop, stack_output))
@@ -144,7 +147,7 @@ class FxwrapCodegen(WrapperFxCodegen):
 
 
 class HostGraphModule(FileBackedGraphModule):
-    """What Inductor gets back where nothing is cached."""
+    """The compiled program as Inductor's type, where nothing is cached."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Modules of compiled kernels: Inductor's definitions, compiled where no earlier process has."""
+"""Loads the modules that define compiled kernels; kernels that no earlier process has compiled are compiled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..store.caches import write_module
 
 
 def load_kernels(text: str) -> types.ModuleType:
-    """The module with the definitions of ``text``; one text is one module in a process."""
+    """The module with the definitions in ``text``. In a process, one text is loaded once."""
     write_module(text)
     module: types.ModuleType = PyCodeCache.load(text)
     return module
 
 
 def loaded_kernel(module: types.ModuleType, name: str) -> Any:
-    """A kernel of the module, which may still be on its way."""
+    """A kernel of the module. It waits for a kernel that is still being compiled."""
     kernel = getattr(module, name)
     if hasattr(kernel, "result"):  # compiled in the background
         kernel = kernel.result()

@@ -1,4 +1,4 @@
-"""Devices without a kernel compiler: every operation of a program is a call of the device's own operators."""
+"""Emission for devices without a kernel compiler: every operation is a call of the device's own operators."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 
 from ...errors import DeviceError
 
-# Operators as torch's eager mode calls them, in the order in which it does: nothing is decomposed into parts that
-# kernels would put together again, no pattern is replaced, and random numbers are drawn by the operators that draw
-# them. What stays on of Inductor's passes puts updates in place.
+# Settings with which Inductor emits the operators that eager mode calls, in the same order. Operators are not
+# decomposed, since no kernel would fuse the parts; no pattern is replaced; random numbers are drawn by the operators
+# that eager mode draws them with. Inductor's passes that make updates in place stay on.
 LIBRARY_CALLS = {
     "fallback_by_default": True,
     "selective_decompose": True,
@@ -25,7 +25,7 @@ LIBRARY_CALLS = {
     "layout_optimization": False,
     "always_keep_tensor_constants": True,
 }
-# What Inductor reads on the host has no operator to call in its Python; older torch tries it all the same.
+# Operators that Inductor evaluates on the host. Its Python has no calls of them; older torch fails to make some.
 _ON_THE_HOST = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.sym_size.int,
@@ -36,25 +36,25 @@ _ON_THE_HOST = (
 
 
 def prepare(gm: GraphModule) -> None:
-    """Have a graph lowered to calls only, where a device asks for it."""
+    """Rewrite a graph, in place, so that it is lowered to calls only, where a device is registered so."""
     if not config.fallback_by_default:
         return
     for node in list(gm.graph.nodes):
-        if node.target is torch.ops.aten.lift_fresh_copy.default:  # what Inductor would make a kernel of
+        if node.target is torch.ops.aten.lift_fresh_copy.default:  # Inductor would make a kernel
             node.target = torch.ops.aten.lift_fresh.default
             with gm.graph.inserting_after(node):
                 copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
             copy.meta = dict(node.meta)
             node.replace_all_uses_with(copy)
             copy.args = (node,)
-        elif node.target is torch.ops.aten._unsafe_view.default:  # returns a view, and its schema does not say so
+        elif node.target is torch.ops.aten._unsafe_view.default:  # returns a view that its schema does not declare
             node.target = torch.ops.aten.reshape.default
         elif node.target in _ON_THE_HOST:
             node.meta["custom"] = {**(node.meta.get("custom") or {}), "compile_with_inductor": True}
 
 
 class LibraryCalls(BaseScheduling):
-    """Inductor's scheduling on a device without kernels: there is nothing to schedule, and what is left is named."""
+    """Inductor's scheduling on a device without kernels. An operation that needs one is an error."""
 
     def can_fuse_vertical(self, node1: Any, node2: Any) -> bool:
         return False
@@ -77,7 +77,7 @@ class LibraryCalls(BaseScheduling):
         return False
 
     def codegen_sync(self) -> None:
-        """Nothing runs beside the calls."""
+        """Do nothing: no other work runs beside the calls."""
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no code is buffered."""

@@ -1,4 +1,4 @@
-"""Which operators can write into memory that the plan owns: their ``out=`` forms."""
+"""Finds the ``out=`` form of an operator, with which it writes its results into memory that the plan owns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch._ops import OpOverload
 
-# Operators whose out= form runs on the device, and gains nothing or computes something else. Measured over torch's
-# own table of operators (tests/codegen/test_out_forms.py measures again).
+# Operators whose out= form has a kernel on the device, and yet saves no memory or gives other numbers. Found by a
+# measurement over torch's own table of operators, which tests/codegen/test_out_forms.py repeats.
 _NO_GAIN = {
     "aten::_fft_c2c": "its out= form computes elsewhere and copies",
     "aten::_fft_c2r": "its out= form computes elsewhere and copies",
@@ -21,7 +21,7 @@ _NO_GAIN = {
     "aten::mse_loss": "its out= form has its result grow for a while",
     "aten::smooth_l1_loss": "its out= form has its result grow for a while",
 }
-# What later stages ask of an operator.
+# Tags of an operator that later stages read.
 _TAGS = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.dynamic_output_shape,
@@ -32,11 +32,11 @@ _TAGS = (
 
 @dataclass(frozen=True)
 class OutForm:
-    """An operator's form that writes its results into tensors it is given.
+    """The form of an operator that writes its results into tensors that it is given.
 
     Attributes:
-        overload: takes the functional form's arguments, and the results.
-        results: names of its arguments for the results, in order.
+        overload: takes the functional form's arguments, and tensors for the results.
+        results: names of the arguments for the results, in order.
     """
 
     overload: OpOverload
@@ -47,11 +47,11 @@ class OutForm:
 def out_form(overload: OpOverload, device_type: str) -> OutForm | str:
     """The ``out=`` form of a functional operator on a device, or why its results cannot be planned.
 
-    Only forms that compute in place are of use, and only if they give the functional form's numbers. Torch makes
-    the missing half of most operators: an ``out=`` form that runs the functional one and copies, which its
-    registration for every device tells; or a functional form that allocates and runs the ``out=`` one
-    ("structured" operators), which is what is looked for. Where somebody wrote both, the device must have an
-    ``out=`` kernel of its own. A custom operator's author says with a tag that both do the same.
+    A form is useful only if it computes in the given memory and gives the functional form's numbers. For most
+    operators torch generates one of the two forms. A generated ``out=`` form runs the functional one and copies: it
+    is useless, and is known by its registration for every device. A generated functional form allocates and runs the
+    ``out=`` form ("structured" operators): that ``out=`` form is useful. Where both are hand-written, the device must
+    have a kernel for the ``out=`` form. A custom operator's author declares with a tag that both agree.
     """
     schema = overload._schema
     name = _full_name(overload)
@@ -71,8 +71,8 @@ def out_form(overload: OpOverload, device_type: str) -> OutForm | str:
     sibling = _full_name(form.overload)
     structured = has_kernel(name, "CompositeExplicitAutogradNonFunctional")
     composite = has_kernel(sibling, "CompositeExplicitAutograd")
-    own = has_kernel(sibling, torch._C._dispatch_key_for_device(device_type))
-    if not own and (composite or not structured):
+    on_device = has_kernel(sibling, torch._C._dispatch_key_for_device(device_type))
+    if not on_device and (composite or not structured):
         return "its out= form computes elsewhere and copies"
     if any(tag in overload.tags and tag not in form.overload.tags for tag in _TAGS):
         return "its out= form does not declare what it does"
@@ -80,17 +80,16 @@ def out_form(overload: OpOverload, device_type: str) -> OutForm | str:
 
 
 def _sibling(overload: OpOverload) -> OutForm | None:
-    """The overload that takes the same arguments and as many tensors to write as there are results."""
+    """The overload with the same arguments, and a tensor to write for each result; None if there is none."""
     arguments = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
     packet = overload._overloadpacket
     for name in packet.overloads():
         candidate: OpOverload = getattr(packet, name)
         written = [a for a in candidate._schema.arguments if a.is_write]
         others = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_write]
-        given = len(written) == len(overload._schema.returns) and all(
-            a.kwarg_only and str(a.type) == "Tensor" for a in written
-        )
-        if given and others == arguments:
+        one_a_result = len(written) == len(overload._schema.returns)
+        tensors = all(a.kwarg_only and str(a.type) == "Tensor" for a in written)
+        if one_a_result and tensors and others == arguments:
             return OutForm(candidate, tuple(argument.name for argument in written))
     return None
 

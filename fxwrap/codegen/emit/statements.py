@@ -1,10 +1,10 @@
-"""Turn the Python text of Inductor's wrapper lines into host-graph nodes.
+"""Turns the Python text of Inductor's wrapper lines into host-graph nodes.
 
-Every wrapper line knows how to print itself as Python; that text is what Inductor itself would run. Reading it,
-rather than the objects behind it, makes a line mean here exactly what it means there, also where the objects
-differ between torch versions, and covers the lines that Inductor writes as plain strings.
+Every wrapper line prints as Python, which is the code that Inductor would run. Reading the text, and not the objects
+behind it, keeps the meaning of a line where objects differ between torch versions, and covers the lines that Inductor
+writes as plain strings.
 
-Only straight-line code is read: assignments, calls, ``del``, ``assert`` and expressions. Anything else is an
+Only straight-line code is read: assignments, calls, ``del``, ``assert`` and expressions. Any other code is an
 EmissionError that quotes the line.
 """
 
@@ -53,7 +53,7 @@ _UNARY: dict[type, Callable[..., Any]] = {
 }
 _BUILTINS: dict[str, Any] = {**BUILTINS, "slice": slice, "print": print}
 
-# Methods that Inductor's wrapper calls on tensors and on sizes, and the functions they stand for.
+# Methods that Inductor's wrapper calls on tensors and on sizes, and the functions that nodes call instead.
 _METHODS: dict[str, Callable[..., Any]] = {
     "copy_": torch.ops.aten.copy_.default,
     "zero_": torch.ops.aten.zero_.default,
@@ -65,7 +65,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "stride": torch.ops.aten.sym_stride.int,
     "storage_offset": torch.ops.aten.sym_storage_offset.default,
     "__floordiv__": operator.floordiv,
-    # How partial results in a workspace become one.
+    # They combine partial results in a workspace.
     "sum": torch.ops.aten.sum.dim_IntList,
     "prod": torch.ops.aten.prod.dim_int,
 }
@@ -78,10 +78,10 @@ class StatementReader:
         graph: receives the nodes.
         names: the wrapper's local variables so far; updated by assignments and ``del``.
         namespace: the wrapper module's globals (``torch``, ``aten``, ``extern_kernels``, ...).
-        rewrites: functions of the namespace that have another form in host graphs.
-        on_call: told of every node made for a call, with the function the text named; returns what the call's
-            result is from then on.
-        on_assign: told of every node that gets a name.
+        rewrites: functions of the namespace, and what is called in their place to emit a node.
+        on_call: called with every node made for a call and with the function that the text names; returns the value
+            that stands for the call's result.
+        on_assign: called with the name and the node of each assignment.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StatementReader:
             self._statement(statement)
 
     def value(self, text: str) -> Any:
-        """Read one expression and return what it stands for: a node, or plain Python."""
+        """Read one expression. Returns its value: a node, or a plain Python value."""
         statement, self._text = self._text, text
         try:
             return self._expression(ast.parse(text.strip(), mode="eval").body)
@@ -145,6 +145,7 @@ class StatementReader:
                 self._refuse("an assignment, a call, del or assert")
 
     def assign(self, name: str, value: Any) -> None:
+        """Define a local variable of the wrapper. A new node gets its name."""
         self.names[name] = value
         if isinstance(value, Node) and value.op == "call_function" and not value.meta.get("named"):
             value._rename(name)
@@ -240,7 +241,7 @@ class StatementReader:
     def _method(self, method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, owner = method.name, method.owner
         if name == "as_strided" and len(args) == 2 and not kwargs:
-            # Without an offset the method keeps the tensor's own, which is what reinterpret counts from.
+            # Without an offset the method keeps the tensor's own offset, from which reinterpret counts.
             return self._emit(reinterpret, (owner, *args, 0), {})
         if name == "view" and args and not kwargs and not isinstance(args[0], torch.dtype):
             size = args[0] if isinstance(args[0], list) else list(args)
@@ -249,8 +250,8 @@ class StatementReader:
             return self._emit(torch.ops.aten._to_copy.default, (owner,), {"dtype": args[0]})
         function = _METHODS.get(name)
         if function is None:
-            known = sorted([*_METHODS, "as_strided", "view", "to"])
-            self._refuse(f"one of the tensor methods {', '.join(known)}")
+            methods = sorted([*_METHODS, "as_strided", "view", "to"])
+            self._refuse(f"one of the tensor methods {', '.join(methods)}")
         if name in ("size", "stride") and len(args) != 1:
             self._refuse(f"{name}() of one dimension")
         return self._emit_or_evaluate(function, (owner, *args), kwargs)
@@ -286,7 +287,7 @@ class UndefinedName(EmissionError):
 
 
 def assigned_names(text: str) -> set[str]:
-    """The names a line would define; empty where it does not parse."""
+    """The names that a line defines; empty where it does not parse."""
     try:
         tree = ast.parse(textwrap.dedent(text))
     except SyntaxError:
@@ -295,14 +296,14 @@ def assigned_names(text: str) -> set[str]:
 
 
 class _Method:
-    """A method of a value that exists only as a node."""
+    """A method of a node's value."""
 
     def __init__(self, owner: Node, name: str) -> None:
         self.owner, self.name = owner, name
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether a call without tensors is just a Python value (``torch.device("cpu")``, ``float("inf")``)."""
+    """Whether a call without nodes is evaluated at once (``torch.device("cpu")``, ``float("inf")``)."""
     if function is print:
         return False
     if function is format_text:

@@ -1,4 +1,4 @@
-"""Triton kernels as Inductor tunes them: launching, and which arguments they write."""
+"""Triton kernels that Inductor tunes: how they are launched, and which arguments they write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..torch_runtime import device_guard
 class TritonLauncher:
     """Runs a tuned Triton kernel on the current stream of its device, as Inductor's own wrapper does.
 
-    The first call tunes; captured work must therefore have run once before it is captured.
+    The first call tunes. So work must run once before it is captured.
     """
 
     def __init__(self, tuner: Any, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class TritonLauncher:
     def configurations(self) -> list[dict[str, Any]]:
         """As ``Kernel.configurations``."""
         tuned = [launcher.config for launcher in self.tuner.launchers] or self.tuner.configs or ()
-        return [{**one.kwargs, "num_warps": one.num_warps, "num_stages": one.num_stages} for one in tuned]
+        return [{**c.kwargs, "num_warps": c.num_warps, "num_stages": c.num_stages} for c in tuned]
 
     def __call__(self, *args: Any) -> None:
         if self._guard is None:
@@ -51,62 +51,62 @@ def _raw_stream_getter(device_type: str) -> Callable[[int], int]:
 
 
 def is_descriptor(function: Any) -> bool:
-    """Whether a function describes a tensor to a kernel: Triton's descriptors of tiles."""
+    """Whether a function makes one of Triton's tile descriptors, which describe a tensor to a kernel."""
     return str(getattr(function, "__module__", "")).startswith("triton.tools.")
 
 
 def argument_names(tuner: Any, triton_meta: Any, raw_keys: Sequence[Any] | None, count: int) -> tuple[str, ...]:
-    """The kernel's own names of a launch's arguments, by position; empty where Inductor added an argument.
+    """The kernel's names of a launch's arguments, by position; empty for arguments that Inductor added.
 
     Args:
-        triton_meta: names what the kernel takes, in order; what is declared constant comes last in it, except in
-            kernels the user wrote.
-        raw_keys: the names as Inductor knows them for a kernel the user wrote.
+        triton_meta: names the kernel's arguments in order, constants last, except for kernels that the user wrote.
+        raw_keys: Inductor's names for the arguments of a kernel that the user wrote.
+        count: number of arguments of the launch.
     """
     if raw_keys is not None and len(raw_keys) == count:
         return tuple(str(key or "") for key in raw_keys)
     signature = _meta(triton_meta, "signature")
-    own = count - len(_meta(getattr(tuner, "inductor_meta", None), "extra_launcher_args"))
-    names = [str(name) for name in signature][:own]
+    of_kernel = count - len(_meta(getattr(tuner, "inductor_meta", None), "extra_launcher_args"))
+    names = [str(name) for name in signature][:of_kernel]
     return tuple(names + [""] * (count - len(names)))
 
 
 def written_arguments(
-    tuner: Any, triton_meta: Any, names: Sequence[str], known: Collection[str] | None = None
+    tuner: Any, triton_meta: Any, names: Sequence[str], declared: Collection[str] | None = None
 ) -> tuple[int, ...]:
     """Positions of the launch arguments that a kernel writes.
 
-    Inductor names what its own kernels only read ``in_ptr...``, and ``arg_...`` in templates. Everything else
-    that is a pointer counts as written: too many writes cost freedom in scheduling, too few cost right results.
+    In Inductor's own kernels an argument that is only read is named ``in_ptr...``, in templates ``arg_...``. Every
+    other pointer counts as written: a write too many restricts scheduling, a missing one gives wrong results.
 
     Args:
         names: see ``argument_names``.
-        known: see ``known_writes``.
+        declared: see ``declared_writes``.
     """
     signature = _meta(triton_meta, "signature")
-    mutated = {*(getattr(tuner, "mutated_arg_names", None) or ()), *(known or ())}
-    the_users = getattr(tuner, "custom_kernel", False)
-    read_only = ("in_ptr", "arg_") if known is not None else ("in_ptr",)
+    mutated = {*(getattr(tuner, "mutated_arg_names", None) or ()), *(declared or ())}
+    of_user = getattr(tuner, "custom_kernel", False)
+    read_only = ("in_ptr", "arg_") if declared is not None else ("in_ptr",)
     written = []
     for position, name in enumerate(names):
-        # An argument without a name is a part of the grid; of a kernel without a signature nothing is known.
+        # An argument without a name is a part of the grid. Without a signature every argument may be a pointer.
         kind = str(signature.get(name, "*" if name or not signature else "grid"))
         if not kind.startswith(("*", "tensordesc", "nvTmaDesc")):
             continue
-        reads_only = known is not None and name not in known if the_users else name.startswith(read_only)
+        reads_only = declared is not None and name not in declared if of_user else name.startswith(read_only)
         if name in mutated or not reads_only:
             written.append(position)
     return tuple(written)
 
 
-def known_writes(line: Any, names: Sequence[str]) -> set[str] | None:
-    """Names of the arguments that a launch is known to write, beyond what the kernel itself declares.
+def declared_writes(line: Any, names: Sequence[str]) -> set[str] | None:
+    """Names of the arguments that a launch writes by Inductor's IR, beyond those that the kernel itself declares.
 
-    Names alone do not say it for two sorts of kernels. What the user wrote can have any names; Inductor has
+    For two sorts of kernels the arguments' names do not tell. A user's kernel has names of any form; Inductor has
     analysed it. A template can write its inputs (flex attention's backward does), and lists them.
 
     Returns:
-        None for a kernel of the user's of which Inductor knows nothing.
+        None for a user's kernel that Inductor has not analysed.
     """
     if line.raw_keys is not None:
         return _writes_of_user_kernel(line.original_fxnode_name)
@@ -131,12 +131,12 @@ def _writes_of_user_kernel(fx_name: str | None) -> set[str] | None:
 
 
 def _described(value: Any) -> Any:
-    """The tensor behind a descriptor, which has a name of its own."""
+    """The tensor behind a descriptor, whose name differs; any other value itself."""
     return value.tensor if isinstance(value, ir.TMADescriptor) else value
 
 
 def _names_of(buffer: Any) -> set[str]:
-    """A buffer's name, and that of the buffer it is a later state of."""
+    """A buffer's name, and the name of the buffer that it is a mutated version of."""
     if not isinstance(buffer, ir.IRNode):
         return set()
     name = buffer.get_name()
@@ -145,19 +145,19 @@ def _names_of(buffer: Any) -> set[str]:
 
 
 def _meta(meta: Any, key: str) -> Any:
-    """An entry of a kernel's metadata, empty where the kernel (one that is not Triton's) has none."""
+    """An entry of a kernel's metadata; empty where there is none, as for kernels that are not Triton's."""
     return (meta.get(key) if isinstance(meta, Mapping) else None) or {}
 
 
 @dataclass(frozen=True)
 class TunedLaunch:
-    """How to make the tuned launch out of a portable call.
+    """What it takes to replace a portable call by the tuned launch.
 
-    Arguments are found in the call by name, so that the launch follows what a pass changes there.
+    The arguments are looked up in the call by name, so that changes by passes reach the launch.
 
     Attributes:
-        places: for each argument of the launch ``("kwargs", name)`` or ``("grid", axis)``; None for a stand-in
-            that the kernel does not read, because the value is compiled into it.
+        places: for each argument of the launch ``("kwargs", name)`` or ``("grid", axis)``; None for an argument that
+            the kernel does not read because its value is compiled in.
         values: the arguments when the launch was emitted.
     """
 
@@ -167,11 +167,11 @@ class TunedLaunch:
 
     @classmethod
     def of(cls, kernel: Kernel, tuner: Any, names: Sequence[str], values: Sequence[Any]) -> TunedLaunch | None:
-        """None where a portable call does not hold everything that the launch needs."""
+        """The tuned launch of a kernel; None where a portable call cannot hold all of its arguments."""
         inductor_meta = getattr(tuner, "inductor_meta", None)
         extra = len(_meta(inductor_meta, "extra_launcher_args"))
         if extra and _meta(inductor_meta, "grid_type") != "FixedGrid":
-            return None  # a grid is computed from them, by a formula of the chosen configuration
+            return None  # the grid is computed from them by a formula of the chosen configuration
         constants = _meta(getattr(tuner, "triton_meta", None), "constants")
         places: list[tuple[str, Any] | None] = []
         for position, (name, value) in enumerate(zip(names, values, strict=True)):
@@ -187,7 +187,7 @@ class TunedLaunch:
         return cls(kernel, tuple(places), tuple(values))
 
     def put_into(self, call: Node) -> None:
-        """Give a portable call exactly the launch's arguments and grid, and this object to be lowered with."""
+        """Set a portable call's arguments and grid to the launch's, and attach this object for the lowering."""
         arguments, grid = _parts(call)
         for place, value in zip(self.places, self.values, strict=True):
             match place:
@@ -201,18 +201,18 @@ class TunedLaunch:
         call.meta["launch"] = self
 
     def arguments(self, call: Node) -> tuple[Any, ...]:
-        """The launch's arguments, from what the portable call holds now."""
+        """The launch's arguments, read from a portable call."""
         arguments, grid = _parts(call)
-        found = []
+        values = []
         for place, value in zip(self.places, self.values, strict=True):
             match place:
                 case ("grid", axis):
-                    found.append(grid[axis])
+                    values.append(grid[axis])
                 case ("kwargs", name):
-                    found.append(arguments[name])
+                    values.append(arguments[name])
                 case _:
-                    found.append(value)
-        return tuple(found)
+                    values.append(value)
+        return tuple(values)
 
 
 def _parts(call: Node) -> tuple[dict[str, Any], list[Any]]:
@@ -222,7 +222,7 @@ def _parts(call: Node) -> tuple[dict[str, Any], list[Any]]:
 
 
 def lower_launches(gm: GraphModule) -> GraphModule:
-    """Replace portable Triton calls by launches of the tuned kernels, in place, in subgraphs too.
+    """Replace portable Triton calls by launches of the tuned kernels, in place, subgraphs included.
 
     ::
 
@@ -230,9 +230,8 @@ def lower_launches(gm: GraphModule) -> GraphModule:
             becomes
         launch(triton_poi_fused_add_0, a, b, 128)
 
-    The portable form names the kernel by an index into a process-wide table and looks its launcher up at every
-    call, which is slow, and it knows nothing of tuning; other compilers understand it, which is why emission
-    makes it.
+    The portable form names the kernel by an index into a process-wide table. It looks up the launcher at every call,
+    which is slow, and it has no tuning. Emission makes it because other compilers understand it.
     """
     for child in gm.children():
         if isinstance(child, GraphModule):
@@ -244,7 +243,7 @@ def lower_launches(gm: GraphModule) -> GraphModule:
         name = tuned.kernel.name
         with gm.graph.inserting_before(node):
             if name not in handles:
-                # A pass may have made a graph module of its own, which only has what its nodes refer to.
+                # A pass may have made another graph module, which has only the attributes that its nodes refer to.
                 setattr(gm, name, tuned.kernel)
                 handles[name] = gm.graph.create_node("get_attr", name)
             replacement = gm.graph.call_function(launch, (handles[name], *tuned.arguments(node)))
@@ -258,7 +257,7 @@ def lower_launches(gm: GraphModule) -> GraphModule:
 
 
 def _drop_dead_arithmetic(gm: GraphModule) -> None:
-    """Grids of symbolic size are computed for the portable form only; the launcher computes its own."""
+    """Remove the arithmetic of symbolic grids, which only the portable form uses; the launcher computes its grid."""
     for node in reversed(gm.graph.nodes):
         operands = (node, *node.all_input_nodes)
         if node.op == "call_function" and not node.users and all(map(_is_arithmetic, operands)):

@@ -1,4 +1,4 @@
-"""fxwrap's programs in Inductor's caches: their key, and which entries are misses."""
+"""fxwrap's programs in Inductor's and AOTAutograd's caches: the key of an entry, and the check for damage."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from ...options import Options
 
 
 def caching() -> bool:
-    """Whether Inductor stores what it compiles now."""
+    """Whether Inductor's cache of compiled graphs is on."""
     return bool(config.fx_graph_cache and not config.force_disable_caches)
 
 
 def without_uuid(codegen: type, base: type) -> list[str]:
-    """What a codegen subclass defines that no ``uuid`` speaks for.
+    """Names that a codegen subclass defines and that no ``uuid`` covers.
 
-    One speaks for the class that has it, and for those that it inherits from.
+    A ``uuid`` covers the class that defines it and the classes that it inherits from.
     """
-    found: list[str] = []
+    uncovered: list[str] = []
     for cls in codegen.__mro__[: codegen.__mro__.index(base)]:
         if vars(cls).get("uuid"):
             break
         names = (name for name in vars(cls) if name not in ("uuid", "supports_caching"))
-        found += [name for name in names if not (name.startswith("__") and name.endswith("__"))]
-    return list(dict.fromkeys(found))
+        uncovered += [name for name in names if not (name.startswith("__") and name.endswith("__"))]
+    return list(dict.fromkeys(uncovered))
 
 
 @contextlib.contextmanager
 def extended_cache_key(key: str) -> Iterator[None]:
-    """Add ``key`` to the keys of Inductor's and AOTAutograd's caches; check entries before they are read."""
+    """Inside the context, add ``key`` to the keys of both caches, and check entries before they are read."""
     settings: Any = torch.compiler.config
     tag = settings.cache_key_tag
     with settings.patch(cache_key_tag=f"{tag}|fxwrap {key}"), _entries_checked:
@@ -52,10 +52,7 @@ def extended_cache_key(key: str) -> Iterator[None]:
 
 
 def cache_key(options: Options, devices: Iterable[torch.device], *others: Any) -> str:
-    """The part of the key that Inductor does not know.
-
-    It is made of fxwrap's sources and options, the number of threads, device registrations, and ``others``.
-    """
+    """fxwrap's part of the key: a digest of sources, options, threads, device registrations, and ``others``."""
     supports = [device_support(kind) for kind in sorted({device.type for device in devices})]
     parts = [_source_digest(), torch.get_num_threads(), *others, _fingerprint(options), _fingerprint(supports)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -64,18 +61,18 @@ def cache_key(options: Options, devices: Iterable[torch.device], *others: Any) -
 def shared_storages(inputs: Iterable[Any]) -> list[tuple[int, ...]]:
     """Positions of inputs that share a storage, one tuple per storage.
 
-    If one of them is mutated, AOTAutograd compiles them as views of one base, but its key holds only offset and size
-    of each (torch 2.15; pytorch/pytorch#184694).
+    If one of them is mutated, AOTAutograd compiles them as views of one base, but its key has only the offset and the
+    size of each (torch 2.15; pytorch/pytorch#184694).
     """
-    known: dict[int, list[int]] = {}
+    by_storage: dict[int, list[int]] = {}
     for position, value in enumerate(inputs):
         for tensor in _inner_tensors(value):
-            known.setdefault(tensor.untyped_storage()._cdata, []).append(position)
-    return [tuple(positions) for positions in known.values() if len(positions) > 1]
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(position)
+    return [tuple(positions) for positions in by_storage.values() if len(positions) > 1]
 
 
 def _inner_tensors(value: Any) -> list[torch.Tensor]:
-    """Tensors with memory: the tensor itself, or those that a wrapper subclass is made of."""
+    """The tensors with memory: the tensor itself, or the parts of a wrapper subclass."""
     if is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         return [tensor for name in names for tensor in _inner_tensors(getattr(value, name))]
@@ -91,22 +88,22 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(value: Any, inside: tuple[int, ...] = (), told: set[int] | None = None) -> Any:
-    """A description that is equal in every process, and differs if the value behaves differently.
+def _fingerprint(value: Any, inside: tuple[int, ...] = (), described: set[int] | None = None) -> Any:
+    """A description of a value that is the same in every process, and differs for a value that behaves differently.
 
-    Of a function: its code, defaults, what its closure has, and the globals that it names.
+    A function is described by its code, defaults, closure, and the globals that it names.
 
     Args:
-        inside: what this is part of, by ``id``.
-        told: functions that are described already. Many may name one, which is told of once.
+        inside: ids of the values that contain this one.
+        described: ids of the functions that are already described; each is described once.
     """
-    told = set() if told is None else told
+    described = set() if described is None else described
     if id(value) in inside:
         return "itself"
     inside = (*inside, id(value))
 
     def of(part: Any) -> Any:
-        return _fingerprint(part, inside, told)
+        return _fingerprint(part, inside, described)
 
     if isinstance(value, functools.partial):
         return ["partial", of(value.func), of(value.args), of(dict(value.keywords))]
@@ -118,14 +115,13 @@ def _fingerprint(value: Any, inside: tuple[int, ...] = (), told: set[int] | None
         return ["method", of(value.__func__), of(value.__self__)]
     name = [getattr(value, "__module__", ""), getattr(value, "__qualname__", type(value).__qualname__)]
     if isinstance(value, types.FunctionType):
-        if id(value) in told:
+        if id(value) in described:
             return ["function", *name]
-        told.add(id(value))
-        known = str(name[0]).partition(".")[0] in _KNOWN_PACKAGES
-        names = () if known else _names_in(value.__code__)
+        described.add(id(value))
+        names = () if str(name[0]).partition(".")[0] in _KEYED_PACKAGES else _names_in(value.__code__)
         used = {key: value.__globals__[key] for key in names if key in value.__globals__}
-        kept = [cell.cell_contents for cell in value.__closure__ or ()]
-        state = value.__defaults__, value.__kwdefaults__, kept, used
+        closure = [cell.cell_contents for cell in value.__closure__ or ()]
+        state = value.__defaults__, value.__kwdefaults__, closure, used
         return ["function", *name, _code(value.__code__), *map(of, state)]
     if dataclasses.is_dataclass(value):
         return [type(value).__name__, *([f.name, of(getattr(value, f.name))] for f in dataclasses.fields(value))]
@@ -135,16 +131,16 @@ def _fingerprint(value: Any, inside: tuple[int, ...] = (), told: set[int] | None
         return list(map(of, value))
     if isinstance(value, (set, frozenset)):
         return sorted(repr(of(item)) for item in value)
-    if callable(value) and type(value).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
+    if callable(value) and type(value).__module__.partition(".")[0] not in _KEYED_PACKAGES:
         return ["callable", *name, *map(of, _state(value))]
     return repr(value) if not callable(value) else ["callable", *name, str(value) if name[0] else ""]
 
 
 def _state(instance: Any) -> Iterator[dict[str, Any]]:
-    """What an object has, and what the classes define that are its own or come before torch's."""
+    """The attributes of an object, and what its classes define, up to the first class of torch's or fxwrap's."""
     yield getattr(instance, "__dict__", {})
     for cls in type(instance).__mro__:
-        if cls.__module__.partition(".")[0] in _KNOWN_PACKAGES:
+        if cls.__module__.partition(".")[0] in _KEYED_PACKAGES:
             break
         slots = vars(cls).get("__slots__", ())
         yield {name: getattr(instance, name, None) for name in ([slots] if isinstance(slots, str) else slots)}
@@ -152,8 +148,8 @@ def _state(instance: Any) -> Iterator[dict[str, Any]]:
         yield {name: of for name, of in plain.items() if name == "__call__" or not name.startswith("__")}
 
 
-# What these define is known by the versions, which are in the key.
-_KNOWN_PACKAGES = ("torch", "fxwrap", "builtins")
+# Packages whose versions are in the key, which covers what they define.
+_KEYED_PACKAGES = ("torch", "fxwrap", "builtins")
 
 
 def _code(code: types.CodeType) -> Any:
@@ -174,7 +170,7 @@ _GuardedCache: Any = codecache.GuardedCache
 
 
 class _EntryChecks:
-    """Checks entries inside the context. All threads inside share one patch."""
+    """A context in which cache entries are checked. All threads in it share one patch."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
@@ -198,9 +194,9 @@ _entries_checked = _EntryChecks()
 
 
 def _candidates(function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Remove damaged entries before they are read, and repair module files.
+    """Wrap the caches' lookup: remove damaged entries before they are read, and repair module files.
 
-    Both caches name a file after its digest, but do not verify it.
+    Both caches name a file by its digest, and do not verify it.
     """
 
     def iterate(cls: Any, local: bool, remote_cache: Any, key: str) -> Iterator[Any]:
@@ -226,14 +222,14 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def write_module(text: str) -> None:
-    """Write a module's file before Inductor loads it: Inductor trusts a file that exists."""
+    """Write a module's file before Inductor loads it. Inductor does not check a file that exists."""
     path = codecache.PyCodeCache.write(text)[1]
     if _read_bytes(Path(path)) != text.encode():
         codecache.write_atomic(path, text.encode())
 
 
 def remove_entry(compiled: Any) -> None:
-    """Remove a compiled graph that must not be stored from the cache."""
+    """Remove the cache entry of a compiled graph that must not be stored."""
     key = vars(compiled).pop("_fx_graph_cache_key", None)  # AOTAutograd stores nothing without it
     if key is not None:
         shutil.rmtree(codecache.FxGraphCache._get_tmp_dir_for_key(key), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A method of a module, traced ahead of time by ``torch.export``, through Inductor to a program."""
+"""Compiles a method of a module to a program ahead of time, from a trace of ``torch.export``."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from ..inductor import compile_with_inductor
 from ..torch_runtime import is_plain_memory
 from .packed_weights import PackingCalls, is_packed, packing_calls
 
-# The lowest and the highest value of a symbol; None for none.
+# The lowest and the highest value of a symbol; None where there is no bound.
 Bounds = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
 class TracedMethod:
-    """
+    """A method as ``torch.export`` has traced it.
+
     Attributes:
-        module: takes what ``passed`` has, and returns what is no constant; both flat.
-        weights: parameters and buffers by name: the program takes them in this order, before its other inputs.
-        inputs: names of the other inputs, and their fake values, or constants, which are compiled in.
-        arguments, results: how ``(args, kwargs)`` and what is returned are nested, with "*" for each value.
-        constants: results that are always the same, by their number.
-        ranges: bounds of the symbolic sizes and numbers of inputs; None where there is none.
-        guards: what tracing has taken for granted of symbolic sizes beside that.
+        module: takes the values of ``passed``, and returns the results that are no constants, both as flat lists.
+        weights: parameters and buffers by name; the program takes them in this order, before its other inputs.
+        inputs: names of the other inputs, each with its fake value or with the constant that is compiled in.
+        arguments, results: nesting of ``(args, kwargs)`` and of the results, with "*" for each value.
+        constants: results that are constants, by position.
+        ranges: bounds of the symbolic sizes and numbers of inputs.
+        guards: other conditions on symbolic sizes that tracing has assumed.
     """
 
     name: str
@@ -54,18 +55,19 @@ class TracedMethod:
 
     @property
     def passed(self) -> Sequence[tuple[str, Any]]:
-        """Inputs that the program takes."""
+        """Names and fake values of the inputs that the program takes beside weights."""
         return [(name, value) for name, value in self.inputs if not is_constant(value)]
 
 
 @dataclass(frozen=True)
 class CompiledMethod:
-    """
+    """A method that is compiled to a program.
+
     Attributes:
-        weights: those that the program takes, by name.
-        frozen: the others: their values are compiled in.
-        packed: how constants were made that no one but a library can read.
-        guards: what tracing and Inductor have taken for granted of symbolic sizes.
+        weights: the weights that the program takes, by name.
+        frozen: the other weights, whose values are compiled in.
+        packed: the calls that made constants which only a library can read.
+        guards: conditions on symbolic sizes that tracing and Inductor have assumed.
     """
 
     traced: TracedMethod
@@ -77,16 +79,17 @@ class CompiledMethod:
 
 
 def is_constant(value: Any) -> bool:
+    """Whether a value is compiled in, because it is no tensor and no symbolic number."""
     return value is None or type(value) in (int, float, bool, str)
 
 
 def _plain(value: Any) -> Any:
-    """A symbolic number that is always the same, as that."""
+    """A symbolic number with only one possible value, as a plain number; any other value itself."""
     return int(value) if isinstance(value, torch.SymInt) and value.node.expr.is_Integer else value
 
 
 def traced_method(name: str, method: torch.export.ExportedProgram) -> TracedMethod:
-    """What ``torch.export`` has traced, made flat, without constants among inputs and results.
+    """The method behind an exported program, with flat inputs and results and without constants among them.
 
     Raises:
         StorageError: an input, a result, a weight or a guard has no form that can be stored.
@@ -94,10 +97,10 @@ def traced_method(name: str, method: torch.export.ExportedProgram) -> TracedMeth
     module: Any = method.module()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [(node.name, _plain(node.meta.get("val"))) for node in placeholders]
-    for known, value in inputs:
+    for input_name, value in inputs:
         if not (is_constant(value) or isinstance(value, (torch.Tensor, torch.SymInt))):
             raise StorageError(
-                f"input {known!r} of {name!r}, of type {type(value).__name__}", expected="a tensor or a constant"
+                f"input {input_name!r} of {name!r}, of type {type(value).__name__}", expected="a tensor or a constant"
             )
     environments = _environments(inputs)
     _restore_guards(name, method, module, [value for _, value in inputs])
@@ -110,11 +113,11 @@ def traced_method(name: str, method: torch.export.ExportedProgram) -> TracedMeth
     constants = {place: value for place, value in enumerate(returned) if not isinstance(value, torch.fx.Node)}
     for value in constants.values():
         if not is_constant(value):
-            what = f"a result of {name!r} of type {type(value).__name__}"
-            raise StorageError(what, expected="a tensor or a constant")
+            subject = f"a result of {name!r} of type {type(value).__name__}"
+            raise StorageError(subject, expected="a tensor or a constant")
     output.args = (tuple(value for place, value in enumerate(returned) if place not in constants),)
     module.recompile()
-    # What AOTAutograd lifts to the program's first inputs, in its order.
+    # AOTAutograd makes them the program's first inputs, in this order.
     weights = {**dict(module.named_parameters(remove_duplicate=False))}
     weights.update(module.named_buffers(remove_duplicate=False))
     for weight, tensor in weights.items():
@@ -126,18 +129,18 @@ def traced_method(name: str, method: torch.export.ExportedProgram) -> TracedMeth
 
 
 def compile_method(traced: TracedMethod, options: Options, patches: dict[str, Any]) -> CompiledMethod:
-    """Compile a method; gradients are not computed.
+    """Compile a method without gradients.
 
     Raises:
         StorageError: it does not become one program.
     """
     name, ranges, inputs = traced.name, traced.ranges, [value for _, value in traced.passed]
     environments = _environments(traced.passed)
-    known = {id(guard) for env in environments for guard in env.guards}
+    of_tracing = {id(guard) for env in environments for guard in env.guards}
     with packing_calls(bool(patches.get("freezing", config.freezing))) as packed:
         compilation, frozen = _compiled(traced, inputs, options, patches)
         if not compilation.programs and not compilation.fallbacks:
-            # Inductor hands a graph without work back as it is, but where its caches are to hold the code of all.
+            # Inductor returns a graph without work unchanged, unless the cache bundles the code of every graph.
             with _functorch.patch(bundled_autograd_cache=True):
                 compilation, frozen = _compiled(traced, inputs, options, patches)
     if compilation.fallbacks or len(compilation.programs) != 1:
@@ -146,7 +149,7 @@ def compile_method(traced: TracedMethod, options: Options, patches: dict[str, An
             expected="one program",
             got="; ".join(compilation.fallbacks) or f"{len(compilation.programs)} programs",
         )
-    guards = [guard.expr for env in environments for guard in env.guards if id(guard) not in known]
+    guards = [guard.expr for env in environments for guard in env.guards if id(guard) not in of_tracing]
     for guard in guards:
         if isinstance(guard, sympy.Eq) and guard.lhs in ranges and guard.rhs.is_number:
             low, high = ranges[guard.lhs]
@@ -164,8 +167,8 @@ def compile_method(traced: TracedMethod, options: Options, patches: dict[str, An
         raise StorageError(f"method {name!r}", expected="a program that returns what the method returns")
     for node in plan.graph.graph.find_nodes(op="get_attr"):
         if is_packed(getattr(plan.graph, str(node.target))):
-            node.meta.pop("val", None)  # a layout that is no size and stride, which nothing plans with
-    # Weights stay where they are: nobody has to guess that.
+            node.meta.pop("val", None)  # its layout is no size and stride; nothing plans with it
+    # Weights stay at their addresses.
     plan = replace(plan, static_inputs=frozenset(range(len(weights))))
     return CompiledMethod(traced, plan, weights, frozen, packed, [*traced.guards, *guards])
 
@@ -174,7 +177,7 @@ _functorch: Any = torch._functorch.config
 
 
 def _merged(traced: TracedMethod) -> StorageError:
-    """AOTAutograd makes one input of those that share memory where one of them is written."""
+    """The error for inputs that AOTAutograd has merged: they share memory, and one of them is written."""
     return StorageError(
         f"method {traced.name!r} writes to a weight that shares memory with another",
         expected="weights with memory of their own, as far as they are written",
@@ -186,7 +189,7 @@ def _merged(traced: TracedMethod) -> StorageError:
 def _compiled(
     traced: TracedMethod, inputs: Sequence[Any], options: Options, patches: dict[str, Any]
 ) -> tuple[Compilation, dict[str, torch.Tensor]]:
-    """What a method was compiled to, and the weights whose values were compiled in."""
+    """The compilation of a method, and the weights whose values are compiled in."""
     compilation = Compilation()
     context: Any = TracingContext(detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True))
     settings = {**patches, "fx_graph_cache": False}
@@ -194,40 +197,39 @@ def _compiled(
         try:
             compile_with_inductor(traced.module, inputs, options, settings, compilation)
         except Exception as error:
-            seen = context.fw_metadata
-            if seen is not None and len(seen.input_info) < len(traced.weights) + len(inputs):
-                raise _merged(
-                    traced
-                ) from error  # freezing takes inputs for others then, and may fail on their shapes
+            metadata = context.fw_metadata
+            if metadata is not None and len(metadata.input_info) < len(traced.weights) + len(inputs):
+                # Inputs were merged. Freezing confuses them then, and may fail on their shapes.
+                raise _merged(traced) from error
             raise
-    # Inductor lets go of what it has frozen, in the list that AOTAutograd has made of all weights.
-    kept = context.params_flat or traced.weights
-    frozen = {name: w for (name, w), value in zip(traced.weights.items(), kept, strict=True) if value is None}
+    # Inductor replaces frozen weights by None in AOTAutograd's list of all weights.
+    remaining = context.params_flat or traced.weights
+    frozen = {name: w for (name, w), value in zip(traced.weights.items(), remaining, strict=True) if value is None}
     return compilation, frozen
 
 
 def _environments(inputs: Sequence[tuple[str, Any]]) -> list[Any]:
-    """What holds the guards on the symbolic sizes of inputs."""
-    found = {id(env): env for _, value in inputs for size in _symbolic_sizes(value) if (env := size.node.shape_env)}
-    return list(found.values())
+    """The shape environments of inputs, which have the guards on their symbolic sizes."""
+    by_id = {id(env): env for _, value in inputs for size in _symbolic_sizes(value) if (env := size.node.shape_env)}
+    return list(by_id.values())
 
 
 def _restore_guards(name: str, method: Any, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Have the inputs' environment know what ``torch.export`` has guarded on, and the module not check it.
+    """Move the guards of ``torch.export`` from the module's code to the inputs' shape environment.
 
-    A program that was read from a file has guards as code alone, which the module calls. Called with symbolic sizes,
-    that guards on them again.
+    A program that was read from a file has its guards only as code that the module calls. A call of that code with
+    symbolic sizes guards on them again.
     """
     calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target) == "_guards_fn"]
     for node in calls:
         try:
             module.get_submodule(str(node.target))(*inputs)
-        except Exception as error:  # torch 2.11 writes code that knows no NaN
+        except Exception as error:  # torch 2.11 writes code in which NaN is undefined
             got = f"{type(error).__name__}: {error}"
             raise StorageError(f"method {name!r}", expected="conditions that can be evaluated", got=got) from error
         module.graph.erase_node(node)
-    known = any(env.guards for env in _environments([("", value) for value in inputs]))
-    if getattr(method, "_guards_code", None) and not calls and not known:
+    guarded = any(env.guards for env in _environments([("", value) for value in inputs]))
+    if getattr(method, "_guards_code", None) and not calls and not guarded:
         raise StorageError(
             f"method {name!r}",
             expected="conditions on sizes that can be stored",
@@ -239,41 +241,41 @@ def _restore_guards(name: str, method: Any, module: torch.fx.GraphModule, inputs
 def _conditions(
     method: torch.export.ExportedProgram, inputs: Sequence[tuple[str, Any]], environments: Sequence[Any]
 ) -> tuple[dict[sympy.Symbol, Bounds], list[sympy.Basic]]:
-    """Ranges of the inputs' symbols, and the guards that they do not imply.
+    """Ranges of the inputs' symbols, and the guards that these ranges do not imply.
 
-    A number that the method reads from a tensor (``item()``) has a symbol, too: the program itself checks that one.
+    A number that the method reads from a tensor (``item()``) has a symbol, too; the program itself checks its range.
     """
-    known = method.range_constraints
+    constraints = method.range_constraints
     of_inputs: set[Any] = set()
     for _, value in inputs:
         of_inputs.update(*(size.node.expr.free_symbols for size in _symbolic_sizes(value)))
-    ranges = {symbol: _bounds(known[symbol]) for symbol in known if symbol in of_inputs}
+    ranges = {symbol: _bounds(constraints[symbol]) for symbol in constraints if symbol in of_inputs}
     guards: list[Any] = []
-    for size, bounds in known.items():
+    for size, bounds in constraints.items():
         if not isinstance(size, sympy.Symbol):  # a derived dimension
             low, high = _bounds(bounds)
             guards += [] if low is None else [sympy.Ge(size, low)]
             guards += [] if high is None else [sympy.Le(size, high)]
     guards += [env.replace(guard.expr) for env in environments for guard in env.guards]
-    own: Any = {symbol: known[symbol] for symbol in known if isinstance(symbol, sympy.Symbol)}
-    return ranges, [guard for guard in dict.fromkeys(guards) if not _implied(guard, own)]
+    symbols: Any = {symbol: constraints[symbol] for symbol in constraints if isinstance(symbol, sympy.Symbol)}
+    return ranges, [guard for guard in dict.fromkeys(guards) if not _implied(guard, symbols)]
 
 
-def _bounds(known: Any) -> Bounds:
-    """Those of a range that are numbers: beyond 2**62 there is none."""
-    low, high = (int(bound) if abs(bound) <= 1 << 62 else None for bound in (known.lower, known.upper))
+def _bounds(values: Any) -> Bounds:
+    """The bounds of a range of values; a bound beyond 2**62 counts as none."""
+    low, high = (int(bound) if abs(bound) <= 1 << 62 else None for bound in (values.lower, values.upper))
     return low, high
 
 
 def _implied(guard: sympy.Basic, ranges: dict[sympy.Symbol, Any]) -> bool:
     if guard == sympy.true:
         return True
-    found = bound_sympy(guard, ranges)  # type: ignore[arg-type]
-    return bool(found.is_singleton() and found.lower == sympy.true)
+    values = bound_sympy(guard, ranges)  # type: ignore[arg-type]
+    return bool(values.is_singleton() and values.lower == sympy.true)
 
 
 def _bake_in(node: torch.fx.Node, value: Any) -> None:
-    """Put a constant in place of an input."""
+    """Replace an input by a constant."""
     for user in list(node.users):
         user.args = map_arg(user.args, lambda arg: value if arg is node else arg)
         user.kwargs = map_arg(user.kwargs, lambda arg: value if arg is node else arg)
@@ -290,7 +292,7 @@ def _check_weight(method: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _sharing(weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of weights that share a storage with another one."""
+    """Names of the weights that share a storage with another weight."""
     storages: dict[int, list[str]] = {}
     for name, tensor in weights.items():
         storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)

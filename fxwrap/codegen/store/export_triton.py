@@ -1,4 +1,4 @@
-"""Triton kernels as data, for a saved program: see ``stored_triton`` for what becomes of it."""
+"""Converts Triton kernels to data for a saved program; ``stored_triton`` reads it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from .stored_triton import check_formula
 
 @dataclass(frozen=True)
 class StoredTriton:
-    """
+    """A Triton kernel as data.
+
     Attributes:
-        source: the module that Inductor wrote for the kernel.
-        binary: machine code, and the ending of its file's name; None where there is none (an interpreter).
-        data: what else it takes to launch it; its values are what JSON can hold.
+        source: text of the module that Inductor wrote for the kernel.
+        binary: machine code, and the extension of its file; None where there is none (an interpreter).
+        data: everything else that a launch needs, as data that JSON can hold.
     """
 
     source: str
@@ -37,12 +38,12 @@ class StoredTriton:
 
 
 def triton_to_data(kernel: Kernel, args: Sequence[Any]) -> StoredTriton:
-    """What it takes to launch a kernel without Inductor, in the configuration that is the fastest.
+    """A kernel in its fastest configuration, as data with which it is launched without Inductor.
 
-    Where that is not known yet, the kernel runs now, on zeros.
+    A kernel that is not tuned yet is tuned now, on zeros.
 
     Args:
-        args: of a launch in a host graph.
+        args: the arguments of a launch in a host graph.
 
     Raises:
         StorageError: it cannot be stored.
@@ -51,7 +52,8 @@ def triton_to_data(kernel: Kernel, args: Sequence[Any]) -> StoredTriton:
     tuner = kernel.call.tuner
     chosen = _tuned(kernel, tuner, args)
     versions.load_function(tuner)
-    with config.patch(use_static_triton_launcher=False):  # whose kernels do not hold what Triton's launcher needs
+    # Kernels of the static launcher lack what Triton's own launcher needs.
+    with config.patch(use_static_triton_launcher=False):
         result = tuner._precompile_config(chosen)
     compiled, names = result.kernel, list(tuner.fn.arg_names)
     code, parameters = compiled.src, list(result._get_arg_lists(names, get_constexprs(tuner.fn))[1])
@@ -71,12 +73,12 @@ def triton_to_data(kernel: Kernel, args: Sequence[Any]) -> StoredTriton:
         "target": [target.backend, target.arch, target.warp_size],
         "metadata": {**metadata, "target": vars(target)},
     }
-    # Triton's own form of a kernel is no machine code: who has no other, interprets the source.
+    # A kernel whose only form is Triton's own (ttir) has no machine code: its source is interpreted.
     binary = (bytes(compiled.kernel), extension) if extension != "ttir" else None
     return StoredTriton(_source(kernel), binary, data)
 
 
-# Where libraries lay on the machine that compiled the kernel.
+# Metadata with paths of the machine that compiled the kernel.
 _LOCAL = ("extern_libs", "target")
 
 
@@ -92,8 +94,10 @@ def _tuned(kernel: Kernel, tuner: Any, args: Sequence[Any]) -> Any:
 
 
 def sample(arg: Any) -> Any:
-    """An argument to measure with: numbers as they were when the program was compiled, and zeros, which are right
-    for indices and for semaphores."""
+    """An argument to measure with: a number of the size of compilation, or a tensor of zeros.
+
+    Zeros are valid as indices and as semaphores.
+    """
     value = arg.meta.get("val") if isinstance(arg, Node) else arg
     if isinstance(value, torch.Tensor):
         if (layout := hinted_layout(value)) is not None:
@@ -135,22 +139,24 @@ def _source(kernel: Kernel) -> str:
 
 
 def _grid(result: Any, parameters: Sequence[str]) -> list[str]:
-    """A formula for each axis, of the launch's arguments alone."""
+    """The grid as one formula for each axis, in terms of the launch's arguments."""
     grid = GridExpr.from_meta(result.inductor_meta, result.config)
-    known: dict[str, ast.expr] = {}
+    variables: dict[str, ast.expr] = {}
     for line in grid.prefix:
         name, _, text = line.partition("=")
-        known[name.strip()] = _inlined(text, known)
-    formulas = [_inlined(str(axis), known) for axis in (grid.x_grid, grid.y_grid, grid.z_grid)]
+        variables[name.strip()] = _inlined(text, variables)
+    formulas = [_inlined(str(axis), variables) for axis in (grid.x_grid, grid.y_grid, grid.z_grid)]
     for formula in formulas:
         check_formula(formula, parameters)
     return list(map(ast.unparse, formulas))
 
 
-def _inlined(text: str, known: Mapping[str, ast.expr]) -> ast.expr:
+def _inlined(text: str, variables: Mapping[str, ast.expr]) -> ast.expr:
+    """An expression in which variables are replaced by their values."""
+
     class Inline(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.expr:
-            return copy.deepcopy(known.get(node.id, node))
+            return copy.deepcopy(variables.get(node.id, node))
 
-    found: ast.expr = Inline().visit(ast.parse(text.strip(), mode="eval").body)
-    return found
+    expression: ast.expr = Inline().visit(ast.parse(text.strip(), mode="eval").body)
+    return expression

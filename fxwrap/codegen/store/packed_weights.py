@@ -1,6 +1,6 @@
-"""Weights that a library has packed for its own kernels (oneDNN, MKL).
+"""Weights that a library (oneDNN, MKL) has packed for its own kernels, in saved programs.
 
-Only the library can read a packed tensor. A saved program has the plain tensors, and the calls that pack them.
+Only the library can read a packed tensor. So a saved program has the plain tensors, and the calls that pack them.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ def is_packed(value: Any) -> bool:
 
 
 class PackingCalls:
-    """The calls that packed weights, by their results."""
+    """The calls that packed weights, each with its result."""
 
     def __init__(self) -> None:
-        # With the results themselves: an id is that of one object as long as the object lives.
+        # They include the results, which must live as long as their ids are used.
         self._calls: dict[int, tuple[Any, Any, Any, Any]] = {}
 
     def add(self, result: Any, target: Any, args: Any, kwargs: Any) -> None:
         self._calls[id(result)] = result, target, args, kwargs
 
-    def graph_of(self, what: str, packed: torch.Tensor) -> GraphModule:
-        """A graph without inputs that makes a packed tensor of its attributes, which are plain tensors.
+    def graph_of(self, description: str, packed: torch.Tensor) -> GraphModule:
+        """A graph without inputs that makes a packed tensor from its attributes, which are plain tensors.
 
         Args:
-            what: the tensor in words.
+            description: names the tensor in an error.
 
         Raises:
-            StorageError: nobody knows which call has packed it.
+            StorageError: the call that has packed the tensor is not known.
         """
         gm = empty_graph()
-        gm.graph.output(self._node_of(what, packed, gm))
+        gm.graph.output(self._node_of(description, packed, gm))
         return gm
 
-    def _node_of(self, what: str, value: Any, gm: GraphModule) -> Any:
-        """What stands for a value in the graph."""
+    def _node_of(self, description: str, value: Any, gm: GraphModule) -> Any:
+        """The node or the plain value that stands for a value in the graph."""
         if isinstance(value, (list, tuple)) and id(value) not in self._calls:
-            return type(value)(self._node_of(what, item, gm) for item in value)
+            return type(value)(self._node_of(description, item, gm) for item in value)
         if id(value) in self._calls:
             _, target, args, kwargs = self._calls[id(value)]
-            args = self._node_of(what, tuple(args), gm)
-            kwargs = {name: self._node_of(what, item, gm) for name, item in kwargs.items()}
+            args = self._node_of(description, tuple(args), gm)
+            kwargs = {name: self._node_of(description, item, gm) for name, item in kwargs.items()}
             return gm.graph.call_function(_as_operator(target), args, kwargs)
         if is_packed(value):
             raise StorageError(
-                what,
+                description,
                 expected="a tensor that is plain memory, or one that Inductor has packed while it froze the method",
                 got=f"a tensor of {value.layout}",
                 remedy="save the method without freezing, or with torch.backends.mkldnn.flags(enabled=False)",
@@ -73,28 +73,28 @@ class PackingCalls:
 
 
 def _as_operator(target: Any) -> Any:
-    """Functions of ``torch._C._nn`` have no name that a file knows, the operators behind them have."""
+    """The operator behind a function of ``torch._C._nn``, which has no name that can be stored; others themselves."""
     name = getattr(target, "__name__", "")
     return getattr(torch.ops.aten, name) if getattr(torch._C._nn, name, None) is target else target
 
 
 @contextlib.contextmanager
 def packing_calls(freezing: bool) -> Iterator[PackingCalls]:
-    """Collect the calls that pack weights while a graph is frozen, inside the context.
+    """Inside the context, collect the calls that pack weights while a graph is frozen.
 
-    Inductor evaluates them, and keeps only what they return.
+    Inductor evaluates them, and stores only their results.
     """
-    found = PackingCalls()
+    calls = PackingCalls()
     if not freezing:
-        yield found
+        yield calls
         return
     run_node: Any = ConstantFolder.run_node
 
     def observed(self: ConstantFolder, node: Node) -> Any:
         result = run_node(self, node)
         if node.op == "call_function" and any(map(is_packed, pytree.tree_leaves(result))):
-            found.add(result, node.target, *self.fetch_args_kwargs_from_env(node))
+            calls.add(result, node.target, *self.fetch_args_kwargs_from_env(node))
         return result
 
     with _lock, mock.patch.object(ConstantFolder, "run_node", observed):
-        yield found
+        yield calls

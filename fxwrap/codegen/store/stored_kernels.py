@@ -1,4 +1,4 @@
-"""Kernels of a stored graph: whatever loads their definitions, what launches them is made here."""
+"""Makes the kernels of a stored graph from their entries and their loaded definitions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ...host_graph.nodes import Kernel
 
 
 def stored_kernel(
-    known: Mapping[str, Any], texts: Sequence[str], definition: Any, run: Callable[..., Any] | None = None
+    entry: Mapping[str, Any], texts: Sequence[str], definition: Any, run: Callable[..., Any] | None = None
 ) -> Kernel | None:
     """A kernel from its entry in a stored graph; None where its device runs no kernels of that language.
 
     Args:
-        texts: of the modules that define kernels.
-        definition: what the kernel's own definition evaluates to.
-        run: launches it; None has it made from the definition.
+        entry: see ``graph_json.graph_from_data``.
+        texts: texts of the modules that define kernels.
+        definition: the value of the kernel's definition.
+        run: launches the kernel; None makes it from the definition.
     """
-    name, language, device = known["kernel"], known["language"], torch.device(known["device"])
-    text, (begin, end) = texts[known["module"]], known["source"]
-    call = KernelCall(name, text[begin:end], device, definition, known["arg_types"])
+    name, language, device = entry["kernel"], entry["language"], torch.device(entry["device"])
+    text, (begin, end) = texts[entry["module"]], entry["source"]
+    call = KernelCall(name, text[begin:end], device, definition, entry["arg_types"])
     if run is None and language == "triton":
         from ..emit.triton_kernels import TritonLauncher  # imports Inductor
 
@@ -33,4 +34,4 @@ def stored_kernel(
         if kind is None or kind.name != language:
             return None
         run = kind.load(call)
-    return Kernel(name, language, call.source, device, run, tuple(known["writes"]), text, known["arg_types"])
+    return Kernel(name, language, call.source, device, run, tuple(entry["writes"]), text, entry["arg_types"])

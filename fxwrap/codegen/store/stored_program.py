@@ -1,7 +1,7 @@
-"""Programs in Inductor's caches: a host graph, its decisions and its kernels as the text of a module.
+"""Stores programs in Inductor's caches: a host graph, its decisions and its kernels, as the text of a module.
 
-Inductor caches the text of a wrapper, and loads it as a module with a function ``call``. The text that fxwrap hands
-over holds data, and this file makes a program of it. The process that compiled the program gets that very program.
+Inductor caches the text of a wrapper, and loads it as a module with a function ``call``. fxwrap's text contains data,
+from which this file restores the program. The process that compiled a program gets the compiled object itself.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ __getattr__ = loader(globals(), {digest!r}, {text!r})
 
 
 def as_module(compiled: Callable[..., Any], gm: GraphModule) -> str:
-    """The text of a module whose ``call`` runs what a host graph was compiled to.
+    """The text of a module whose ``call`` runs the compiled form of a host graph.
 
-    What cannot be stored is noted in the request: another process that loads the text finds that there is nothing.
+    A program that cannot be stored is noted in the request. For another process its text is a cache miss.
     """
-    known = handed_over()
+    handover = handed_over()
     try:
         text = json.dumps(_data_of(compiled), separators=(",", ":"))
     except StorageError as error:
-        known.not_stored.append(error.subject)
+        handover.not_stored.append(error.subject)
         text = json.dumps({"not stored": error.subject, "number": next(_numbers)})
     digest = hashlib.sha256(text.encode()).hexdigest()
-    known.compiled[digest] = compiled
+    handover.compiled[digest] = compiled
     listing = textwrap.indent(list_graph(gm), "    ").replace("\\", "/").replace('"', "'")
     return _HEAD.format(listing=listing, digest=digest, text=text)
 
@@ -84,12 +84,13 @@ def _data_of(compiled: Callable[..., Any]) -> Any:
 
 
 def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], Any]:
-    """What such a module has for an attribute ``call``: made again whenever it is asked for, and kept by who asked.
+    """The ``__getattr__`` of such a module. Each access of ``call`` restores the program, and the caller owns it.
 
-    Inductor keeps modules for ever, and sets constants as attributes once the module has run.
+    The module does not own it, because Inductor never unloads modules. Inductor sets constants as attributes of the
+    module after it has run, so that the program is restored on access and not before.
 
     Raises:
-        OSError: the text is not what was written. Inductor takes that for an entry that is not there.
+        OSError: the text is damaged. Inductor treats this error as a cache miss.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise OSError("fxwrap: a stored program is damaged, and is compiled again")
@@ -99,7 +100,7 @@ def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], 
             raise AttributeError(name)
         compiled = handed_over().compiled.pop(digest, None)
         request = current_request()
-        if request.compilation is None:  # nobody compiles: torch.compiler.load_compiled_function
+        if request.compilation is None:  # loaded without a compilation: torch.compiler.load_compiled_function
             request = replace(request, compilation=Compilation())
         if compiled is None:
             try:
@@ -113,13 +114,13 @@ def loader(scope: Mapping[str, Any], digest: str, text: str) -> Callable[[str], 
 
 
 def boxed(compiled: Any, compilation: Compilation | None = None) -> Callable[[list[Any]], Any]:
-    """What Inductor calls: like its own wrapper.
+    """A compiled program with the calling convention of Inductor's wrapper.
 
-    It takes its arguments as a list and empties it, so that the caller does not keep inputs alive while the program
-    runs; and it returns a sequence, even of one output.
+    It takes its arguments as a list, which it empties so that the caller does not keep inputs alive while the program
+    runs. It returns a sequence, also for one output.
 
     Args:
-        compilation: lives as long: reports find the program in it.
+        compilation: is kept alive with the returned function; reports find the program in it.
     """
 
     def run(args: list[Any], of: Any = compilation) -> Any:
@@ -150,12 +151,12 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: Compil
     texts: list[str] = data["graph"]["modules"]
     modules = list(map(load_kernels, texts))
 
-    def kernel(known: Mapping[str, Any]) -> Kernel:
-        definition = loaded_kernel(modules[known["module"]], known["kernel"])
-        if (found := stored_kernel(known, texts, definition)) is None:
-            expected = f"{known['device']} runs {known['language']} kernels"
-            raise StorageError(f"kernel {known['kernel']}", expected=expected)
-        return found
+    def kernel(entry: Mapping[str, Any]) -> Kernel:
+        definition = loaded_kernel(modules[entry["module"]], entry["kernel"])
+        if (stored := stored_kernel(entry, texts, definition)) is None:
+            expected = f"{entry['device']} runs {entry['language']} kernels"
+            raise StorageError(f"kernel {entry['kernel']}", expected=expected)
+        return stored
 
     with no_garbage_collection():
         host_graph = graph_from_data(data["graph"], functions(), StandIns(), scope, kernel, empty_graph)
@@ -163,5 +164,5 @@ def _restored(data: Mapping[str, Any], scope: Mapping[str, Any], request: Compil
 
 
 def functions() -> Functions:
-    """Functions that host graphs of Inductor's wrappers call."""
+    """The table of functions that host graphs of Inductor's wrappers may call."""
     return Functions({**wrapper_functions(), **versions.library_functions()}, size_functions())

@@ -1,7 +1,6 @@
-"""Triton kernels of a saved program: their machine code is loaded, or their source is compiled, and launched.
+"""Launches the Triton kernels of a saved program: loads their machine code, or compiles their source.
 
-Nothing here imports Inductor or Dynamo; Triton itself is needed, for its launcher. ``export_triton`` writes what is
-read here.
+Nothing here imports Inductor or Dynamo. Triton itself is needed, for its launcher. ``export_triton`` writes the data.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Data = Any  # what JSON can hold
 
 
 def triton_version() -> str:
-    """Of the Triton that is installed; empty if none is."""
+    """The version of the installed Triton; empty if there is none."""
     try:
         return str(importlib.import_module("triton").__version__)
     except ImportError:
@@ -37,7 +36,7 @@ def triton_version() -> str:
 
 
 def target_of(device: torch.device) -> list[Any]:
-    """What Triton compiles for on a device: its backend, the device's architecture, threads in a warp.
+    """Triton's target for a device: backend, architecture, threads in a warp.
 
     Raises:
         RuntimeError: Triton has no driver for the device.
@@ -50,54 +49,54 @@ def target_of(device: torch.device) -> list[Any]:
 
 
 def stored_launcher(
-    known: Mapping[str, Any], source: str, binary: bytes | None, device: torch.device
+    data: Mapping[str, Any], source: str, binary: bytes | None, device: torch.device
 ) -> Callable[..., None]:
-    """What launches a kernel on its device's current stream, with the arguments of a launch in a host graph.
+    """A function that launches a kernel on its device's current stream; it takes the arguments of a launch node.
 
     Args:
-        known: what ``export_triton.triton_to_data`` has found.
-        source: the kernel's module as Inductor wrote it; it runs if there is no ``binary``.
+        data: ``export_triton.StoredTriton.data`` of the kernel.
+        source: the kernel's module as Inductor wrote it; it is compiled if there is no ``binary``.
         binary: machine code for the device.
 
     Raises:
         StorageError: the grid is no formula.
-        Exception: whatever Triton raises where it cannot compile or load the kernel.
+        Exception: Triton's error where it cannot compile or load the kernel.
     """
     import triton
     from triton.compiler import ASTSource
     from triton.runtime import driver
 
-    names: Sequence[str] = known["names"]
-    function: Any = types.SimpleNamespace(__name__=known["function"], arg_names=names)
+    names: Sequence[str] = data["names"]
+    function: Any = types.SimpleNamespace(__name__=data["function"], arg_names=names)
     if binary is None:
-        function = _function(source, known["function"])
-    constants = {tuple(path): _constant(value) for path, value in known["constants"]}
-    attributes = {tuple(path): value for path, value in known["attributes"]}
-    code = ASTSource(function, dict(known["signature"]), constants, attributes)
+        function = _function(source, data["function"])
+    constants = {tuple(path): _constant(value) for path, value in data["constants"]}
+    attributes = {tuple(path): value for path, value in data["attributes"]}
+    code = ASTSource(function, dict(data["signature"]), constants, attributes)
     with _current(device):
         if binary is None:
             target = driver.active.get_current_target()
-            compiled: Any = triton.compile(code, target=target, options=dict(known["options"]))
+            compiled: Any = triton.compile(code, target=target, options=dict(data["options"]))
         else:
-            compiled = _loaded(code, known["metadata"], binary)
-        run = compiled.run  # which gives the machine code to the device
-    grid = grid_function(known["grid"], known["parameters"])
+            compiled = _loaded(code, data["metadata"], binary)
+        run = compiled.run  # loads the machine code onto the device
+    grid = grid_function(data["grid"], data["parameters"])
     scratch = any(getattr(compiled.metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
-    places = {name: position for position, name in enumerate(known["parameters"])}
-    given = [(place, places[name]) for place, name in enumerate(names) if name in places]
+    places = {name: position for position, name in enumerate(data["parameters"])}
+    passed = [(place, places[name]) for place, name in enumerate(names) if name in places]
     fixed = [None if name in places else constants[place,] for place, name in enumerate(names)]
     stream, index = driver.active.get_current_stream, device.index if device.index is not None else 0
 
     def allocate(size: int, alignment: int, of: int | None) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
 
-    # The machine code lives as long as what Triton made of it.
+    # ``compiled`` owns the machine code, so that the function keeps it alive.
     def launch(*args: Any, kernel: Any = compiled) -> None:
         values = list(fixed)
-        for place, position in given:
+        for place, position in passed:
             values[place] = args[position]
         if scratch:
-            triton.set_allocator(allocate)  # it is each thread's own
+            triton.set_allocator(allocate)  # each thread has its own allocator
         with _current(device):
             hooks = None, None, None
             run(*grid(*args), stream(index), kernel.function, kernel.packed_metadata, *hooks, *values)
@@ -112,7 +111,7 @@ def _current(device: torch.device) -> Any:
 
 
 def _loaded(code: Any, metadata: Data, binary: bytes) -> Any:
-    """What Triton makes of an entry in its own cache: two files, one of them machine code."""
+    """A compiled kernel, loaded as Triton loads an entry of its cache: from two files, one of them machine code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.compiler.compiler import make_backend
@@ -137,9 +136,9 @@ def _constant(value: Data) -> Any:
 
 
 def _function(source: str, name: str) -> Any:
-    """The Triton function in a module that Inductor has written, without what Inductor puts around it."""
+    """The Triton function of a module that Inductor has written, without Inductor's imports and decorators."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    # Triton, and its interpreter, read the source of a function again.
+    # Triton and its interpreter read a function's source through linecache.
     file = f"<{name} {digest}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     tree = ast.parse(source)
@@ -162,18 +161,18 @@ def _is_heuristic(decorator: ast.expr) -> bool:
 
 
 def _import(statement: ast.ImportFrom, scope: dict[str, Any]) -> None:
-    """What a kernel's module imports from Inductor, as far as kernels themselves call it."""
+    """Execute an import from Inductor in a kernel's module, as far as kernels call what it imports."""
     helpers = _helpers()
-    for one in statement.names:
-        if one.name == "triton_helpers":
-            scope[one.asname or one.name] = helpers
+    for alias in statement.names:
+        if alias.name == "triton_helpers":
+            scope[alias.asname or alias.name] = helpers
         elif str(statement.module).endswith(".triton_helpers"):
-            scope[one.asname or one.name] = getattr(helpers, one.name)
+            scope[alias.asname or alias.name] = getattr(helpers, alias.name)
 
 
 @functools.cache
 def _helpers() -> Any:
-    """Torch's functions for kernels, which import nothing of the package around them, outside of that package."""
+    """Inductor's module of functions for kernels, imported without the package around it, which it does not need."""
     package = types.ModuleType("fxwrap.kernel_helpers")
     package.__path__ = [str(Path(torch.__file__).parent / "_inductor" / "runtime")]
     sys.modules[package.__name__] = package
@@ -188,10 +187,10 @@ _FUNCTIONS = {"max": max, "min": min}
 
 
 def check_formula(tree: ast.AST, names: Sequence[str]) -> None:
-    """Raise unless a tree is arithmetic on whole numbers and on ``names``.
+    """Check that a tree is arithmetic on integers and on ``names``.
 
     Raises:
-        StorageError: naming what else is there.
+        StorageError: naming anything else in the tree.
     """
     for node in ast.walk(tree):
         match node:
@@ -209,19 +208,19 @@ def check_formula(tree: ast.AST, names: Sequence[str]) -> None:
 
 
 def grid_function(grid: Sequence[str], parameters: Sequence[str]) -> Callable[..., tuple[int, int, int]]:
-    """How many blocks a launch has on each axis, from its arguments.
+    """A function that computes a launch's number of blocks on each axis from its arguments.
 
     Args:
         grid: a formula for each axis.
         parameters: names of the arguments, in order.
 
     Raises:
-        StorageError: there is anything but arithmetic in it.
+        StorageError: a formula is more than arithmetic.
     """
     if len(grid) != 3 or not all(name.isidentifier() for name in parameters):
         raise StorageError(f"the grid {grid}", expected="three formulas, of names")
     try:
-        formulas = [ast.parse(one, mode="eval") for one in grid]
+        formulas = [ast.parse(axis, mode="eval") for axis in grid]
     except (SyntaxError, RecursionError) as error:
         raise StorageError(f"the grid {grid}", expected="formulas", got=str(error)) from error
     for formula in formulas:

@@ -1,7 +1,7 @@
-"""Whose lines a program from a cache was made of: those of the code that is compiled now.
+"""Updates source locations in a cached program to the code that is compiled now.
 
-Inductor's caches tell graphs apart by what they compute, and not by where their code stands. A stored program names
-the lines of the code that was compiled first: in a file that has changed since, or in another script.
+Inductor's caches distinguish graphs by what they compute, not by where their code is. So a stored program has the
+lines of the code that was compiled first, in a file that has changed since, or in another script.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class UserLines:
     """The lines that Dynamo traced a graph from.
 
     Attributes:
-        structure: the same for two graphs whose operations, in order, come from as many lines in the same way.
-        lines: each line once, in the order in which they come.
+        structure: a digest of the operations, each with the number of its line. Two graphs with the same digest have
+            corresponding lines.
+        lines: each line once, in the order of its first operation.
     """
 
     structure: str
@@ -32,7 +33,7 @@ class UserLines:
 
     @classmethod
     def of(cls, traced: GraphModule) -> UserLines:
-        """Those of a graph of Dynamo's, its branches and loop bodies included."""
+        """The lines of a graph of Dynamo's, with its branches and loop bodies."""
         by_trace, numbers, operations = dict[str, str](), dict[str, int](), list[tuple[str, int]]()
         for graph in (module.graph for module in traced.modules() if isinstance(module, GraphModule)):
             for node in graph.nodes:
@@ -46,35 +47,36 @@ class UserLines:
 
     @classmethod
     def from_data(cls, data: Any) -> UserLines:
-        """What ``to_data`` gave."""
+        """The lines that ``to_data`` has written."""
         return cls(data["structure"], tuple(data["lines"]))
 
     def to_data(self) -> Any:
-        """Plain data, for JSON."""
+        """The lines as data for JSON."""
         return {"structure": self.structure, "lines": list(self.lines)}
 
     def renamed(self, stored: Any, now: UserLines) -> Any:
-        """Stored data with the lines of ``now``. A line for which there is none goes: no line is better than a wrong
-        one.
+        """Stored data with the lines of ``now`` in place of these lines.
+
+        A line without a counterpart is removed: no line is better than a wrong one.
 
         Args:
-            stored: JSON, in which nodes have a ``line`` and texts name some of these, in parentheses or alone.
+            stored: data of JSON: nodes have a ``line``, and texts contain such lines, alone or in parentheses.
         """
         if now == self:
             return stored
-        there = dict(zip(self.lines, now.lines, strict=False)) if now.structure == self.structure else {}
-        new = {_quoted(line): _quoted(there.get(line, "")) for line in _lines_in(stored) if line}
+        counterpart = dict(zip(self.lines, now.lines, strict=False)) if now.structure == self.structure else {}
+        new = {_quoted(line): _quoted(counterpart.get(line, "")) for line in _lines_in(stored) if line}
         if not new:
             return stored
         line = "|".join(map(re.escape, sorted(new, key=len, reverse=True)))
 
-        def instead(match: re.Match[str]) -> str:
+        def replacement(match: re.Match[str]) -> str:
             inside, alone = match.groups()
             if inside is None:
                 return new[alone]
             return f" ({new[inside]})" if new[inside] else ""
 
-        return json.loads(re.sub(rf" \(({line})\)|({line})", instead, json.dumps(stored)))
+        return json.loads(re.sub(rf" \(({line})\)|({line})", replacement, json.dumps(stored)))
 
 
 def _lines_in(data: Any) -> Iterator[str]:
@@ -89,5 +91,5 @@ def _lines_in(data: Any) -> Iterator[str]:
 
 
 def _quoted(line: str) -> str:
-    """As it stands in JSON."""
+    """A line as it is written within a JSON string."""
     return json.dumps(line)[1:-1]

@@ -1,4 +1,4 @@
-"""ANALYSE: which values share memory, and who reads and writes it."""
+"""ANALYSE: finds out which values share memory, and which nodes read and write it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ _NONE: frozenset[int] = frozenset()
 def analyse_storages(gm: GraphModule) -> StorageFacts:
     """Compute alias and mutation facts at storage level.
 
-    Facts come from what is declared: kernel signatures and operator schemas. A callable without a schema is
-    taken to write all its tensor operands and to return views of them, so that nothing is missed.
+    Facts come from declarations: kernel signatures and operator schemas. A callable without a schema counts as one
+    that writes all its tensor operands and returns views of them.
     """
     return _Analysis(gm).run()
 
 
 def overlap_groups(gm: GraphModule, facts: StorageFacts) -> Mapping[int, int]:
-    """Storages of inputs that may overlap at a call, with a number below zero for each group: all inputs on a device,
-    where one of them is written.
+    """Groups of inputs that may overlap at a call: all inputs on a device, if one of them is written.
 
-    Inputs that did not overlap when the program was compiled may do so at a call: nothing guards that. Inductor runs
-    its program in one order, which is what such a call means.
+    No guard ensures that inputs that did not overlap when the program was compiled do not overlap at a call. Program
+    order, in which Inductor's wrapper runs, defines the result of such a call.
+
+    Returns:
+        The number of its group, below zero, by storage.
     """
     written = facts.all_written()
     on_device: dict[str, set[int]] = defaultdict(set)
@@ -65,7 +67,7 @@ class _Analysis:
         self.reads: dict[Node, frozenset[int]] = {}
         self.writes: dict[Node, frozenset[int]] = {}
         self.ends: dict[Node, frozenset[Node]] = {}
-        self.under_way: dict[int, frozenset[Node]] = {}  # the latest communications that fill a storage
+        self.under_way: dict[int, frozenset[Node]] = {}  # the last communications that fill each storage
         self.not_awaited: frozenset[int] = _NONE
         self.begun_before: frozenset[int] = _NONE
 
@@ -78,7 +80,7 @@ class _Analysis:
             _by_name(self.of),
             _by_name(self.reads),
             _by_name(self.writes),
-            {node.name: frozenset(begun.name for begun in over) for node, over in self.ends.items()},
+            {node.name: frozenset(begun.name for begun in ended) for node, ended in self.ends.items()},
             in_flight,
         )
 
@@ -222,7 +224,7 @@ class _Analysis:
         self.of[node] = self.reads[node] | self._new(node, Origin.EXTERN)
 
     def _visit_control_flow(self, node: Node, flow: ControlFlow) -> None:
-        """What a branch or a loop writes and hands back of its operands is what its subgraphs do."""
+        """A branch or a loop writes and returns those of its operands that its subgraphs write and return."""
         written: frozenset[int] = _NONE
         handed_back: list[list[frozenset[int]]] = []
         for subgraph in flow.subgraphs:
@@ -240,7 +242,7 @@ class _Analysis:
             handed_back.append([outside(facts.of(value) if isinstance(value, Node) else _NONE) for value in results])
         shared = [_NONE.union(*sets) for sets in zip(*handed_back, strict=True)]
         if flow.repeats:
-            # What comes back in one place may have gone in at another, an iteration before.
+            # A result may be an operand of another position in the iteration before.
             everything = self._storages_in(flow.operands)
             shared = [everything] * len(shared) if any(shared) else shared
             written = everything if written else written
@@ -250,7 +252,7 @@ class _Analysis:
 
 
 def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:
-    """Pair a call's values with the schema's arguments."""
+    """The schema's arguments that a call passes, each with the value."""
     for position, argument in enumerate(schema.arguments):
         if argument.name in node.kwargs:
             yield argument, node.kwargs[argument.name]
@@ -258,8 +260,8 @@ def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:
             yield argument, node.args[position]
 
 
-def _by_name(found: dict[Node, frozenset[int]]) -> dict[str, frozenset[int]]:
-    return {node.name: storages for node, storages in found.items()}
+def _by_name(storages_of: dict[Node, frozenset[int]]) -> dict[str, frozenset[int]]:
+    return {node.name: storages for node, storages in storages_of.items()}
 
 
 def _may_be_tensor(declared: Any) -> bool:

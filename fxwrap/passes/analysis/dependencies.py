@@ -1,4 +1,4 @@
-"""ANALYSE: the dependency graph."""
+"""ANALYSE: builds the dependency graph, which says what order the nodes of a program must keep."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
 
     Inputs on one device count as one storage: at a call they may overlap.
     """
-    import networkx as nx  # a tenth of a second, which a program from a cache does without
+    import networkx as nx  # takes a tenth of a second; a program from a cache needs no dependency graph
 
     graph = nx.DiGraph()
     last_write: dict[int, Node] = {}
@@ -70,12 +70,12 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
 
 
 def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:
-    """The chains of effects a node belongs to: what the data flow between nodes does not show."""
+    """The chains of effects that a node belongs to. They order nodes that no data flow connects."""
     if kind_of(node) is not Kind.EXTERN:
         return []
     overload = schema_of(node)
     if overload is None:
-        return ["random", "effects"]  # nothing is declared: it may do either
+        return ["random", "effects"]  # nothing is declared: it may have both
     chains = []
     if torch.Tag.nondeterministic_seeded in overload.tags:
         chains.append("random")

@@ -1,4 +1,4 @@
-"""ANALYSE: which inputs of a backward graph are what its forward graph saves."""
+"""ANALYSE: matches the inputs of a backward graph with what its forward graph saves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ...plan import Origin, ProgramPlan
 
 
 def saved_tensors(forward: ProgramPlan, backward: ProgramPlan) -> Mapping[int, Sequence[str]]:
-    """Inputs of a backward by the storage of the forward that they live in, if the forward allocates that.
+    """The inputs of a backward graph that are saved values, by the storage that the forward graph allocates for them.
 
-    AOTAutograd cuts both out of one graph, in which a saved value has one name.
+    AOTAutograd cuts both graphs out of one, in which a saved value has one name.
 
     ::
 
@@ -21,11 +21,11 @@ def saved_tensors(forward: ProgramPlan, backward: ProgramPlan) -> Mapping[int, S
         backward  primals_1, addmm, tangents_1 -> [...]         {storage of addmm: [addmm]}
     """
     received = dict(zip(backward.inputs, [node.name for node in backward.placeholders], strict=False))
-    values, found = output_values(forward.graph), dict[int, list[str]]()
+    values, names = output_values(forward.graph), dict[int, list[str]]()
     for position, name in forward.saved.items():
         value = values[position]
         if name in received and isinstance(value, Node):
             for index in forward.facts.of(value):
                 if forward.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
-                    found.setdefault(index, []).append(received[name])
-    return found
+                    names.setdefault(index, []).append(received[name])
+    return names

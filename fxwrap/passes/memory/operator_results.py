@@ -1,9 +1,8 @@
-"""Results that operators allocate themselves, where addresses are frozen: which the plan can have a place for.
+"""Which results that operators allocate themselves can be copied to planned memory, where addresses are frozen.
 
-What is allocated while a graph is captured comes from the pool of the graphs, where a later capture is given whatever
-an earlier one has freed. One recording works there on bytes that may be the result of another: it may not be live
-after the call. So what a captured program hands out is copied to memory of the plan, which is watched, and shared
-like any other (``graphs/placed_results.py``).
+What a capture allocates comes from the pool of the device graphs, and a later capture reuses what an earlier one has
+freed. Another recording may overwrite such a result after the call. So a result that a captured program returns is
+copied to planned memory, where live outputs are tracked (``graphs/record/placed_results.py``).
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ def placeable_results(
     device: torch.device,
     symbol_values: Mapping[Node, Any] = MappingProxyType({}),
 ) -> dict[int, int]:
-    """Bytes of what operators return that the plan can have a place for, by storage.
+    """Bytes of the operators' results that the plan can place, by storage.
 
-    What is data-dependent is missing, and so is what may alias another value.
+    Results of data-dependent size are missing, and so are those that may alias another value.
 
     Args:
         symbol_values: concrete sizes, for what depends on symbols.
     """
     handed_out = facts.behind(output_node(gm).all_input_nodes)
-    # What a communication fills is there before and after its call.
+    # A communication fills its result after its call, until it is awaited.
     nodes = by_name(gm)
     begun = frozenset[str]().union(*facts.awaited.values(), facts.awaited)
     in_communication = facts.named_in(map(nodes.__getitem__, begun))
-    symbols, found = symbols_at(symbol_values), dict[int, int]()
+    symbols, sizes = symbols_at(symbol_values), dict[int, int]()
     for storage in facts.storages:
         node = nodes[storage.node]
         if storage.origin is not Origin.EXTERN or storage.index in in_communication:
@@ -47,15 +46,15 @@ def placeable_results(
         values = list(_values(node, storage.element))
         if any(facts.of(value) != {storage.index} for value in values):
             continue  # it may alias another value
-        # Of what a communication fills there is nothing to copy until somebody has waited.
+        # What a communication fills can be copied only after a wait.
         if storage.index in handed_out and (communicates(node) or not _is_one_plain_tensor(values)):
             continue
         value = storage.value(node)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device != device:
             continue
         if nbytes := number_at(value.untyped_storage().nbytes(), symbols):
-            found[storage.index] = nbytes
-    return found
+            sizes[storage.index] = nbytes
+    return sizes
 
 
 def _is_one_plain_tensor(values: Sequence[Node]) -> bool:
@@ -64,7 +63,7 @@ def _is_one_plain_tensor(values: Sequence[Node]) -> bool:
 
 
 def _values(node: Node, element: int | None) -> Iterator[Node]:
-    """The nodes whose value is a result: the call itself, or what takes it out of a tuple."""
+    """The nodes whose value is one result of a call: the call itself, or each ``getitem`` of that element."""
     if element is None:
         yield node
     else:

@@ -1,4 +1,7 @@
-"""PLAN: a home for every storage: offsets in arenas, or regions and per-call allocations (CPU)."""
+"""PLAN: gives every storage of a program a home in memory.
+
+Where addresses are frozen, storages get offsets in an arena. On the CPU they get regions or an allocation per call.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,9 @@ def plan_program(
     """Plan one recording of a program.
 
     Args:
-        reserved: intervals of arenas that live outputs of other recordings occupy.
-        hint: offsets from a joint plan; used where nothing reserved is in the way.
-        previous: a plan for other sizes; its order of offsets is tried, too.
+        reserved: bytes of arenas that live outputs of other recordings occupy.
+        hint: offsets from a joint plan; followed where no reserved bytes are in the way.
+        previous: a plan for other sizes; its order of offsets is tried first.
 
     Raises:
         PlanError: a communication is in flight when the program begins or ends.
@@ -59,9 +62,9 @@ def _plan_arenas(
     hint: PlacementHint | None,
     previous: MemoryPlan | None,
 ) -> MemoryPlan:
-    """One arena per device. It exists between calls, too."""
+    """A plan with one arena per device, which exists between calls, too."""
     reserved = {
-        d: [replace(one, end=requirements.end_of(one.nodes)) for one in reservations.get(d, ())]
+        d: [replace(interval, end=requirements.end_of(interval.nodes)) for interval in reservations.get(d, ())]
         for d in requirements.planned
     }
     placements = {
@@ -81,21 +84,21 @@ def _plan_arenas(
 
 
 def _plan_calls(requirements: Requirements) -> MemoryPlan:
-    """Memory of one call: temporaries share regions; the rest is allocated per call.
+    """A plan for the memory of one call: temporaries share regions, and other storages are allocated per call.
 
     The peak is no higher than if each storage were allocated separately, from first to last use. In a step in which
-    nobody knows what else is taken, regions therefore take no more than the storages in them.
+    memory of unknown size is in use, too, regions therefore take no more bytes than the storages in them.
     """
-    own = {index: buffer for items in requirements.planned.values() for index, buffer in items}
+    buffers = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
-    others = [*unplanned, *(b for index, b in own.items() if index not in requirements.temporaries)]
-    peak_limit, alignment = most_alive([*unplanned, *own.values()]), _alignment(_CPU)
+    others = [*unplanned, *(b for index, b in buffers.items() if index not in requirements.temporaries)]
+    peak_limit, alignment = most_alive([*unplanned, *buffers.values()]), _alignment(_CPU)
     others += [Buffer("unknown", peak_limit, step, step + 1) for step in requirements.unknown]
-    shared = share_regions(requirements.temporaries, others, peak_limit, alignment, requirements.apart)
-    regions = [Region(_CPU, one.begin, one.end, one.size, alignment) for one in shared]
-    plan = _assign_homes(requirements, regions, [one.offsets for one in shared], Home.CALL)
-    per_call = [buffer for index, buffer in own.items() if plan.places[index].home is Home.CALL]
-    bound, plain = most_alive(own.values()), sum(buffer.size for buffer in own.values())
+    shared = share_regions(requirements.temporaries, others, peak_limit, alignment, requirements.unshared)
+    regions = [Region(_CPU, region.begin, region.end, region.size, alignment) for region in shared]
+    plan = _assign_homes(requirements, regions, [region.offsets for region in shared], Home.CALL)
+    per_call = [buffer for index, buffer in buffers.items() if plan.places[index].home is Home.CALL]
+    bound, plain = most_alive(buffers.values()), sum(buffer.size for buffer in buffers.values())
     return replace(plan, peak=most_alive([*per_call, *regions]), lower_bound=bound, plain=plain)
 
 
@@ -105,8 +108,8 @@ def _assign_homes(
     """Give every storage a home.
 
     Args:
-        offsets: by region: offsets of its storages.
-        unplaced_home: home of allocations of known size that lie in no region.
+        offsets: for each region, offsets of its storages in bytes, by storage.
+        unplaced_home: home of allocations of known size that are in no region.
     """
     homes = {Origin.INPUT: Home.INPUT, Origin.CONSTANT: Home.CONSTANT, Origin.EXTERN: Home.OPERATOR}
     places = [
@@ -122,7 +125,7 @@ def _assign_homes(
 def plan_pair(
     first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
 ) -> tuple[PlacementHint, PlacementHint]:
-    """Plan two programs together. Only the second gets what the first saves for it.
+    """Plan two programs together, where only the second reads what the first saves.
 
     ::
 
@@ -130,35 +133,38 @@ def plan_pair(
         saved          s s s s s|s s s              one live range, up to the last use in the second
 
     Args:
-        saved_as: by storage of the first program: the inputs of the second that are this storage.
+        saved_as: for each saved storage of the first program, the inputs of the second that are this storage.
+
+    Returns:
+        Offsets for the first and for the second program, by device.
     """
     timeline = _Timeline.of([Requirements.of(first), Requirements.of(second)], saved_as)
     placements = {d: plan_memory(items, _alignment(d)) for d, items in timeline.planned.items()}
 
-    def half(which: str) -> PlacementHint:
+    def hint_of(number: str) -> PlacementHint:
         return {
-            device: Placement({n[1:]: o for n, o in p.offsets.items() if n[0] == which}, p.size, p.lower_bound)
+            device: Placement({n[1:]: o for n, o in p.offsets.items() if n[0] == number}, p.size, p.lower_bound)
             for device, p in placements.items()
         }
 
-    return half("0"), half("1")
+    return hint_of("0"), hint_of("1")
 
 
 def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
     """Predict the memory of one program, or of two planned together, by device.
 
     Args:
-        saved_as: by storage of the first program: the inputs of the second that are this storage.
+        saved_as: for each saved storage of the first program, the inputs of the second that are this storage.
     """
     requirements = [Requirements.of(program) for program in programs]
-    timeline, copies = _Timeline.of(requirements, saved_as), sum(own.copies for own in requirements)
-    found = []
+    timeline, copies = _Timeline.of(requirements, saved_as), sum(part.copies for part in requirements)
+    predictions = []
     frozen = programs[0].frozen
     for device in {**timeline.planned, **timeline.unplanned}:
         planned = timeline.planned.get(device, [])
         own_copies = copies if device == programs[0].program.device else 0
         unplanned = [*timeline.unplanned.get(device, ()), Buffer("copies", own_copies, 0, timeline.end)]
-        found.append(
+        predictions.append(
             Prediction(
                 device,
                 arena=plan_memory(planned, _alignment(device)).size if frozen else 0,
@@ -167,7 +173,7 @@ def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[
                 outputs=timeline.outputs.get(device, 0),
             )
         )
-    return found
+    return predictions
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class _Timeline:
 
     Attributes:
         unplanned: what operators allocate themselves.
-        outputs: bytes of those that the caller has in the end: no input buffers, no static copies.
+        outputs: bytes of the outputs that the caller has at the end, without input buffers and static copies.
         end: the step after the last.
     """
 
@@ -192,20 +198,20 @@ class _Timeline:
         planned: dict[torch.device, list[Buffer]] = defaultdict(list)
         unplanned: dict[torch.device, list[Buffer]] = defaultdict(list)
         outputs: dict[torch.device, int] = defaultdict(int)
-        begin, last = 0, sum(own.end for own in requirements)
-        for number, own in enumerate(requirements):
+        begin, last = 0, sum(part.end for part in requirements)
+        for number, part in enumerate(requirements):
             after = requirements[number + 1] if number + 1 < len(requirements) else None
-            both: Any = ((planned, own.planned), (unplanned, own.unplanned))
-            for found, items in both:
+            both: Any = ((planned, part.planned), (unplanned, part.unplanned))
+            for collected, items in both:
                 for device, buffers in items.items():
                     for index, b in buffers:
                         end = b.end
-                        if after is not None and index in own.handed_out:
-                            end = own.end + after.end_of(saved_as.get(index, ()))
-                        found[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
-                        if begin + end == last and own.is_output(index):
+                        if after is not None and index in part.handed_out:
+                            end = part.end + after.end_of(saved_as.get(index, ()))
+                        collected[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
+                        if begin + end == last and part.is_output(index):
                             outputs[device] += b.size
-            begin += own.end
+            begin += part.end
         return cls(planned, unplanned, outputs, begin)
 
 
@@ -218,9 +224,9 @@ def _lay_out(
 ) -> Placement:
     items = requirements.planned[device]
     outputs = [b.name for index, b in items if index in requirements.outputs]
-    known = previous.inside(previous.arenas[device]) if previous is not None and device in previous.arenas else {}
-    before = {b.name: known[index] for index, b in items if index in known}
-    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, before)
+    by_index = previous.inside(previous.arenas[device]) if previous is not None and device in previous.arenas else {}
+    by_name = {b.name: by_index[index] for index, b in items if index in by_index}
+    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, by_name)
 
 
 def _alignment(device: torch.device) -> int:

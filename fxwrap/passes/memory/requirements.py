@@ -1,4 +1,7 @@
-"""The memory that a program needs: which storages are alive in which steps, and who allocates them."""
+"""PLAN: works out the memory that a program needs at concrete sizes.
+
+This is which storages are live in which steps, their sizes, and whether the plan or an operator allocates them.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +38,20 @@ class Requirements:
 
     Attributes:
         planned: storages that the plan places, by device, each with its index.
-        unplanned: what operators allocate themselves, as far as its size is known: by device, with the storage's
-            index, or None for workspace.
-        unknown: steps in which memory of unknown size is taken, too: data-dependent, or workspace that was not
-            measured at these sizes.
+        unplanned: memory of known size that operators allocate themselves, by device: results with the storage's
+            index, workspace with None.
+        unknown: steps in which memory of unknown size is in use, too: data-dependent results, and workspace that was
+            not measured at these sizes.
+        sizes: bytes of allocated storages of known size, by storage.
+        outputs: storages that the plan places and the caller gets.
+        handed_out: storages that the caller gets, or gets back.
+        ranges: the steps ``[begin, end)`` in which a storage is touched, by storage.
         temporaries: allocated storages of known size that are never live after a call, in the steps that name them;
             none where addresses are frozen.
-        apart: temporaries that need a region of their own: an operator counts from the start of their storage.
+        unshared: temporaries that need a region of their own: an operator counts from the start of their storage.
         donated: inputs that are freed after their last use.
-        copies: bytes of the copies of what eager work returns and captured work reads.
-        end: a step after the last; what is alive then is alive after the call.
+        copies: bytes that are copied because eager work returns them and captured work reads them.
+        end: the step after the last; what is live then is live after the call.
     """
 
     facts: StorageFacts
@@ -56,7 +63,7 @@ class Requirements:
     handed_out: frozenset[int]
     ranges: Mapping[int, tuple[int, int]]
     temporaries: Mapping[int, Buffer]
-    apart: frozenset[int]
+    unshared: frozenset[int]
     donated: Sequence[Buffer]
     copies: int
     end: int
@@ -66,9 +73,9 @@ class Requirements:
         return index in self.handed_out and self.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN)
 
     def end_of(self, names: Iterable[str]) -> int:
-        """The first step in which the program may overwrite another program's output, which it gets as these inputs.
+        """The first step in which the program may overwrite another program's output that it gets as these inputs.
 
-        An output that it does not get, or hands out itself, lives on.
+        It is after the last step if ``names`` is empty, or if the program returns the output itself.
         """
         indices = self.facts.behind_named(names)
         if not indices or indices & self.handed_out:
@@ -77,10 +84,10 @@ class Requirements:
 
     @classmethod
     def of(cls, planned: Planned) -> Requirements:
-        """Found once, as long as ``planned`` lives."""
-        if planned not in _KNOWN:
-            _KNOWN[planned] = cls._of(planned)
-        return _KNOWN[planned]
+        """The requirements of a program. They are computed once, and cached as long as ``planned`` lives."""
+        if planned not in _CACHE:
+            _CACHE[planned] = cls._of(planned)
+        return _CACHE[planned]
 
     @classmethod
     def _of(cls, planned: Planned) -> Requirements:
@@ -111,19 +118,19 @@ class Requirements:
             handed_out=handed_out,
             ranges=ranges,
             temporaries=temporaries,
-            apart=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
+            unshared=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
             donated=_donated(planned, ranges, handed_out, end),
             copies=_copies(program, placed, results_at) if planned.frozen else 0,
             end=end,
         )
 
 
-_KNOWN = weakref.WeakKeyDictionary[Planned, Requirements]()
+_CACHE = weakref.WeakKeyDictionary[Planned, Requirements]()
 
 
 def _check_communications(facts: StorageFacts) -> None:
     if facts.in_flight:
-        # Others use an arena between calls; and an input or output would be copied before it is complete.
+        # Other programs use an arena between calls, and an input or output would be copied before it is complete.
         names = sorted(facts.storages[index].name for index in facts.in_flight)
         raise PlanError(
             f"a communication on {', '.join(names)} is in flight when a call begins or ends",
@@ -140,7 +147,7 @@ def _planned_buffers(
     outputs: frozenset[int],
     end: int,
 ) -> tuple[dict[int, int], dict[torch.device, list[tuple[int, Buffer]]]]:
-    """The storages that the plan places, by device. Also the sizes of all allocations that are known.
+    """The sizes of all allocations of known size, and the storages that the plan places, by device.
 
     Args:
         results: bytes of operators' results that the plan places, by storage.
@@ -188,8 +195,8 @@ def _planned_buffers(
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     """``[first step that touches a storage, last step + 1)``, in steps of the schedule.
 
-    A step is one work node. Views do not touch storage; what they are used for does. A partition that
-    ``compile_partition`` replaced may do its work in any order: what it touches is there all the time.
+    A step is one work node. A view touches no storage; the nodes that use it do. A partition that
+    ``compile_partition`` replaced may work in any order: what it touches is live during all of it.
     """
     ranges: dict[int, tuple[int, int]] = {}
     for step, node in enumerate(program.schedule):
@@ -207,7 +214,7 @@ def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
 
 
 def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
-    """Bytes of storages at the sizes a program was compiled for; data-dependent ones are missing."""
+    """Bytes of storages at the sizes that a program was compiled for; those of data-dependent size are missing."""
     sizes, nodes = {}, by_name(gm)
     for storage in facts.storages:
         value = storage.value(nodes[storage.node])
@@ -217,7 +224,7 @@ def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
 
 
 def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
-    """Storages whose lives depend on the order of nodes: allocated in the program, and not handed out."""
+    """Storages whose live range depends on the order of nodes: the program allocates and does not return them."""
     handed_out = facts.behind(output_node(gm).all_input_nodes)
     return frozenset(
         storage.index
@@ -227,15 +234,15 @@ def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
 
 
 def output_storages(program: ProgramPlan) -> frozenset[int]:
-    """Allocated storages that values handed to the caller live in."""
+    """Storages that the program allocates and the caller gets."""
     storages = program.facts.storages
     return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)
 
 
 def _placed_results(planned: Planned) -> dict[int, int]:
-    """Bytes of the results of operators that are copied to places in the plan, by storage.
+    """Bytes of the operators' results that are copied to planned memory, by storage.
 
-    These are results of eager work that graphs read, and results of captured work that the caller gets.
+    These are results of eager work that device graphs read, and results of captured work that the caller gets.
     """
     program = planned.program
     if not planned.frozen:
@@ -255,7 +262,7 @@ def _placed_results(planned: Planned) -> dict[int, int]:
 
 
 def _sizes_of_results(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[int, int]:
-    """Bytes of what operators allocate for their results, by storage; data-dependent ones are missing."""
+    """Bytes of the results that operators allocate, by storage; those of data-dependent size are missing."""
     sizes = {}
     for storage in program.facts.storages:
         if storage.origin is Origin.EXTERN:
@@ -266,12 +273,14 @@ def _sizes_of_results(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[
 
 
 def _workspace_at(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[str, int]:
-    """Bytes of workspace, by node, where it is known: it was measured at the sizes that the program was compiled for,
-    and is another one at others."""
+    """Bytes of workspace by node, where it is known.
+
+    Workspace was measured at the sizes that the program was compiled for. At other sizes it is unknown.
+    """
     extern = [node for node in program.schedule if kind_of(node) is Kind.EXTERN]
     without = {node.name: 0 for node in extern if needs_no_workspace(node)}
-    alike = [node.name for node in extern if node.name in program.workspace and same_layouts(node, symbols)]
-    return {**without, **{name: program.workspace[name] for name in alike}}
+    measured = [node.name for node in extern if node.name in program.workspace and same_layouts(node, symbols)]
+    return {**without, **{name: program.workspace[name] for name in measured}}
 
 
 def _unplanned(
@@ -283,9 +292,9 @@ def _unplanned(
     sizes: Mapping[int, int],
     workspace: Mapping[str, int],
 ) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
-    """What operators allocate themselves: results, from the call that makes them to the last use, and workspace.
+    """Memory that operators allocate themselves: workspace, and results from their call to their last use.
 
-    A result that is copied to its place in the plan lives until the end of its partition.
+    A result that is copied to planned memory lives until the end of its partition.
 
     Args:
         sizes: bytes of results, by storage.
@@ -317,20 +326,20 @@ def _unknown_steps(
     sizes: Mapping[int, int],
     workspace: Mapping[str, int],
 ) -> frozenset[int]:
-    """Steps with library calls whose workspace is not known, or with storages whose sizes are not."""
-    found = {
+    """Steps with library calls of unknown workspace, or with storages of unknown size."""
+    steps = {
         step
         for step, node in enumerate(program.schedule)
         if kind_of(node) is Kind.EXTERN and node.name not in workspace
     }
     for storage in program.facts.storages:
         if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in sizes:
-            found.update(range(*ranges.get(storage.index, (0, 0))))
-    return frozenset(found)
+            steps.update(range(*ranges.get(storage.index, (0, 0))))
+    return frozenset(steps)
 
 
 def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, int]) -> int:
-    """Bytes of the results of eager work that graphs read and that are not planned: copied to static buffers."""
+    """Bytes of the unplanned results of eager work that device graphs read: they are copied to static buffers."""
     eager, copied = set(program.schedule) - program.captured_work, 0
     for index in program.facts.named_in(program.captured_work).difference(placed):
         node = program.maker(index)
@@ -342,8 +351,10 @@ def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, i
 def _donated(
     planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
 ) -> list[Buffer]:
-    """Inputs whose memory is freed after their last use, since the caller keeps no reference. Several may share one
-    storage; one that is never used is freed with the call."""
+    """Inputs whose memory is freed after their last use, because the caller keeps no reference.
+
+    Several inputs may share one storage. An input that is never used is freed with the call.
+    """
     buffers = []
     for nbytes, nodes in planned.donated:
         indices = planned.program.facts.behind_named(nodes)
@@ -356,21 +367,26 @@ def _donated(
 def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
     """Allocated storages that are never live after a call, and the steps in which they are named."""
     steps: dict[int, tuple[int, int]] = {}
-    kept = set(program.facts.named_in(program.replaced_work))
-    kept |= _handed_out(program) | {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
+    retained = set(program.facts.named_in(program.replaced_work))
+    retained |= _handed_out(program)
+    retained |= {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
     for step, node in enumerate(program.schedule):
         named = program.facts.named_in([node])
         steps.update({index: (steps.get(index, (step, step))[0], step + 1) for index in named})
         if not only_computes(node):
-            kept |= named
-    return {index: span for index, span in steps.items() if index not in kept}
+            retained |= named
+    return {index: span for index, span in steps.items() if index not in retained}
 
 
 def _counted_from(program: ProgramPlan) -> frozenset[int]:
-    """Storages whose start an operator may count from, and those that it may take for one if they share memory."""
+    """Storages that must not share memory with others.
+
+    An operator may count elements from the start of the storage, or take two values in one storage for views of one
+    tensor.
+    """
     facts = program.facts
     nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
-    # Decompositions ask whether their results, or a result and an operand, are views of one tensor.
+    # Decompositions check whether two of their results, or a result and an operand, are views of one tensor.
     asks = [n for n in program.schedule if kind_of(n) is Kind.EXTERN and len(facts.writes(n)) > 1]
     asks += [n for n in program.schedule if "linalg" in operator_name(n)]
     counted = facts.behind(operand for node in nodes for operand in node.all_input_nodes)

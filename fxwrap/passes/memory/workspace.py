@@ -1,4 +1,4 @@
-"""Workspace of library calls. No interface reports it, so it is measured, on the CPU."""
+"""Measures the workspace of library calls on the CPU, which no interface reports."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.fx import Node
 from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name
 from ...host_graph.sizes import hint, hinted_layout, layout_at, number_at
 
-# They work in memory that their library keeps.
+# Operators whose library owns the memory that they work in.
 _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-# By kind of call and number of threads, in this process.
+# Bytes by kind of call and number of threads, for this process.
 _MEASURED: dict[Hashable, int] = {}
 
-# Runs a function and tells how many bytes it allocated (above 0) and freed (below) on the CPU, in order, before its
-# result was freed; None if that cannot be told at the moment.
+# Runs a function and returns the bytes that it allocated (above 0) and freed (below 0) on the CPU, in order, until
+# its result is freed; None if they cannot be measured at the moment.
 Allocations = Callable[[Callable[[], object]], Sequence[int] | None]
 
 
 def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[str, int]:
-    """Bytes that calls allocate beyond what they return, at most at one time, by node.
+    """The most bytes that each call has allocated at one time beyond what it returns, by node.
 
-    Each kind of call runs once in a process, on zeros of the sizes that the program was compiled for. What cannot be
-    run so (custom operators, operands that are no tensors or numbers) is missing, as is all work on accelerators, and
-    what needs none at any size.
+    Each kind of call runs once in a process, on zeros of the sizes that the program was compiled for. Calls that
+    cannot run so (custom operators, operands that are neither tensors nor numbers) are missing. So are calls on
+    accelerators, and calls that need no workspace at any size.
     """
     kinds: dict[Hashable, list[Node]] = {}
     for node in nodes:
@@ -38,19 +38,19 @@ def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[s
         for kind in unknown:
             if (nbytes := _measure(kinds[kind][0], allocations)) is not None:
                 _MEASURED[kind] = nbytes
-    return {node.name: _MEASURED[kind] for kind, alike in kinds.items() if kind in _MEASURED for node in alike}
+    return {node.name: _MEASURED[kind] for kind, calls in kinds.items() if kind in _MEASURED for node in calls}
 
 
 def needs_no_workspace(node: Node) -> bool:
-    """Whether a call takes none at any size: products of matrices that the library reads as they lie."""
+    """Whether a call needs no workspace at any size: a product of matrices that the library reads in place."""
     if operator_name(node) not in _WITHOUT or _type_of(node) not in (torch.float32, torch.float64):
         return False
     factors = [arg for arg in node.args if isinstance(arg, Node)][-2:]
-    return all(_reads_as_it_lies(factor.meta.get("val")) for factor in factors)
+    return all(_is_read_in_place(factor.meta.get("val")) for factor in factors)
 
 
-def _reads_as_it_lies(value: Any) -> bool:
-    """Whether a matrix lies row by row, or column by column; of any other the library makes a copy."""
+def _is_read_in_place(value: Any) -> bool:
+    """Whether a matrix is stored row by row or column by column. The library copies any other matrix."""
     if (layout := hinted_layout(value)) is None or len(layout[0]) < 2:
         return False
     (rows, columns), (row, column) = layout[0][-2:], layout[1][-2:]
@@ -58,25 +58,25 @@ def _reads_as_it_lies(value: Any) -> bool:
 
 
 def same_layouts(node: Node, symbols: Mapping[Any, int]) -> bool:
-    """Whether all that a call takes and returns has the sizes that the program was compiled for."""
-    values = [found.meta.get("val") for found in (node, *node.all_input_nodes)]
+    """Whether all operands and results of a call have the sizes that the program was compiled for."""
+    values = [value_node.meta.get("val") for value_node in (node, *node.all_input_nodes)]
     return all(_same(value, symbols) for value in values)
 
 
 def _same(value: Any, symbols: Mapping[Any, int]) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(_same(one, symbols) for one in value)
+        return all(_same(item, symbols) for item in value)
     if isinstance(value, torch.SymInt):
         return number_at(value, symbols) == hint(value)
     return not isinstance(value, torch.Tensor) or layout_at(value, symbols) == hinted_layout(value)
 
 
 class _Unknown(Exception):
-    """A value that nothing stands for."""
+    """An operand has no value to measure with."""
 
 
 def _kind_of_call(node: Node) -> Hashable | None:
-    """What tells calls apart that may take different workspace; None for one that is not run."""
+    """A key that is equal for calls with the same workspace; None for a call that is not measured."""
     if kind_of(node) is not Kind.EXTERN or not only_computes(node) or "effect" in node.meta:
         return None
     if needs_no_workspace(node):
@@ -104,15 +104,17 @@ def _description(node: Node) -> Any:
 
 def _measure(node: Node, allocations: Allocations) -> int | None:
     def zeros(operand: Node) -> Any:
-        found = _description(operand)
-        return torch.empty_strided(*found[:2], dtype=found[2]).zero_() if isinstance(found, tuple) else found
+        described = _description(operand)
+        if not isinstance(described, tuple):
+            return described
+        return torch.empty_strided(*described[:2], dtype=described[2]).zero_()
 
     try:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), zeros)
         function = node.meta.get("call", node.target)
         changes = allocations(lambda: function(*args, **kwargs))
     except Exception:
-        return None  # zeros do not suit it
+        return None  # it does not run on zeros
     if changes is None:
         return None
     held = list(itertools.accumulate(changes))

@@ -1,4 +1,7 @@
-"""JUDGE: a verdict for every node of a host graph, with its reason and what would have to change."""
+"""JUDGE: decides for every node of a host graph whether it can be captured.
+
+A rule is one entry in a table below: a reason against capture, when it holds, and what the user can change.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +38,24 @@ def judge(
     """Give every node a verdict.
 
     Args:
-        eager_ops: the user's and the device's operators and rules, asked before the general ones.
-        refused: names of operators and kernels that a capture has failed at, and how.
+        eager_ops: operators and rules of the user and of the device; they apply before the general rules.
+        refused: how captures have failed, by name of the operator or kernel.
     """
     device = main_device(gm)
     rules = (*as_rules(eager_ops), *_EVERYWHERE, *(_ON_ACCELERATORS if device.type != "cpu" else ()))
-    asked = [rule for rule in rules if not rule.devices or device.type in rule.devices]
+    applicable = [rule for rule in rules if not rule.devices or device.type in rule.devices]
     verdicts: dict[str, NodeVerdict] = {}
     for node in gm.graph.nodes:
         if kind_of(node) in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
             verdicts[node.name] = _FOLDED
             continue
-        own = _cause(node, asked, refused or {}) if is_work(node) else None
-        cause = own or _inherited(node, verdicts)
+        direct = _cause(node, applicable, refused or {}) if is_work(node) else None
+        cause = direct or _inherited(node, verdicts)
         if cause is None:
             verdicts[node.name] = _CAPTURED if is_work(node) else _FOLDED
         else:
             dependent = _is_data_dependent(node, verdicts)
-            verdicts[node.name] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=own is None)
+            verdicts[node.name] = NodeVerdict(Verdict.EAGER, cause[0], dependent, cause[1], inherited=direct is None)
     return verdicts
 
 
@@ -66,7 +69,7 @@ def main_device(gm: GraphModule) -> torch.device:
 
 
 def _cause(node: Node, rules: Sequence[EagerRule], refused: Mapping[str, str]) -> tuple[str, str] | None:
-    """Why work runs eagerly by what it is, and what would have to change."""
+    """The reason for which work cannot be captured by itself, and its remedy; None if there is none."""
     for rule in rules:
         if (reason := rule.why(node)) is not None:
             return reason, rule.remedy
@@ -76,7 +79,7 @@ def _cause(node: Node, rules: Sequence[EagerRule], refused: Mapping[str, str]) -
 
 
 def _inherited(node: Node, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, str] | None:
-    """Why a node runs eagerly because of what it works on."""
+    """The reason for which a node cannot be captured because of its operands, and its remedy."""
     source = next((arg for arg in node.all_input_nodes if verdicts[arg.name].data_dependent), None)
     if source is None:
         return None
@@ -133,7 +136,7 @@ def _has_no_address(node: Node) -> bool:
     return any(tensor.layout is not torch.strided or tensor.device.type == "meta" for tensor in tensors)
 
 
-# What no device graph can hold.
+# Rules for all devices: what no device graph can hold.
 _EVERYWHERE = (
     EagerRule(
         "control flow is decided on the host",
@@ -164,7 +167,7 @@ _EVERYWHERE = (
         remedy="nothing: replays go on on either side of it",
     ),
 )
-# Where a graph keeps the addresses that it was captured with.
+# Rules for device graphs that keep the addresses that they were captured with.
 FIXED_ADDRESSES = (
     EagerRule(
         "works on a tensor without memory of its own: sparse, or on the meta device",
@@ -192,24 +195,24 @@ _ON_ACCELERATORS = (
 
 
 def _tensor_device(node: Node) -> torch.device | None:
-    # A CPU scalar counts, too: an operator takes its value, which a device graph would keep.
+    # A CPU scalar counts, too: a device graph would keep the value that the operator read.
     val = node.meta.get("val")
     return val.device if isinstance(val, torch.Tensor) else None
 
 
 def _sizes(val: Any) -> list[Any]:
     values = val if isinstance(val, (tuple, list)) else (val,)
-    found: list[Any] = []
+    sizes: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.extend(size for size in value.shape if not isinstance(size, int))
+            sizes.extend(size for size in value.shape if not isinstance(size, int))
         elif is_symbolic_value(value):
-            found.append(value)
-    return found
+            sizes.append(value)
+    return sizes
 
 
 def _is_data_dependent(node: Node, verdicts: Mapping[str, NodeVerdict]) -> bool:
-    """Whether a node's value (a number) or size (a tensor) depends on data."""
+    """Whether the value of a number, or the size of a tensor, depends on data."""
     val = node.meta.get("val")
     if is_symbolic_value(val):
         return True  # numbers of eager nodes come out of data, by the rules above

@@ -1,4 +1,4 @@
-"""COST MODEL: a captured partition must pay for itself."""
+"""COST MODEL: a partition is captured only where a replay is estimated to be cheaper than its calls."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def apply_cost_model(
     capture: str = "auto",
     min_launches: int = 1,
 ) -> ProgramPlan:
-    """Have captured partitions run eagerly that are not estimated to pay; neighbours that are eager then are joined.
+    """Make captured partitions eager whose capture does not pay, and join neighbours that are both eager then.
 
     ::
 
         ( a ) [ b ] ( c )      becomes      ( a b c )      if a call of b costs less than its replay and copies
 
-    What is saved are the host's ways to launches and library calls. It pays for the replay, for inputs that are
-    copied to where the graph reads them (those that AOTAutograd says stay in place are read there), and for what
-    eager partitions hand over. An input of several partitions is copied once, and paid for by the first.
+    A capture saves the host's time for launches and library calls. It costs the replay, and copies of inputs and of
+    results of eager partitions to where the device graph reads them. Inputs that stay in place, as AOTAutograd says,
+    are read there. An input of several partitions is copied once, and counts for the first.
 
     Args:
         sizes: bytes of storages at the sizes the program was compiled for.
         capture: "auto" for the estimate, "always" for all that can be captured, "never" for none.
         min_launches: launches and library calls that a captured partition has at least.
     """
-    elsewhere = _elsewhere(plan)
+    moving = _without_fixed_address(plan)
     paid: frozenset[int] = frozenset()
     judged: list[Partition] = []
     for partition in plan.partitions:
@@ -43,7 +43,7 @@ def apply_cost_model(
             judged.append(partition)
             continue
         touched = frozenset[int]().union(*map(plan.facts.touched, plan.work_in(partition)))
-        copied = (elsewhere & touched) - paid
+        copied = (moving & touched) - paid
         benefit = CaptureBenefit(
             saved=partition.launches * cost.launch + partition.externs * cost.extern,
             replay=cost.replay,
@@ -79,8 +79,8 @@ def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min
     return ""
 
 
-def _elsewhere(plan: ProgramPlan) -> frozenset[int]:
-    """Storages that are somewhere else at every call: inputs that do not stay in place, what eager operators make."""
+def _without_fixed_address(plan: ProgramPlan) -> frozenset[int]:
+    """Storages whose address changes between calls: inputs that are not static, and results of eager operators."""
     static = {plan.placeholders[position].name for position in plan.static_inputs}
     return frozenset(
         storage.index
@@ -91,14 +91,14 @@ def _elsewhere(plan: ProgramPlan) -> frozenset[int]:
 
 
 def _joined(partitions: Sequence[Partition]) -> tuple[Partition, ...]:
-    """Neighbours with one verdict as one."""
-    found: list[Partition] = []
+    """Join neighbours with the same verdict."""
+    joined: list[Partition] = []
     for verdict, group in itertools.groupby(partitions, lambda partition: partition.verdict):
         parts = list(group)
         reasons = dict.fromkeys(part.reason for part in parts if part.reason)
-        found.append(
+        joined.append(
             Partition(
-                len(found),
+                len(joined),
                 verdict,
                 tuple(node for part in parts for node in part.nodes),
                 "; ".join(reasons),
@@ -108,4 +108,4 @@ def _joined(partitions: Sequence[Partition]) -> tuple[Partition, ...]:
                 parts[0].benefit,
             )
         )
-    return tuple(found)
+    return tuple(joined)

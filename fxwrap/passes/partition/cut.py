@@ -1,4 +1,4 @@
-"""CUT: as few captured partitions as the dependencies allow, within what memory allows."""
+"""CUT: orders the work and cuts it into as few captured partitions as dependencies and memory allow."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ def cut(
     the fewest partitions. So does giving every node its greatest, or any level of its verdict in between that keeps
     the dependencies. Three of these cuts are tried (earliest, latest, late where memory grows), and program order if
     it has as few partitions. The lowest peak of memory wins. If that is above the budget, program order is split into
-    2, 4, 8, ... pieces, each cut by itself, until the peak fits; in the end program order itself is taken. Nodes of a
+    2, 4, 8, ... pieces, each cut by itself, until the peak fits; the last resort is program order itself. Nodes of a
     partition keep program order.
 
-    Linear in nodes and dependencies, but for sorting, if no pieces are needed. Each number of pieces that is tried
+    Apart from sorting, the time is linear in nodes and dependencies if no pieces are needed. Each number of pieces
     takes at least one more pass.
 
     Args:
         facts: what each node reads and writes.
-        sizes: bytes of storages that the program or an operator allocates, and that are not handed out; without them
-            memory is ignored.
+        sizes: bytes of the allocated storages that the program does not return; without them memory is ignored.
         peak_budget: the allowed ratio of the peak to that of program order.
     """
     work = _Work.of(dependencies, verdicts)
@@ -85,9 +84,9 @@ def _captured(groups: Groups) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """The nodes in program order; by position the verdict of each, and the positions of the nodes that it depends on.
+    """The nodes in program order, their verdicts, and the positions of the nodes that each depends on.
 
-    A node that is evaluated when recorded (a view, a size) has no verdict here: it is in no partition.
+    A node that is evaluated when recorded (a view, a size) has no verdict here, and is in no partition.
     """
 
     nodes: list[Node]
@@ -134,7 +133,7 @@ class _Work:
 
 
 def _in_order(dependencies: nx.DiGraph) -> list[Node]:
-    """The nodes in the order of the graph, as far as the dependencies allow that."""
+    """The nodes in the order of the graph, as far as the dependencies allow it."""
     nodes = list(dependencies.nodes)
     position = {node: index for index, node in enumerate(nodes)}
     users: list[list[int]] = [[] for _ in nodes]

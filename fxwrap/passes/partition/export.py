@@ -1,4 +1,4 @@
-"""Partitions as graphs of their own: with a signature, printable, runnable, and ready for another compiler."""
+"""Exports a partition as a GraphModule with a signature, which can be printed, run, or given to another compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def partition_graph(plan: ProgramPlan, partition: Partition) -> PartitionGraph:
 
     ::
 
-        buf0 = allocate(...)              buf0 = input            memory that others read, too: an input, written
+        buf0 = allocate(...)              buf0 = input            read outside, too: an input, which is written
         buf1 = allocate(...)              buf1 = allocate(...)    lives and dies inside
         launch(k, x, buf1)       ->       launch(k, x, buf1)
         y = mm(buf1, w)                   y = mm(buf1, w)
@@ -43,7 +43,7 @@ class _Cutter:
                 self._collect(user, seen)
 
     def _temporaries(self) -> frozenset[int]:
-        """Allocated storages that nothing outside touches, and that are not handed out."""
+        """Allocated storages that no node outside touches, and that the program does not return."""
         facts, inside = self.plan.facts, set(self.partition.nodes)
         outside = [facts.touched(node) for node in self.plan.schedule if node not in self.inside]
         touched = frozenset().union(*(facts.touched(node) for node in self.inside))
@@ -59,12 +59,12 @@ class _Cutter:
             return self.plan.facts.of(node) <= self.temporaries
         if kind is not Kind.VIEW or not isinstance(node.args[0], Node):
             return False
-        # A tensor picked out of somebody else's tuple comes in by itself; other views are made again.
+        # An element of a tuple that is made outside is an input; other views are made again.
         base = node.args[0]
         return base in self.inside or _is_tensor(base)
 
     def _checks_after(self, node: Node) -> list[Node]:
-        """Asserts on a value that this partition makes; they stay with it."""
+        """The asserts on a value that this partition makes. They become part of it."""
 
         def comes_along(arg: Node) -> bool:
             return arg in self.inside or self._is_remade(arg) or is_symbolic_value(arg.meta.get("val"))
@@ -83,20 +83,21 @@ class _Cutter:
 
     def module(self) -> GraphModule:
         graph = Graph()
-        made: dict[Node, Node] = {}
+        copies: dict[Node, Node] = {}
         for node in self.inputs:
-            made[node] = graph.placeholder(node.name)
-            made[node].meta = dict(node.meta)
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
 
         def copied(node: Node) -> Node:
-            if node not in made:
-                made[node] = graph.node_copy(node, copied)
-            return made[node]
+            if node not in copies:
+                copies[node] = graph.node_copy(node, copied)
+            return copies[node]
 
         for node in self.nodes:
-            for one in (node, *self._checks[node]):
-                copied(one)
-        graph.output(tuple(made[node] for node in self.outputs))
+            copied(node)
+            for check in self._checks[node]:
+                copied(check)
+        graph.output(tuple(copies[node] for node in self.outputs))
         return GraphModule(self.plan.graph, graph, f"Partition{self.partition.index}")
 
     def signature(self) -> Signature:

@@ -1,4 +1,4 @@
-"""Scalars that live on the host: copied to the device once, instead of being read by every kernel that uses them."""
+"""Rewrite: copies scalars on the host to the device once, so that kernels which use them can be captured."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch.fx import GraphModule, Node
 
 
 def copy_host_scalars(gm: GraphModule) -> None:
-    """Give elementwise work on an accelerator copies of the host scalars that it takes, in place.
+    """Replace host scalars that elementwise work on an accelerator takes by copies on the device, in place.
 
-    A kernel that takes a CPU scalar gets its value with the launch, which a device graph would keep; so each of them
-    would have to run eagerly. Copies stand before all of them, and everything after them can be captured.
+    A kernel that takes a CPU scalar gets its value with the launch, and a device graph would keep that value. So each
+    such kernel would run eagerly. With the copies in front of them, all of them can be captured.
 
     ::
 
@@ -18,7 +18,7 @@ def copy_host_scalars(gm: GraphModule) -> None:
         y = aten.mul(x, step)                   ->       on_device = prims.device_put(step, "cuda:0")
         z = aten.mul(y, step)                            y = aten.mul(x, on_device); z = aten.mul(y, on_device)
 
-    ``gm`` is a graph of AOTAutograd, in which nothing is written but inputs, at the very end.
+    ``gm`` is a graph of AOTAutograd: it writes to nothing except inputs, at its end.
     """
     copies: dict[tuple[Node, torch.device], Node] = {}
     for node in list(gm.graph.nodes):

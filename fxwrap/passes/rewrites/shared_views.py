@@ -1,4 +1,4 @@
-"""Views: each is made once, and none where its base does as well."""
+"""Rewrite: makes each view once, and none where its base serves as well."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...host_graph.nodes import Kind, kernel_of, kind_of, only_computes, reinter
 
 
 def share_views(gm: GraphModule) -> GraphModule:
-    """Leave out views that are made twice, in place, and those that only a kernel of the CPU needs.
+    """Remove views that are made twice, and those that only kernels of the CPU read, in place.
 
     ::
 
@@ -22,22 +22,22 @@ def share_views(gm: GraphModule) -> GraphModule:
         aten.add(u, u, out=buf3)                        aten.add(u, u, out=buf3)
         return reinterpret(buf2, (16,), (1,), 0)        return u
 
-    A view stays as it is where somebody may keep, or change, the tensor object: the caller gets one of his own, and
+    A view stays where its tensor object may be kept or changed: the caller gets an object that nothing else has, and
     so do operators that are not torch's.
     """
-    known: dict[Any, Node] = {}
+    first_of: dict[Any, Node] = {}
     for node in list(gm.graph.nodes):
         if node.target is reinterpret:
             _count_from_the_buffer(node)
             base, size, stride, offset = node.args
-            first = known.setdefault((base, tuple(size), tuple(stride), offset), node)
+            first = first_of.setdefault((base, tuple(size), tuple(stride), offset), node)
             if first is not node and _may_share(first, node):
                 node.replace_all_uses_with(first)
             elif _has_layout(base, size, stride, offset) and not _is_returned(node) and _others_compute(node):
                 node.replace_all_uses_with(base)
         elif (kernel := kernel_of(node)) is not None and kernel.language == "cpp" and kernel.device.type == "cpu":
-            # All that it takes of a tensor is its address.
-            node.args = (node.args[0], *(_where_it_begins(arg) for arg in node.args[1:]))
+            # Such a kernel takes only the address of a tensor.
+            node.args = (node.args[0], *(_base_at_same_address(arg) for arg in node.args[1:]))
     for node in reversed(gm.graph.nodes):
         if node.target is reinterpret and not node.users:
             gm.graph.erase_node(node)
@@ -46,7 +46,7 @@ def share_views(gm: GraphModule) -> GraphModule:
 
 
 def _count_from_the_buffer(node: Node) -> None:
-    """Make a view of a view a view of what that is a view of."""
+    """Make a view of a view a view of the latter's base."""
     base, size, stride, offset = node.args
     if isinstance(base, Node) and base.target is reinterpret and isinstance(offset, int):
         further, _, _, before = base.args
@@ -64,9 +64,9 @@ def _has_layout(base: Any, size: Any, stride: Any, offset: Any) -> bool:
 
 def _may_share(first: Node, second: Node) -> bool:
     returned = _is_returned(first) + _is_returned(second)
-    # What is allocated at the call is the caller's own; a view of an input may be there before.
-    own = not returned or (returned == 1 and _is_allocated(first.args[0]))
-    return own and _others_compute(first) and _others_compute(second)
+    # The caller may get a view of what the call allocates; one of an input may exist before the call.
+    unshared = not returned or (returned == 1 and _is_allocated(first.args[0]))
+    return unshared and _others_compute(first) and _others_compute(second)
 
 
 def _is_returned(view: Node) -> bool:
@@ -77,7 +77,7 @@ def _others_compute(view: Node) -> bool:
     return all(user.op == "output" or only_computes(user) for user in view.users)
 
 
-def _where_it_begins(value: Any) -> Any:
+def _base_at_same_address(value: Any) -> Any:
     while isinstance(value, Node) and value.target is reinterpret and value.args[3] == 0:
         value = value.args[0]
     return value

@@ -1,4 +1,4 @@
-"""Needless copies: a ``*_copy`` view operator whose result nobody can tell from a view becomes the view."""
+"""Rewrite: a call of a ``*_copy`` operator becomes the view, where no node can tell the copy from a view."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...host_graph.nodes import (
 from ...plan import Origin, StorageFacts
 from ..analysis.aliasing import analyse_storages, overlap_groups
 
-# What kernels for accelerators take for granted of the buffers that they are given, in bytes.
+# Bytes: the alignment that kernels for accelerators assume of buffers.
 _ALIGNMENT = 16
 _NONE: frozenset[int] = frozenset()
 
@@ -36,7 +36,7 @@ class NeedlessCopy:
     """A copy that can be a view.
 
     Attributes:
-        copy: the call.
+        copy: the call that copies.
         view: the operator that takes the same arguments and returns a view.
         value: the view's fake value.
     """
@@ -70,13 +70,13 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
 
     A copy may share its operand's memory if all of this holds:
 
-    * nothing writes into the copy, nor into the operand between the copy and its last use: after such a write the
-      two differ, while earlier writes are seen by both. (A write to an input may be one to any other.)
-    * it is not handed to the caller, who may write into it and keep it as long as they like;
+    * nothing writes to the copy, nor to the operand between the copy and its last use: such a write would make the
+      two differ. (A write to an input may be a write to any other input.)
+    * the copy is not returned: the caller may write to it, and keep it;
     * the view has the copy's layout, for which the kernels that read it were compiled: sizes, strides, type, no
-      pending conjugation or negation, and alignment where it is relied upon;
-    * nobody asks where in its storage it begins: a view of another type must begin at a whole element, offsets of
-      ``as_strided`` count from the storage's start, and of a custom operator nothing is known.
+      pending conjugation or negation, and alignment where a reader depends on it;
+    * no user depends on the position in its storage: a view of another type must begin at a whole element, offsets of
+      ``as_strided`` count from the storage's start, and a custom operator may depend on anything.
     """
     copies = [(node, view) for node in gm.graph.nodes if (view := view_of_copy(node)) is not None]
     if not copies:
@@ -84,25 +84,25 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
     facts = analyse_storages(gm)
     handed_out = facts.behind(output_node(gm).all_input_nodes)
     uses = _Uses.of(gm, facts)
-    fixed = facts.behind(arg for node in gm.graph.nodes for arg in _asked_for_offset(node))
-    # What a copy that is replaced lives in from then on.
+    fixed = facts.behind(arg for node in gm.graph.nodes for arg in _operands_with_fixed_offset(node))
+    # The storages of the views that replace copies, by storage of the copy.
     moved: dict[int, frozenset[int]] = {}
-    found: list[NeedlessCopy] = []
+    needless: list[NeedlessCopy] = []
     for node, view in copies:
-        own = facts.of(node)
+        storages = facts.of(node)
         base = _NONE.union(*(moved.get(i, {i}) for i in facts.of(node.all_input_nodes[0])))
         value = _value_as_view(node, view)
-        if value is None or not base or own & (handed_out | fixed):
+        if value is None or not base or storages & (handed_out | fixed):
             continue
-        if _aligned(node, value, base, facts) and not uses.tell_apart(node, own, base):
-            moved.update((index, base) for index in own)
-            found.append(NeedlessCopy(node, view, value))
-    return tuple(found)
+        if _aligned(node, value, base, facts) and not uses.distinguish(node, storages, base):
+            moved.update((index, base) for index in storages)
+            needless.append(NeedlessCopy(node, view, value))
+    return tuple(needless)
 
 
 @dataclass(frozen=True)
 class _Uses:
-    """When storages are written and read, by position in the graph; groups of inputs, when one of them is."""
+    """Where storages are written and last read, by position in the graph; groups of inputs count as storages, too."""
 
     position: dict[Node, int]
     writes: dict[int, list[int]]
@@ -124,17 +124,22 @@ class _Uses:
                 last_read[storage] = index
         return cls(position, writes, last_read, groups)
 
-    def tell_apart(self, copy: Node, own: frozenset[int], base: frozenset[int]) -> bool:
-        """Whether a write makes a difference between a copy and a view."""
+    def distinguish(self, copy: Node, storages: frozenset[int], base: frozenset[int]) -> bool:
+        """Whether a write makes the copy and a view differ.
+
+        Args:
+            storages: those of the copy.
+            base: storages of its operand.
+        """
         begin = self.position[copy]
-        end = max((self.last_read.get(index, begin) for index in own), default=begin)
+        end = max((self.last_read.get(index, begin) for index in storages), default=begin)
         sources = {*base, *(self.groups[index] for index in base if index in self.groups)}
         between = any(begin < write <= end for index in sources for write in self.writes.get(index, ()))
-        return between or any(self.writes.get(index) for index in own)
+        return between or any(self.writes.get(index) for index in storages)
 
 
 def view_of_copy(node: Node) -> OpOverload | None:
-    """The view operator of which a call is the copying form: ``aten::slice`` of ``aten::slice_copy``."""
+    """The view operator whose copying form a call is (``aten::slice`` for ``aten::slice_copy``); None for others."""
     overload = node.target
     if not isinstance(overload, OpOverload) or overload.namespace != "aten" or counts_from_storage(node):
         return None
@@ -150,19 +155,19 @@ def view_of_copy(node: Node) -> OpOverload | None:
     return view if arguments(view._schema) == arguments(overload._schema) else None
 
 
-def _asked_for_offset(node: Node) -> list[Node]:
-    """Operands of which a call may ask where in their storage they begin."""
+def _operands_with_fixed_offset(node: Node) -> list[Node]:
+    """Operands whose position in their storage a node may depend on."""
     overload = schema_of(node) if node.op == "call_function" else None
     if overload is None:
-        known = (
+        independent = (
             node.op == "output"
             or node.target in (launch, operator.getitem, reinterpret)
             or kind_of(node) is Kind.CHECK
         )
-        return [] if known else node.all_input_nodes
+        return [] if independent else node.all_input_nodes
     of_another_type = overload in (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default)
-    asks = of_another_type or counts_from_storage(node) or overload.namespace != "aten"
-    return node.all_input_nodes if asks else []
+    depends = of_another_type or counts_from_storage(node) or overload.namespace != "aten"
+    return node.all_input_nodes if depends else []
 
 
 def _value_as_view(node: Node, view: OpOverload) -> Any:
@@ -189,7 +194,7 @@ def _same_layout(copy: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def _aligned(node: Node, value: Any, base: frozenset[int], facts: StorageFacts) -> bool:
-    """Whether the view is aligned as a buffer of its own would be, if anybody relies on that."""
+    """Whether the view is aligned as a new buffer would be, where a reader depends on that."""
     views = _tensors(value)
     asserted = any("align" in getattr(check.target, "__name__", "") for check in checks_on([node]))
     if not asserted and all(view.device.type == "cpu" for view in views):

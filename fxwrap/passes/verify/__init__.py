@@ -1,4 +1,7 @@
-"""CHECK: proofs that share no code with what they check, but the vocabulary of ``host_graph/nodes.py``."""
+"""CHECK: proves each schedule and each memory plan correct, from the graph alone.
+
+The proofs share no code with what they check, except the vocabulary of ``host_graph/nodes.py``.
+"""
 
 from .memory import verify_memory
 from .schedule import verify_schedule

@@ -1,6 +1,6 @@
-"""Aliasing and accesses, worked out from the graph alone, without any code of ``passes/analysis``.
+"""CHECK: aliasing and accesses, derived from the graph without any code of ``passes/analysis``.
 
-Aliasing comes from a union of what views declare and what the operators' fake results show.
+Aliasing is the union of what views declare and what the fake values of operators' results show.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...host_graph.nodes import (
     reinterpret,
 )
 
-# A storage: the node that makes it, and which of its results it is (None for an only one).
+# A storage: the node that makes it, and the position of its result; None for the only one.
 Root = tuple[Node, int | None]
 
 fault = functools.partial(PlanError, remedy="this is a bug in fxwrap; please report the graph")
@@ -47,12 +47,16 @@ def name_of(root: Root) -> str:
 
 @dataclass
 class Accesses:
-    """Aliasing and accesses, worked out from the graph. A storage is known by who made it."""
+    """Aliasing and accesses of a graph. A storage is identified by its root: the node that makes it.
+
+    Attributes:
+        in_flight: storages that a communication fills when the program ends, or when it began.
+    """
 
     graph: Graph
     _roots: dict[Node, frozenset[Root]] = field(default_factory=dict)
     _elements: dict[Node, list[frozenset[Root]]] = field(default_factory=dict)
-    # What communications read that are over with a wait, and what some still work on at the end, or did before.
+    # For each wait: what the communications that it ends have read.
     _in_communication: dict[Node, frozenset[Root]] = field(default_factory=dict)
     in_flight: set[Root] = field(default_factory=set)
 
@@ -69,23 +73,22 @@ class Accesses:
         self._follow_communications()
 
     def _follow_communications(self) -> None:
-        """From its begin until somebody waits, a communication reads what it was given and fills what it returns
-        or writes."""
-        given: dict[Root, frozenset[Root]] = {}
+        """A communication reads its operands and fills its results from its call to the wait for it."""
+        operands_of: dict[Root, frozenset[Root]] = {}
         for node in self.graph.nodes:
             name = _qualified_name(node)
             if name.split("::")[0] not in _COMMUNICATION:
                 continue
             operands = self.roots_in((node.args, node.kwargs))
             if name in _WAITS:
-                known = [given[root] for root in operands if root in given]
-                self._in_communication[node] = frozenset().union(*known)
+                ended = [operands_of[root] for root in operands if root in operands_of]
+                self._in_communication[node] = frozenset().union(*ended)
                 self.in_flight -= operands
-                if not known:
+                if not ended:
                     self.in_flight |= {root for root in operands if root[0].op == "placeholder"}
                 continue
             for root in self.written(node) or self.roots(node):
-                given[root] = operands
+                operands_of[root] = operands
                 if name.startswith("_c10d_functional::"):
                     self.in_flight.add(root)
 
@@ -104,7 +107,7 @@ class Accesses:
             return self._roots.get(base, frozenset())
         if (flow := control_flow_of(node)) is not None:
             elements = [
-                frozenset({(node, position)}) | roots for position, roots in enumerate(self._handed_back(flow))
+                frozenset({(node, position)}) | roots for position, roots in enumerate(self._returned_by(flow))
             ]
             self._elements[node] = elements
             return frozenset().union(*elements)
@@ -127,7 +130,7 @@ class Accesses:
             return frozenset().union(*elements)
         roots = frozenset({(node, None)}) | shared
         if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
-            roots |= self.roots_in((node.args, node.kwargs))  # a sparse tensor holds what it was made of
+            roots |= self.roots_in((node.args, node.kwargs))  # a sparse tensor holds its operands
         for _, key in _fake_storages(val):
             roots |= by_storage.get(key, frozenset())
         return roots
@@ -148,7 +151,7 @@ class Accesses:
         return self._roots.get(node, frozenset())
 
     def ordered(self, work: Sequence[Node]) -> list[list[Node]]:
-        """Nodes that must keep program order although no memory joins them: random draws, and effects."""
+        """Chains of nodes that keep program order although they share no memory: random draws, and effects."""
         random: list[Node] = []
         effects: list[Node] = []
         for node in work:
@@ -165,46 +168,46 @@ class Accesses:
         return [random, effects]
 
     def roots_in(self, value: Any) -> frozenset[Root]:
-        found: set[Root] = set()
+        roots: set[Root] = set()
 
         def note(node: Node) -> Node:
-            found.update(self.roots(node))
+            roots.update(self.roots(node))
             return node
 
         torch.fx.map_arg(value, note)
-        return frozenset(found)
+        return frozenset(roots)
 
     def works(self, node: Node) -> bool:
         return kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
 
     def sources(self, node: Node, scheduled: set[Node]) -> set[Node]:
-        """The scheduled nodes whose values ``node`` uses, seen through views and arithmetic."""
-        found: set[Node] = set()
+        """The scheduled nodes whose values ``node`` uses, directly or through views and arithmetic."""
+        sources: set[Node] = set()
         todo = list(node.all_input_nodes)
         while todo:
             operand = todo.pop()
             if operand in scheduled:
-                found.add(operand)
+                sources.add(operand)
             else:
                 todo.extend(operand.all_input_nodes)
-        return found
+        return sources
 
     def touched(self, node: Node) -> frozenset[Root]:
-        """The storages that a node reads or writes, or that a communication it waits for does."""
+        """The storages that a node, or a communication that it waits for, reads or writes."""
         return self.roots_in((node.args, node.kwargs)) | self._in_communication.get(node, frozenset())
 
     def accesses(self, work: Sequence[Node]) -> dict[Root, list[tuple[Node, bool]]]:
-        """For each storage, who touches it in program order, and whether they write."""
-        found: dict[Root, list[tuple[Node, bool]]] = defaultdict(list)
+        """For each storage, the nodes that touch it in program order, and whether each writes it."""
+        accesses: dict[Root, list[tuple[Node, bool]]] = defaultdict(list)
         for node in work:
             written = self.written(node)
             for root in self.touched(node):
-                found[root].append((node, root in written))
-        return found
+                accesses[root].append((node, root in written))
+        return accesses
 
     def accesses_to_inputs(self, work: Sequence[Node]) -> dict[str, list[tuple[Node, bool]]]:
-        """The same for all inputs on a device together, which may lie in the same bytes."""
-        found: dict[str, list[tuple[Node, bool]]] = defaultdict(list)
+        """For each device, the nodes that touch any of the inputs there, which may overlap; as ``accesses``."""
+        accesses: dict[str, list[tuple[Node, bool]]] = defaultdict(list)
         device_of = {
             node: str(node.meta["val"].device)
             for node in self.graph.nodes
@@ -213,8 +216,8 @@ class Accesses:
         for node in work:
             written = {device_of[maker] for maker, _ in self.written(node) if maker in device_of}
             for device in {device_of[maker] for maker, _ in self.touched(node) if maker in device_of} | written:
-                found[device].append((node, device in written))
-        return found
+                accesses[device].append((node, device in written))
+        return accesses
 
     def written(self, node: Node) -> frozenset[Root]:
         if node.target is launch:
@@ -234,35 +237,35 @@ class Accesses:
             )
         )
 
-    # -- subgraphs: what they do to their inputs, they do to the operands of the node that calls them ----
+    # -- subgraphs: what one does to its inputs, it does to the operands of the node that calls it ----------
 
     def _written_by(self, flow: ControlFlow) -> frozenset[Root]:
-        found: frozenset[Root] = frozenset()
+        written_outside: frozenset[Root] = frozenset()
         for subgraph in flow.subgraphs:
             inner = Accesses(subgraph.graph)
             work = [node for node in subgraph.graph.nodes if inner.works(node)]
             written = frozenset().union(*map(inner.written, work))
-            found |= self._outside(written, subgraph, flow)
-        # From one iteration to the next values change places.
-        return self.roots_in(flow.operands) if found and flow.repeats else found
+            written_outside |= self._outside(written, subgraph, flow)
+        # An operand may have another position in the next iteration.
+        return self.roots_in(flow.operands) if written_outside and flow.repeats else written_outside
 
-    def _handed_back(self, flow: ControlFlow) -> list[frozenset[Root]]:
+    def _returned_by(self, flow: ControlFlow) -> list[frozenset[Root]]:
         """For each result, the operands that it may be, or may be a view of."""
-        found: list[frozenset[Root]] = []
+        returned: list[frozenset[Root]] = []
         for subgraph in flow.subgraphs:
             inner = Accesses(subgraph.graph)
             (results,) = output_node(subgraph).args
             for position, result in enumerate(results):  # type: ignore[union-attr,arg-type]
-                found += [frozenset()] * (position + 1 - len(found))
-                found[position] |= self._outside(inner.roots_in(result), subgraph, flow)
-        if flow.repeats and any(found):
-            return [self.roots_in(flow.operands)] * len(found)
-        return found
+                returned += [frozenset()] * (position + 1 - len(returned))
+                returned[position] |= self._outside(inner.roots_in(result), subgraph, flow)
+        if flow.repeats and any(returned):
+            return [self.roots_in(flow.operands)] * len(returned)
+        return returned
 
     def _outside(self, roots: frozenset[Root], subgraph: GraphModule, flow: ControlFlow) -> frozenset[Root]:
         placeholders = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
-        found = (self.roots_in(flow.operands[placeholders.index(n)]) for n, _ in roots if n.op == "placeholder")
-        return frozenset().union(*found)
+        operands = (flow.operands[placeholders.index(n)] for n, _ in roots if n.op == "placeholder")
+        return frozenset().union(*map(self.roots_in, operands))
 
 
 def _schema(node: Node) -> Any:
@@ -283,13 +286,13 @@ def _pairs(schema: Any, node: Node) -> list[tuple[Any, Any]]:
 
 
 def _fake_storages(val: Any) -> list[tuple[int | None, int]]:
-    """(position in a tuple, storage) of the tensors in a fake value."""
+    """The tensors in a fake value: position in the tuple (None for a tensor alone), and storage."""
     whole = not isinstance(val, (tuple, list))
-    found: list[tuple[int | None, int]] = []
+    storages: list[tuple[int | None, int]] = []
     for position, value in enumerate((val,) if whole else val):
         if isinstance(value, torch.Tensor):
             try:
-                found.append((None if whole else position, value.untyped_storage()._cdata))
+                storages.append((None if whole else position, value.untyped_storage()._cdata))
             except (NotImplementedError, RuntimeError):
                 continue
-    return found
+    return storages

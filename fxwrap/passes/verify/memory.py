@@ -1,4 +1,4 @@
-"""CHECK: prove a memory plan safe, from the host graph alone. A sweep over steps finds overlaps."""
+"""CHECK: proves a memory plan safe, from the host graph alone. A sweep over steps finds overlaps."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def verify_memory(
     symbol_values: Mapping[Node, Any],
     replaced_groups: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Prove that no two storages that are live at one time share a byte of an arena.
+    """Prove that no two storages that are live at the same time share a byte of an arena.
 
-    ``facts`` only says which storage each number is. Aliasing and accesses are derived again from the graph.
+    ``facts`` only identifies the storages of the plan. Aliasing and accesses are derived again from the graph.
 
     Args:
         replaced_groups: groups of nodes that ``compile_partition`` replaced by one call; they may work in any order.
@@ -94,9 +94,9 @@ _HOMES = {
 
 
 def _check_home(storage: Storage, maker: Node, place: Place, plan: MemoryPlan, handed_out: bool, used: bool) -> None:
-    """Each storage has a home that its origin allows.
+    """Check that a storage has a home that its origin allows.
 
-    A storage in a per-call region is an allocation that is not handed out.
+    A storage in a per-call region must be an allocation that is not handed out.
     """
     planned = not maker.kwargs.get("pin_memory") and str(maker.kwargs.get("device")) != "meta"
     forgotten = place.home is Home.RECORDING and planned and (used or handed_out)
@@ -120,14 +120,14 @@ def _check_bounds(
     storage: Storage, maker: Node, plan: MemoryPlan, symbol_values: Mapping[Node, Any], offset: int, region: Region
 ) -> int:
     """Bytes of a storage that are accessed. Raises unless it is aligned and lies within its region."""
-    made = storage.origin is Origin.EXTERN
-    size = _bytes_returned(storage, maker) if made else _bytes_reached(maker, symbol_values)
-    known = plan.sizes.get(storage.index, 0)
-    size = known if size is None else size
+    returned = storage.origin is Origin.EXTERN
+    size = _bytes_returned(storage, maker) if returned else _bytes_reached(maker, symbol_values)
+    planned = plan.sizes.get(storage.index, 0)
+    size = planned if size is None else size
     # Wide vector loads on a CPU want a cache line.
     alignment = region.alignment if region.arena else max(region.alignment, _ALIGNMENT)
-    if size > known:
-        raise fault(f"plan: {storage.name} is too small", expected=f"{size} bytes", got=f"{known} bytes")
+    if size > planned:
+        raise fault(f"plan: {storage.name} is too small", expected=f"{size} bytes", got=f"{planned} bytes")
     if offset % alignment:
         raise fault(f"plan: {storage.name} is misaligned", expected=f"a multiple of {alignment}", got=str(offset))
     if offset < 0 or offset + size > region.size:
@@ -142,7 +142,7 @@ def _check_bounds(
 def _check_steps(
     accesses: Accesses, schedule: Sequence[Node], placed: Mapping[Root, Place], plan: MemoryPlan
 ) -> None:
-    """A storage in a per-call region is named only in the region's steps, and only by nodes that cannot keep it."""
+    """Check that storages in per-call regions are named in the region's steps, by nodes that cannot keep them."""
     regions = {root: plan.regions[place.region] for root, place in placed.items()}
     for step, node in enumerate(schedule if regions else ()):
         named = regions.keys() & (accesses.touched(node) | accesses.roots(node))
@@ -179,19 +179,19 @@ def _live_outputs_of_others(
     handed_out: Collection[Root],
     end: int,
 ) -> Iterator[_Interval]:
-    """Live outputs of other recordings in an arena.
+    """The live outputs of other recordings in an arena.
 
-    A donated one is live until its last use here, any other for the whole call.
+    An output that the program gets as a donated input is live until its last use here, any other for the whole call.
     """
-    for one in reserved:
-        roots = {root for name in one.nodes for root in accesses.roots(nodes[name])}
+    for interval in reserved:
+        roots = {root for name in interval.nodes for root in accesses.roots(nodes[name])}
         stays = not roots or not roots.isdisjoint(handed_out)
         stop = end if stays else max(spans.get(root, (0, 0))[1] for root in roots)
         name = "another program's output"
         if roots:
             name += f", here {name_of(min(roots, key=str))}"
         if stop:
-            yield _Interval(name, one.low, one.high, 0, stop, planned=False)
+            yield _Interval(name, interval.low, interval.high, 0, stop, planned=False)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _live_ranges(
 
 
 def _bytes_reached(root: Node, symbol_values: Mapping[Node, Any]) -> int | None:
-    """Bytes of ``root``'s storage that its own layout and views of it reach; None where sizes are unknown."""
+    """Bytes of ``root``'s storage that it and views of it reach; None where sizes are unknown."""
     if root.op != "call_function":
         return None
 

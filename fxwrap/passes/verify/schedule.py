@@ -1,4 +1,4 @@
-"""CHECK: prove that a schedule computes what the graph computes."""
+"""CHECK: proves that a schedule computes what its graph computes."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
         _verify_accesses(f"an input on {device}, where another may lie", accesses, position)
 
 
-def _verify_accesses(what: str, accesses: Sequence[tuple[Node, bool]], position: Mapping[Node, int]) -> None:
-    """Program order: reads between two writes form a group; no access may cross a write."""
+def _verify_accesses(storage: str, accesses: Sequence[tuple[Node, bool]], position: Mapping[Node, int]) -> None:
+    """Check the order of accesses to one storage. Reads may change places; no access may cross a write."""
     last_writer: Node | None = None
     group: list[Node] = []
     for node, writes in accesses:
         step = position[node]
         if last_writer is not None and step <= position[last_writer]:
-            _wrong_order(last_writer, node, position, f"{last_writer.name} writes {what} first")
+            _wrong_order(last_writer, node, position, f"{last_writer.name} writes {storage} first")
         if writes:
             for reader in group:
                 if position[reader] >= step:
-                    _wrong_order(reader, node, position, f"{reader.name} reads {what} first")
+                    _wrong_order(reader, node, position, f"{reader.name} reads {storage} first")
             last_writer, group = node, []
         else:
             group.append(node)

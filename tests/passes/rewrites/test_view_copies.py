@@ -206,8 +206,8 @@ def test_any_graph_computes_the_same(steps: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize(
     "fault, steps",
     [
-        ("tell_apart", [("slice", 0), ("write", 2), ("return", 1)]),
-        ("tell_apart", [("slice", 0), ("write", 1), ("return", 0)]),
+        ("distinguish", [("slice", 0), ("write", 2), ("return", 1)]),
+        ("distinguish", [("slice", 0), ("write", 1), ("return", 0)]),
     ],
 )
 def test_the_property_notices_a_pass_that_overlooks_writes(fault: str, steps: list[tuple[str, int]]) -> None:

@@ -1,4 +1,4 @@
-"""What Dynamo made of a function, in its own words: graph breaks, functions that it skipped, and its frames."""
+"""Reports what Dynamo did with a function, in Dynamo's words: graph breaks, skipped functions, compiled frames."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .search import Search
 
 @dataclass(frozen=True)
 class Break:
-    """Where Dynamo ended a graph before its function ended.
+    """A graph break: Dynamo ended a graph before its function ended.
 
     Attributes:
-        reason: Dynamo's.
+        reason: Dynamo's message.
         user_line: as ``file, line number: code``.
     """
 
@@ -36,7 +36,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A function that runs as it is, while what it calls may be compiled."""
+    """A function that Dynamo does not compile. Functions that it calls may be compiled."""
 
     function: str
     user_line: str
@@ -45,9 +45,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Frame:
-    """A function, or the rest of one after a graph break, and how many graphs were made of it.
+    """A function, or the rest of one after a graph break, and the number of its graphs.
 
-    Its line is empty where the function is not the user's.
+    Attributes:
+        user_line: empty where the function is not the user's.
     """
 
     function: str
@@ -56,11 +57,11 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class DynamoStory:
-    """What Dynamo made of a function, as far as it still knows: it forgets at ``torch._dynamo.reset()``.
+class DynamoReport:
+    """What Dynamo did with a function since the last ``torch._dynamo.reset()``, at which it forgets everything.
 
     Attributes:
-        seen: whether Dynamo has looked at the function, or at any that it calls.
+        seen: whether Dynamo has seen the function, or any that it calls.
     """
 
     breaks: tuple[Break, ...] = ()
@@ -69,14 +70,14 @@ class DynamoStory:
     seen: bool = False
 
     def __str__(self) -> str:
-        """What was not compiled whole, a line each."""
-        broken = [f"graph break at {one.user_line}\n  {one.reason}" for one in self.breaks]
-        skipped = [f"not compiled: {one.function}, {one.user_line}\n  {one.reason}" for one in self.skipped]
-        return "\n".join([*broken, *skipped])
+        """Each graph break and each skipped function, with its reason."""
+        breaks = [f"graph break at {place.user_line}\n  {place.reason}" for place in self.breaks]
+        skipped = [f"not compiled: {s.function}, {s.user_line}\n  {s.reason}" for s in self.skipped]
+        return "\n".join([*breaks, *skipped])
 
     @property
     def why_nothing(self) -> str:
-        """Why there is no program."""
+        """The reason for which there is no program, for an error's ``got``."""
         if self.breaks or self.skipped:
             return str(self)
         if not self.seen:
@@ -87,39 +88,40 @@ class DynamoStory:
         return "one that was compiled for others only: with another backend, or for other values"
 
 
-def known_of(compiled: Any) -> tuple[list[Compilation], DynamoStory]:
-    """The compilations of the programs that calls of a function run, the oldest first, and what Dynamo made of it.
+def compilations_of(compiled: Any) -> tuple[list[Compilation], DynamoReport]:
+    """The compilations whose programs a function's calls run, the oldest first, and Dynamo's report of the function.
 
-    They are those that Dynamo made while the function was running, and those made for others that Dynamo takes from
-    its caches for it: modules of one class share them, and so do functions that call the same one.
+    Dynamo made them while the function was running, or made them for another function and serves them from its
+    caches: modules of one class share compilations, and so do functions that call the same function.
     """
     search = Search(compiled)
-    pieces = [code for one in search.compilations for _, reference in one.pieces if (code := reference())]
-    own = [one for one in search.compilations if search.asked_for(one)]
-    looked_at = [*search.codes, *(code for one in own for code in one.skipped)]
-    # Switched off, Dynamo notes the functions that it passes by.
-    without = [code for code in dict.fromkeys(looked_at) if not (config.disable or _debug_get_cache_entry_list(code))]
+    references = [reference for compilation in search.compilations for _, reference in compilation.pieces]
+    pieces = [code for reference in references if (code := reference())]
+    asked_for = [compilation for compilation in search.compilations if search.asked_for(compilation)]
+    seen = [*search.codes, *(code for compilation in asked_for for code in compilation.skipped)]
+    # Dynamo notes the functions that it sees while it is switched off, too.
+    without = [code for code in dict.fromkeys(seen) if not (config.disable or _debug_get_cache_entry_list(code))]
     skipped = [Skipped(_name(code), _place(code), _why_skipped(code)) for code in without if _is_users(code)]
     if not (skipped or search.is_compiled):
         skipped = _skipped_of_torch(without)
-    places = [(code.co_filename, code.co_firstlineno, _last_line(code)) for code in {*looked_at, *pieces}]
+    places = [(code.co_filename, code.co_firstlineno, _last_line(code)) for code in {*seen, *pieces}]
     breaks = [
-        Break(_brief(one.reason), _user_line(one.user_stack[-1].filename, one.user_stack[-1].lineno))
-        for one in graph_break_reasons
-        for frame in one.user_stack[:1]
+        Break(_brief(noted.reason), _user_line(noted.user_stack[-1].filename, noted.user_stack[-1].lineno))
+        for noted in graph_break_reasons
+        for frame in noted.user_stack[:1]
         if any(file == frame.filename and first <= (frame.lineno or 0) <= last for file, first, last in places)
     ]
-    story = DynamoStory(
+    report = DynamoReport(
         tuple(dict.fromkeys(breaks)),
         tuple(skipped),
         tuple(Frame(_name(code), _place(code), count) for code, count in Counter(pieces).items()),
         bool(search.codes) and not config.disable,
     )
-    return search.compilations, story
+    return search.compilations, report
 
 
 def _skipped_of_torch(codes: list[types.CodeType]) -> list[Skipped]:
-    """Functions of torch's that Dynamo has looked at, the first for each reason: a rule for a file has many."""
+    """Functions of torch's that Dynamo skipped, the first for each reason: one rule may skip many."""
     first: dict[str, types.CodeType] = {}
     for code in codes:
         if Path(code.co_filename).is_relative_to(Path(torch.__file__).parent):
@@ -137,7 +139,7 @@ def _skipped_of_torch(codes: list[types.CodeType]) -> list[Skipped]:
 
 
 def _why_skipped(code: types.CodeType) -> str:
-    """Dynamo's reason, as far as it keeps it."""
+    """Dynamo's reason to skip a function, or the likely one where it keeps none."""
     key = code.co_filename, code.co_firstlineno, code.co_name
     for metrics in reversed(get_compilation_metrics()):
         if metrics.fail_reason and key == (metrics.co_filename, metrics.co_firstlineno, metrics.co_name):
@@ -151,7 +153,7 @@ def _why_skipped(code: types.CodeType) -> str:
 
 
 def _brief(reason: str) -> str:
-    """Dynamo's message without what is for its developers."""
+    """The first paragraph of Dynamo's message; the rest is for its developers."""
     return reason.split("\n\n", maxsplit=1)[0].strip()
 
 
