@@ -73,7 +73,7 @@ __all__ = [
     "stats",
 ]
 
-# Inductor takes seconds to import, so what needs it is looked up when it is used.
+# Inductor takes seconds to import, so names that need it are imported at their first use.
 _LAZY = {
     "LoadedProgram": ".artifacts.load",
     "load": ".artifacts.load",

@@ -17,10 +17,10 @@ import pytest
 from memory_oracle import random_case
 from random_graphs import GraphMaker, compile_request
 
+from fxwrap.host_graph.typed_json import from_data, to_data
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import MemoryPlan, Planned, ProgramPlan
-from fxwrap.plan_json import from_data, to_data
 
 
 def to_json(plan: Any) -> str:

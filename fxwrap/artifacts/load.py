@@ -30,10 +30,10 @@ from ..graphs.replay.overlaps import MutatedInputs
 from ..host_graph.graph_json import Functions, expression_from_data, graph_from_data
 from ..host_graph.nodes import Kernel, output_values
 from ..host_graph.stand_ins import StandIns
+from ..host_graph.typed_json import from_data
 from ..options import Options
 from ..pipeline import CompileRequest, restore_program
 from ..plan import ProgramPlan
-from ..plan_json import from_data
 from .machine import check_machine
 from .package import Package
 from .signature import Checker, Look, NumberInput, Signature, TensorInput

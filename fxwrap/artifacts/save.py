@@ -21,7 +21,7 @@ from ..codegen.store.stored_triton import triton_version
 from ..errors import OptionError, StorageError
 from ..host_graph.graph_json import Functions, expression_to_data, graph_to_data
 from ..host_graph.nodes import Kernel
-from ..plan_json import to_data
+from ..host_graph.typed_json import to_data
 from . import package
 from .machine import versions
 from .signature import solution

@@ -26,8 +26,8 @@ from ..errors import InputError
 from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
 from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, module_path, operator_name, user_line
+from ..host_graph.typed_json import from_data, to_data
 from ..plan import MemoryPlan, Origin, ProgramPlan
-from ..plan_json import from_data, to_data
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"

@@ -211,7 +211,7 @@ def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
     sizes, nodes = {}, by_name(gm)
     for storage in facts.storages:
         value = storage.value(nodes[storage.node])
-        if (layout := hinted_layout(value)) is not None:
+        if value is not None and (layout := hinted_layout(value)) is not None:
             sizes[storage.index] = storage_bytes(*layout, value.dtype)
     return sizes
 
@@ -260,7 +260,7 @@ def _sizes_of_results(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[
     for storage in program.facts.storages:
         if storage.origin is Origin.EXTERN:
             value = storage.value(program.nodes[storage.node])
-            if (layout := layout_at(value, symbols)) is not None:
+            if value is not None and (layout := layout_at(value, symbols)) is not None:
                 sizes[storage.index] = storage_bytes(*layout, value.dtype)
     return sizes
 
@@ -300,14 +300,19 @@ def _unplanned(
             unplanned[program.device].append((None, buffer))
     ends = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
     for storage in program.facts.storages:
-        if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
+        value = storage.value(program.nodes[storage.node])
+        if (
+            storage.origin is Origin.EXTERN
+            and storage.node in steps
+            and sizes.get(storage.index)
+            and value is not None
+        ):
             begin = steps[storage.node]
             _, last = ranges.get(storage.index, (begin, begin + 1))
             stop = end if storage.index in handed_out else max(last, begin + 1)
             if storage.index in placed:
                 stop = ends[storage.node]
-            device = storage.value(program.nodes[storage.node]).device
-            unplanned[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
+            unplanned[value.device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
     return unplanned
 
 
