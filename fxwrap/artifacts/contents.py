@@ -10,10 +10,9 @@ from typing import Any
 
 from ..codegen.torch_runtime import size_functions
 from ..host_graph.graph_json import Functions
-from .load import signature_of
 from .machine import target_text, versions
 from .package import Package
-from .signature import Signature
+from .signature import Signature, signature_of
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ..codegen.torch_runtime import in_forward_ad, is_plain_memory
 from ..errors import InputError
+from ..host_graph.graph_json import Functions, expression_from_data
 
 # A size: a number, or an expression of symbols.
 Size = Any
@@ -176,6 +177,33 @@ class Signature:
     def _range_error(self, name: str, expected: str, got: int) -> InputError:
         where = ", ".join(i.name for i in self.inputs if isinstance(i, TensorInput) and name in map(str, i.size))
         return InputError(f"size {name} of {where or self.method}", expected=expected, got=str(got))
+
+
+def signature_of(name: str, known: Mapping[str, Any], functions: Functions) -> Signature:
+    """The signature of a method, from its entry in the manifest."""
+
+    def size(data: Any) -> Any:
+        return data if isinstance(data, int) else expression_from_data(data, functions)
+
+    inputs: list[TensorInput | NumberInput] = []
+    for one in known["inputs"]:
+        if "number" in one:
+            kinds = {"int": int, "float": float, "bool": bool, "str": str, "NoneType": type(None)}
+            value = one["value"] if isinstance(one["value"], (str, float, type(None))) else size(one["value"])
+            inputs.append(NumberInput(one["name"], kinds[one["number"]], value))
+        else:
+            sizes = tuple(map(size, one["size"])), tuple(map(size, one["stride"]))
+            inputs.append(TensorInput(one["name"], dtype_named(one["dtype"]), torch.device(one["device"]), *sizes))
+    ranges = {symbol: (low, high) for symbol, (low, high) in known["ranges"].items()}
+    guards = tuple(expression_from_data(guard, functions) for guard in known["guards"])
+    return Signature(name, tuple(inputs), ranges, guards, known["arguments"], known["results"])
+
+
+def dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
 
 
 class Checker:
