@@ -1,4 +1,4 @@
-"""``fxwrap.load``: the methods of a saved program, run without Inductor, Dynamo and a compiler."""
+"""``fxwrap.load``: reads a saved program, whose methods then run without Inductor, Dynamo and a compiler."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from .tensors import overlapping
 def load(
     path: str | Path, *, weights: Mapping[str, torch.Tensor] | None = None, trust: bool = False
 ) -> LoadedProgram:
-    """Load what ``fxwrap.save`` has written.
+    """Load a file that ``fxwrap.save`` has written.
 
-    The file holds no pickled objects, and no member is used before its digest is found to be right. Compiled kernels
-    are native code all the same, which may do anything, and digests say nothing of who wrote the file.
+    The file holds no pickled objects, and a member is used only after its digest was checked. Compiled kernels are
+    native code, which may do anything, and a digest does not tell who wrote the file: hence ``trust``.
 
     Args:
-        weights: parameters and buffers by name, instead of those in the file; those that it lacks have to be there.
-            They are used as they are: what is written to them later counts.
+        weights: parameters and buffers by name, used instead of those in the file; weights that the file lacks are
+            required. The tensors are not copied: the program sees later writes to them.
         trust: whether native code and source in the file may run.
 
     Raises:
-        StorageError: the file is damaged, or for another torch, Python, processor or device; or ``trust`` is
-            missing, or weights are, or they do not fit.
+        StorageError: the file is damaged, or was saved for another torch, Python, processor or device; or ``trust``
+            is False; or weights are missing or do not fit.
     """
     package = Package(Path(path))
     try:
@@ -70,33 +70,33 @@ def load(
         package.close()
 
 
-def _loaded(package: Package, given: dict[str, torch.Tensor]) -> LoadedProgram:
+def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> LoadedProgram:
     manifest = package.manifest
     functions = Functions({**wrapper_functions(), **library_functions()}, size_functions())
-    tensors = StoredTensors(package, given_by_entry(package, given), functions)
+    tensors = StoredTensors(package, given_by_entry(package, given_weights), functions)
     options = Options(**manifest["options"])
     methods = {}
     with tempfile.TemporaryDirectory(prefix="fxwrap-") as folder:
         kernels = _Kernels(package, Path(folder))
-        for name, known in manifest["methods"].items():
-            data = package.json(known["program"])
-            constants = {attribute: tensors[tensor] for attribute, tensor in known["constants"].items()}
+        for name, entry in manifest["methods"].items():
+            data = package.json(entry["program"])
+            constants = {attribute: tensors[tensor] for attribute, tensor in entry["constants"].items()}
             graph = graph_from_data(data["graph"], functions, StandIns(), constants, kernels.of(data), empty_graph)
             plan = from_data(ProgramPlan, data["plan"], graph=graph)
             program = restore_program(plan, CompileRequest(torch_functions(), options))
-            weights = {weight: tensors[tensor] for weight, tensor in known["weights"]}
-            methods[name] = LoadedMethod(signature_of(name, known, functions), program, weights)
+            weights = {weight: tensors[tensor] for weight, tensor in entry["weights"]}
+            methods[name] = LoadedMethod(signature_of(name, entry, functions), program, weights)
     names = names_of_weights(manifest["tensors"])
     weights = {entry: tensors[entry] for entry in dict.fromkeys(names.values())}
-    if given and (found := overlapping([(weights[n], manifest["tensors"][n]["written"]) for n in weights])):
-        one, other = (list(weights)[place] for place in found)
-        got = f"weights {one!r} and {other!r} that share memory"
+    if given_weights and (pair := overlapping([(weights[n], manifest["tensors"][n]["written"]) for n in weights])):
+        first, second = (list(weights)[place] for place in pair)
+        got = f"weights {first!r} and {second!r} that share memory"
         raise package.error(got, "weights with memory of their own, as far as they are written", "give a clone")
     return LoadedProgram(methods, weights, names, FrozenWeights.of(manifest))
 
 
 class _Kernels:
-    """Loads kernels: compiled ones out of the file, C++ source through Inductor and Triton's through Triton."""
+    """Loads kernels: compiled ones from the file, C++ source by Inductor, Triton kernels by Triton."""
 
     def __init__(self, package: Package, folder: Path) -> None:
         self._package, self._folder = package, folder
@@ -115,10 +115,10 @@ class _Kernels:
                 from ..codegen.emit.kernels import load_kernels, loaded_kernel
 
                 definition = loaded_kernel(load_kernels(texts[known["module"]]), name)
-            if (found := stored_kernel(known, texts, definition, run)) is None:
+            if (loaded := stored_kernel(known, texts, definition, run)) is None:
                 got = f"no {known['language']} kernels on {known['device']}"
                 raise self._package.error(got, "a device that runs them")
-            return found
+            return loaded
 
         return kernel
 
@@ -136,7 +136,7 @@ class _Kernels:
 
     def _object(self, member: str) -> Callable[..., Any]:
         if member not in self._objects:
-            # The file's own names are used for nothing on the disk.
+            # A name from the file is never used as a path.
             path = self._folder / f"{len(self._objects)}.so"
             path.write_bytes(self._package.read(member))
             self._objects[member] = load_object(str(path))

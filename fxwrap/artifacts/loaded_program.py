@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Loaded:
-    """What a file was loaded as: kernels and recordings, which exist in this process alone."""
+    """Base of loaded objects, which cannot be copied: their kernels and recordings exist in this process alone."""
 
     def __reduce__(self) -> NoReturn:
         raise StorageError(
@@ -35,11 +35,11 @@ class _Loaded:
 
 
 class LoadedMethod(_Loaded):
-    """One method of a saved program: ``method(*args, **kwargs)``. No gradients are computed.
+    """One method of a saved program: ``method(*args, **kwargs)``. It computes no gradients.
 
     Attributes:
-        signature: what it takes; print it.
-        weights: parameters and buffers by the names that they have in its module.
+        signature: what the method takes; print it.
+        weights: parameters and buffers by their names in the method's module.
     """
 
     def __init__(self, signature: Signature, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
@@ -47,13 +47,13 @@ class LoadedMethod(_Loaded):
         self._weights = list(self.weights.values())
         functions = torch_functions()
         self._check = Checker(signature, functions.layout_check)
-        passed = [place for place, one in enumerate(signature.inputs) if not _compiled_in(one)]
+        passed = [place for place, expected in enumerate(signature.inputs) if not _compiled_in(expected)]
         self._passed = passed if len(passed) < len(signature.inputs) else None
         mutated = MutatedInputs.of(program.plan, functions.overlap)
         self._mutated = mutated.with_static(self._weights, range(len(self._weights))) if mutated else None
-        self._apart = set[tuple[Any, ...]]()  # layouts and addresses of inputs that were found apart
+        self._unshared = set[tuple[Any, ...]]()  # layouts and addresses of inputs that were found to share no memory
         args, kwargs = signature.arguments["tuple"]
-        # Plain positional tensors are a list already.
+        # Number of arguments if all are positional and none is nested: then they need no flattening; else -1.
         self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
         self._single = signature.results == LEAF
         self._results = with_classes(signature.results)
@@ -67,7 +67,7 @@ class LoadedMethod(_Loaded):
         return self.call_flat(inputs)
 
     def call_flat(self, inputs: list[Any]) -> Any:
-        """Call it with its inputs in the order of the signature."""
+        """Call the method with its inputs as a flat list, in the order of the signature."""
         look = self._check(inputs)
         if self._passed is not None:
             inputs = [inputs[place] for place in self._passed]
@@ -75,31 +75,35 @@ class LoadedMethod(_Loaded):
         if self._mutated is not None:
             self._check_apart(self._mutated, values, look)
         if autocast_enabled():
-            # Operators would take and return other dtypes than those that memory is planned for.
+            # Under autocast, operators would take and return other dtypes than those that memory is planned for.
             with without_autocast():
-                found = self.program.run(values)
+                results = self.program.run(values)
         else:
-            found = self.program.run(values)
+            results = self.program.run(values)
         if self._constant:
-            found = _with_copies(found, self._constant)
+            results = _with_copies(results, self._constant)
         if self._single:
-            return found
-        return unflatten(self._results, iter(found if isinstance(found, (list, tuple)) else [found]))
+            return results
+        return unflatten(self._results, iter(results if isinstance(results, (list, tuple)) else [results]))
 
     def _check_apart(self, mutated: MutatedInputs, values: list[Any], look: Look | None) -> None:
-        """Raise where a tensor that is written shares memory with an input: AOTAutograd has taken for granted that
-        none does."""
-        where = (look, *[values[place].data_ptr() for place, _ in mutated.moving])
-        if look is not None and where in self._apart:
+        """Check that no tensor that is written shares memory with an input: AOTAutograd assumes so.
+
+        Raises:
+            InputError: one does.
+        """
+        addresses = (look, *[values[place].data_ptr() for place, _ in mutated.moving])
+        if look is not None and addresses in self._unshared:
             return
         if mutated.are_apart(values):
-            if len(self._apart) >= _PLACES:
-                self._apart.clear()
+            if len(self._unshared) >= _MAX_ADDRESSES:
+                self._unshared.clear()
             if look is not None:
-                self._apart.add(where)
+                self._unshared.add(addresses)
             return
         facts, nodes = self.program.plan.facts, self.program.plan.placeholders
-        names = [*self.weights, *(one.name for one in self.signature.inputs if not _compiled_in(one))]
+        inputs = [expected.name for expected in self.signature.inputs if not _compiled_in(expected)]
+        names = [*self.weights, *inputs]
         written = facts.all_written()
         of_written = [name for name, node in zip(names, nodes, strict=True) if facts.of(node) & written]
         raise InputError(
@@ -110,16 +114,16 @@ class LoadedMethod(_Loaded):
         )
 
 
-# Allocators give the same few addresses again and again.
-_PLACES = 64
+# How many combinations of addresses a method remembers. Allocators return the same few addresses repeatedly.
+_MAX_ADDRESSES = 64
 
 
-def _compiled_in(known: TensorInput | NumberInput) -> bool:
-    return isinstance(known, NumberInput) and not isinstance(known.value, sympy.Basic)
+def _compiled_in(expected: TensorInput | NumberInput) -> bool:
+    return isinstance(expected, NumberInput) and not isinstance(expected.value, sympy.Basic)
 
 
 def _constant_results(plan: ProgramPlan) -> list[int]:
-    """Results that lie in the memory of constants, by position: freezing has computed them."""
+    """Positions of results that freezing has computed: they lie in the memory of constants."""
     gm, facts = plan.graph, plan.facts
     held = [n for n in gm.graph.find_nodes(op="get_attr") if isinstance(getattr(gm, str(n.target)), torch.Tensor)]
     constants, results = facts.behind(held), output_values(gm)
@@ -127,7 +131,7 @@ def _constant_results(plan: ProgramPlan) -> list[int]:
 
 
 def _with_copies(results: Any, places: Sequence[int]) -> Any:
-    """Results that the caller may write to: the next call would return what was written."""
+    """Copy results that lie in constants: otherwise the next call would return what the caller writes to them."""
     if not isinstance(results, (list, tuple)):
         return results.clone()
     copied = list(results)
@@ -140,7 +144,7 @@ class LoadedProgram(_Loaded):
     """The methods of a saved program: ``program["decode"](x)``, or ``program.decode(x)``.
 
     Attributes:
-        methods: their signatures by name.
+        methods: the signatures of the methods, by name.
     """
 
     def __init__(
@@ -155,8 +159,10 @@ class LoadedProgram(_Loaded):
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all methods, each once: by the name that it has in its module, or ``method.name``
-        where another weight of an earlier method has that."""
+        """Parameters and buffers of all methods, each once.
+
+        The key is the name in the method's module, or ``method.name`` if another weight of an earlier method has it.
+        """
         return dict(self._weights)
 
     @property
@@ -179,14 +185,13 @@ class LoadedProgram(_Loaded):
         return iter(self._methods)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy other values to weights. What was recorded goes on to be replayed.
+        """Copy new values to weights. Recordings stay valid.
 
         Args:
-            weights: by their names, or by any other that a module has for them (tied weights have several).
+            weights: new values by name; a tied weight has several names, and any of them will do.
 
         Raises:
-            StorageError: a name is unknown, a shape is another one, or one weight gets two values; then nothing was
-                copied.
+            StorageError: a name is unknown, a shape differs, or one weight gets two values; then nothing was copied.
         """
         values: dict[str, torch.Tensor] = {}
         for name, value in weights.items():
@@ -197,14 +202,14 @@ class LoadedProgram(_Loaded):
                 )
             if not isinstance(value, torch.Tensor):
                 raise StorageError(f"weight {name!r}", expected="a tensor", got=type(value).__name__)
-            own = self._weights[self._names[name]]
-            sizes = str(tuple(own.size())), str(tuple(value.size()))
+            weight = self._weights[self._names[name]]
+            sizes = str(tuple(weight.size())), str(tuple(value.size()))
             if sizes[0] != sizes[1]:
                 raise StorageError(f"weight {name!r}", expected=sizes[0], got=sizes[1])
-            once = without_repeats(value, own.stride())
+            once = without_repeats(value, weight.stride())
             if once.size() != value.size() and not torch.equal(once.expand_as(value), value):
                 raise StorageError(
-                    f"weight {name!r}", expected=f"values that repeat: strides are {own.stride()}", got="others"
+                    f"weight {name!r}", expected=f"values that repeat: strides are {weight.stride()}", got="others"
                 )
             if not same_memory(values.setdefault(self._names[name], value), value):
                 raise StorageError(
@@ -212,11 +217,11 @@ class LoadedProgram(_Loaded):
                 )
         with torch.no_grad():
             for name, value in values.items():
-                own = self._weights[name]
-                without_repeats(own).copy_(without_repeats(value, own.stride()))
+                weight = self._weights[name]
+                without_repeats(weight).copy_(without_repeats(value, weight.stride()))
 
     def explain(self) -> Explanation:
-        """What is decided about all methods, as ``fxwrap.explain`` shows it."""
+        """The decisions about all methods, as ``fxwrap.explain`` shows them."""
         from ..api.report import Explanation
 
         return Explanation([method.program for method in self._methods.values()])

@@ -18,19 +18,19 @@ from .tensors import from_stored, same_memory
 
 
 def names_of_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """What weights are called, their own names first, and which they are."""
-    weights = {name: known["aliases"] for name, known in tensors.items() if known["kind"] == "weights"}
-    own = {name: name for name in weights}
-    return {**{alias: name for name, aliases in weights.items() for alias in aliases}, **own}
+    """All names of weights, aliases included, with the name of the entry that each stands for."""
+    aliases_of = {name: entry["aliases"] for name, entry in tensors.items() if entry["kind"] == "weights"}
+    entry_names = {name: name for name in aliases_of}  # last: an entry's name precedes an alias of another
+    return {**{alias: name for name, aliases in aliases_of.items() for alias in aliases}, **entry_names}
 
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Weights whose values are compiled in: they cannot be others.
+    """Weights whose values are compiled into methods, and cannot be replaced.
 
     Attributes:
-        names: methods where they are, by name.
-        entries: methods that have frozen what other methods take as a weight, by its name in the file.
+        names: the methods that have frozen a weight, by the weight's name.
+        entries: the methods that have frozen a weight which other methods take as an input, by its name in the file.
     """
 
     names: Mapping[str, Sequence[str]]
@@ -39,19 +39,20 @@ class FrozenWeights:
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> FrozenWeights:
         names: dict[str, list[str]] = {}
-        for method, known in manifest["methods"].items():
-            for name in known["frozen"]:
+        for method, description in manifest["methods"].items():
+            for name in description["frozen"]:
                 names.setdefault(name, []).append(method)
-        entries = {name: one["frozen"] for name, one in manifest["tensors"].items() if one.get("frozen")}
+        entries = {name: entry["frozen"] for name, entry in manifest["tensors"].items() if entry.get("frozen")}
         return cls(names, entries)
 
     def check(self, name: str, entry: str | None) -> None:
-        """
+        """Check that a weight may get another value.
+
         Args:
-            entry: the weight that the name stands for; None for none.
+            entry: the entry that the name stands for; None if there is none.
 
         Raises:
-            StorageError: another value would not reach all methods.
+            StorageError: a method has the weight's value compiled in.
         """
         methods = self.names.get(name) if entry is None else self.entries.get(entry)
         if methods:
@@ -64,30 +65,34 @@ class FrozenWeights:
 
 
 def given_by_entry(package: Package, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights that were given, by the names in the file."""
+    """The weights that were given to ``load``, by the name of their entry in the file.
+
+    Raises:
+        StorageError: a name is unknown or frozen, or a value is no plain tensor, or one weight gets two tensors.
+    """
     names = names_of_weights(package.manifest["tensors"])
     frozen = FrozenWeights.of(package.manifest)
     for name in given:
         frozen.check(name, names.get(name))
     if unknown := sorted(given.keys() - names.keys()):
         raise package.error(f"weights {', '.join(unknown)}", "the names of weights that its methods have")
-    found: dict[str, torch.Tensor] = {}
+    by_entry: dict[str, torch.Tensor] = {}
     for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
             raise package.error(
                 f"weight {name!r}: {type(tensor).__name__}", "a tensor that is plain memory", "give one"
             )
-        if not same_memory(found.setdefault(names[name], tensor), tensor):
+        if not same_memory(by_entry.setdefault(names[name], tensor), tensor):
             raise package.error(
                 f"two tensors for weight {names[name]!r}, the other one as {name!r}",
                 "one tensor: its methods share it",
                 "leave one of them out",
             )
-    return found
+    return by_entry
 
 
 class StoredTensors:
-    """The tensors of a file by name, each made once; what was given comes first."""
+    """The tensors of a file by name, each made at its first use. A given weight replaces the one in the file."""
 
     def __init__(self, package: Package, given: Mapping[str, torch.Tensor], functions: Functions) -> None:
         self._package, self._given, self._functions = package, given, functions
@@ -97,40 +102,40 @@ class StoredTensors:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._made:
-            known = self._known[name]
-            self._made[name] = self._packed(name, known) if known["kind"] == "packed" else self._tensor(name, known)
+            entry = self._known[name]
+            self._made[name] = self._packed(name, entry) if entry["kind"] == "packed" else self._tensor(name, entry)
         return self._made[name]
 
-    def _packed(self, name: str, known: Mapping[str, Any]) -> torch.Tensor:
-        """A tensor in the form of a library of this machine, which its operators alone can read."""
-        constants = {attribute: self[tensor] for attribute, tensor in known["constants"].items()}
-        gm = graph_from_data(known["graph"], self._functions, StandIns(), constants, _no_kernel, empty_graph)
+    def _packed(self, name: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        """A weight in a library's packed form, which only that library's operators can read: it is packed again."""
+        constants = {attribute: self[tensor] for attribute, tensor in entry["constants"].items()}
+        gm = graph_from_data(entry["graph"], self._functions, StandIns(), constants, _no_kernel, empty_graph)
         try:
             with torch.no_grad():
-                found = torch.fx.Interpreter(gm).run()
+                packed = torch.fx.Interpreter(gm).run()
         except Exception as error:  # an operator's own, of any type
             got = f"{type(error).__name__}: {error}"
             expected = "a machine whose torch packs it, as that of its saving did"
             raise self._package.error(f"tensor {name!r}: {got}", expected, "save it without freezing") from error
-        if not isinstance(found, torch.Tensor):
-            raise TypeError(f"tensor {name!r} is packed to a {type(found).__name__}")
-        return found
+        if not isinstance(packed, torch.Tensor):
+            raise TypeError(f"tensor {name!r} is packed to a {type(packed).__name__}")
+        return packed
 
     def _tensor(self, name: str, known: Mapping[str, Any]) -> torch.Tensor:
-        look = (
+        layout = (
             dtype_named(known["dtype"]),
             torch.device(known["device"]),
             tuple(known["size"]),
             tuple(known["stride"]),
         )
-        dtype, device, size, stride = look
+        dtype, device, size, stride = layout
         given = self._given.get(name) if known["kind"] == "weights" else None
         if given is not None:
             got = given.dtype, given.device, tuple(given.size()), tuple(given.stride())
-            if got != look or given.is_conj() or given.is_neg():
+            if got != layout or given.is_conj() or given.is_neg():
                 raise self._package.error(
                     f"weight {name!r}: {_describe(*got)}",
-                    _describe(*look),
+                    _describe(*layout),
                     "give one like it",
                 )
             return given.detach()
@@ -138,10 +143,10 @@ class StoredTensors:
         if saved is None:
             expected = "a weight in the file, or in load(..., weights=)"
             raise self._package.error(f"no weight {name!r}", expected, "give it by that name")
-        found = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if not from_stored(saved, found):
-            raise self._package.error(f"tensor {name!r} of another look", _describe(*look))
-        return found
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if not from_stored(saved, tensor):
+            raise self._package.error(f"tensor {name!r} of another look", _describe(*layout))
+        return tensor
 
     def _file(self, kind: str) -> Mapping[str, torch.Tensor]:
         member = f"{kind}.safetensors"
@@ -164,7 +169,7 @@ class StoredTensors:
         return self._files[kind]
 
 
-def _no_kernel(known: Mapping[str, Any]) -> NoReturn:
+def _no_kernel(entry: Mapping[str, Any]) -> NoReturn:
     raise TypeError("a kernel among the calls that pack a tensor")
 
 
