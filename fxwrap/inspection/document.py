@@ -1,8 +1,8 @@
 """The document: a report as plain data, from which text, page and comparison are made; it can be stored as JSON.
 
 The typed dictionaries below are its schema, and ``SCHEMA`` is the version: adding a key keeps the number; removing a
-key or changing its meaning raises it. Sizes are in bytes, times in microseconds; a step is the position of a work node
-in the order in which these run.
+key or changing its meaning raises it. Sizes are in bytes, times in microseconds; a step is the position of a work
+node in the order in which these run.
 """
 
 from __future__ import annotations

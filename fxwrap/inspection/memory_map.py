@@ -281,7 +281,7 @@ def _peak(storages: Sequence[StorageData], schedule: Sequence[Node]) -> PeakData
 
 
 def _peak_in_order_of_lines(planned: Planned) -> int:
-    """The peak of planned allocations in bytes, if each exists from its line in Inductor's wrapper to its last use."""
+    """The peak of planned allocations in bytes, if each exists from its line in the host graph to its last use."""
     program, sizes = planned.program, Requirements.of(planned).sizes
     position = {node: number for number, node in enumerate(program.graph.graph.nodes)}
     handed_out = Requirements.of(planned).handed_out
