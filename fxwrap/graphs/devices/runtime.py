@@ -86,8 +86,9 @@ class DeviceRuntime:
         return graph
 
     def capture(self, graph: DeviceGraph, work: Callable[[], object], pool: GraphPool | None) -> None:
-        """Capture what ``work`` issues. The capture ends even at an interrupt: while one is open, nothing can wait for
-        the device.
+        """Capture what ``work`` issues.
+
+        The capture ends even at an interrupt: while one is open, nothing can wait for the device.
 
         This is no context manager, because an interrupt between ``__enter__`` and the block would skip ``__exit__``.
         """
