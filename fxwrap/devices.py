@@ -103,7 +103,7 @@ _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=flo
 
 
 # ``after_failed_capture(device, pool)``: stop the allocator from recording to the pool, and release the pool once.
-PutRight = Callable[[torch.device, Any], None]
+RecoverFromFailedCapture = Callable[[torch.device, Any], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class DeviceSupport:
     codegen: type | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     cost: CaptureCost | None = None
-    after_failed_capture: PutRight | None = None
+    after_failed_capture: RecoverFromFailedCapture | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}

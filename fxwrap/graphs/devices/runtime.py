@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...devices import DeviceSupport, PutRight, device_function, device_support
+from ...devices import DeviceSupport, RecoverFromFailedCapture, device_function, device_support
 from ...errors import CaptureError
 from .cpu_graph import CPUGraph, capturing_graph
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
@@ -38,7 +38,7 @@ class GraphPool:
     runtime: DeviceRuntime
     id: Any
     stream: Any
-    put_right: PutRight | None = None
+    put_right: RecoverFromFailedCapture | None = None
     keeper: Any = None
     spoiled: bool = False
 
@@ -64,9 +64,9 @@ class DeviceRuntime:
     runs_while_capturing: bool
     implementation: str
     new_pool: Callable[[], Any] = lambda: None
-    after_failed_capture: PutRight | None = None
+    after_failed_capture: RecoverFromFailedCapture | None = None
 
-    def make_pool(self, put_right: PutRight | None = None) -> GraphPool:
+    def make_pool(self, put_right: RecoverFromFailedCapture | None = None) -> GraphPool:
         """A memory pool that lives as long as the object.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ...devices import PutRight
+from ...devices import RecoverFromFailedCapture
 from ...errors import MemoryLimitError
 from ...host_graph.tensors import tensor_over
 from ..devices.runtime import DeviceRuntime, GraphPool
@@ -144,7 +144,7 @@ class Arena:
                 if tensor.device == self.device:
                     tensor.record_stream(self.stream)
 
-    def pool(self, runtime: DeviceRuntime, put_right: PutRight | None = None) -> GraphPool:
+    def pool(self, runtime: DeviceRuntime, put_right: RecoverFromFailedCapture | None = None) -> GraphPool:
         """The memory pool of the arena's device graphs.
 
         Results in it are valid only while a call holds the arena's lock; outputs in it are copied.
