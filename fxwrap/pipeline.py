@@ -54,10 +54,10 @@ from .plan import (
     NodeVerdict,
     PartitionGraph,
     PlacementHint,
-    Planned,
     ProgramPlan,
     Reservations,
     Signature,
+    SizedProgram,
     StorageFacts,
 )
 
@@ -192,7 +192,7 @@ class Sized:
         previous: this program's plan for other sizes; its order of offsets is also tried.
     """
 
-    planned: Planned
+    planned: SizedProgram
     reserved: Reservations = field(default_factory=dict)
     hint: PlacementHint | None = None
     previous: MemoryPlan | None = None
@@ -398,7 +398,7 @@ class HostGraphPlanner:
 
     def plan(
         self,
-        planned: Planned,
+        planned: SizedProgram,
         reserved: Reservations = MappingProxyType({}),
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
@@ -406,11 +406,11 @@ class HostGraphPlanner:
         return self._run(self.stages.memory, Sized(planned, reserved, hint, previous))
 
     def plan_pair(
-        self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+        self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
         return plan_pair(first, second, saved_as)
 
-    def devices(self, planned: Planned) -> Collection[torch.device]:
+    def devices(self, planned: SizedProgram) -> Collection[torch.device]:
         return Requirements.of(planned).planned.keys()
 
     def _run(self, stage: Stage[Before, After], before: Before) -> After:

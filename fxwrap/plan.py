@@ -449,7 +449,7 @@ class ProgramPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class SizedProgram:
     """A program at concrete sizes.
 
     Attributes:

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from ..errors import CaptureError, MemoryLimitError, PlanError
 from ..options import Options
-from ..plan import MemoryPlan, Planned, ProgramPlan
+from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .memory.locks import LockOwner
@@ -77,7 +77,7 @@ class Recorder:
         self.never_recorded = ""
         self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.newest_plan: MemoryPlan | None = None
-        self.newest_planned: Planned | None = None
+        self.newest_planned: SizedProgram | None = None
         self._forward: tuple[weakref.ref[Recorder], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
 
@@ -101,7 +101,7 @@ class Recorder:
                 raise
             self.never_recorded = str(error.subject)
 
-    def _note_plan(self, planned: Planned, memory: MemoryPlan) -> None:
+    def _note_plan(self, planned: SizedProgram, memory: MemoryPlan) -> None:
         if self.newest_plan is None:
             self._traces.planned(self.prepared.plan, memory)
         if self.newest_plan is not memory:

@@ -14,7 +14,7 @@ from ..host_graph.nodes import output_values, user_line
 from ..packing import Buffer, plan_memory
 from ..passes.memory.planner import predict_memory
 from ..passes.memory.requirements import Requirements
-from ..plan import Home, MemoryPlan, Origin, Planned, Prediction, ProgramPlan
+from ..plan import Home, MemoryPlan, Origin, Prediction, ProgramPlan, SizedProgram
 
 
 class StorageData(TypedDict):
@@ -122,7 +122,7 @@ def predictions(program: Program) -> list[Prediction]:
     return predict_memory([estimate.planned, backward.planned], estimate.successor[1])
 
 
-def memory_data(program: Program, plan: ProgramPlan, planned: Planned | None, memory: MemoryPlan) -> MemoryData:
+def memory_data(program: Program, plan: ProgramPlan, planned: SizedProgram | None, memory: MemoryPlan) -> MemoryData:
     """The data of a program's newest memory plan.
 
     Args:
@@ -177,7 +177,7 @@ def memory_data(program: Program, plan: ProgramPlan, planned: Planned | None, me
     }
 
 
-def _storages(planned: Planned, memory: MemoryPlan) -> tuple[list[StorageData], int]:
+def _storages(planned: SizedProgram, memory: MemoryPlan) -> tuple[list[StorageData], int]:
     """The data of all storages, and the peak of what operators allocate, in bytes."""
     program, requirements = planned.program, Requirements.of(planned)
     partitions = [partition.index for partition in program.partitions for _ in partition.nodes]
@@ -280,7 +280,7 @@ def _peak(storages: Sequence[StorageData], schedule: Sequence[Node]) -> PeakData
     return {"step": step, "node": node.name, "bytes": most, "storages": names, "user_line": user_line(node)}
 
 
-def _peak_in_order_of_lines(planned: Planned) -> int:
+def _peak_in_order_of_lines(planned: SizedProgram) -> int:
     """The peak of planned allocations in bytes, if each exists from its line in the host graph to its last use."""
     program, sizes = planned.program, Requirements.of(planned).sizes
     position = {node: number for number, node in enumerate(program.graph.graph.nodes)}
@@ -302,7 +302,7 @@ def _allocated(program: ProgramPlan, sizes: Mapping[int, int]) -> Iterable[int]:
     return (index for index in sizes if program.facts.storages[index].origin is Origin.ALLOCATION)
 
 
-def _copies(program: Program, planned: Planned | None, memory: MemoryPlan) -> list[CopyData]:
+def _copies(program: Program, planned: SizedProgram | None, memory: MemoryPlan) -> list[CopyData]:
     """The copies that each replay of the newest plan makes, largest first."""
     copies: list[CopyData] = []
     for name, (_, nbytes) in (planned.input_buffers if planned is not None else {}).items():

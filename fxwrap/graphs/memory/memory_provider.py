@@ -16,7 +16,7 @@ from ...errors import CaptureError
 from ...host_graph.sizes import evaluate_sizes
 from ...host_graph.tensors import has_address, reach, tensors_in
 from ...packing import Reserved
-from ...plan import MemoryPlan, PlacementHint, Planned, ProgramPlan, Reservations
+from ...plan import MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
 from .locks import LockOwner
@@ -35,7 +35,7 @@ class Planner(Protocol):
 
     def plan(
         self,
-        planned: Planned,
+        planned: SizedProgram,
         reserved: Reservations = MappingProxyType({}),
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
@@ -48,11 +48,11 @@ class Planner(Protocol):
             previous: this program's plan for other sizes.
         """
 
-    def devices(self, planned: Planned) -> Collection[torch.device]:
+    def devices(self, planned: SizedProgram) -> Collection[torch.device]:
         """The devices on which a plan of a program has storages."""
 
     def plan_pair(
-        self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+        self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
         """Hints for a forward and its backward from a joint plan.
 
@@ -80,14 +80,14 @@ class Estimate:
         hint: offsets from a joint plan of this program and its forward.
     """
 
-    planned: Planned
+    planned: SizedProgram
     memory: MemoryPlan
     static_inputs: int = 0
     follows: bool = False
     successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
     hint: PlacementHint | None = None
 
-    def is_for(self, planned: Planned) -> bool:
+    def is_for(self, planned: SizedProgram) -> bool:
         """Whether the estimate is the plan of a recording at the same sizes, on a device without frozen addresses."""
         return self.planned.program is planned.program and self.planned.donated == planned.donated
 
@@ -116,7 +116,7 @@ class RecordingMemory:
             after their last use.
     """
 
-    planned: Planned
+    planned: SizedProgram
     memory: MemoryPlan
     arenas: Mapping[torch.device, Arena] = field(default_factory=dict)
     reused_inputs: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class MemoryProvider:
         try:
             planned = self._planned(inputs, self.program.static_inputs)
         except CaptureError:
-            planned = Planned(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
+            planned = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planner.plan(planned, previous=previous)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.static_inputs])))
         estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
@@ -234,19 +234,19 @@ class MemoryProvider:
             outputs.append((Reserved(output.low, output.high, nodes=names), last))
         return outputs
 
-    def _with_successor(self, planned: Planned, estimate: Estimate | None) -> PlacementHint | None:
+    def _with_successor(self, planned: SizedProgram, estimate: Estimate | None) -> PlacementHint | None:
         """The hint from a joint plan with the backward program, whose estimate gets its hint as well."""
         if estimate is None or estimate.successor is None or (backward := estimate.successor[0]()) is None:
             return estimate.hint if estimate is not None else None
         hint, backward.hint = self.planner.plan_pair(planned, backward.planned, estimate.successor[1])
         return hint
 
-    def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> Planned:
+    def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
         runtime = runtime_for(self.program.device)
         if runtime.frozen_addresses:
-            return Planned(self.program, self._numbers(inputs), self._input_buffers(inputs, static))
+            return SizedProgram(self.program, self._numbers(inputs), self._input_buffers(inputs, static))
         donated = tuple(self._donated(inputs))
-        return Planned(self.program, self._numbers(inputs), {}, False, donated=donated)
+        return SizedProgram(self.program, self._numbers(inputs), {}, False, donated=donated)
 
     def _donated(self, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""

@@ -24,7 +24,7 @@ from ...host_graph.nodes import (
 )
 from ...host_graph.sizes import concrete, hinted_layout, layout_at, storage_bytes, symbols_at
 from ...packing import Buffer
-from ...plan import Origin, Planned, ProgramPlan, StorageFacts
+from ...plan import Origin, ProgramPlan, SizedProgram, StorageFacts
 from .operator_results import placeable_results
 from .workspace import needs_no_workspace, same_layouts
 
@@ -76,14 +76,14 @@ class Requirements:
         return max(self.ranges.get(index, (0, 0))[1] for index in indices)
 
     @classmethod
-    def of(cls, planned: Planned) -> Requirements:
+    def of(cls, planned: SizedProgram) -> Requirements:
         """Found once, as long as ``planned`` lives."""
         if planned not in _KNOWN:
             _KNOWN[planned] = cls._of(planned)
         return _KNOWN[planned]
 
     @classmethod
-    def _of(cls, planned: Planned) -> Requirements:
+    def _of(cls, planned: SizedProgram) -> Requirements:
         program = planned.program
         _check_communications(program.facts)
         ranges, results, handed_out = live_ranges(program), _placed_results(planned), _handed_out(program)
@@ -118,7 +118,7 @@ class Requirements:
         )
 
 
-_KNOWN = weakref.WeakKeyDictionary[Planned, Requirements]()
+_KNOWN = weakref.WeakKeyDictionary[SizedProgram, Requirements]()
 
 
 def _check_communications(facts: StorageFacts) -> None:
@@ -133,7 +133,7 @@ def _check_communications(facts: StorageFacts) -> None:
 
 
 def _planned_buffers(
-    planned: Planned,
+    planned: SizedProgram,
     ranges: Mapping[int, tuple[int, int]],
     results: Mapping[int, int],
     handed_out: frozenset[int],
@@ -232,7 +232,7 @@ def output_storages(program: ProgramPlan) -> frozenset[int]:
     return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)
 
 
-def _placed_results(planned: Planned) -> dict[int, int]:
+def _placed_results(planned: SizedProgram) -> dict[int, int]:
     """Bytes of the results of operators that are copied to places in the plan, by storage.
 
     These are results of eager work that graphs read, and results of captured work that the caller gets.
@@ -275,7 +275,7 @@ def _workspace_at(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[str,
 
 
 def _unplanned(
-    planned: Planned,
+    planned: SizedProgram,
     ranges: Mapping[int, tuple[int, int]],
     handed_out: frozenset[int],
     end: int,
@@ -345,7 +345,7 @@ def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, i
 
 
 def _donated(
-    planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+    planned: SizedProgram, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
 ) -> list[Buffer]:
     """Inputs whose memory is freed after their last use, since the caller keeps no reference. Several may share one
     storage; one that is never used is freed with the call."""
