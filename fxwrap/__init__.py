@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .api.release import release
     from .api.report import Explanation, report
     from .api.stats import stats
-    from .artifacts.load import LoadedProgram, load
+    from .artifacts.load import load
+    from .artifacts.loaded_program import LoadedProgram
     from .artifacts.save import save
     from .codegen.devices.registration import DeviceRegistration, register_device
     from .codegen.emit.emission import FxwrapCodegen
@@ -73,9 +74,9 @@ __all__ = [
     "stats",
 ]
 
-# Inductor takes seconds to import, so what needs it is looked up when it is used.
+# Inductor takes seconds to import, so names that need it are imported at their first use.
 _LAZY = {
-    "LoadedProgram": ".artifacts.load",
+    "LoadedProgram": ".artifacts.loaded_program",
     "load": ".artifacts.load",
     "save": ".artifacts.save",
     "FxwrapCodegen": ".codegen.emit.emission",

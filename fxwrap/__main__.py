@@ -1,4 +1,4 @@
-"""``python -m fxwrap``: see what is compiled, and whether all is there for it; save programs and run them."""
+"""``python -m fxwrap``: commands that show what is compiled, check the installation, and save and run programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ try:
 except ImportError as error:
     if error.name != "typer":
         raise
-    if sys.argv[1:] == ["doctor"]:  # says what is missing, so that it needs nothing itself
+    if sys.argv[1:] == ["doctor"]:  # it reports missing packages, so it needs no optional package itself
         from .api.doctor import doctor
 
-        found = doctor()
-        print(found)
-        sys.exit(not found.ok)
+        diagnosis = doctor()
+        print(diagnosis)
+        sys.exit(not diagnosis.ok)
     sys.exit("python -m fxwrap needs the package typer: pip install 'fxwrap[cli]'")
 
 if __name__ == "__main__":

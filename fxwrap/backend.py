@@ -27,9 +27,9 @@ def fxwrap(
     """Compile a Dynamo graph with TorchInductor, and plan, capture and replay what it emits.
 
     Args:
-        gm: the graph Dynamo captured.
+        gm: the graph that Dynamo traced.
         example_inputs: its (fake) inputs.
-        mode: a ``torch.compile`` mode; its settings reach Inductor. Device graphs are always fxwrap's own.
+        mode: a mode of ``torch.compile``; its settings are passed to Inductor. Device graphs are always fxwrap's own.
         options: fxwrap's options and Inductor's, in one dictionary.
         compilation: collects the programs made in this call (see ``fxwrap.explain``).
 
@@ -37,15 +37,15 @@ def fxwrap(
         OptionError: an option or the mode is unknown or has a wrong value.
         UnsupportedModelError: the graph uses more than one accelerator.
     """
-    own, patches = parsed(options)
+    fxwrap_options, patches = parsed(options)
     compilation = compilation if compilation is not None else Compilation()
     begin = time.perf_counter()
     settings = {**mode_options(mode), **patches}
-    compiled = with_room(compile_with_inductor, gm, example_inputs, own, settings, compilation)
+    compiled = with_room(compile_with_inductor, gm, example_inputs, fxwrap_options, settings, compilation)
     compilation.seconds = time.perf_counter() - begin
     return collected_by(compiled, compilation)
 
 
 def parsed(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
-    """fxwrap's options, and the settings for Inductor among them. Raises OptionError for what is neither."""
+    """Split options into fxwrap's and Inductor's settings. Raises OptionError for a name that is neither."""
     return parse_options(options, inductor_options(), registered_operators())

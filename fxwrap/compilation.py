@@ -1,4 +1,4 @@
-"""Who a compilation belongs to: collects the programs made by one call of the backend."""
+"""The record of one call of the backend: the programs that it made, and the compiled function they belong to."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 
 @dataclass(eq=False)
 class Compilation:
-    """
+    """One call of the backend, which compiles one graph of Dynamo's.
+
     Attributes:
         programs: programs in the order in which they were made; a backward program may come much later.
-        fallbacks: reasons of graphs that run through Inductor's own wrapper.
-        not_stored: what no cache could hold, so that every process compiles it.
-        pieces: Dynamo's id of each piece that was compiled, and the code that it is a piece of.
-        callers: what ``torch.compile`` had made and was running then.
-        skipped: the code that was running inside of these as it is, for Dynamo had skipped it.
+        fallbacks: the reason of each graph that runs through Inductor's own wrapper.
+        not_stored: the parts that no cache can hold; every process compiles them.
+        pieces: Dynamo's id of each frame that was compiled, and the code object of the frame.
+        callers: the functions made by ``torch.compile`` that were running then.
+        skipped: code objects that Dynamo had skipped, and that were running inside of the callers.
         lines: source lines that its graph was traced from (``codegen/store/user_lines.py``); None without a trace.
-        seconds: that the call of the backend took; what is compiled later (a backward) is not in it.
+        seconds: how long the call of the backend took, without what is compiled later (a backward).
     """
 
     programs: list[Any] = field(default_factory=list)
@@ -37,8 +38,8 @@ class Compilation:
     def __post_init__(self) -> None:
         with _lock:
             _compilations[next(_serial)] = self
-            for kept in _keeping:
-                kept.append(self)
+            for compilations in _keeping:
+                compilations.append(self)
 
 
 _lock = threading.RLock()
@@ -55,12 +56,12 @@ def live_compilations() -> list[Compilation]:
 
 @contextlib.contextmanager
 def all_kept() -> Iterator[None]:
-    """Keep what is compiled meanwhile, by whatever thread, although the code that has it compiled is gone."""
-    kept: list[Compilation] = []
+    """Keep every compilation that any thread makes inside of the context, even if its function is collected."""
+    compilations: list[Compilation] = []
     with _lock:
-        _keeping.append(kept)
+        _keeping.append(compilations)
     try:
         yield
     finally:
         with _lock:
-            _keeping[:] = [one for one in _keeping if one is not kept]
+            _keeping[:] = [other for other in _keeping if other is not compilations]

@@ -1,7 +1,7 @@
-"""What the pipeline knows about devices: one record for each, looked up where a device makes a difference.
+"""What fxwrap knows about a type of device: its kernels, its operators that must run eagerly, its cost of capture.
 
-``fxwrap.register_device`` (codegen/devices/registration.py) enters records. A device without one follows the general
-rules: CUDA and XPU need none.
+``fxwrap.register_device`` (codegen/devices/registration.py) adds a record for a device. A device without a record
+follows the general rules; CUDA and XPU need none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class KernelCall:
 
     Attributes:
         name: the kernel's name.
-        source: the code Inductor generated.
-        device: where it runs.
-        definition: what the kernel's definition evaluates to: for C++ a function of CPU tensors and numbers.
-        arg_types: the C type of each argument, or what the scheduling gave instead; None where it gave none.
+        source: the code that Inductor generated.
+        device: where the kernel runs.
+        definition: the object that the kernel's definition evaluates to: for C++ a function of CPU tensors and
+            numbers.
+        arg_types: the C type of each argument, or what the scheduling gave instead; None if it gave none.
     """
 
     name: str
@@ -36,7 +37,7 @@ class KernelCall:
 
 
 def written_pointers(call: KernelCall) -> tuple[int, ...]:
-    """Positions of the arguments that a C++ kernel writes: pointers without ``const``; all if nothing is known."""
+    """Positions of the arguments that a C++ kernel writes: pointers without ``const``; all if types are unknown."""
     types = call.arg_types or ["*"] * 256
     return tuple(
         position for position, ctype in enumerate(types) if "*" in str(ctype) and not str(ctype).startswith("const ")
@@ -45,14 +46,14 @@ def written_pointers(call: KernelCall) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class KernelKind:
-    """One kind of compiled kernels on a device: how a launch gets into a host graph, and what runs it.
+    """One kind of compiled kernels on a device: how a launch enters a host graph, and how it runs.
 
     Attributes:
-        name: shown in reports: "cpp", "triton", a vendor's own.
-        load: makes, from the first call of a kernel, the callable that launches it: it gets the launch's
+        name: shown in reports: "cpp", "triton", or a vendor's own.
+        load: makes the callable that launches a kernel, from the kernel's first call. The callable gets the launch's
             arguments (tensors on the device, numbers), and issues the work to the device's current stream.
-        accepts: whether a call is of this kind; kinds are asked in the order in which they were registered.
-        writes: positions among the arguments that the kernel writes.
+        accepts: whether a call is of this kind; kinds are tried in the order in which they were registered.
+        writes: positions of the arguments that the kernel writes.
     """
 
     name: str
@@ -71,23 +72,23 @@ def cpp_kernels(launch: Callable[..., Any]) -> KernelKind:
     return KernelKind("cpp", lambda call: functools.partial(launch, call.definition))
 
 
-# Without a stream, running a kernel is calling it.
+# The CPU has no streams: the kernel's definition is called directly.
 HOST_KERNELS = KernelKind("cpp", lambda call: call.definition)
 
 
 @dataclass(frozen=True)
 class CaptureCost:
-    """What issuing work costs the host on a device, in microseconds: the cost model's numbers.
+    """What it costs the host to issue work to a device, in microseconds. The cost model compares these numbers.
 
-    The defaults are round numbers for a GPU behind a driver, with which Python is compared: what is saved is the
-    way to the launch, not the work.
+    The defaults are round numbers for a GPU behind a driver. A capture saves the time that the host takes to issue
+    the work, not the work itself.
 
     Attributes:
-        launch: a kernel's launch out of a host graph.
-        extern: a library call out of a host graph.
-        replay: the replay of a device graph, whatever is in it.
-        copy: one copy of an input to its static buffer, or of what eager work hands over.
-        bytes: how many bytes such a copy moves in a microsecond.
+        launch: one kernel launch from a host graph.
+        extern: one library call from a host graph.
+        replay: one replay of a device graph of any size.
+        copy: one copy of an input to its static input buffer, or of an eager result to a captured address.
+        bytes: bandwidth of such a copy, in bytes per microsecond.
     """
 
     launch: float = 5.0
@@ -97,12 +98,12 @@ class CaptureCost:
     bytes: float = 500_000.0
 
 
-# A graph of the CPU calls what it would call otherwise, with everything bound, and copies nothing.
+# The CPU's graph makes the same calls with bound arguments, and copies nothing.
 _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=float("inf"))
 
 
-# ``after_failed_capture(device, pool)``: have the allocator record to the pool no more, and let go of it once.
-PutRight = Callable[[torch.device, Any], None]
+# ``after_failed_capture(device, pool)``: stop the allocator from recording to the pool, and release the pool once.
+RecoverFromFailedCapture = Callable[[torch.device, Any], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +113,12 @@ class DeviceSupport:
     Attributes:
         kernels: kinds of compiled kernels besides Triton's, which every device may have.
         eager_ops: operators that must not be captured, and rules.
-        new_graph: makes a device graph in a memory pool (None: a pool of its own); by default the unified one.
-        codegen: emits and compiles unless the ``codegen`` option says otherwise.
+        new_graph: makes a device graph in a memory pool (None: a pool of its own); by default
+            ``torch.accelerator.Graph``.
+        codegen: the class that emits and compiles, unless the ``codegen`` option names another.
         config: Inductor's settings while a graph with this device in it is compiled.
-        cost: what issuing work costs; None for the usual.
-        after_failed_capture: puts the device's allocator right.
+        cost: what issuing work costs; None for the default.
+        after_failed_capture: restores the device's allocator after a failed capture.
     """
 
     device_type: str
@@ -126,28 +128,28 @@ class DeviceSupport:
     codegen: type | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     cost: CaptureCost | None = None
-    after_failed_capture: PutRight | None = None
+    after_failed_capture: RecoverFromFailedCapture | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}
 
 
 def device_support(device_type: str) -> DeviceSupport:
-    """The record of a device; an empty one where nothing was registered."""
+    """The record of a device; an empty one if none was registered."""
     return _registered.get(device_type) or _unregistered(device_type)
 
 
-# One for each: what is made for a device is found again by its record.
+# One empty record for each device: other caches are keyed by it.
 _unregistered = functools.cache(DeviceSupport)
 
 
 def device_function(device_type: str, name: str) -> Any:
-    """A function of ``torch.<device_type>``; where its module leaves it out, what torch has for every accelerator."""
+    """A function of ``torch.<device_type>``; if that module lacks it, the one in ``torch.accelerator``."""
     module = torch.get_device_module(device_type)
     return getattr(module, name) if hasattr(module, name) else OF_ANY_ACCELERATOR[name]
 
 
-# Streams belong to the guard, in C++: a module has these for its users' sake.
+# A device's module need not have these: torch implements streams in C++ by the device's guard.
 OF_ANY_ACCELERATOR: dict[str, Callable[..., Any]] = {
     "current_stream": torch.accelerator.current_stream,
     "set_stream": torch.accelerator.set_stream,
@@ -158,12 +160,12 @@ OF_ANY_ACCELERATOR: dict[str, Callable[..., Any]] = {
 
 
 def capture_cost(device_type: str) -> CaptureCost:
-    """What issuing work costs on a device."""
+    """What it costs the host to issue work to a device."""
     return device_support(device_type).cost or (_HOST_COST if device_type == "cpu" else CaptureCost())
 
 
 def registered_devices() -> dict[str, DeviceSupport]:
-    """The records entered by ``register_device``; the dictionary itself, for it to edit."""
+    """The records that ``register_device`` has added, by type; this is the dictionary that it edits."""
     return _registered
 
 
@@ -176,7 +178,7 @@ def kernel_kind(call: KernelCall) -> KernelKind | None:
 
 
 def launch_kernel(device: str, name: str, kernel: Any, *args: Any) -> None:
-    """Launch a kernel as a host graph would: for wrapper code that Inductor runs itself."""
+    """Launch a kernel as a host graph does: for code that Inductor's own wrapper runs."""
     call = KernelCall(name, "", torch.device(device), kernel, None)
     kind = kernel_kind(call)
     (kind.load(call) if kind is not None else kernel)(*args)

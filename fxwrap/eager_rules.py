@@ -1,4 +1,4 @@
-"""Rules that keep work out of device graphs: the table that users and devices extend."""
+"""Rules that keep operators out of device graphs: the option ``eager_ops``, and what a device registers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .host_graph.nodes import operator_name, schema_of
 
 @dataclass(frozen=True)
 class EagerRule:
-    """A cause for running outside of captured partitions: what it matches, why, and what one would have to change.
+    """A rule that makes matching calls run eagerly, with the reason that reports show.
 
     A call matches if its operator is listed, has one of the tags, or satisfies the predicate.
 
@@ -27,11 +27,11 @@ class EagerRule:
         ]})
 
     Attributes:
-        reason: shown where the verdict is.
+        reason: shown in reports beside the verdict.
         operators: operators or kernels, as ``namespace::name``, ``namespace.name`` or ``namespace::name.overload``.
         tags: tags of operators.
-        predicate: asked for every launch and extern call of a host graph; a text that it returns is the reason.
-        devices: types of the device whose graphs capture the program; empty for every device.
+        predicate: called with every launch and extern call of a host graph; a string that it returns is the reason.
+        devices: the rule holds for programs that are captured on these types of device; empty for every device.
         remedy: what would have to change for the call to be captured.
     """
 
@@ -44,7 +44,7 @@ class EagerRule:
 
     def __post_init__(self) -> None:
         names = self.operators
-        # A string is a collection, too, of letters.
+        # A string is also a collection (of letters).
         listed = isinstance(names, Collection) and not isinstance(names, str)
         if not listed or not all(isinstance(name, str) for name in names):
             raise OptionError(
@@ -54,27 +54,28 @@ class EagerRule:
             )
 
     def why(self, node: Node) -> str | None:
-        """Why a launch or extern call is to run eagerly; None if the rule says nothing about it."""
+        """Why a launch or extern call has to run eagerly; None if the rule does not match."""
         overload = schema_of(node)
         if self.tags and overload is not None and not set(self.tags).isdisjoint(overload.tags):
             return self.reason
-        if self.predicate is not None and (found := self.predicate(node)):
-            return found if isinstance(found, str) else self.reason
+        if self.predicate is not None and (answer := self.predicate(node)):
+            return answer if isinstance(answer, str) else self.reason
         names = (name.replace("::", ".") for name in self.operators)
         return self.reason if self.operators and not _spellings(node).isdisjoint(names) else None
 
 
 def _spellings(node: Node) -> set[str]:
+    """The names by which a rule may list the operator of a call, with dots."""
     name = operator_name(node).replace("::", ".")
-    found = {name, str(node.target), f"{name}.default"}
+    spellings = {name, str(node.target), f"{name}.default"}
     overload = schema_of(node)
     if overload is not None:
-        found.add(f"{overload._schema.name.replace('::', '.')}.{overload._overloadname}")
-    return found
+        spellings.add(f"{overload._schema.name.replace('::', '.')}.{overload._overloadname}")
+    return spellings
 
 
 def as_rules(eager_ops: Sequence[str | EagerRule]) -> list[EagerRule]:
-    """Names of operators and rules, as rules."""
+    """The option ``eager_ops`` as a list of rules: the operator names in it become one rule."""
     names = tuple(item for item in eager_ops if isinstance(item, str))
     rules = [item for item in eager_ops if isinstance(item, EagerRule)]
     if names:
@@ -83,13 +84,16 @@ def as_rules(eager_ops: Sequence[str | EagerRule]) -> list[EagerRule]:
 
 
 def check_names(eager_ops: Sequence[str | EagerRule], registered: Iterable[str]) -> None:
-    """Raise an OptionError at the first name that matches no operator.
+    """Check that every name matches a registered operator.
 
-    A name outside of the operators' namespaces may be a kernel's, and a rule for some devices may name what is
-    registered only where they are: these are taken as they come.
+    Two kinds of names are not checked: a name outside of the operators' namespaces may be a kernel's, and a rule for
+    certain devices may name an operator that is registered only where the device is.
 
     Args:
         registered: the operators that torch knows, as ``namespace::name`` or ``namespace::name.overload``.
+
+    Raises:
+        OptionError: a name matches no operator; the message suggests the closest one.
     """
     names = [name for rule in as_rules(eager_ops) if not rule.devices for name in rule.operators]
     if not names:
@@ -97,7 +101,7 @@ def check_names(eager_ops: Sequence[str | EagerRule], registered: Iterable[str])
     spellings: dict[str, str] = {}
     for full in registered:
         packet = full.partition(".")[0]
-        spellings |= {one.replace("::", "."): one for one in (packet, f"{packet}.default", full)}
+        spellings |= {name.replace("::", "."): name for name in (packet, f"{packet}.default", full)}
     namespaces = {spelling.partition(".")[0] for spelling in spellings}
     for name in names:
         dotted = name.replace("::", ".")

@@ -1,4 +1,4 @@
-"""Every error fxwrap raises: what it is about, what was expected, what was found, what to do."""
+"""Every error that fxwrap raises. A message says its subject, what was expected, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OptionError(FxwrapError, ValueError):
 
 
 class UnsupportedModelError(FxwrapError):
-    """The model asks for something no part of fxwrap can run (two accelerators, for one)."""
+    """The model needs something that fxwrap cannot run, such as two accelerators."""
 
 
 class InputError(FxwrapError, ValueError):
@@ -41,15 +41,15 @@ class EmissionError(FxwrapError):
 
 
 class DeviceError(FxwrapError):
-    """A device cannot be registered as asked."""
+    """A device cannot be registered with these arguments, or a target device is unknown or unsupported."""
 
 
 class PlanError(FxwrapError):
-    """The verifier refused a schedule or a memory plan. A bug in fxwrap: the plan is not run."""
+    """The verifier refused a schedule or a memory plan. This is a bug in fxwrap; the plan does not run."""
 
 
 class PipelineError(FxwrapError):
-    """A stage of the pipeline does not get what it requires, or does not provide what it declares."""
+    """A stage of the pipeline returns nothing, or a rewrite leaves an invalid graph."""
 
 
 class CaptureError(FxwrapError):
@@ -64,16 +64,16 @@ class MemoryLimitError(FxwrapError):
 
 
 class StorageError(FxwrapError):
-    """A program, or a part of one, has no form that can be stored; or what was stored is not what fxwrap wrote."""
+    """A program cannot be stored, or a stored file is damaged or does not fit this machine."""
 
 
 class CheckError(FxwrapError):
-    """Checked mode has found that a replay is wrong, or that it can be: see docs/checked.md.
+    """Checked mode has found a replay that is wrong, or that can be wrong (docs/checked.md).
 
     Args:
-        fault: its name there.
-        operator: the operator or kernel at which it was found; empty where nobody can tell.
-        line: of the user's code that it comes from.
+        fault: the name of the fault in docs/checked.md.
+        operator: the operator or kernel at which it was found; empty if that is unknown.
+        line: the line of the user's code that the operator comes from.
     """
 
     def __init__(

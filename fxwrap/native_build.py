@@ -1,7 +1,7 @@
-"""Libraries of C++ that are compiled when they are first needed, and kept for the next process.
+"""C++ libraries that are compiled when they are first needed, and cached on disk for later processes.
 
-The compiler is called directly: that needs no ninja, can be interrupted, and leaves no lock behind if it is. The
-result is moved into place at once, so that processes that compile at the same time do not disturb each other.
+The compiler is called directly. That needs no ninja, can be interrupted, and leaves no lock behind if it is. The
+library is moved into the cache atomically, so that processes may compile the same one at the same time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 def built_library(
     name: str, source: Path, flags: Sequence[str], *, key: Sequence[str] = (), patience_s: float, suffix: str = ".so"
 ) -> Path:
-    """The shared library that is compiled from ``source``.
+    """The path of the shared library that is compiled from ``source``; it is compiled if the cache does not have it.
 
     Args:
-        key: what it depends on beside the source, the flags and the machine.
-        patience_s: for how many seconds the compiler may run.
-        suffix: of the file's name.
+        key: what the library depends on beside its source, the flags and the machine.
+        patience_s: how long the compiler may run, in seconds.
+        suffix: the ending of the file's name.
 
     Raises:
-        OSError: there is no compiler, or nowhere to keep the library.
+        OSError: there is no compiler, or the cache cannot be written.
         subprocess.SubprocessError: the compiler fails, or takes too long.
     """
     path = library_path(name, source, flags, key=key, suffix=suffix)
@@ -50,7 +50,7 @@ def library_path(
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept; it need not exist. Raises OSError where nobody tells: the user has no home."""
+    """The folder of the cache; it need not exist. Raises OSError if no variable names it and the user has no home."""
     named = os.environ.get("FXWRAP_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(named) if named else Path.home() / ".cache") / "fxwrap"
@@ -59,7 +59,7 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The command that compiles C++. Raises OSError where there is none."""
+    """The command that compiles C++. Raises OSError if there is none."""
     named = os.environ.get("CXX")
     if named:
         return shlex.split(named)
@@ -73,8 +73,8 @@ def _compile(path: Path, source: Path, flags: Sequence[str], patience_s: float) 
     compiler = find_compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [*compiler, str(source), "-shared", "-fPIC", *flags, "-o", str(made)]
+        library = Path(folder) / path.name
+        command = [*compiler, str(source), "-shared", "-fPIC", *flags, "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=patience_s)
-        os.replace(made, path)
+        os.replace(library, path)
     log.info("compiled %s: %s", source.name, path)

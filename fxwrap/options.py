@@ -14,19 +14,20 @@ from .errors import OptionError
 def _option(
     default: Any, doc: str, *, minimum: int | None = None, choices: tuple[str, ...] = (), compiling: bool = False
 ) -> Any:
-    """
+    """A field of ``Options``.
+
     Args:
-        compiling: nobody asks for it once a program is compiled: a saved program does not keep it.
+        compiling: whether only compiling reads the option; a saved program does not keep such a one.
     """
-    known = {"doc": doc, "minimum": minimum, "choices": choices, "compiling": compiling}
-    return field(default=default, metadata=known)
+    metadata = {"doc": doc, "minimum": minimum, "choices": choices, "compiling": compiling}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Options:
-    """fxwrap's own options; each field is documented with its default.
+    """fxwrap's own options. Each field has a default, a description, and the values that it allows.
 
-    Names that are not fields here are handed to Inductor's configuration.
+    Options of other names are passed to Inductor's configuration.
     """
 
     strict: bool = _option(False, "raise instead of falling back when a graph cannot be emitted, planned or captured")
@@ -82,26 +83,25 @@ class Options:
     )
 
     def at_run(self) -> dict[str, Any]:
-        """The options that running a compiled program asks for, by name."""
+        """The options that a compiled program reads when it runs, by name."""
         return {spec.name: getattr(self, spec.name) for spec in fields(self) if not spec.metadata["compiling"]}
 
 
 def parse_options(
     user: Mapping[str, Any] | None, inductor_options: Mapping[str, tuple[Any, Any]], operators: Iterable[str]
 ) -> tuple[Options, dict[str, Any]]:
-    """Split what the user passed into fxwrap's options and Inductor's.
+    """Split the user's options into fxwrap's and Inductor's, and check both.
 
     Args:
-        user: the ``options`` dictionary given to ``torch.compile``.
-        inductor_options: Inductor's option names with their present values and declared types.
+        user: the ``options`` dictionary that ``torch.compile`` got.
+        inductor_options: the present value and the declared type of each of Inductor's options.
         operators: the names of all registered operators.
 
     Returns:
-        The parsed options, and the patches for Inductor's configuration.
+        fxwrap's options, and the patches for Inductor's configuration.
 
     Raises:
-        OptionError: a name is neither fxwrap's nor Inductor's, a value has the wrong type, or an operator's name
-            is nobody's.
+        OptionError: a name is neither fxwrap's nor Inductor's, a value is wrong, or ``eager_ops`` names no operator.
     """
     if user is not None and not isinstance(user, Mapping):
         raise OptionError(
@@ -110,13 +110,13 @@ def parse_options(
             got=f"{user!r} of type {type(user).__name__}",
             remedy='torch.compile(model, backend="fxwrap", options={...})',
         )
-    own: dict[str, Any] = {}
+    own_options: dict[str, Any] = {}
     patches: dict[str, Any] = {}
     specs = {spec.name: spec for spec in fields(Options)}
     for name, value in (user or {}).items():
         key = str(name).replace("-", "_")
         if key in specs:
-            own[key] = _checked(key, value, specs[key])
+            own_options[key] = _checked(key, value, specs[key])
         elif key in inductor_options:
             patches[key] = _checked_inductor(key, value, *inductor_options[key])
         else:
@@ -125,9 +125,9 @@ def parse_options(
                 f"unknown option {name!r}",
                 expected=f"one of {', '.join(sorted(specs))}, or an option of Inductor",
                 got=repr(name),
-                remedy=f"did you mean {close[0]!r}?" if close else "see the table of options in the README",
+                remedy=f"did you mean {close[0]!r}?" if close else "see the table of options in docs/reference.md",
             )
-    parsed = Options(**own)
+    parsed = Options(**own_options)
     check_names(parsed.eager_ops, operators)
     return parsed, patches
 
@@ -155,7 +155,7 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
         value = float(value)
     if name == "checked" and type(value) is int and value >= spec.metadata["minimum"]:
         return value
-    # bool is an int in Python, but a user who writes strict=3 or warmup=True has made a mistake.
+    # A bool is an int in Python, but strict=3 and warmup=True are mistakes.
     if type(value) is not type(default):
         raise error
     if spec.metadata["minimum"] is not None and name != "checked" and not value >= spec.metadata["minimum"]:
@@ -179,7 +179,7 @@ def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[st
 
 
 def _checked_inductor(name: str, value: Any, current: Any, declared: Any) -> Any:
-    # The same rule as torch.compile's own: a plain value keeps its type, unless the option takes several.
+    # torch.compile's own rule: an option keeps the type of its value, unless it is declared to take several types.
     plain = isinstance(current, (bool, int, float, str)) and get_origin(declared) is None
     if plain and type(value) is not type(current):
         raise OptionError(

@@ -1,4 +1,4 @@
-"""The pipeline: the one list of stages, from a host graph to the program that runs it.
+"""The compiler's pipeline: the list of stages that make a program of a host graph.
 
 ::
 
@@ -6,9 +6,9 @@
     Analysed --capturability--> Judged --cut--> Divided --cost model, partitions compiled elsewhere--> ProgramPlan
     ProgramPlan at concrete sizes --memory--> MemoryPlan
 
-Each stage takes what an earlier one returns, as a frozen dataclass: stages in a wrong order are a type error.
-``Stages`` is the list. Analysis runs once for a graph, partitioning again without the operators whose capture failed,
-memory planning for each set of sizes.
+Each stage takes a frozen dataclass that an earlier one returns, so that a wrong order is a type error. ``Stages`` is
+the list. Analysis runs once for a graph. Partitioning runs again, without them, when the capture of operators fails.
+Memory planning runs for each set of sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -54,10 +54,10 @@ from .plan import (
     NodeVerdict,
     PartitionGraph,
     PlacementHint,
-    Planned,
     ProgramPlan,
     Reservations,
     Signature,
+    SizedProgram,
     StorageFacts,
 )
 
@@ -67,18 +67,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class PartitionFunction(Protocol):
+    """What replaces a partition: takes the partition's inputs and returns its outputs, in order."""
+
+    def __call__(self, *inputs: object) -> Sequence[object]: ...
+
+
 @dataclass(frozen=True)
 class CompileRequest:
-    """What the compiler knows about a host graph in addition to the graph.
+    """What a host graph is compiled with: options, and what AOTAutograd says of its inputs and outputs.
 
     Attributes:
+        torch: torch's private functions that the program needs when it runs.
         static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
         donated: positions of inputs that AOTAutograd lets a backward graph overwrite.
         saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
         phase: "inference", "forward" or "backward".
         compilation: collects the programs (see ``fxwrap.explain``).
-        compile_partition: may return a callable that replaces a partition.
+        compile_partition: called with each partition; may return a callable that replaces it.
     """
 
     torch: TorchFunctions
@@ -89,7 +96,7 @@ class CompileRequest:
     inputs: tuple[str, ...] = ()
     phase: str = "inference"
     compilation: Compilation | None = None
-    compile_partition: Callable[[PartitionGraph], Callable[..., Sequence[object]] | None] | None = None
+    compile_partition: Callable[[PartitionGraph], PartitionFunction | None] | None = None
 
 
 # -- what stages take and return ----------------------------------------------------------------------------------
@@ -97,10 +104,10 @@ class CompileRequest:
 
 @dataclass(frozen=True)
 class Emitted:
-    """A host graph as it runs, after the rewrites.
+    """A host graph after the rewrites.
 
     Attributes:
-        workspace: what a stored program's plan says of library calls' workspace; None where it has to be measured.
+        workspace: workspace of library calls in bytes by node, from a stored plan; None if it has to be measured.
     """
 
     graph: GraphModule
@@ -114,7 +121,8 @@ class Aliased(Emitted):
 
     Attributes:
         device: where captured partitions run.
-        sizes: bytes of storages at the sizes that the program was compiled for.
+        facts: its alias analysis.
+        sizes: bytes of storages at the sizes that the program was compiled for, by storage index.
     """
 
     device: torch.device = field(kw_only=True)
@@ -124,10 +132,12 @@ class Aliased(Emitted):
 
 @dataclass(frozen=True)
 class Analysed:
-    """All that is known of a host graph before anything is decided.
+    """A host graph with all results of analysis.
 
     Attributes:
-        workspace: measured bytes of library calls' workspace, by node.
+        storages: the graph with its storages.
+        workspace: measured workspace of library calls in bytes, by node.
+        dependencies: the dependency graph of its work nodes.
     """
 
     storages: Aliased
@@ -140,7 +150,7 @@ class Uncut:
     """A graph to be partitioned.
 
     Attributes:
-        refused: operators whose capture failed, with the error.
+        refused: the error of each operator whose capture failed, by operator.
     """
 
     analysed: Analysed
@@ -166,7 +176,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Partitioned:
-    """A plan whose partitions ``request.compile_partition`` may replace."""
+    """A plan before ``request.compile_partition`` replaces partitions."""
 
     plan: ProgramPlan
     request: CompileRequest
@@ -174,15 +184,15 @@ class Partitioned:
 
 @dataclass(frozen=True)
 class Sized:
-    """A program at concrete sizes, whose memory is to be planned.
+    """The input of memory planning: a program at concrete sizes, and what is planned around.
 
     Attributes:
         reserved: intervals of arenas that live outputs of other recordings occupy.
         hint: offsets from a joint plan of forward and backward; tried first.
-        previous: this program's plan for other sizes; its order of offsets is tried, too.
+        previous: this program's plan for other sizes; its order of offsets is also tried.
     """
 
-    planned: Planned
+    planned: SizedProgram
     reserved: Reservations = field(default_factory=dict)
     hint: PlacementHint | None = None
     previous: MemoryPlan | None = None
@@ -194,10 +204,12 @@ After = TypeVar("After")
 
 @dataclass(frozen=True)
 class Stage(Generic[Before, After]):
-    """One step of the pipeline.
+    """One stage of the pipeline.
 
     Attributes:
-        check: raises if the result is wrong. It shares no code with ``run``.
+        name: shown in logs and timings.
+        run: makes the stage's result.
+        check: raises if the result is wrong; it shares no code with ``run``.
     """
 
     name: str
@@ -206,7 +218,7 @@ class Stage(Generic[Before, After]):
 
 
 Rewrite = Stage[GraphModule, GraphModule]
-# ``hook(name, result, seconds)`` is called after each stage: for logs, timing and dumps.
+# ``hook(name, result, seconds)``: called after each stage, for logs, timing and dumps.
 Hook = Callable[[str, object, float], object]
 _hooks: ContextVar[tuple[Hook, ...]] = ContextVar("fxwrap_hooks", default=())
 
@@ -257,7 +269,7 @@ def _analyse_storages(emitted: Emitted) -> Aliased:
 
 
 def _measure_workspace(storages: Aliased) -> Mapping[str, int]:
-    """Where memory comes and goes with each call, the plan leaves room for what library calls take."""
+    """Measure library calls' workspace on the CPU: regions that are allocated per call leave room for it."""
     if storages.workspace is not None:
         return storages.workspace
     if storages.device.type != "cpu" or freezes_addresses(storages.device):
@@ -272,28 +284,29 @@ def _find_dependencies(storages: Aliased) -> nx.DiGraph:
 
 
 def _judge(uncut: Uncut) -> Mapping[str, NodeVerdict]:
-    known = uncut.analysed.storages
-    fixed = FIXED_ADDRESSES if freezes_addresses(known.device) else ()
-    eager_ops = (*known.request.options.eager_ops, *device_support(known.device.type).eager_ops, *fixed)
-    return judge(known.graph, eager_ops, uncut.refused)
+    storages = uncut.analysed.storages
+    fixed = FIXED_ADDRESSES if freezes_addresses(storages.device) else ()
+    eager_ops = (*storages.request.options.eager_ops, *device_support(storages.device.type).eager_ops, *fixed)
+    return judge(storages.graph, eager_ops, uncut.refused)
 
 
 def _cut(judged: Judged) -> Cut:
-    known = judged.analysed.storages
-    inner_sizes = {i: known.sizes[i] for i in inner_storages(known.graph, known.facts) if i in known.sizes}
-    budget = known.request.options.peak_budget
-    return cut(judged.analysed.dependencies, judged.verdicts, known.device, known.facts, inner_sizes, budget)
+    storages = judged.analysed.storages
+    graph, facts, sizes = storages.graph, storages.facts, storages.sizes
+    inner_sizes = {index: sizes[index] for index in inner_storages(graph, facts) if index in sizes}
+    budget = storages.request.options.peak_budget
+    return cut(judged.analysed.dependencies, judged.verdicts, storages.device, facts, inner_sizes, budget)
 
 
 def _apply_cost_model(divided: Divided) -> ProgramPlan:
-    known = divided.analysed.storages
-    request, options = known.request, known.request.options
+    storages = divided.analysed.storages
+    request, options = storages.request, storages.request.options
     plan = ProgramPlan(
-        known.graph,
-        known.facts,
+        storages.graph,
+        storages.facts,
         divided.verdicts,
         divided.cut,
-        known.device,
+        storages.device,
         static_inputs=frozenset(request.static_inputs),
         phase=request.phase,
         donated=request.donated,
@@ -301,12 +314,12 @@ def _apply_cost_model(divided: Divided) -> ProgramPlan:
         inputs=request.inputs,
         workspace=divided.analysed.workspace,
     )
-    cost = capture_cost(known.device.type)
-    return apply_cost_model(plan, cost, known.sizes, options.capture, options.min_launches)
+    cost = capture_cost(storages.device.type)
+    return apply_cost_model(plan, cost, storages.sizes, options.capture, options.min_launches)
 
 
 def _replace_partitions(partitioned: Partitioned) -> ProgramPlan:
-    """Let ``request.compile_partition`` replace partitions: what runs in their place is an attribute of the graph."""
+    """Let ``request.compile_partition`` replace partitions. A replacement is stored as an attribute of the graph."""
     plan, compile_partition = partitioned.plan, partitioned.request.compile_partition
     compiled = dict[int, Signature]()
     for partition in plan.partitions if compile_partition is not None else ():
@@ -340,7 +353,7 @@ REWRITES = (
 
 @dataclass(frozen=True)
 class Stages:
-    """The list of stages, in order. ``dataclasses.replace`` makes another one."""
+    """The list of stages, in order. ``dataclasses.replace`` makes a list with other stages."""
 
     rewrites: tuple[Rewrite, ...] = ()
     aliasing: Stage[Emitted, Aliased] = Stage("aliasing", _analyse_storages)
@@ -358,12 +371,12 @@ class Stages:
 
 @dataclass(frozen=True)
 class HostGraphPlanner:
-    """Partitions one host graph and plans its memory when its program asks.
+    """Runs the stages for one host graph, on demand of its program.
 
     Implements ``graphs.memory.memory_provider.Planner``.
 
     Attributes:
-        took: by stage: how often it ran, and the seconds that it took with its check.
+        took: how often each stage ran, and its seconds including its check, by the stage's name.
     """
 
     stages: Stages
@@ -385,7 +398,7 @@ class HostGraphPlanner:
 
     def plan(
         self,
-        planned: Planned,
+        planned: SizedProgram,
         reserved: Reservations = MappingProxyType({}),
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
@@ -393,11 +406,11 @@ class HostGraphPlanner:
         return self._run(self.stages.memory, Sized(planned, reserved, hint, previous))
 
     def plan_pair(
-        self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+        self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
         return plan_pair(first, second, saved_as)
 
-    def devices(self, planned: Planned) -> Collection[torch.device]:
+    def devices(self, planned: SizedProgram) -> Collection[torch.device]:
         return Requirements.of(planned).planned.keys()
 
     def _run(self, stage: Stage[Before, After], before: Before) -> After:
@@ -405,10 +418,10 @@ class HostGraphPlanner:
 
 
 def run_stage(stage: Stage[Before, After], before: Before, took: dict[str, tuple[int, float]]) -> After:
-    """Run one stage and its check, and tell the hooks.
+    """Run one stage and its check, and call the hooks.
 
     Raises:
-        PipelineError: it returns nothing.
+        PipelineError: the stage returns nothing.
         PlanError: its check failed.
     """
     begin = time.perf_counter()
@@ -430,7 +443,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
     """Run the stages on a host graph and make its program. Memory is planned later, for concrete sizes.
 
     Args:
-        stages: by default no rewrites run.
+        stages: by default, all stages without rewrites.
 
     Raises:
         PipelineError: a stage returns nothing, or a rewrite leaves an invalid graph.
@@ -444,7 +457,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
-    """Make a program from a stored plan. Its graph is already rewritten.
+    """Make a program from a stored plan, whose graph is already rewritten.
 
     Raises:
         PlanError: the verifier refused the schedule.
@@ -474,7 +487,7 @@ def _program(plan: ProgramPlan, planner: HostGraphPlanner, request: CompileReque
 def _add_to_compilation(program: Program, request: CompileRequest) -> Program:
     """Add a program to its compilation. A backward is linked to its forward."""
     if (compilation := request.compilation) is not None:
-        forwards = [one for one in compilation.programs if one.plan.phase == "forward"]
+        forwards = [earlier for earlier in compilation.programs if earlier.plan.phase == "forward"]
         if program.plan.phase == "backward" and forwards:
             program.follow(forwards[-1], saved_tensors(forwards[-1].plan, program.plan))
         compilation.programs.append(program)

@@ -1,7 +1,7 @@
-"""Decisions: what the passes return and what runs.
+"""The plan of a program: what is captured, in which order work runs, and where every byte lies.
 
-Frozen data: nodes by name, storages by number, no closures and no tensors. They are applied in one place,
-``graphs/record/recording_builder``.
+The passes return these dataclasses, and ``graphs/record/recording_builder`` applies them. They are frozen data: nodes
+by name, storages by number, no functions and no tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,7 +19,7 @@ from .host_graph.nodes import by_name
 from .packing import Placement, Reserved, joined
 
 _NONE: frozenset[int] = frozenset()
-# What is no data: whoever reads a stored plan puts it back.
+# A field that is not stored with the plan; ``from_data`` is given its value.
 _NOT_STORED = {"stored": False}
 
 
@@ -34,9 +33,9 @@ class NodeVerdict:
     """Where a node runs, and why.
 
     Attributes:
-        data_dependent: its value or size depends on data.
-        remedy: what would have to change for an eager one to be captured.
-        inherited: it is eager because of what it works on, and would be captured if that were.
+        data_dependent: whether the value or size of the node depends on data.
+        remedy: what would have to change for an eager node to be captured.
+        inherited: whether the node is eager only because one of its operands is.
     """
 
     verdict: Verdict
@@ -47,7 +46,7 @@ class NodeVerdict:
 
 
 class Origin(enum.Enum):
-    """Who owns a storage's memory."""
+    """Where a storage of the host graph comes from."""
 
     INPUT = "input"
     CONSTANT = "constant"
@@ -57,12 +56,12 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory behind one or more values of a host graph.
+    """The memory behind one or more values of a host graph.
 
     Attributes:
         index: position in ``StorageFacts.storages``.
-        node: the node that makes it.
-        element: which result of the node, for operators with several.
+        node: the node that makes the storage.
+        element: the position among the node's results, for operators with several.
     """
 
     index: int
@@ -74,12 +73,13 @@ class Storage:
     def name(self) -> str:
         return self.node if self.element is None else f"{self.node}[{self.element}]"
 
-    def value(self, maker: Node) -> Any:
-        """What was in it when the graph was traced; None where nothing tells: a loop has storages for what its body
-        hands over, besides those of its results.
+    def value(self, maker: Node) -> torch.Tensor | None:
+        """The fake tensor that the node returned in this storage when the graph was traced.
+
+        None if there is none: a loop has storages for what its body hands over, besides those of its results.
 
         Args:
-            maker: the node that makes it.
+            maker: the node that makes the storage.
         """
         value = maker.meta.get("val")
         if self.element is None or not isinstance(value, (tuple, list)):
@@ -89,17 +89,16 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """Which storages each node's value lives in, and which storages each node reads and writes.
+    """Alias analysis: the storages of each node's value, and the storages that each node reads and writes.
 
-    Only nodes that do work (launches, extern calls) read and write; a view reads nothing. A communication works on
-    its storages until it is waited for: the node that waits reads what the communication reads, and writes what it
-    fills.
+    Only work nodes (launches, extern calls) read and write; a view reads nothing. A communication uses its storages
+    until it is waited for: the node that waits reads what the communication reads, and writes what it fills.
 
     Attributes:
-        values: by node, the storages that its value lives in.
-        read, written: by node, storages.
-        awaited: by node that waits, the communications that are over then.
-        in_flight: storages that a communication works on before the graph begins, or after it ends.
+        values: the storages of a node's value, by node.
+        read, written: the storages that a node reads and writes, by node.
+        awaited: the communications that end at a wait, by the node that waits.
+        in_flight: storages that a communication uses before the graph begins, or after it ends.
     """
 
     storages: tuple[Storage, ...]
@@ -110,7 +109,7 @@ class StorageFacts:
     in_flight: frozenset[int] = frozenset()
 
     def of(self, node: Node) -> frozenset[int]:
-        """Storages that a value lives in."""
+        """Storages of a node's value."""
         return self.values.get(node.name, _NONE)
 
     def reads(self, node: Node) -> frozenset[int]:
@@ -124,18 +123,18 @@ class StorageFacts:
         return _NONE.union(*self.written.values())
 
     def behind(self, nodes: Iterable[Node]) -> frozenset[int]:
-        """Storages that any of these values lives in."""
+        """Storages of the values of any of these nodes."""
         return _NONE.union(*map(self.of, nodes))
 
     def behind_named(self, names: Iterable[str]) -> frozenset[int]:
-        """Storages that the values of any of these nodes live in."""
+        """As ``behind``, for nodes that are given by name."""
         return _NONE.union(*(self.values.get(name, _NONE) for name in names))
 
     def touched(self, node: Node) -> frozenset[int]:
         return self.reads(node) | self.writes(node)
 
     def named_in(self, nodes: Iterable[Node]) -> frozenset[int]:
-        """Storages that have to be there for nodes to run: a view of one touches no byte of it."""
+        """Storages that must exist for these nodes to run. They include bases of views, which no node reads."""
         return _NONE.union(*(self.touched(node) | self.of(node) for node in nodes))
 
 
@@ -144,9 +143,10 @@ class Partition:
     """A run of work nodes with one verdict, in the order in which they run.
 
     Attributes:
-        reason: why it is eager; empty for a captured one.
+        reason: why the partition is eager; empty for a captured one.
         device: where a captured partition runs.
-        benefit: what capturing it is estimated to save; None for one that cannot be captured.
+        launches, externs: numbers of its kernel launches and of its extern calls.
+        benefit: what a capture is estimated to save; None for a partition that cannot be captured.
     """
 
     index: int
@@ -158,8 +158,8 @@ class Partition:
     externs: int
     benefit: CaptureBenefit | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """As reports and traces have it, for JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """The partition as plain data, for reports and traces."""
         return {
             "index": self.index,
             "verdict": self.verdict.value,
@@ -174,12 +174,12 @@ class Partition:
 
 @dataclass(frozen=True)
 class CaptureBenefit:
-    """An estimate of what capturing a partition saves the host at every call, in microseconds.
+    """An estimate of the time that capturing a partition saves the host at every call, in microseconds.
 
     Attributes:
-        saved: the ways to its launches and library calls.
-        replay: the replay itself.
-        copies: copies of inputs, and of what eager work hands over, to the addresses that were captured.
+        saved: the time to issue the partition's launches and library calls.
+        replay: the time of the replay itself.
+        copies: the time of copies of inputs and of eager results to captured addresses.
     """
 
     saved: float
@@ -200,13 +200,13 @@ class Cut:
     """The partitions of a program, and the alternatives that were considered.
 
     Attributes:
-        fewest: captured partitions that the dependencies demand; no order has fewer.
-        chosen: captured partitions of the order that was chosen, before the cost model.
-        in_program_order: captured partitions if nothing were reordered.
-        peak: bytes of planned storages that are alive at most, at the sizes the program was compiled for; 0 if
-            they are not known.
-        program_order_peak: the same, in program order.
-        peak_budget: how many times that was allowed.
+        fewest: the least number of captured partitions that the dependencies allow.
+        chosen: the number of captured partitions in the chosen order, before the cost model.
+        in_program_order: the number of captured partitions without reordering.
+        peak: the largest sum of planned storages that are alive at one time, in bytes, at the sizes that the program
+            was compiled for; 0 if sizes are unknown.
+        program_order_peak: the same for program order.
+        peak_budget: the largest allowed ratio of ``peak`` to ``program_order_peak``.
     """
 
     partitions: tuple[Partition, ...]
@@ -224,16 +224,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Signature:
-    """What goes into a partition and comes out of it.
+    """The inputs and outputs of a partition.
 
     Attributes:
         inputs: values of the host graph that the partition uses, in order.
-        outputs: values it makes that others use, in order; a value may be a tuple of tensors.
-        mutated: positions of inputs whose memory it writes.
+        outputs: values that the partition makes and other partitions use, in order; a value may be a tuple of
+            tensors.
+        mutated: positions of inputs whose memory the partition writes.
         symbols: positions of inputs that are numbers (sizes).
-        temporaries: storages that live and die inside.
-        target: the attribute of the host graph that runs in the partition's place; empty where the partition runs
-            itself. ``target(*inputs)`` returns the outputs in order.
+        temporaries: storages that are alive inside of the partition only.
+        target: the attribute of the host graph that replaces the partition (``compile_partition``); empty if it is
+            not replaced. ``target(*inputs)`` returns the outputs in order.
     """
 
     inputs: tuple[str, ...]
@@ -246,7 +247,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class PartitionGraph:
-    """A partition as a graph of its own: ``module(*inputs)`` does its work and returns a tuple of its outputs."""
+    """A partition as a graph of its own: ``module(*inputs)`` runs it and returns a tuple of its outputs."""
 
     module: GraphModule
     signature: Signature
@@ -278,14 +279,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Region:
-    """Memory of several storages that is there in steps ``[begin, end)`` of each call.
+    """One allocation that holds several storages, and exists in steps ``[begin, end)`` of each call.
 
     Attributes:
         size, alignment: bytes.
-        arena: it is there all the time, and other recordings use it, too.
-        lower_bound: bytes of storages that are alive at one time at most.
-        plain: bytes that separate allocations without any reuse would take.
-        reserved: the intervals of it that live outputs of other recordings occupy.
+        arena: whether the region exists all the time and is shared with other recordings.
+        lower_bound: the largest sum of storages that are alive at one time, in bytes.
+        plain: the bytes that separate allocations without any reuse would take.
+        reserved: the intervals of the region that live outputs of other recordings occupy.
     """
 
     device: torch.device
@@ -301,19 +302,20 @@ class Region:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where every storage of a recording lies.
+    """The place of every storage of a recording.
 
-    Where a graph freezes addresses, planned ones lie in arenas. Where it calls again (CPU), temporaries lie in
-    per-call regions, and what may be live after the call is allocated per call.
+    Where device graphs freeze addresses, planned storages lie in arenas. On the CPU, whose graph repeats its calls,
+    temporaries lie in regions that exist during a call, and storages that may be live after it are allocated per
+    call.
 
     Attributes:
         places: by storage index.
-        sizes: concrete sizes in bytes of every storage that has an allocation node or lies in a region.
-        outputs: storages that outputs live in: nothing else in an arena gets their bytes while they are live.
-        peak: bytes that the program's own storages take at one time, at most, with regions as large as they are.
-        lower_bound: bytes that they take at one time, at most, if every storage is there from its first use to its
-            last; where there are arenas, the sum of theirs.
-        plain: bytes that separate allocations without any reuse take.
+        sizes: bytes of every storage that has an allocation node or lies in a region, by storage index.
+        outputs: storages of outputs; an arena reuses their bytes only when the outputs are not live.
+        peak: the peak of the program's own memory, in bytes, with regions at their full size.
+        lower_bound: the peak if every storage existed from its first use to its last only, in bytes; with arenas,
+            the sum of their lower bounds.
+        plain: the bytes that separate allocations without any reuse take.
     """
 
     places: tuple[Place, ...]
@@ -330,36 +332,36 @@ class MemoryPlan:
 
     @functools.cached_property
     def per_call(self) -> frozenset[int]:
-        """Storages of known size that are allocated per call."""
+        """Storages of known size that are allocated at each call."""
         return frozenset(i for i, place in enumerate(self.places) if place.home is Home.CALL and i in self.sizes)
 
     @property
     def size(self) -> int:
-        """Bytes of the arenas."""
+        """The bytes of all arenas."""
         return sum(region.size for region in self.arenas.values())
 
     def inside(self, region: Region) -> dict[int, int]:
-        """Offsets of what lies in a region, by storage."""
-        number = next(n for n, one in enumerate(self.regions) if one is region)
+        """The offsets of the storages in a region, by storage."""
+        number = next(n for n, candidate in enumerate(self.regions) if candidate is region)
         places = enumerate(self.places)
         return {i: place.offset for i, place in places if place.home is Home.REGION and place.region == number}
 
     def footprint(self, region: Region) -> list[tuple[int, int]]:
-        """The bytes of a region that the program works on, as spans ``[low, high)`` that do not touch, in order."""
+        """The bytes of a region that the program uses, as spans ``[low, high)`` in order, adjacent ones joined."""
         return joined((low, low + self.sizes[index]) for index, low in self.inside(region).items())
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a call, or a forward and its backward, will take on one device beyond its inputs, in bytes.
+    """The predicted memory of a call, or of a forward and its backward, on one device, without inputs, in bytes.
 
-    Not in it: workspace of operators where it was not measured, and what a driver keeps for a graph.
+    Workspace of operators counts only if it was measured; a driver's own memory for a graph does not count.
 
     Attributes:
-        arena: there all the time.
-        operators: results that operators allocate, and their workspace if that is known, at one time.
-        outside: all that is not in the arena, at one time: regions, what is allocated per call, ``operators``.
-        outputs: of all this, what the caller has in the end.
+        arena: the arena, which exists all the time.
+        operators: the peak of results that operators allocate, and of their workspace if that is known.
+        outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``.
+        outputs: the part of all this that the caller still has after the call.
     """
 
     device: torch.device
@@ -375,15 +377,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """Everything decided about a host graph before shapes are known.
+    """Every decision about a host graph that holds for all sizes.
 
     Attributes:
         static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
+        phase: "inference", "forward" or "backward".
         donated: positions of inputs that AOTAutograd marks as donated: not needed after their last use.
         saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
-        workspace: measured bytes of library calls' workspace, by node.
-        compiled: the partitions, by index, that ``compile_partition`` replaced.
+        workspace: measured workspace of library calls in bytes, by node.
+        compiled: the signatures of partitions that ``compile_partition`` replaced, by the partition's index.
     """
 
     graph: GraphModule = field(metadata=_NOT_STORED)
@@ -405,7 +408,7 @@ class ProgramPlan:
 
     @functools.cached_property
     def nodes(self) -> Mapping[str, Node]:
-        """The nodes of the graph by name."""
+        """The nodes of the graph, by name."""
         return by_name(self.graph)
 
     def work_in(self, partition: Partition) -> tuple[Node, ...]:
@@ -419,7 +422,7 @@ class ProgramPlan:
 
     @functools.cached_property
     def awaited(self) -> Mapping[Node, tuple[Node, ...]]:
-        """For nodes that wait, the communications that are over then."""
+        """The communications that end at a wait, by the node that waits."""
         return {self.nodes[n]: tuple(map(self.nodes.__getitem__, over)) for n, over in self.facts.awaited.items()}
 
     @functools.cached_property
@@ -446,25 +449,27 @@ class ProgramPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class SizedProgram:
     """A program at concrete sizes.
 
     Attributes:
-        symbol_values: concrete sizes (``evaluate_sizes``).
-        input_buffers: inputs that are copied to a static buffer in an arena: device and bytes.
-        frozen: whether a graph freezes addresses; else memory comes and goes with each call.
-        donated: inputs that are freed after their last use: bytes of a storage, and the inputs that share it.
+        symbol_values: the values of symbolic nodes (``evaluate_sizes``).
+        input_buffers: device and bytes of the static input buffer of each input that is copied, by input.
+        frozen: whether device graphs freeze addresses; otherwise memory is allocated and freed within each call.
+        donated: storages of inputs that are freed after their last use: the bytes of each, and the inputs that share
+            it.
     """
 
     program: ProgramPlan
-    symbol_values: Mapping[Node, Any]
+    symbol_values: Mapping[Node, int | float]
     input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool = True
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
-# By device: intervals of its arena that live outputs of other recordings occupy.
+# The intervals of each device's arena that live outputs of other recordings occupy.
 Reservations = Mapping[torch.device, Sequence[Reserved]]
 
-# Offsets by name in the arena of each device, for one of two programs: size and lower bound are those of both.
+# Joint plan of a forward and its backward: the offsets of one of the two by name, for the arena of each device. Size
+# and lower bound are those of both.
 PlacementHint = Mapping[torch.device, Placement]

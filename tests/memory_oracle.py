@@ -31,7 +31,7 @@ from fxwrap.packing import Reserved
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import MemoryPlan, Origin, Planned, ProgramPlan, Storage, StorageFacts
+from fxwrap.plan import MemoryPlan, Origin, ProgramPlan, SizedProgram, Storage, StorageFacts
 
 ALIGNMENT = 64
 PLACE = 256  # bytes that every place has
@@ -187,8 +187,8 @@ class Case:
         own = {s.index: memory_of(s) for s in facts.storages if s.origin is Origin.ALLOCATION}
         return any(self.life(own[i]) for i in memory.sizes if i in own and i not in located(memory))
 
-    def planned(self, facts: StorageFacts | None = None) -> Planned:
-        return Planned(replace(self.plan, facts=facts or self.plan.facts), {}, self.places)
+    def planned(self, facts: StorageFacts | None = None) -> SizedProgram:
+        return SizedProgram(replace(self.plan, facts=facts or self.plan.facts), {}, self.places)
 
     def lost(self, facts: StorageFacts, memory: MemoryPlan) -> str:
         """Memory in a region that somebody works on, or has, while the region is not there; empty if all is well.
@@ -214,7 +214,7 @@ class Case:
         facts: StorageFacts | None = None,
         donated: Sequence[tuple[int, tuple[str, ...]]] = (),
         workspace: Mapping[str, int] | None = None,
-    ) -> Planned:
+    ) -> SizedProgram:
         """Where no address is frozen: there are no places, and no arena that others have outputs in.
 
         Args:
@@ -222,7 +222,7 @@ class Case:
         """
         known = dict.fromkeys(self.calls, 0) if workspace is None else workspace
         plan = replace(self.plan, facts=facts or self.plan.facts, workspace=known)
-        return Planned(plan, {}, {}, frozen=False, donated=tuple(donated))
+        return SizedProgram(plan, {}, {}, frozen=False, donated=tuple(donated))
 
     def plan_with(self, facts: StorageFacts | None = None) -> MemoryPlan:
         return plan_program(self.planned(facts), {torch.device("cpu"): self.reserved})

@@ -10,7 +10,7 @@ from typing import Any
 
 from fxwrap.packing import Buffer, Placement
 from fxwrap.passes.memory.requirements import Requirements
-from fxwrap.plan import Home, MemoryPlan, Place, Planned, ProgramPlan
+from fxwrap.plan import Home, MemoryPlan, Place, ProgramPlan, SizedProgram
 
 
 def aligned(size: int, alignment: int) -> int:
@@ -117,7 +117,7 @@ def changed(memory: MemoryPlan, which: int = 0, **changes: Any) -> MemoryPlan:
     return replace(memory, regions=tuple(regions))
 
 
-def buffers_of(planned: Planned) -> dict[str, Buffer]:
+def buffers_of(planned: SizedProgram) -> dict[str, Buffer]:
     """What is planned, by name."""
     return {b.name: b for items in Requirements.of(planned).planned.values() for _, b in items}
 

@@ -36,7 +36,7 @@ from fxwrap.pipeline import (
     restore_program,
     rewrite,
 )
-from fxwrap.plan import MemoryPlan, Planned
+from fxwrap.plan import MemoryPlan, SizedProgram
 
 STAGES = Stages(REWRITES)
 
@@ -105,7 +105,7 @@ def test_a_stage_that_returns_nothing_is_named(name: str) -> None:
     stage = replace(getattr(STAGES, name), run=lambda before: None)
     with pytest.raises(PipelineError, match=f"stage {stage.name!r} returns nothing"):
         program = compile_host_graph(small_graph(), compile_request(), replace(STAGES, **{name: stage}))
-        program._planner.plan(Planned(program.plan, {}, {}))
+        program._planner.plan(SizedProgram(program.plan, {}, {}))
 
 
 def test_what_a_stage_returns_is_checked() -> None:
@@ -118,7 +118,7 @@ def test_what_a_stage_returns_is_checked() -> None:
     stages = replace(STAGES, memory=replace(STAGES.memory, run=overlapping))
     program = compile_host_graph(small_graph(), compile_request(), stages)
     with pytest.raises(PlanError, match="overlap"):
-        program._planner.plan(Planned(program.plan, {}, {}))
+        program._planner.plan(SizedProgram(program.plan, {}, {}))
 
 
 @pytest.mark.compiler

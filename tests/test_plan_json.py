@@ -17,10 +17,10 @@ import pytest
 from memory_oracle import random_case
 from random_graphs import GraphMaker, compile_request
 
+from fxwrap.host_graph.typed_json import from_data, to_data
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import MemoryPlan, Planned, ProgramPlan
-from fxwrap.plan_json import from_data, to_data
+from fxwrap.plan import MemoryPlan, ProgramPlan, SizedProgram
 
 
 def to_json(plan: Any) -> str:
@@ -59,7 +59,7 @@ def test_what_is_in_the_text() -> None:
     assert stored["facts"]["written"] == [["k0", [1]], ["k1", [2]]]
     (partition,) = stored["cut"]["partitions"]
     assert (partition["verdict"], partition["nodes"]) == ("captured", ["k0", "k1"])
-    memory = json.loads(to_json(plan_program(Planned(plan, {}, {}))))
+    memory = json.loads(to_json(plan_program(SizedProgram(plan, {}, {}))))
     assert [place["home"] for place in memory["places"]] == ["input", "region", "region"]
 
 

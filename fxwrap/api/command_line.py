@@ -1,4 +1,4 @@
-"""The commands of ``python -m fxwrap``. What needs Inductor is imported by the command that needs it."""
+"""The commands of ``python -m fxwrap``. Modules that need Inductor are imported by the commands that use them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 @app.callback()
 def _begin() -> None:
-    """Before every command: a name that the terminal's encoding lacks is escaped, and does not end the command."""
+    """Before every command: have the output escape characters that the terminal's encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -51,8 +51,8 @@ _File = Annotated[Path, typer.Argument(help="a file that fxwrap.save has written
 
 
 @contextlib.contextmanager
-def _told(code: int = 1) -> Iterator[None]:
-    """What is wrong is said without a traceback, and the exit code tells that something is."""
+def _errors_as_text(code: int = 1) -> Iterator[None]:
+    """Print an error without a traceback, and exit with a code."""
     try:
         yield
     except (FxwrapError, OSError) as error:
@@ -61,10 +61,10 @@ def _told(code: int = 1) -> Iterator[None]:
 
 
 def _named(source: str, default: str = "") -> tuple[Any, dict[str, Any]]:
-    """What stands behind the colon, and the names that are known there.
+    """The value of the expression behind the colon, and the names that it can use.
 
     Raises:
-        FxwrapError: it cannot be imported.
+        FxwrapError: the module cannot be imported, or the expression raises.
     """
     module, _, expression = source.partition(":")
     sys.path.insert(0, os.getcwd())
@@ -77,22 +77,22 @@ def _named(source: str, default: str = "") -> tuple[Any, dict[str, Any]]:
 
 
 def _described(error: BaseException) -> str:
-    """An error of the user's code, and where in it."""
+    """An error of the user's code, with its line."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    where = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
-# What is not in a file, and folders in which nobody looks for an error of theirs.
+# Code without a file, and folders of code that is not the user's.
 _NOT_THE_USERS = ("<", *(str(Path(str(module.__file__)).parent) for module in (torch, importlib)), str(_PACKAGE))
 
 
 class _ScriptCommand(TyperCommand):
-    """What follows a script is the script's."""
+    """A command that passes all arguments behind a script on to the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        script = next((position for position, one in enumerate(args) if one.endswith(".py")), len(args))
+        script = next((position for position, arg in enumerate(args) if arg.endswith(".py")), len(args))
         return super().parse_args(ctx, [*args[:script], "--", *args[script:]] if script < len(args) else args)
 
 
@@ -122,12 +122,12 @@ def explain(
         python -m fxwrap explain "torch.nn:Linear(8, 4)" --args "torch.randn(3, 8)" --picture memory.svg
     """
     ended = None
-    with _told():
+    with _errors_as_text():
         for path in filter(None, (html, json, picture)):
             if not path.parent.is_dir():
                 raise FxwrapError(f"{path} cannot be written", got=f"no folder {path.parent}")
         if not what.endswith(".py"):
-            found = _explained(what, args, _options(option), calls, target, no_grad)
+            explanation = _explained(what, args, _options(option), calls, target, no_grad)
         elif args or option or calls > 1 or target or no_grad:
             wrong = "--args, --option, --calls, --target and --no-grad are for functions"
             raise FxwrapError(f"{what} is a script", got=wrong, remedy="write them into the script")
@@ -136,22 +136,22 @@ def explain(
         else:
             from .scripts import explain_script
 
-            found, ended = explain_script(what, rest)
-            if not found.graphs and not found.fallbacks:
+            explanation, ended = explain_script(what, rest)
+            if not explanation.graphs and not explanation.fallbacks:
                 _errors.print('the script compiles nothing with torch.compile(..., backend="fxwrap")', style="yellow")
-    with _told(), _errors.status("writing"):
+    with _errors_as_text(), _errors.status("writing"):
         if html is not None:
-            found.to_html(str(html))
+            explanation.to_html(str(html))
         if json is not None:
-            found.save(json)
+            explanation.save(json)
         if picture is not None:
-            found.memory_picture(picture)
+            explanation.memory_picture(picture)
     for path in filter(None, (html, json, picture)):
         _errors.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
     if html is None and json is None and picture is None:
-        print(found)
-    elif not found.graphs:
-        _errors.print(str(found), style="yellow", markup=False, soft_wrap=True)
+        print(explanation)
+    elif not explanation.graphs:
+        _errors.print(str(explanation), style="yellow", markup=False, soft_wrap=True)
     if ended is not None:
         raise ended
 
@@ -180,17 +180,17 @@ def _explained(what: str, args: str, options: dict[str, Any], calls: int, target
             raise FxwrapError(f"{what} cannot run with ({args})", got=_described(error)) from error
 
 
-def _options(given: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in given:
-        name, equals, value = one.partition("=")
+def _options(texts: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
         if not equals:
-            raise FxwrapError(f"--option {one}", expected="a name and a value, as in capture=always")
+            raise FxwrapError(f"--option {text}", expected="a name and a value, as in capture=always")
         try:
-            found[name] = ast.literal_eval(value)
+            options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 @app.command()
@@ -208,13 +208,13 @@ def diff(
         python -m fxwrap diff before.json after.json
         python -m fxwrap diff before.json after.json --json
     """
-    with _told(2), _errors.status("comparing"):
+    with _errors_as_text(2), _errors.status("comparing"):
         from ..inspection.difference import difference
         from ..inspection.document import read
 
-        found = difference(read(before), read(after))
-    print(dumps(found.to_dict(), indent=1) if as_json else found)
-    raise typer.Exit(bool(found))
+        changes = difference(read(before), read(after))
+    print(dumps(changes.to_dict(), indent=1) if as_json else changes)
+    raise typer.Exit(bool(changes))
 
 
 @app.command()
@@ -229,12 +229,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="as data")] = Fa
         python -m fxwrap doctor --json
     """
     with _errors.status("importing"):
-        found = examine()
+        diagnosis = examine()
     if as_json:
-        print(dumps(found.to_dict(), indent=1))
+        print(dumps(diagnosis.to_dict(), indent=1))
     else:
-        _console.print(found)
-    raise typer.Exit(not found.ok)
+        _console.print(diagnosis)
+    raise typer.Exit(not diagnosis.ok)
 
 
 @app.command()
@@ -252,7 +252,7 @@ def save(
 
         python -m fxwrap save examples.decoder:methods -o decoder.fxw
     """
-    with _told():
+    with _errors_as_text():
         function, _ = _named(source, "methods")
         from ..artifacts.save import save as write
 
@@ -271,7 +271,7 @@ def inspect(file: _File) -> None:
     """
     from ..artifacts.contents import Contents
 
-    with _told():
+    with _errors_as_text():
         contents = Contents.of(file)
     for name, value in contents.versions.items():
         _console.print(f"{name}: {value}", highlight=False)
@@ -312,29 +312,29 @@ def run(
     """
     from ..artifacts import load as loading
 
-    with _told():
+    with _errors_as_text():
         if not random:
             raise FxwrapError("no inputs", expected="--random", got="nothing")
-        program = loading.load(file, trust=trust)
-        target = program[method]
+        target = loading.load(file, trust=trust)[method]
         inputs = _random_inputs(target.signature, _sizes(target.signature, size))
         times = []
         for _ in range(calls):
             begin = time.perf_counter()
-            found = target.call_flat(inputs)
+            results = target.call_flat(inputs)
             times.append(time.perf_counter() - begin)
-    _console.print(f"{method}: {_looks(found)}", highlight=False, markup=False)
+    _console.print(f"{method}: {_looks(results)}", highlight=False, markup=False)
     _console.print(f"first call {times[0] * 1e3:.2f} ms, last {times[-1] * 1e6:.0f} us", highlight=False)
 
 
-def _sizes(signature: Signature, given: list[str]) -> dict[str, int]:
-    found = {name: 1 if low is None else low for name, (low, _) in signature.ranges.items()}
-    for one in given:
-        name, _, value = one.partition("=")
-        if name not in found or not value.isdigit():
-            raise FxwrapError(f"--size {one}", expected=f"one of {', '.join(found) or 'none'}, and a number", got=one)
-        found[name] = int(value)
-    return found
+def _sizes(signature: Signature, texts: list[str]) -> dict[str, int]:
+    sizes = {name: 1 if low is None else low for name, (low, _) in signature.ranges.items()}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in sizes or not value.isdigit():
+            expected = f"one of {', '.join(sizes) or 'none'}, and a number"
+            raise FxwrapError(f"--size {text}", expected=expected, got=text)
+        sizes[name] = int(value)
+    return sizes
 
 
 def _random_inputs(signature: Signature, sizes: dict[str, int]) -> list[Any]:
@@ -343,17 +343,16 @@ def _random_inputs(signature: Signature, sizes: dict[str, int]) -> list[Any]:
     def number(size: Any) -> int:
         return int(size if isinstance(size, int) else size.subs({s: sizes[s.name] for s in size.free_symbols}))
 
-    found: list[Any] = []
-    for one in signature.inputs:
-        if isinstance(one, NumberInput):
-            found.append(
-                one.value if isinstance(one.value, (str, float, type(None))) else one.kind(number(one.value))
-            )
+    values: list[Any] = []
+    for spec in signature.inputs:
+        if isinstance(spec, NumberInput):
+            constant = isinstance(spec.value, (str, float, type(None)))
+            values.append(spec.value if constant else spec.kind(number(spec.value)))
             continue
-        assert isinstance(one, TensorInput)
-        value = torch.empty_strided(tuple(map(number, one.size)), tuple(map(number, one.stride)), dtype=one.dtype)
-        found.append((value.normal_() if one.dtype.is_floating_point else value.fill_(1)).to(one.device))
-    return found
+        assert isinstance(spec, TensorInput)
+        value = torch.empty_strided(tuple(map(number, spec.size)), tuple(map(number, spec.stride)), dtype=spec.dtype)
+        values.append((value.normal_() if spec.dtype.is_floating_point else value.fill_(1)).to(spec.device))
+    return values
 
 
 def _looks(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Compiles a function anew beside whatever is compiled already, runs it, and measures its calls."""
+"""Compilation of a function for ``fxwrap.explain``: independent of earlier compilations, with measured calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compile_afresh(
     options: Mapping[str, Any] | None,
     calls: int = 1,
 ) -> Explanation:
-    """What is decided about ``fn``, compiled with code and caches of its own and called ``calls`` times."""
+    """Compile ``fn`` with a code object and caches of its own, call it ``calls`` times, and report."""
     compilation = Compilation()
     compiled = torch.compile(
         with_own_code(fn),
@@ -58,7 +58,7 @@ def _measured(run: Callable[[], Any]) -> CallData:
 
 
 def _reset_peak() -> int | None:
-    """Bytes of the accelerator that are allocated now; None where it does not tell."""
+    """Reset the accelerator's memory peak. Returns the bytes that are allocated now; None if it has no statistics."""
     try:
         torch.accelerator.memory.reset_peak_memory_stats()
         return torch.accelerator.memory.memory_allocated()

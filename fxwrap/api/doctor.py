@@ -1,4 +1,4 @@
-"""Whether everything is there that compiling and replaying needs, and what to do where it is not."""
+"""``fxwrap.doctor``: checks that everything is present which compiling and replaying needs, and says what to do."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ State = Literal["ok", "warning", "error"]
 
 # As in pyproject.toml: from this version on, and below that one.
 _TORCH = (2, 11), (2, 16)
-# Seconds that a compiler may take for a file of two lines.
+# How long a compiler may take for a file of two lines, in seconds.
 _PATIENCE = 60
-# A cache may have many files, and counting is not worth more than a moment.
+# The number of files in a cache that are counted: more would take too long.
 _FILES_COUNTED = 20_000
 _LITTLE_SPACE = 2**30
 _PROBE = '#include <cmath>\nextern "C" double probe(double x) { return std::sqrt(x); }\n'
@@ -54,13 +54,13 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        subject: what it is: "torch", "device cuda", ...
-        state: "error" where nothing can be compiled, "warning" where something is slower or missing.
-        what: what was found.
-        remedy: what to do about it; empty where nothing is to be done.
+        subject: what was checked: "torch", "device cuda", ...
+        state: "error" if nothing can be compiled, "warning" if something is slower or missing.
+        what: the result in words.
+        remedy: what to do; empty if nothing is to be done.
     """
 
     subject: str
@@ -71,17 +71,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ``fxwrap.doctor()`` returns. Print it, or read ``findings``."""
+    """The result of ``fxwrap.doctor()``. Print it, or read ``findings``."""
 
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether all that is needed is there; warnings are allowed."""
+        """Whether everything that is needed is present; warnings are allowed."""
         return all(finding.state != "error" for finding in self.findings)
 
     def about(self, subject: str) -> Finding:
-        """The finding about a subject. Raises KeyError where there is none."""
+        """The finding about a subject. Raises KeyError if there is none."""
         for finding in self.findings:
             if finding.subject == subject:
                 return finding
@@ -89,15 +89,15 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
-        return {"schema": SCHEMA, "ok": self.ok, "findings": [dataclasses.asdict(one) for one in self.findings]}
+        return {"schema": SCHEMA, "ok": self.ok, "findings": list(map(dataclasses.asdict, self.findings))}
 
     def __rich__(self) -> Table:
         table = Table("", "subject", Column("found", overflow="fold"), box=None, pad_edge=False)
-        for one in self.findings:
-            found = Text(one.what)
-            if one.remedy:
-                found.append(f"\n-> {one.remedy}", style="bold" if one.state == "error" else "")
-            table.add_row(Text(one.state, style=_STYLES[one.state]), Text(one.subject), found)
+        for finding in self.findings:
+            text = Text(finding.what)
+            if finding.remedy:
+                text.append(f"\n-> {finding.remedy}", style="bold" if finding.state == "error" else "")
+            table.add_row(Text(finding.state, style=_STYLES[finding.state]), Text(finding.subject), text)
         return table
 
     def __str__(self) -> str:
@@ -107,9 +107,9 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Look at Python, torch, compilers, Triton, devices and caches; nothing but a file of two lines is compiled.
+    """Check Python, torch, compilers, Triton, devices and caches. Only a file of two lines is compiled.
 
-    It takes the seconds that importing Inductor takes, and begins to use the accelerators that are there.
+    It takes as long as importing Inductor (seconds), and initializes the accelerators of this machine.
     """
     findings = [_python(), _torch()]
     for subject, check in _CHECKS.items():
@@ -118,13 +118,13 @@ def doctor() -> Diagnosis:
                 findings.append(finding)
         except _NoInductor:
             findings.append(Finding(subject, "warning", "not known: Inductor cannot be imported"))
-        except Exception as error:  # an answer, too: the next check may go well
+        except Exception as error:  # also a result: the next check may succeed
             findings.append(Finding(subject, "error", f"cannot be told: {_first_line(error)}"))
     return Diagnosis(tuple(findings))
 
 
 class _NoInductor(Exception):
-    """Inductor, or what fxwrap makes of it, cannot be imported; the finding about torch.compile says why."""
+    """Inductor, or fxwrap's part that uses it, cannot be imported; the finding about torch.compile says why."""
 
 
 def _first_line(error: BaseException) -> str:
@@ -138,12 +138,12 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     version = torch.__version__
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     oldest, newest = (".".join(map(str, bound)) for bound in _TORCH)
     what = f"{version}, for {_built_for()}"
-    if found < _TORCH[0]:
+    if numbers < _TORCH[0]:
         return Finding("torch", "error", f"{what}: too old", f"pip install 'torch>={oldest},<{newest}'")
-    if found >= _TORCH[1]:
+    if numbers >= _TORCH[1]:
         remedy = f"where something fails: pip install 'torch<{newest}'"
         return Finding("torch", "warning", f"{what}: newer than what fxwrap was tried with", remedy)
     return Finding("torch", "ok", what)
@@ -151,16 +151,17 @@ def _torch() -> Finding:
 
 def _built_for() -> str:
     kinds = {"CUDA": "cuda", "ROCm": "hip", "XPU": "xpu"}
-    found = [f"{name} {number}" for name, field in kinds.items() if (number := getattr(torch.version, field, None))]
-    return " and ".join(found) or "CPU only"
+    fields = {name: getattr(torch.version, field, None) for name, field in kinds.items()}
+    return " and ".join(f"{name} {number}" for name, number in fields.items() if number) or "CPU only"
 
 
 def _compile(subject: str) -> Iterator[Finding]:
-    """What torch.compile does before it compiles: find the backend, and import it and Inductor."""
+    """The first steps of torch.compile: find the backend, and import it and Inductor."""
     for variable in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(variable) == "1":
             yield Finding(subject, "warning", f"{variable}=1: functions run uncompiled", f"unset {variable}")
-    entries = [one.value for one in metadata.entry_points(group="torch_dynamo_backends") if one.name == "fxwrap"]
+    backends = metadata.entry_points(group="torch_dynamo_backends")
+    entries = [entry.value for entry in backends if entry.name == "fxwrap"]
     where = f"fxwrap {__version__} in {Path(__file__).parent.parent}"
     if not entries:
         remedy = "pip install fxwrap, or pip install -e . in its checkout"
@@ -181,7 +182,7 @@ def _compile(subject: str) -> Iterator[Finding]:
 
 
 def _codegen(name: str) -> Any:
-    """A module of ``fxwrap.codegen``. Raises _NoInductor where none can be imported."""
+    """A module of ``fxwrap.codegen``. Raises _NoInductor if it cannot be imported."""
     try:
         return importlib.import_module(f"fxwrap.codegen.{name}")
     except Exception as error:
@@ -216,23 +217,23 @@ def _header() -> Path:
 
 
 def _version(compiler: str) -> str:
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_PATIENCE, check=False)
-    return f"{compiler}: {(said.stdout.splitlines() or ['says no version'])[0]}"
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    return f"{compiler}: {(answer.stdout.splitlines() or ['says no version'])[0]}"
 
 
 def _cannot_compile(compiler: str) -> str:
-    """Why a file of two lines does not become a library; empty where it does."""
+    """Why a file of two lines cannot be compiled to a library; empty if it can."""
     if platform.system() == "Windows":
         return ""
     with tempfile.TemporaryDirectory() as folder:
-        source, made = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
         source.write_text(_PROBE)
-        command = [compiler, str(source), "-shared", "-fPIC", "-o", str(made)]
+        command = [compiler, str(source), "-shared", "-fPIC", "-o", str(library)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
         except (OSError, subprocess.SubprocessError) as error:
             return _first_line(error)
-        if done.returncode == 0 and made.exists():
+        if done.returncode == 0 and library.exists():
             return ""
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         return f"it cannot compile two lines: {(lines or ['it writes no file'])[0].strip()}"
@@ -272,13 +273,13 @@ def _triton(subject: str) -> Iterator[Finding]:
 def _version_that_torch_wants() -> str:
     with contextlib.suppress(metadata.PackageNotFoundError):
         for line in metadata.requires("torch") or ():
-            if found := re.match(r"triton\s*==\s*([\w.]+)", line):
-                return found[1]
+            if match := re.match(r"triton\s*==\s*([\w.]+)", line):
+                return match[1]
     return ""
 
 
 def _native_replay(subject: str) -> Iterator[Finding]:
-    """The helper library: without it programs replay in Python."""
+    """The library of native replay: without it programs replay in Python."""
     if os.environ.get("FXWRAP_NATIVE_REPLAY") == "0":
         yield Finding(subject, "warning", "switched off: replays run in Python", "unset FXWRAP_NATIVE_REPLAY")
         return
@@ -293,9 +294,9 @@ def _native_replay(subject: str) -> Iterator[Finding]:
         yield missing(str(error))
         return
     if path.exists():
-        found = library.native_replay()
+        loaded = library.native_replay()
         remedy = f"remove it, and it is built again: {path}"
-        yield missing(found, remedy) if isinstance(found, str) else Finding(subject, "ok", f"built: {path}")
+        yield missing(loaded, remedy) if isinstance(loaded, str) else Finding(subject, "ok", f"built: {path}")
         return
     try:
         compiler = find_compiler()[0]
@@ -356,7 +357,7 @@ def _accelerator(kind: str) -> Finding:
 
 
 def _no_gpu() -> Iterator[Finding]:
-    """Why torch finds none where there seems to be one."""
+    """Why torch finds no GPU, if there seems to be one."""
     driver = Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
     if torch.version.cuda is None:
         if driver:
@@ -376,17 +377,17 @@ def _no_gpu() -> Iterator[Finding]:
 
 
 def _cannot_write(folder: Path) -> str:
-    """Why nothing can be kept in a folder, which need not exist; empty where it can. Leaves nothing behind."""
-    there = folder
-    while not os.path.lexists(there) and there != there.parent:
-        there = there.parent
+    """Why libraries cannot be kept in a folder, which need not exist; empty if they can. Leaves nothing behind."""
+    existing = folder
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
     try:
-        with tempfile.TemporaryDirectory(dir=there):
+        with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
-        return f"{folder} cannot be written: {error.strerror} ({there})"
-    if hasattr(os, "ST_NOEXEC") and os.statvfs(there).f_flag & os.ST_NOEXEC:
-        return f"{folder} cannot be used: {there} is mounted noexec, and libraries are loaded from it"
+        return f"{folder} cannot be written: {error.strerror} ({existing})"
+    if hasattr(os, "ST_NOEXEC") and os.statvfs(existing).f_flag & os.ST_NOEXEC:
+        return f"{folder} cannot be used: {existing} is mounted noexec, and libraries are loaded from it"
     return ""
 
 
@@ -409,10 +410,10 @@ def _size(folder: Path) -> str:
 def _folder(subject: str, folder: Path, state: State, remedy: str) -> Finding:
     if why := _cannot_write(folder):
         return Finding(subject, state, why, remedy)
-    there = folder
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     what = f"{folder}, {_size(folder) if folder.exists() else 'made when it is needed'}"
     if free < _LITTLE_SPACE:
         return Finding(subject, "warning", f"{what}; only {free / 2**20:,.0f} MiB are free", remedy)
@@ -420,7 +421,7 @@ def _folder(subject: str, folder: Path, state: State, remedy: str) -> Finding:
 
 
 def _inductor_folder() -> Path:
-    """Torch's own function makes it, and cannot be imported where that fails."""
+    """Inductor's cache folder. Torch's own function creates it, and cannot be imported if that fails."""
     if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return Path(named).absolute()
     try:
@@ -438,8 +439,8 @@ def _inductor_cache(subject: str) -> Iterator[Finding]:
 def _caching(subject: str) -> Iterator[Finding]:
     if off := _codegen("devices.machine").caches_switched_off():
         variables = ("FORCE_DISABLE_CACHES", "FX_GRAPH_CACHE", "AUTOGRAD_CACHE")
-        set_here = [name for one in variables if (name := f"TORCHINDUCTOR_{one}") in os.environ]
-        remedy = f"unset {', '.join(set_here)}" if set_here else ""
+        names = [name for variable in variables if (name := f"TORCHINDUCTOR_{variable}") in os.environ]
+        remedy = f"unset {', '.join(names)}" if names else ""
         yield Finding(subject, "warning", f"off: {', '.join(off)}; every process compiles again", remedy)
     else:
         yield Finding(subject, "ok", "on: a second process does not compile again")

@@ -1,4 +1,4 @@
-"""``fxwrap.explain``: compile a function afresh, run it, and report what was decided."""
+"""``fxwrap.explain``: compiles a function anew, runs it, and reports every decision."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def explain(
     target: str | torch.device | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Compile ``fn`` afresh, run it on the arguments and return everything that was decided.
+    """Compile ``fn`` anew, run it on the arguments, and report every decision.
 
     Args:
-        fn: a function or module; one that is compiled already is unwrapped.
+        fn: a function or module; a compiled one is unwrapped.
         fxwrap_options: options as for ``torch.compile(..., options=...)``.
-        calls: how often it runs. A single call only warms up; from the third on most programs replay. The time and
-            the memory of each call but the first, which compiles, are measured.
-        target: another device than that of the arguments (``docs/cuda_target.md``). One that is not there ("cuda:90",
-            "xpu"): the function is compiled for it in another process, and never runs. "cpu" or a registered device:
-            a copy of the function's model is compiled and run there. A training graph has its backward graph with it.
+        calls: how often it runs. One call only warms up; most programs replay from the third call on. The time and
+            the memory of each call except the first, which compiles, are measured.
+        target: a device other than that of the arguments (``docs/cuda_target.md``). For a device that this machine
+            lacks ("cuda:90", "xpu"), the function is compiled in another process and never runs. On "cpu" or a
+            registered device, a copy of the function's model is compiled and runs. A training graph comes with its
+            backward graph.
     """
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
     fn = getattr(fn, "_orig_mod", fn)

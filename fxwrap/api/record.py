@@ -1,4 +1,4 @@
-"""Recordings made ahead of time."""
+"""``fxwrap.record``: makes recordings ahead of time, before the calls that will replay them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from ..errors import FxwrapError, InputError
 from ..host_graph.tensors import has_address
 from .report import report, total
 
-# A recording may show what the next one has to do otherwise; a program that is never done is one that runs eagerly.
+# The largest number of calls of one example: a recording may lead to another, and some programs always run eagerly.
 _CALLS = 16
 
 
 def record(fn: Callable[..., Any], *examples: Any) -> int:
-    """Call ``fn`` with examples until nothing is left to record, the largest first: then arenas grow once.
+    """Call ``fn`` with examples until no call makes a recording. The largest comes first, so that arenas grow once.
 
     ::
 
         fxwrap.record(decode, *[(torch.zeros(batch, 1, dtype=torch.long),) for batch in (1, 2, 4, 8)])
 
-    ``fn`` does what it always does: what it writes (buffers, a file) is written at each call; results are dropped;
-    the state of random number generators is put back. For training pass a function that runs the backward, too. The
-    mode of the calls to come (``torch.no_grad``, ``torch.inference_mode``, autocast) has to be the present one.
+    Each call has its usual side effects (on buffers, on files). Results are dropped, and the states of random number
+    generators are restored. For training, pass a function that also runs the backward. The modes of later calls
+    (``torch.no_grad``, ``torch.inference_mode``, autocast) must be active here as well.
 
     Args:
         fn: what ``torch.compile`` returned, or a function that calls compiled code.
-        examples: arguments of one call each: a tuple of positional ones, or a single one. Every call gets copies, so
-            that none is taken for an input that stays where it is; what does (a cache) ``fn`` had better know itself.
-            Copies lie in memory as the examples do: slices, expanded tensors, and tensors that share memory.
+        examples: the arguments of one call each: a tuple of positional arguments, or a single one. Every call gets
+            copies, so that no example is taken for an input whose address stays. An input whose address does stay,
+            such as a cache, should be held by ``fn`` itself. Copies have the strides of the examples, and share
+            memory where the examples do.
 
     Returns:
-        How many recordings were made.
+        The number of recordings that were made.
 
     Raises:
         FxwrapError: ``fn`` calls nothing that was compiled with fxwrap, or runs through Inductor's own wrapper.
@@ -48,8 +49,8 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
     devices = {
         tensor.device for call in calls for tensor in _tensors(call) if tensor.device.type not in ("cpu", "meta")
     }
-    everything = report()  # until the end: what is counted must not be collected meanwhile
-    made, ran = _recordings(), _calls()
+    alive = report()  # keeps all programs alive until the end, because their counters are compared
+    recordings, ran = _recordings(), _calls()
     with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=_type_of(devices)):
         for call in sorted(calls, key=_bytes, reverse=True):
             example = _Example(call)
@@ -60,9 +61,9 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
                     break
     if _calls() == ran:
         raise _no_program(fn)
-    made = _recordings() - made
-    del everything
-    return made
+    recordings = _recordings() - recordings
+    del alive
+    return recordings
 
 
 def _recordings() -> int:
@@ -84,7 +85,7 @@ def _counts() -> dict[str, Any]:
 
 def _no_program(fn: Callable[..., Any]) -> FxwrapError:
     compilations, story = compilations_of(fn)
-    reasons = [reason.splitlines()[0] for one in compilations for reason in one.fallbacks]
+    reasons = [reason.splitlines()[0] for compilation in compilations for reason in compilation.fallbacks]
     if reasons:
         return FxwrapError(
             f"{fn!r} called no program",
@@ -105,11 +106,11 @@ def _tensors(call: Any) -> list[torch.Tensor]:
 
 
 def _bytes(call: Any) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(call) if has_address(tensor))  # nobody counts a sparse one's
+    return sum(tensor.nbytes for tensor in _tensors(call) if has_address(tensor))  # sparse tensors do not count
 
 
 class _Example:
-    """Arguments of a call, to be copied for each: what Dynamo and a program ask of the copies is as it was."""
+    """The arguments of a call. Dynamo and a program treat their copies as they treat the originals."""
 
     def __init__(self, call: tuple[Any, ...]) -> None:
         leaves, self._structure = tree_flatten(call)
@@ -118,28 +119,28 @@ class _Example:
         self._laid_out = Copies([value for value in self._tensors.values() if _is_laid_out(value)])
 
     def copied(self) -> Any:
-        """The arguments with other tensors: one for each object, and those that share memory share it again."""
+        """The arguments with copies of their tensors; copies share memory where the originals do."""
         laid_out = iter(self._laid_out.make())
-        made: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for key, value in self._tensors.items():
-                copy = _like(value, next(laid_out)) if _is_laid_out(value) else value.detach().clone()
-                made[key] = copy.requires_grad_(value.requires_grad)
-        return tree_unflatten([made.get(id(leaf), leaf) for leaf in self._leaves], self._structure)
+                copy = _with_marks(next(laid_out), value) if _is_laid_out(value) else value.detach().clone()
+                copies[key] = copy.requires_grad_(value.requires_grad)
+        return tree_unflatten([copies.get(id(leaf), leaf) for leaf in self._leaves], self._structure)
 
 
 def _is_laid_out(value: torch.Tensor) -> bool:
-    """Whether it is a view of bytes and nothing else: not so a tensor of a class that holds others."""
+    """Whether a tensor is only a view of bytes; a subclass that wraps other tensors is not."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and has_address(value)
     return plain and not (value.is_nested or value.is_quantized)
 
 
-def _like(value: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """A copy with what torch knows of a tensor besides its numbers: which sizes vary, but no address that stays."""
-    if type(value) is torch.nn.Parameter:
-        made = torch.nn.Parameter(made, value.requires_grad)
-    vars(made).update({name: noted for name, noted in vars(value).items() if "static_input" not in name})
-    return made
+def _with_marks(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """A copy with the marks of its original (``mark_dynamic``), except that its address stays."""
+    if type(original) is torch.nn.Parameter:
+        copy = torch.nn.Parameter(copy, original.requires_grad)
+    vars(copy).update({name: mark for name, mark in vars(original).items() if "static_input" not in name})
+    return copy
 
 
 def _type_of(devices: set[torch.device]) -> str:

@@ -1,4 +1,4 @@
-"""Memory given back on demand."""
+"""``fxwrap.release``: ends recordings and frees their memory on demand."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .report import report
 
 
 def release(fn: Callable[..., Any] | None = None) -> int:
-    """End recordings and give the memory of theirs back; the next call records again, and counts that.
+    """End recordings and free their memory. The next call records again, and counts as a recording.
 
-    Live outputs keep their memory. What another thread runs at this moment stays. On an accelerator the
-    memory goes to its caching allocator; ``torch.accelerator.empty_cache()`` hands it on to the driver.
+    Live outputs keep their memory. Recordings that another thread runs at this moment do not end. On an accelerator
+    the memory returns to the caching allocator; ``torch.accelerator.empty_cache()`` returns it to the driver.
 
     Args:
-        fn: what ``torch.compile`` returned; None for everything that is alive. Arenas are shared, so that one which
-            other functions use stays.
+        fn: what ``torch.compile`` returned; None for all programs. An arena that other functions also use is not
+            freed.
 
     Returns:
-        Bytes that were given back, those under outputs that are kept among them.
+        The number of bytes that were freed, including those under live outputs.
 
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.

@@ -1,4 +1,4 @@
-"""``fxwrap.report``: what was decided about compiled code, read from the objects that run."""
+"""``fxwrap.report``: the decisions about compiled code, read from the programs that run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from ..plan import MemoryPlan, Partition, Prediction
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One host graph and what was decided about it."""
+    """One host graph and the decisions about it."""
 
     program: Program
 
     @property
     def phase(self) -> str:
-        """inference, forward or backward."""
+        """ "inference", "forward" or "backward"."""
         return self.program.plan.phase
 
     @property
@@ -57,23 +57,25 @@ class GraphReport:
 
     @property
     def memory(self) -> MemoryPlan | None:
-        """The newest plan; None if no shape was planned."""
+        """The newest memory plan; None if no shape was planned."""
         return self.program.newest_plan
 
     @property
     def predicted(self) -> tuple[Prediction, ...]:
-        """The memory of the newest shape that is known, by device: that of a forward is with its backward, as soon as
-        that has run, and that of a backward is with its forward."""
+        """The predicted memory of a call with the newest known shape, by device.
+
+        A forward's prediction includes its backward, once that has run; the backward alone has none then.
+        """
         return tuple(predictions(self.program))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels, with their source; those of branches and loops, too."""
+        """The kernels with their source, including those of branches and loops."""
         return tuple(kernels_of(self.graph))
 
     @property
     def unit(self) -> str:
-        """What the newest recording runs natively, a line for each step; empty if there is none that does."""
+        """The native steps of the newest recording, a line for each; empty if none runs natively."""
         return "\n".join(unit_of(self.program))
 
     @property
@@ -86,11 +88,11 @@ class GraphReport:
 
 
 class Explanation:
-    """Everything decided about a function. Print it, read ``graphs``, or take it along as data.
+    """Every decision about a function. Print it, read ``graphs``, or save it as data.
 
     Attributes:
-        graphs: one report per host graph, in the order in which they were compiled; empty if the explanation was read
-            from a file: ``to_dict()["graphs"]`` has all that is known of them.
+        graphs: one report for each host graph, in the order of compilation; empty if the explanation was read from a
+            file: then ``to_dict()["graphs"]`` has everything about them.
     """
 
     def __init__(self, programs: Sequence[Program], about: Facts | None = None) -> None:
@@ -105,28 +107,28 @@ class Explanation:
         dynamo: DynamoReport | None = None,
         calls: Sequence[CallData] = (),
     ) -> Explanation:
-        """What is known of compilations, what Dynamo made of their function, and calls that were measured."""
+        """An explanation of compilations, with graph breaks and skipped functions, and with measured calls."""
         facts = Facts.of(compilations, dynamo, calls)
-        return cls([program for one in compilations for program in one.programs], facts)
+        return cls([program for compilation in compilations for program in compilation.programs], facts)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Explanation:
-        """What ``to_dict`` gave, perhaps in another process.
+        """An explanation from what ``to_dict`` returned, in this or another process.
 
         Raises:
-            InputError: it is something else, or of another version of fxwrap.
+            InputError: the data is no report, or is one of another version of fxwrap.
         """
         return cls._of_document(checked(document))
 
     @classmethod
-    def _of_document(cls, known: Document) -> Explanation:
-        found = cls([], Facts.from_document(known))
-        found._document = known
-        return found
+    def _of_document(cls, document: Document) -> Explanation:
+        explanation = cls([], Facts.from_document(document))
+        explanation._document = document
+        return explanation
 
     @classmethod
     def load(cls, path: str | Path) -> Explanation:
-        """Read what ``save`` wrote. Raises InputError if it is something else."""
+        """Read a file that ``save`` has written. Raises InputError for any other file."""
         return cls._of_document(read(Path(path)))
 
     @property
@@ -136,13 +138,12 @@ class Explanation:
 
     @property
     def not_stored(self) -> list[str]:
-        """Why no cache could hold what was compiled; empty where nobody asked for it."""
+        """Why no cache could hold a compiled graph; empty if all could be stored, or none was to be stored."""
         return list(self._about.not_stored)
 
     @property
     def dynamo(self) -> DynamoReport:
-        """Graph breaks and functions that were not compiled, with Dynamo's reasons; nothing of them where all
-        programs were asked for."""
+        """Graph breaks and functions that were not compiled, with Dynamo's reasons; empty if ``fn`` was None."""
         return self._about.dynamo
 
     def to_document(self) -> Document:
@@ -151,11 +152,11 @@ class Explanation:
         return document_of([graph.program for graph in self.graphs], self._about)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON, as it is at this moment: ``fxwrap.inspection.document.Document``."""
+        """The present state as plain data, for JSON: ``fxwrap.inspection.document.Document``."""
         return dict(self.to_document())
 
     def diff(self, other: Explanation) -> Difference:
-        """What is different in ``other``: print it; it is false if nothing is."""
+        """The changes from this report to ``other``: print it; it is false if there are none."""
         return difference(self.to_document(), other.to_document())
 
     def save(self, path: str | Path) -> None:
@@ -163,7 +164,7 @@ class Explanation:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1))
 
     def to_html(self, path: str | Path, title: str = "fxwrap") -> None:
-        """Write a page to look through: memory, partitions, the host graph, kernels. One file; it needs no network.
+        """Write an HTML page with memory, partitions, the host graph and kernels: one file that needs no network.
 
         Raises:
             FxwrapError: the library that draws is missing (``pip install 'fxwrap[page]'``).
@@ -189,7 +190,9 @@ class Explanation:
         write_picture(shown, Path(path), width, height)
 
     def memory_snapshot(self, path: str | Path, graph: int = 0) -> None:
-        """Write the plan of one graph as a pickled snapshot for pytorch.org/memory_viz: a microsecond is a step.
+        """Write the memory plan of one graph as a pickled snapshot for pytorch.org/memory_viz.
+
+        A microsecond of the snapshot is one step.
 
         Raises:
             InputError: there is no such graph, or it has no plan.
@@ -206,11 +209,11 @@ class Explanation:
 
 
 def report(fn: Callable[..., Any] | None = None) -> Explanation:
-    """What was decided about code that is compiled and in use; compiles and runs nothing.
+    """Report the decisions about compiled code that is in use. Compiles and runs nothing.
 
     Args:
-        fn: what ``torch.compile`` returned; None for everything that is alive. What a function calls is included
-            if it was compiled in a call of that function (an optimizer's step, at which Dynamo breaks the graph).
+        fn: what ``torch.compile`` returned; None for all programs. Functions that ``fn`` calls are included if they
+            were compiled during a call of ``fn`` (an optimizer's step, at which Dynamo breaks the graph).
 
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.

@@ -1,4 +1,4 @@
-"""A script, run as Python runs it, and everything that it compiled."""
+"""``python -m fxwrap explain SCRIPT.py``: runs a script as Python does, and reports everything that it compiled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from .report import Explanation, report
 
 
 def explain_script(script: str, arguments: Sequence[str]) -> tuple[Explanation, SystemExit | None]:
-    """What a script compiled with ``backend="fxwrap"``, also in functions that are gone by its end.
+    """Run a script, and explain everything that it compiled with ``backend="fxwrap"``.
+
+    Functions that do not exist any more when the script ends are included.
 
     Args:
-        arguments: of the script.
+        arguments: the command line of the script.
 
     Returns:
-        The explanation, and how the script ended, if not at its last line. An error in it is printed as Python does.
+        The explanation, and the exit of the script unless it reached its last line. An error is printed as Python
+        prints it.
     """
     path = [os.path.dirname(os.path.abspath(script)), *sys.path]
     with all_kept(), mock.patch.multiple(sys, argv=[script, *arguments], path=path):
@@ -37,7 +40,7 @@ def explain_script(script: str, arguments: Sequence[str]) -> tuple[Explanation, 
 
 
 def _in_script(error: BaseException, script: str) -> TracebackType | None:
-    """Its traceback without what runs the script; all of it where the script does not even begin."""
+    """The traceback from the script's first frame on; the whole one if the script has not begun."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != script:
         frame = frame.tb_next

@@ -1,4 +1,4 @@
-"""Counters, for one compiled function or for all."""
+"""``fxwrap.stats``: counters of one compiled function, or of all."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .report import report, total
 
 
 def stats(fn: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Count what programs did: replays, recordings, eager runs, fallbacks, each with its reason.
+    """The numbers of replays, recordings, eager runs and fallbacks, by reason.
 
     Args:
-        fn: what ``torch.compile`` returned; None for all programs that are alive.
+        fn: what ``torch.compile`` returned; None for all programs.
 
     Returns:
-        ``programs``, ``replays``, and ``recordings``, ``eager``, ``fallbacks``, ``events`` and ``not_stored`` (what
-        every process compiles, because no cache can hold it) by reason.
+        ``programs`` and ``replays``; and by reason ``recordings``, ``eager``, ``fallbacks``, ``events`` and
+        ``not_stored`` (graphs that every process compiles, because no cache can hold them).
 
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
-    known = report(fn)
-    result = total([graph.program for graph in known.graphs])
-    for name, reasons in (("fallbacks", known.fallbacks), ("not_stored", known.not_stored)):
+    explanation = report(fn)
+    result = total([graph.program for graph in explanation.graphs])
+    for name, reasons in (("fallbacks", explanation.fallbacks), ("not_stored", explanation.not_stored)):
         result[name] = dict(Counter(reason.splitlines()[0] for reason in reasons))
     return result

@@ -1,10 +1,10 @@
-"""``explain(..., target=...)``: what would be decided on another device, also on one that this machine does not have.
+"""``explain(..., target=...)``: the decisions for another device, even one that this machine lacks.
 
-A device that is there gets a copy of the model. For one that is not, a child process compiles: it is a fork of this
-one, for what it replaces in torch must never be seen here, and a fork needs nobody to send the model. A file of a
-traced program would be one more thing that differs from what ``torch.compile`` does, knows neither graph breaks nor
-the caller's own operators and kernels, and traces a training step in another way; pickles know neither lambdas nor
-what ``__main__`` defines, and lose what ``mark_dynamic`` said. The child has one thread, and sends the report back.
+On a device of this machine, a copy of the model is compiled and runs. For any other, a forked child process compiles
+and sends the report back. The child replaces functions of torch, which must not be visible in this process, and a
+fork already has the model. An exported program would not do: it has no graph breaks, lacks the caller's own operators
+and kernels, and traces a training step differently. Pickles would not do either: they cannot hold lambdas or what
+``__main__`` defines, and lose the marks of ``mark_dynamic``. The child has one thread.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def explain_for(
     options: Mapping[str, Any] | None,
     calls: int = 1,
 ) -> Explanation:
-    """What ``explain`` returns for a device that need not be there.
+    """``explain`` for a device that this machine may lack.
 
     Args:
         target: "cuda:<capability>" (``cuda:90``), "xpu", or a device of this machine.
 
     Raises:
-        DeviceError: the target is unknown, is in this machine, or something is missing to compile for it.
+        DeviceError: the target is unknown, or this machine has it, or lacks what compiling for it needs.
         UnsupportedModelError: the model cannot be copied to the device, or its tensors are not on the CPU.
-        FxwrapError: compiling has failed.
+        FxwrapError: compiling failed.
     """
     machine = _absent_machine(str(target))
     if machine is None:
@@ -82,7 +82,7 @@ def explain_for(
 
 
 def _absent_machine(target: str) -> Machine | None:
-    """The machine to pretend; None for a device that has to be in this one."""
+    """The machine to compile for; None for a device that must be in this machine."""
     kind, _, capability = target.partition(":")
     if kind not in ("cuda", "xpu") or (kind == "xpu" and capability):
         return None
@@ -157,7 +157,7 @@ def _explain_there(
     options: Mapping[str, Any] | None,
     calls: int,
 ) -> Explanation:
-    """Compile a copy of the model there, and run it; the backward graph is compiled, and does not run."""
+    """Compile and run a copy of the model on a device of this machine; a backward is compiled, but does not run."""
     args, kwargs = tree_map(functools.partial(_moved, device=device), (args, kwargs))
     with backward_at_once():
         explanation = compile_afresh(_copied(fn, device), args, kwargs, options, calls)
@@ -166,7 +166,7 @@ def _explain_there(
 
 
 def _plan_ahead(programs: Iterable[Program]) -> None:
-    """Plan memory where no call has done so."""
+    """Plan the memory of programs that no call has planned."""
     for program in programs:
         if program.newest_plan is None:
             program.plan_ahead(example_inputs(program.plan.graph))
@@ -176,12 +176,12 @@ def _moved(value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     moved = value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
-    vars(moved).update(vars(value))  # what mark_dynamic said
+    vars(moved).update(vars(value))  # the marks of mark_dynamic
     return moved
 
 
 def _copied(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A module, or the method of one, on another device; what a function closes over stays where it is."""
+    """A copy of a module, or of a method's module, on another device. Tensors in a closure are not moved."""
     owner = getattr(fn, "__self__", fn)
     if not isinstance(owner, torch.nn.Module):
         return fn
@@ -201,7 +201,7 @@ def _copied(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
 
 
 class _NotFollowed(Exception):
-    """A graph does not run on the CPU, and what comes after it is not seen."""
+    """A graph cannot run on the CPU, so that graphs after it are unknown."""
 
 
 def _compiled_for(
@@ -212,7 +212,7 @@ def _compiled_for(
     kwargs: dict[str, Any],
     options: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """In the child: compile for a machine's device; what a report says of it."""
+    """In the child process: compile for a machine's device; returns the report."""
     from ..codegen.devices.cross_target import machine_code, present, register_device_guard, retargeted, start_anew
 
     compilation, limits = Compilation(), [*_NOT_PROVED, f"The device is taken for this one: {machine.name}."]
@@ -224,13 +224,13 @@ def _compiled_for(
 
         def on_cpu(*inputs: Any) -> Any:
             try:
-                return gm(*inputs)  # what comes after a graph break wants to see results
+                return gm(*inputs)  # the code after a graph break needs results
             except Exception as error:
                 raise _NotFollowed(f"{type(error).__name__}: {error}") from error
 
         return on_cpu
 
-    torch.set_num_threads(1)  # the others were not forked
+    torch.set_num_threads(1)  # a fork has only the thread that forked
     start_anew(target)
     register_device_guard(machine.device.type)
     with retargeted(machine):
@@ -250,16 +250,16 @@ def _compiled_for(
 
 
 def _in_a_fork(target: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` returns, plain data, in a fork of this process.
+    """Run ``work`` in a fork of this process, and return its result, which is plain data.
 
     Raises:
-        FxwrapError: it raised, or the process has ended before it was done.
+        FxwrapError: ``work`` raised, or the process ended early.
     """
     from ..codegen.devices.cross_target import no_compilation
 
     reading, writing = os.pipe()
     with no_compilation(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # this process may have threads: they are not needed
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads of this process, which the fork lacks
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
@@ -288,11 +288,11 @@ def _in_a_fork(target: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any
 
 
 class _ThereError(Exception):
-    """What was raised in the child: its traceback, as text."""
+    """An error of the child process, with its traceback as text."""
 
 
 def _answer(work: Callable[[], dict[str, Any]], writing: int, target: str) -> None:
-    """In the child: send what ``work`` returns, and end, past all that this process would do at its end."""
+    """In the child process: send the result of ``work``, and exit without the usual clean-up."""
     code = 1
     try:
         with open(writing, "w", encoding="utf-8") as pipe:
@@ -308,11 +308,11 @@ def _answer(work: Callable[[], dict[str, Any]], writing: int, target: str) -> No
 
 
 def _described(error: BaseException, target: str) -> tuple[str, dict[str, str]]:
-    """An error as its class's name and what it is made of."""
-    for one in _causes(error):
-        if isinstance(one, FxwrapError):
-            parts = {name: getattr(one, name) for name in ("subject", "expected", "got", "remedy")}
-            return type(one).__name__, parts
+    """An error as the name of its class and its parts."""
+    for cause in _causes(error):
+        if isinstance(cause, FxwrapError):
+            parts = {name: getattr(cause, name) for name in ("subject", "expected", "got", "remedy")}
+            return type(cause).__name__, parts
     if "Autograd-and-Fork" in str(error):
         return "FxwrapError", {
             "subject": f"a training graph cannot be traced for {target!r} in a fork of this process any more",
@@ -330,13 +330,13 @@ def _described(error: BaseException, target: str) -> tuple[str, dict[str, str]]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) else seen.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        inner = getattr(cause, "inner_exception", None)
+        cause = inner if isinstance(inner, BaseException) else cause.__cause__
 
 
 def _rebuilt(kind: str, parts: dict[str, str]) -> FxwrapError:
-    made: FxwrapError = getattr(errors, kind, FxwrapError)(parts.pop("subject"), **parts)
-    return made
+    error: FxwrapError = getattr(errors, kind, FxwrapError)(parts.pop("subject"), **parts)
+    return error

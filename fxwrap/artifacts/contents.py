@@ -1,4 +1,4 @@
-"""What a saved program is made of, read without running anything in it."""
+"""The contents of a saved file, for ``python -m fxwrap inspect``: nothing in the file runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from ..codegen.torch_runtime import size_functions
 from ..host_graph.graph_json import Functions
-from .load import signature_of
 from .machine import target_text, versions
 from .package import Package
-from .signature import Signature
+from .signature import Signature, signature_of
 
 
 @dataclass(frozen=True)
 class KernelContents:
-    """
+    """One kernel of a method.
+
     Attributes:
-        members: in the file: source, and machine code.
-        target: what machine code is for, in words; empty if there is none.
-        configuration: block sizes, warps and stages; empty if it is not Triton's.
+        members: the members of the file with its source and machine code.
+        target: the hardware that its machine code is for, in words; empty if there is none.
+        configuration: block sizes, warps and stages of a Triton kernel; empty for any other.
     """
 
     method: str
@@ -36,10 +36,11 @@ class KernelContents:
 
 @dataclass(frozen=True)
 class MethodContents:
-    """
+    """One method of a file.
+
     Attributes:
-        captured, eager: partitions.
-        launches: of compiled kernels.
+        captured, eager: numbers of partitions.
+        launches: the number of launches of compiled kernels.
     """
 
     name: str
@@ -53,9 +54,10 @@ class MethodContents:
 
 @dataclass(frozen=True)
 class Contents:
-    """
+    """Everything that a file holds.
+
     Attributes:
-        weights: how many there are, their bytes, and how many are frozen, whose values are compiled in.
+        weights: their number, their bytes, and the number of frozen ones (compiled in), in words.
     """
 
     versions: Mapping[str, str]
@@ -67,45 +69,45 @@ class Contents:
         """Read a file.
 
         Raises:
-            StorageError: it is damaged, or no saved program.
+            StorageError: the file is damaged, or is no saved program.
         """
         package = Package(path)
         try:
             package.check_all()
             manifest = package.manifest
-            said = (*versions(), "compile")
-            methods = [_method(package, name, known) for name, known in manifest["methods"].items()]
-            count = sum(known["kind"] == "weights" for known in manifest["tensors"].values())
+            shown = (*versions(), "compile")
+            methods = [_method(package, name, entry) for name, entry in manifest["methods"].items()]
+            count = sum(entry["kind"] == "weights" for entry in manifest["tensors"].values())
             file = manifest["members"].get("weights.safetensors")
             weights = f"{count} tensors, " + (f"{file['bytes']:,} bytes" if file else "not in the file")
-            frozen = {weight for known in manifest["methods"].values() for weight in known["frozen"]}
+            frozen = {weight for entry in manifest["methods"].values() for weight in entry["frozen"]}
             weights += f", and {len(frozen)} that are frozen" if frozen else ""
-            return cls({name: str(manifest[name]) for name in said}, weights, methods)
+            return cls({name: str(manifest[name]) for name in shown}, weights, methods)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error
         finally:
             package.close()
 
 
-def _method(package: Package, name: str, known: Mapping[str, Any]) -> MethodContents:
-    data = package.json(known["program"])
+def _method(package: Package, name: str, entry: Mapping[str, Any]) -> MethodContents:
+    data = package.json(entry["program"])
     partitions = data["plan"]["cut"]["partitions"]
     verdicts = Counter(partition["verdict"] for partition in partitions)
-    launches, externs = (sum(partition[what] for partition in partitions) for what in ("launches", "externs"))
-    signature = signature_of(name, known, Functions({}, size_functions()))
+    launches, externs = (sum(partition[field] for partition in partitions) for field in ("launches", "externs"))
+    signature = signature_of(name, entry, Functions({}, size_functions()))
     kernels = list(_kernels(name, data, data["graph"]["attributes"]))
     return MethodContents(name, signature, verdicts["captured"], verdicts["eager"], launches, externs, kernels)
 
 
 def _kernels(method: str, data: Mapping[str, Any], attributes: Mapping[str, Any]) -> Iterator[KernelContents]:
-    for known in attributes.values():
-        if "graph" in known:
-            yield from _kernels(method, data, known["graph"]["attributes"])
-        elif "kernel" in known:
-            name = known["kernel"]
+    for entry in attributes.values():
+        if "graph" in entry:
+            yield from _kernels(method, data, entry["graph"]["attributes"])
+        elif "kernel" in entry:
+            name = entry["kernel"]
             triton = data["triton"].get(name, {})
             members = [triton.get("source"), triton.get("binary"), data["objects"].get(name)]
             target = target_text(triton["target"]) if triton.get("binary") else ""
             config = ", ".join(f"{key} {value}" for key, value in triton.get("config", {}).items())
-            there = [member for member in members if member is not None]
-            yield KernelContents(method, name, known["language"], known["device"], there, target, config)
+            present = [member for member in members if member is not None]
+            yield KernelContents(method, name, entry["language"], entry["device"], present, target, config)

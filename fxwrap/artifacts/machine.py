@@ -1,4 +1,4 @@
-"""What a saved program is for: versions, a kind of processor, devices and their architectures."""
+"""The machine that a saved program needs: versions, processor, devices and their architectures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .. import __version__
 from ..codegen.store.stored_triton import target_of, triton_version
 from .package import Package
 
-# What may be another one where a program is loaded; "cpu_capability" counts for compiled kernels alone.
+# Entries that may differ on the loading machine; "cpu_capability" matters for compiled kernels only.
 _MAY_DIFFER = ("fxwrap", "cpu_capability")
 
 
 def versions() -> dict[str, str]:
-    """Of this machine, by the names that they have in a manifest."""
+    """The versions of this machine, by their names in a manifest."""
     return {
         "fxwrap": __version__,
         "torch": torch.__version__,
@@ -30,18 +30,19 @@ def versions() -> dict[str, str]:
 
 
 def check_machine(package: Package) -> None:
-    """
+    """Check that a file can be loaded on this machine.
+
     Raises:
-        StorageError: the file is for another machine than this one; both are named.
+        StorageError: the file is for another machine; the message names both.
     """
     manifest, here = package.manifest, versions()
-    for what, own in here.items():
-        if what not in _MAY_DIFFER and manifest.get(what) != own:
-            raise package.error(f"{what} {own} here", f"{what} {manifest.get(what)}, for which it was saved")
+    for name, version in here.items():
+        if name not in _MAY_DIFFER and manifest.get(name) != version:
+            raise package.error(f"{name} {version} here", f"{name} {manifest.get(name)}, for which it was saved")
     compiled = manifest["compile"] == "object"
-    saved, own = manifest["cpu_capability"], here["cpu_capability"]
-    if compiled and saved != own:
-        raise package.error(f"a processor with {own}", f"one with {saved}", _AS_SOURCE)
+    saved, capability = manifest["cpu_capability"], here["cpu_capability"]
+    if compiled and saved != capability:
+        raise package.error(f"a processor with {capability}", f"one with {saved}", _AS_SOURCE)
     triton = manifest["triton"]
     for name in manifest["devices"]:
         if why := _missing(name):
@@ -55,18 +56,18 @@ def check_machine(package: Package) -> None:
         raise package.error(got, f"triton {triton['version']}, for which it was saved", _AS_SOURCE)
     for name, saved in triton["targets"].items():
         try:
-            found = target_of(torch.device(name))
+            present = target_of(torch.device(name))
         except RuntimeError as error:
             raise package.error(f"no driver of Triton for {name}: {error}", target_text(saved)) from error
-        if found != saved:
-            raise package.error(f"{name} is {target_text(found)}", target_text(saved), _AS_SOURCE)
+        if present != saved:
+            raise package.error(f"{name} is {target_text(present)}", target_text(saved), _AS_SOURCE)
 
 
 _AS_SOURCE = 'save it with compile="source"'
 
 
 def target_text(target: Sequence[Any]) -> str:
-    """What Triton compiles for, in words."""
+    """A target of Triton's compiler, in words."""
     backend, architecture, _ = target
     if backend == "cuda":
         return f"compute capability {architecture // 10}.{architecture % 10}"
@@ -74,13 +75,13 @@ def target_text(target: Sequence[Any]) -> str:
 
 
 def _missing(name: str) -> str:
-    """Why a device is not to be had; empty if it is."""
+    """Why a device is missing; empty if it is present."""
     kind = name.partition(":")[0]
     try:
         device = torch.device(name)
         module = torch.get_device_module(device.type)
-        known: Mapping[str, Any] = vars(module)
-        count = known["device_count"]() if known.get("is_available", lambda: True)() else 0
+        names: Mapping[str, Any] = vars(module)
+        count = names["device_count"]() if names.get("is_available", lambda: True)() else 0
     except (RuntimeError, KeyError):
         return f"no device of the type {kind}"
     return "" if (device.index or 0) < count else f"{count or 'no'} {kind} device{'s'[: count != 1]}"

@@ -1,7 +1,7 @@
-"""The file of a saved program: a zip of JSON, tensors and kernels, each with its digest in a manifest.
+"""The file format of a saved program: a zip archive of JSON, tensors and kernels, and a manifest with their digests.
 
-Nothing in it is pickled, nothing is unpacked under a name that the file chooses, and no member is used before its
-digest is found to be right. The manifest has no digest, and is read first.
+Nothing in it is pickled, no name from the file is used as a path, and a member is used only after its digest was
+checked. The manifest is read first, and has no digest.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from ..errors import StorageError
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-# Bytes. What is not weights is small; a manifest that says otherwise is no manifest of ours.
+# In bytes: a limit that no manifest of fxwrap's reaches, against files that unpack to gigabytes.
 _LARGEST_MANIFEST = 64 << 20
 _UNREADABLE = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
-    """Write a file in one step: whoever reads ``path`` finds the old one or the new one, whoever else writes it."""
-    known = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in members.items()}
-    text = json.dumps({"format": FORMAT, **manifest, "members": known}, indent=1)
-    _remove_left(path)
+    """Write a file atomically: a reader of ``path`` sees the old file or the new one, even with several writers."""
+    digests = {
+        name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in members.items()
+    }
+    text = json.dumps({"format": FORMAT, **manifest, "members": digests}, indent=1)
+    _remove_unfinished(path)
     unfinished = path.with_name(f"{_unfinished(path)}.{os.getpid()}.{threading.get_ident()}.unfinished")
     try:
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
@@ -44,17 +46,17 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
 
 
 def _unfinished(path: Path) -> str:
-    """How the names of files begin that processes of this machine write."""
+    """The prefix of temporary files that processes of this machine write."""
     return f".{path.name}.{platform.node()}"
 
 
-def _remove_left(path: Path) -> None:
-    """Remove what processes have left that were killed while they wrote the same file."""
+def _remove_unfinished(path: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote the same file."""
     name = re.compile(re.escape(_unfinished(path)) + r"\.(\d+)\.\d+\.unfinished")
     for left in path.parent.iterdir() if os.name == "posix" else ():
-        if (found := name.fullmatch(left.name)) is not None:
+        if (match := name.fullmatch(left.name)) is not None:
             try:
-                os.kill(int(found[1]), 0)  # no signal: asks whether it is there
+                os.kill(int(match[1]), 0)  # signal 0 only asks whether the process exists
             except ProcessLookupError:
                 left.unlink(missing_ok=True)
             except (PermissionError, OverflowError):
@@ -62,10 +64,10 @@ def _remove_left(path: Path) -> None:
 
 
 class Package:
-    """A saved program, opened.
+    """A saved program's file, opened for reading.
 
     Raises:
-        StorageError: the file is no such thing, or is damaged.
+        StorageError: the file is no saved program, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,17 +94,21 @@ class Package:
         return StorageError(f"{self.path} cannot be loaded", expected=expected, got=got, remedy=remedy)
 
     def read(self, name: str) -> bytes:
-        """A member, whose digest is the manifest's."""
-        known = self._members.get(name)
-        if known is None:
+        """The bytes of a member.
+
+        Raises:
+            StorageError: there is no such member, or its digest is wrong.
+        """
+        entry = self._members.get(name)
+        if entry is None:
             raise self.error(f"no member {name!r}", "one of " + ", ".join(self._members))
         try:
             with self._file.open(name) as member:
-                # Never more than was promised, whatever the archive says it unpacks to.
-                data = member.read(int(known["bytes"]) + 1)
+                # At most one byte more than the manifest says, whatever size the archive says.
+                data = member.read(int(entry["bytes"]) + 1)
         except (*_UNREADABLE, KeyError, TypeError) as error:
             raise self.error(f"{name}: {error}", "a member that can be read") from error
-        if hashlib.sha256(data).hexdigest() != known.get("sha256"):
+        if hashlib.sha256(data).hexdigest() != entry.get("sha256"):
             raise self.error(f"{name} with another digest", "the member that was saved")
         return data
 

@@ -1,4 +1,4 @@
-"""``fxwrap.save``: methods of modules in one file that runs without Inductor, Dynamo and a compiler."""
+"""``fxwrap.save``: compiles methods and writes one file, which runs without Inductor, Dynamo and a compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..codegen.store.stored_triton import triton_version
 from ..errors import OptionError, StorageError
 from ..host_graph.graph_json import Functions, expression_to_data, graph_to_data
 from ..host_graph.nodes import Kernel
-from ..plan_json import to_data
+from ..host_graph.typed_json import to_data
 from . import package
 from .machine import versions
 from .signature import solution
@@ -38,7 +38,7 @@ def save(
     options: Mapping[str, Any] | None = None,
     weights: bool = True,
     compile: str = "object",
-    progress: Callable[[str], object] = lambda what: None,
+    progress: Callable[[str], object] = lambda text: None,
 ) -> Path:
     """Compile methods and save them as one file, for ``fxwrap.load``.
 
@@ -53,16 +53,19 @@ def save(
     writes to a buffer, the others read. No gradients are computed.
 
     Args:
-        methods: by name, what ``torch.export.export`` returned, or its arguments as a tuple: a module, example
-            inputs, and, if any, keyword inputs and dynamic shapes.
+        methods: exported programs by name (``torch.export.export``), or the arguments of an export as a tuple: a
+            module, example inputs, and, if any, keyword inputs and dynamic shapes.
         options: as for ``torch.compile(..., backend="fxwrap", options=...)``.
-        weights: False leaves them out: they are given to ``fxwrap.load``.
-        compile: "object" saves compiled kernels, for machines like this one; "source" their source alone, which is
-            compiled where it is loaded.
-        progress: told what is under way.
+        weights: whether the file holds weights; if not, ``fxwrap.load`` has to be given them.
+        compile: "object" saves compiled kernels, for machines like this one; "source" saves their source only, which
+            is compiled where it is loaded.
+        progress: called with a line of text before each step.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        StorageError: a method does not become one program, or something in it cannot be saved.
+        StorageError: a method does not compile to one program, or something in it cannot be saved.
         OptionError: an option is wrong.
     """
     if compile not in COMPILED:
@@ -73,7 +76,7 @@ def save(
         raise OptionError(
             "no methods to save", expected="a dictionary of names and exported programs", got=repr(methods)
         )
-    own, patches = parsed(options)
+    fxwrap_options, patches = parsed(options)
     members: dict[str, bytes] = {}
     described: dict[str, Any] = {}
     tensors, kernels = _Tensors(), _Kernels(compile == "object", members)
@@ -82,9 +85,9 @@ def save(
             raise OptionError("the name of a method", expected="a Python name", got=repr(name))
         progress(f"{name}: tracing")
         traced = traced_method(name, _exported(name, method))
-        known = _describe_call(traced)
+        call = _describe_call(traced)
         progress(f"{name}: compiling")
-        compiled = compile_method(traced, own, patches)
+        compiled = compile_method(traced, fxwrap_options, patches)
         if compiled.frozen and not weights:
             raise StorageError(
                 f"method {name!r} with its weights frozen",
@@ -92,16 +95,16 @@ def save(
                 got=", ".join(compiled.frozen),
                 remedy="leave out weights=False, or freezing",
             )
-        described[name] = {**known, **_describe(compiled, tensors, kernels.of(compiled.plan.graph), members)}
+        described[name] = {**call, **_describe(compiled, tensors, kernels.of(compiled.plan.graph), members)}
     progress("writing")
     tensors.check_apart()
     names = tensors.names()
-    for known in described.values():
-        known["weights"] = [[weight, names[entry]] for weight, entry in known["weights"]]
-        known["constants"] = {attribute: names[entry] for attribute, entry in known["constants"].items()}
-    inputs = (one for method in described.values() for one in method["inputs"])
-    devices = {one["device"] for one in (*inputs, *tensors.described().values()) if "device" in one}
-    where = {
+    for entry in described.values():
+        entry["weights"] = [[weight, names[number]] for weight, number in entry["weights"]]
+        entry["constants"] = {attribute: names[number] for attribute, number in entry["constants"].items()}
+    inputs = (data for entry in described.values() for data in entry["inputs"])
+    devices = {data["device"] for data in (*inputs, *tensors.described().values()) if "device" in data}
+    machine = {
         **versions(),
         "compile": compile,
         "devices": sorted(devices | kernels.devices),
@@ -110,9 +113,10 @@ def save(
     members["constants.safetensors"] = tensors.serialized("constants")
     if weights:
         members["weights.safetensors"] = tensors.serialized("weights")
-    found = {**where, "options": own.at_run(), "methods": described, "tensors": tensors.described()}
+    run_options = fxwrap_options.at_run()
+    manifest = {**machine, "options": run_options, "methods": described, "tensors": tensors.described()}
     target = Path(path)
-    package.write(target, found, members)
+    package.write(target, manifest, members)
     return target
 
 
@@ -130,14 +134,18 @@ def _exported(name: str, method: Any) -> torch.export.ExportedProgram:
 
 
 def _describe_call(method: TracedMethod) -> dict[str, Any]:
-    """How a method is called, as far as tracing says it."""
+    """The manifest's entries about calls of a method that are known after tracing.
+
+    Raises:
+        StorageError: a size depends on a symbol that the inputs do not determine.
+    """
     table = functions()
     values = [value for _, value in method.passed]
     sizes = [size for value in values for size in _expressions(_sizes(value))]
     strides = [size for value in values if isinstance(value, torch.Tensor) for size in _expressions(value.stride())]
-    told = {found[0] for size in sizes if (found := solution(size)) is not None}
+    determined = {solved[0] for size in sizes if (solved := solution(size)) is not None}
     for condition in (*sizes, *strides, *method.guards):
-        unknown: set[Any] = condition.free_symbols - told
+        unknown: set[Any] = condition.free_symbols - determined
         if unknown:
             raise StorageError(
                 f"method {method.name!r}: {condition}",
@@ -146,7 +154,7 @@ def _describe_call(method: TracedMethod) -> dict[str, Any]:
                 remedy="export it with such a size as a dimension of an input, or as a constant",
             )
     for guard in method.guards:
-        expression_to_data(guard, table)  # what has no form is refused before anything is compiled
+        expression_to_data(guard, table)  # a guard that cannot be stored is refused before anything is compiled
     return {
         "ranges": {symbol.name: list(bounds) for symbol, bounds in method.ranges.items()},
         "arguments": structure_of(method.arguments),
@@ -165,10 +173,10 @@ def _expressions(numbers: Sequence[Any]) -> list[Any]:
 def _describe(
     method: CompiledMethod, tensors: _Tensors, kernels: Mapping[str, Any], members: dict[str, bytes]
 ) -> dict[str, Any]:
-    """A compiled method; for each of its tensors the number of an entry."""
+    """The manifest's entries about a compiled method. A tensor is the number of its entry."""
     plan, table, traced = method.plan, functions(), method.traced
     name, written = traced.name, plan.facts.all_written()
-    # Where the program wants its inputs: that is where it was compiled for.
+    # The devices on which the program expects its inputs.
     devices: list[Any] = [getattr(node.meta.get("val"), "device", None) for node in plan.placeholders]
     writes = [bool(plan.facts.of(node) & written) for node in plan.placeholders]
     constants = _constants(method, tensors)
@@ -187,27 +195,27 @@ def _describe(
         "frozen": list(method.frozen),
         "constants": constants,
         "inputs": [
-            _input(known, value, None if is_constant(value) else next(passed), table)
-            for known, value in traced.inputs
+            _input(input_name, value, None if is_constant(value) else next(passed), table)
+            for input_name, value in traced.inputs
         ],
         "guards": [expression_to_data(guard, table) for guard in method.guards],
     }
 
 
 def _constants(method: CompiledMethod, tensors: _Tensors) -> dict[str, int]:
-    """Entries of the tensors that a program has as attributes, by attribute."""
+    """The entry numbers of the tensors that a program has as attributes, by attribute."""
     gm, facts, name = method.plan.graph, method.plan.facts, method.traced.name
-    found: dict[str, int] = {}
+    entries: dict[str, int] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
         attribute = str(node.target)
         value = getattr(gm, attribute)
         if is_packed(value):
             packing = method.packed.graph_of(f"constant {attribute!r} of method {name!r}", value)
-            found[attribute] = tensors.add_packed(name, attribute, packing)
+            entries[attribute] = tensors.add_packed(name, attribute, packing)
         elif isinstance(value, torch.Tensor):
             writes = bool(facts.of(node) & facts.all_written())
-            found[attribute] = tensors.add("constants", name, attribute, value, value.device, writes)
-    return found
+            entries[attribute] = tensors.add("constants", name, attribute, value, value.device, writes)
+    return entries
 
 
 def _input(name: str, value: Any, device: torch.device | None, table: Functions) -> dict[str, Any]:
@@ -224,12 +232,12 @@ def _input(name: str, value: Any, device: torch.device | None, table: Functions)
 
 
 class _Kernels:
-    """Kernels to save, each as members of the file.
+    """The kernels to save, each as members of the file.
 
     Attributes:
-        devices: what they run on.
-        targets: by device, what the machine code of Triton's is for.
-        triton: whether there are any of Triton's.
+        devices: the devices on which they run.
+        targets: the target of Triton's machine code, by device.
+        triton: whether there are Triton kernels.
     """
 
     def __init__(self, compiled: bool, members: dict[str, bytes]) -> None:
@@ -239,7 +247,7 @@ class _Kernels:
         self._compiled, self._members = compiled, members
 
     def of(self, gm: torch.fx.GraphModule) -> dict[str, Any]:
-        """The compiled files of a graph's C++ kernels, and what launches its Triton kernels, by kernel."""
+        """The members with a graph's compiled C++ kernels, and the launch data of its Triton kernels, by kernel."""
         objects: dict[str, str] = {}
         triton: dict[str, Any] = {}
         for node, kernel in _kernels(gm):
@@ -253,18 +261,18 @@ class _Kernels:
         return {"objects": objects, "triton": triton}
 
     def _triton(self, kernel: Kernel, args: Sequence[Any]) -> dict[str, Any]:
-        found = triton_to_data(kernel, args)
+        stored = triton_to_data(kernel, args)
         self.triton = True
-        source = self._member(found.source.encode(), "py")
-        if found.binary is None or not self._compiled:
-            return {**found.data, "source": source, "binary": None, "metadata": None}
-        self.targets[str(kernel.device)] = found.data["target"]
-        return {**found.data, "source": source, "binary": self._member(*found.binary)}
+        source = self._member(stored.source.encode(), "py")
+        if stored.binary is None or not self._compiled:
+            return {**stored.data, "source": source, "binary": None, "metadata": None}
+        self.targets[str(kernel.device)] = stored.data["target"]
+        return {**stored.data, "source": source, "binary": self._member(*stored.binary)}
 
     def _member(self, data: bytes, ending: str) -> str:
-        """The name of a member with this content."""
-        for name, known in self._members.items():
-            if known == data:
+        """The name of the member with this content; it is added if there is none."""
+        for name, content_of_member in self._members.items():
+            if content_of_member == data:
                 return name
         name = f"kernels/{len(self._members)}.{ending}"
         self._members[name] = data
@@ -272,16 +280,16 @@ class _Kernels:
 
 
 def _kernels(gm: torch.fx.GraphModule) -> Sequence[tuple[torch.fx.Node, Kernel]]:
-    """Kernels of a graph and of its subgraphs, with the nodes that hold them."""
-    found: list[tuple[torch.fx.Node, Kernel]] = []
+    """The kernels of a graph and of its subgraphs, with their nodes."""
+    kernels: list[tuple[torch.fx.Node, Kernel]] = []
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             value = getattr(gm, str(node.target))
             if isinstance(value, Kernel):
-                found.append((node, value))
+                kernels.append((node, value))
             elif isinstance(value, torch.fx.GraphModule):
-                found.extend(_kernels(value))
-    return found
+                kernels.extend(_kernels(value))
+    return kernels
 
 
 @dataclass
@@ -289,7 +297,8 @@ class _Entry:
     """A tensor to save.
 
     Attributes:
-        names: those that it has, with the methods where it has them.
+        kind: "weights", "constants" or "frozen".
+        names: its names, each with the method that it has the name in.
         written: whether a method writes to it.
         frozen: methods that have its value compiled in.
     """
@@ -307,11 +316,11 @@ class _Entry:
 
 @dataclass
 class _Packed:
-    """A tensor that is packed again where it is loaded.
+    """A tensor in a library's packed form, which is packed again when it is loaded.
 
     Attributes:
-        graph: what packs it, as data.
-        constants: numbers of the entries that it packs, by attribute of that graph.
+        graph: the graph that packs it, as data.
+        constants: the entry numbers of the tensors that are packed, by attribute of the graph.
     """
 
     graph: Any
@@ -320,18 +329,19 @@ class _Packed:
 
 
 class _Tensors:
-    """Tensors to save, each once: those with the same memory and layout are one entry, and constants of one value."""
+    """The tensors to save, without duplicates: one entry for tensors with the same memory and layout, and one for
+    constants with the same values."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry | _Packed] = []
         self._numbers: dict[Any, int] = {}
-        # What has no entry of its own: weights whose values are compiled in, and constants with the value of another.
+        # Tensors without an entry of their own: weights that are compiled in, and constants equal to another.
         self._others: list[_Entry] = []
 
     def add(
         self, kind: str, method: str, name: str, tensor: torch.Tensor, device: torch.device, written: bool
     ) -> int:
-        """The number of a tensor's entry."""
+        """The number of a tensor's entry; it is added if there is none."""
         new = _Entry(kind, tensor.detach(), device, [(method, name)], written)
         number = self._numbers.setdefault((kind, device, *identity(tensor)), len(self._entries))
         if number == len(self._entries):
@@ -339,14 +349,18 @@ class _Tensors:
                 number = self._numbers.setdefault((kind, device, *content(tensor)), number)
                 self._numbers[(kind, device, *identity(tensor))] = number
             (self._entries if number == len(self._entries) else self._others).append(new)
-        known: Any = self._entries[number]
-        if known is not new:
-            known.names.append((method, name))
-            known.written |= written
+        entry: Any = self._entries[number]
+        if entry is not new:
+            entry.names.append((method, name))
+            entry.written |= written
         return number
 
     def add_packed(self, method: str, name: str, packing: torch.fx.GraphModule) -> int:
-        """The number of the entry of what a graph of constants makes."""
+        """The number of the entry of a packed tensor.
+
+        Args:
+            packing: a graph without inputs that packs constants and returns the tensor.
+        """
         data = graph_to_data(packing, functions())
         constants = {
             str(node.target): self.add("constants", method, f"{name}.{node.target}", value, value.device, False)
@@ -365,44 +379,45 @@ class _Tensors:
         self._others.append(_Entry("frozen", tensor.detach(), tensor.device, [(method, name)]))
 
     def check_apart(self) -> None:
-        """
+        """Check that no method writes to memory that another tensor or a compiled-in value shares.
+
         Raises:
-            StorageError: a method writes to a tensor, and another one is a view of its memory: in the file each has
-                its own. Or its value is compiled into a method, which would not read what is written.
+            StorageError: a written tensor overlaps another one (in the file each has memory of its own), or a frozen
+                one (its method would not read what is written).
         """
         entries = [entry for entry in self._entries if isinstance(entry, _Entry)]
-        kept = {identity(entry.tensor): entry for entry in entries if entry.kind == "weights"}
+        weights = {identity(entry.tensor): entry for entry in entries if entry.kind == "weights"}
         for other in self._others:
-            if other.kind == "frozen" and (entry := kept.get(identity(other.tensor))) is not None:
+            if other.kind == "frozen" and (entry := weights.get(identity(other.tensor))) is not None:
                 entry.frozen.append(other.names[0][0])
         everything = [*self._others, *entries]
-        if found := overlapping([(entry.tensor, entry.written) for entry in everything]):
-            one, other = (everything[place] for place in found)
+        if pair := overlapping([(entry.tensor, entry.written) for entry in everything]):
+            written, other = (everything[place] for place in pair)
             if other.kind == "frozen":
                 raise StorageError(
-                    f"weight {one} is written, and its value as {other} is frozen",
+                    f"weight {written} is written, and its value as {other} is frozen",
                     expected="weights that no method writes, where freezing compiles them in",
                     remedy="save the methods without freezing, or in files of their own",
                 )
             raise StorageError(
-                f"weights {one} and {other} share memory in different layouts, and one is written",
+                f"weights {written} and {other} share memory in different layouts, and one is written",
                 expected="one tensor for all methods, or memory of their own",
                 remedy="register one of them, and make the others of it in forward",
             )
 
     def names(self) -> list[str]:
-        """A name for each entry: the first that it has; where another entry has that, its method's with it."""
+        """A unique name for each entry: its first name, prefixed by the method's if another entry has that name."""
         real = {name for entry in self._entries for _, name in entry.names}
-        found = dict[str, None]()
+        unique = dict[str, None]()
         for entry in self._entries:
             method, name = entry.names[0]
-            while name in found or (name in real and name != entry.names[0][1]):
+            while name in unique or (name in real and name != entry.names[0][1]):
                 name = f"{method}.{name}"
-            found[name] = None
-        return list(found)
+            unique[name] = None
+        return list(unique)
 
     def described(self) -> dict[str, Any]:
-        """Entries by name: in which file they are, their layouts, and what else they are called."""
+        """The manifest's entries by name: member, layout and aliases of each tensor."""
         claims = Counter(name for entry in self._entries for name in {name for _, name in entry.names})
         names = self.names()
         return {
@@ -414,7 +429,7 @@ class _Tensors:
                 "stride": list(entry.tensor.stride()),
                 "written": entry.written,
                 "frozen": entry.frozen,
-                "aliases": sorted({own for _, own in entry.names if own != name and claims[own] == 1}),
+                "aliases": sorted({alias for _, alias in entry.names if alias != name and claims[alias] == 1}),
             }
             if isinstance(entry, _Entry)
             else {
@@ -438,8 +453,8 @@ class _Tensors:
             if isinstance(entry, _Entry) and entry.kind == kind:
                 tensor = to_stored(entry.tensor)
                 storage = tensor.untyped_storage()
-                # Safetensors wants a storage for each: parts of one are saved one by one.
-                own = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
-                plain[name] = tensor if own else tensor.clone()
+                # Safetensors refuses tensors that share a storage: a part of one is copied.
+                unshared = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
+                plain[name] = tensor if unshared else tensor.clone()
                 storages.add(storage.data_ptr())
         return serialize(plain)

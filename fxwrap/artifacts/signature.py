@@ -1,4 +1,4 @@
-"""What a method takes: names, types and sizes with their ranges, checked at every call before anything runs."""
+"""The signature of a saved method: its inputs, their sizes and ranges. Every call is checked against it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch.autograd import forward_ad
 
 from ..codegen.torch_runtime import in_forward_ad, is_plain_memory
 from ..errors import InputError
+from ..host_graph.graph_json import Functions, expression_from_data
 
 # A size: a number, or an expression of symbols.
 Size = Any
-# Tells whether tensors have the layouts that others had.
+# A function that tells whether tensors have the same layouts as those that it was made of.
 Look = Callable[[list[Any]], bool]
 
 
 @dataclass(frozen=True)
 class TensorInput:
-    """
+    """A tensor that a method takes.
+
     Attributes:
-        size, stride: numbers of elements, of which some may be expressions of symbols.
+        size, stride: in elements; entries are numbers or expressions of symbols.
     """
 
     name: str
@@ -39,10 +41,11 @@ class TensorInput:
 
 @dataclass(frozen=True)
 class NumberInput:
-    """A number: a symbol whose value may vary, or one that was compiled in.
+    """A number that a method takes: a symbolic size, or a constant that was compiled in.
 
     Attributes:
-        value: an expression of symbols, or the number.
+        kind: its Python type.
+        value: an expression of symbols, or the constant.
     """
 
     name: str
@@ -55,11 +58,13 @@ class NumberInput:
 
 @dataclass(frozen=True)
 class Signature:
-    """
+    """What one method takes and returns. Print it.
+
     Attributes:
-        ranges: lowest and highest value of each symbol, by name; None for none.
+        ranges: the lowest and highest value of each symbol by name; None for no bound.
         guards: conditions on symbols that the compiled code relies on.
-        arguments: how they are nested, ``(args, kwargs)``; results likewise.
+        arguments: the structure of ``(args, kwargs)``.
+        results: the structure of the results.
     """
 
     method: str
@@ -71,7 +76,7 @@ class Signature:
 
     @property
     def conditions(self) -> str:
-        """Ranges and guards; empty where there are none."""
+        """Ranges and guards as text; empty if there are none."""
         where = [
             ("" if low is None else f"{low} <= ") + name + ("" if high is None else f" <= {high}")
             for name, (low, high) in self.ranges.items()
@@ -84,10 +89,10 @@ class Signature:
         return f"{self.method}({', '.join(map(str, self.inputs))}){suffix}"
 
     def check(self, values: Sequence[Any]) -> None:
-        """Raise unless the method may run on these inputs.
+        """Check that the method may run on these inputs.
 
         Raises:
-            InputError: one has another type, device, rank, size or layout; or a size is out of range.
+            InputError: an input has another type, device, rank, size or layout; or a size is out of range.
         """
         if len(values) != len(self.inputs):
             raise InputError(f"call of {self}", expected=f"{len(self.inputs)} inputs", got=str(len(values)))
@@ -123,7 +128,7 @@ class Signature:
             raise self._error(known, "a tensor", f"{value!r} of type {type(value).__name__}")
         if value.layout is not torch.strided:
             raise self._error(known, "a dense tensor", str(value.layout))
-        # Kernels read memory as it is.
+        # Kernels read the bytes of a tensor directly.
         if not is_plain_memory(value):
             raise self._error(known, "a tensor with memory of its own", f"a {type(value).__name__}")
         for bit, view in (("neg", value.is_neg()), ("conj", value.is_conj())):
@@ -163,8 +168,8 @@ class Signature:
         bound: Mapping[sympy.Symbol, int],
         sizes: Sequence[int] | None = None,
     ) -> None:
-        wanted = [_at(one, bound) for one in expected]
-        # The stride of a dimension of one element, and of a tensor of none, means nothing.
+        wanted = [_at(size, bound) for size in expected]
+        # A stride has no meaning in a dimension of one element, or in an empty tensor.
         skipped = [sizes is not None and (size <= 1 or 0 in sizes) for size in sizes or got]
         if any(a != b for a, b, skip in zip(wanted, got, skipped, strict=True) if not skip):
             raise self._error(known, f"{what} {tuple(wanted)}", f"{what} {tuple(got)}")
@@ -178,8 +183,36 @@ class Signature:
         return InputError(f"size {name} of {where or self.method}", expected=expected, got=str(got))
 
 
+def signature_of(name: str, entry: Mapping[str, Any], functions: Functions) -> Signature:
+    """The signature of a method, from its entry in the manifest."""
+
+    def size(data: Any) -> Any:
+        return data if isinstance(data, int) else expression_from_data(data, functions)
+
+    inputs: list[TensorInput | NumberInput] = []
+    for data in entry["inputs"]:
+        if "number" in data:
+            kinds = {"int": int, "float": float, "bool": bool, "str": str, "NoneType": type(None)}
+            value = data["value"] if isinstance(data["value"], (str, float, type(None))) else size(data["value"])
+            inputs.append(NumberInput(data["name"], kinds[data["number"]], value))
+        else:
+            sizes = tuple(map(size, data["size"])), tuple(map(size, data["stride"]))
+            inputs.append(TensorInput(data["name"], dtype_named(data["dtype"]), torch.device(data["device"]), *sizes))
+    ranges = {symbol: (low, high) for symbol, (low, high) in entry["ranges"].items()}
+    guards = tuple(expression_from_data(guard, functions) for guard in entry["guards"])
+    return Signature(name, tuple(inputs), ranges, guards, entry["arguments"], entry["results"])
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name in a file. Raises TypeError for any other name of torch's."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return dtype
+
+
 class Checker:
-    """Checks the inputs of one method: looks that have passed are known again in one call of torch's.
+    """Checks the inputs of one method. Layouts that passed once are recognized by one fast call of torch's.
 
     Args:
         layout_check: ``TorchFunctions.layout_check``.
@@ -187,26 +220,29 @@ class Checker:
 
     def __init__(self, signature: Signature, layout_check: Callable[..., Look]) -> None:
         self._signature, self._layout_check = signature, layout_check
-        tensors = [isinstance(one, TensorInput) for one in signature.inputs]
-        self._tensors = [place for place, tensor in enumerate(tensors) if tensor]
-        self._others = [place for place, tensor in enumerate(tensors) if not tensor]
-        self._known: tuple[Look, list[Any]] | None = None
+        is_tensor = [isinstance(expected, TensorInput) for expected in signature.inputs]
+        self._tensors = [place for place, tensor in enumerate(is_tensor) if tensor]
+        self._others = [place for place, tensor in enumerate(is_tensor) if not tensor]
+        self._passed: tuple[Look, list[Any]] | None = None
 
     def __call__(self, values: list[Any]) -> Look | None:
-        """What knows the values' layouts again, if they are those of a call before.
+        """Check inputs.
+
+        Returns:
+            The layout check that the inputs passed, if it is that of an earlier call; else None.
 
         Raises:
-            InputError: the method may not run on them.
+            InputError: the method may not run on these inputs.
         """
-        # A look sees no tangents.
-        if self._known is not None and not in_forward_ad() and len(values) == len(self._signature.inputs):
-            look, others = self._known
+        # A layout check does not see tangents.
+        if self._passed is not None and not in_forward_ad() and len(values) == len(self._signature.inputs):
+            look, others = self._passed
             if look(values) and (not others or self._of_others(values) == others):
                 return look
         self._signature.check(values)
-        # A look does not say in which mode of autograd it was right.
+        # Whether inputs that require gradients are allowed depends on the mode of autograd: checked at each call.
         if self._tensors and not any(values[place].requires_grad for place in self._tensors):
-            self._known = self._layout_check(values, self._tensors), self._of_others(values)
+            self._passed = self._layout_check(values, self._tensors), self._of_others(values)
         return None
 
     def _of_others(self, values: Sequence[Any]) -> list[Any]:
@@ -214,7 +250,10 @@ class Checker:
 
 
 def solution(size: Size) -> tuple[sympy.Symbol, int, int] | None:
-    """``(symbol, factor, rest)`` of a size ``factor * symbol + rest``: such a size tells what the symbol is."""
+    """``(symbol, factor, rest)`` of a size ``factor * symbol + rest``; None for any other size.
+
+    The value of such a size determines that of its symbol.
+    """
     symbols: Any = getattr(size, "free_symbols", ())
     if len(symbols) != 1:
         return None
@@ -222,30 +261,30 @@ def solution(size: Size) -> tuple[sympy.Symbol, int, int] | None:
     if not size.is_polynomial(symbol):
         return None
     coefficients = sympy.Poly(size, symbol).all_coeffs()
-    if len(coefficients) != 2 or not all(one.is_Integer for one in coefficients):
+    if len(coefficients) != 2 or not all(coefficient.is_Integer for coefficient in coefficients):
         return None
     factor, rest = map(int, coefficients)
     return symbol, factor, rest
 
 
 def _solve(expected: Sequence[Size], got: Sequence[int], bound: dict[sympy.Symbol, int]) -> None:
-    """Symbols that are no size themselves, from sizes that are made of them."""
+    """Bind symbols that are no size themselves, from the values of sizes that are linear in them."""
     for size, value in zip(expected, got, strict=True):
         unknown = isinstance(size, sympy.Basic) and not size.free_symbols <= bound.keys()
-        if unknown and (found := solution(size)) is not None:
-            symbol, factor, rest = found
-            bound[symbol] = (value - rest) // factor  # where there is a remainder, the size will not fit
+        if unknown and (solved := solution(size)) is not None:
+            symbol, factor, rest = solved
+            bound[symbol] = (value - rest) // factor  # a remainder is found later: the size does not fit then
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) or str(one) == str(other) == "nan"
+def _same(first: Any, second: Any) -> bool:
+    return bool(first == second) or str(first) == str(second) == "nan"
 
 
 def _at(size: Size, bound: Mapping[sympy.Symbol, int]) -> Any:
     if isinstance(size, (int, float, str)):
         return size
-    found = sympy.sympify(size.xreplace({symbol: sympy.Integer(value) for symbol, value in bound.items()}))
-    return int(found) if found.is_Integer else found
+    value = sympy.sympify(size.xreplace({symbol: sympy.Integer(number) for symbol, number in bound.items()}))
+    return int(value) if value.is_Integer else value
 
 
 def _values(bound: Mapping[sympy.Symbol, int]) -> str:

@@ -1,4 +1,4 @@
-"""How arguments and results are nested: tuples, named ones too, lists and dictionaries, as data."""
+"""The nesting of arguments and results as data: tuples, named tuples, lists and dictionaries, like a pytree spec."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _named_tuple: Any = namedtuple
 
 
 def structure_of(value: Any, constants: Mapping[int, Any] | None = None) -> Any:
-    """The structure of a nested value, in which ``LEAF`` stands for whatever is no container.
+    """The structure of a nested value; ``LEAF`` stands for everything that is no container.
 
     Args:
-        constants: leaves that are always the same, by their number: the structure holds them itself.
+        constants: leaves that are always the same, by their number; the structure holds them itself.
     """
-    known = constants or {}
-    return _structure(value, ({"constant": known[n]} if n in known else LEAF for n in itertools.count()))
+    fixed = constants or {}
+    return _structure(value, ({"constant": fixed[n]} if n in fixed else LEAF for n in itertools.count()))
 
 
 def _structure(value: Any, leaves: Iterator[Any]) -> Any:
@@ -48,17 +48,17 @@ def _structure(value: Any, leaves: Iterator[Any]) -> Any:
 
 
 def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
-    """The leaves of a value that has a structure.
+    """The leaves of a value, in the order of a structure.
 
     Raises:
-        InputError: it has another one.
+        InputError: the value has another structure.
     """
     if structure == LEAF:
         yield value
         return
     ((kind, inner),) = structure.items()
     if kind == "named tuple":
-        # By its fields: where the class is not there, callers have another one.
+        # Compared by its fields: if the class cannot be imported here, callers have another one.
         _, name, items = inner
         fields = [field for field, _ in items]
         if _fields(type(value)) != fields:
@@ -85,9 +85,9 @@ def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
 
 
 def with_classes(structure: Any) -> Any:
-    """A structure that was read, with the classes of its named tuples in place of their names.
+    """A structure from a file, with the classes of its named tuples in place of their names.
 
-    Where a class cannot be imported, or is another one now, one with the same name and fields stands for it.
+    If a class cannot be imported, or has other fields now, a new class with the same name and fields is made.
     """
     if structure == LEAF:
         return structure
@@ -95,28 +95,28 @@ def with_classes(structure: Any) -> Any:
     if kind == "named tuple":
         module, name, items = inner
         fields = [field for field, _ in items]
-        found = _imported(module, name)
-        if _fields(found) != fields:
-            found = _named_tuple(name.rpartition(".")[2], fields)
-        return {"named tuple": [found, [with_classes(part) for _, part in items]]}
+        named = _imported(module, name)
+        if _fields(named) != fields:
+            named = _named_tuple(name.rpartition(".")[2], fields)
+        return {"named tuple": [named, [with_classes(part) for _, part in items]]}
     if kind == "dict":
         return {kind: [[key, with_classes(part)] for key, part in inner]}
     return {kind: [with_classes(part) for part in inner]} if kind in ("tuple", "list") else structure
 
 
 def _imported(module: str, name: str) -> Any:
-    """What a module has under a name; None where it is not to be had."""
+    """The object of a module with a (dotted) name; None if it cannot be imported."""
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (Exception, SystemExit):  # whatever the module does when it is imported
         return None
-    return found
+    return value
 
 
 def _fields(kind: Any) -> list[str] | None:
-    """The names of a named tuple's fields; None if the class is none."""
+    """The field names of a named tuple's class; None for any other class."""
     fields = getattr(kind, "_fields", None)
     if isinstance(kind, type) and issubclass(kind, tuple) and isinstance(fields, tuple):
         return list(fields)
@@ -124,7 +124,11 @@ def _fields(kind: Any) -> list[str] | None:
 
 
 def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
-    """The value with a structure that ``with_classes`` has made, from its leaves in order."""
+    """Build a value from its leaves, in order.
+
+    Args:
+        structure: what ``with_classes`` returned.
+    """
     if structure == LEAF:
         return next(leaves)
     ((kind, inner),) = structure.items()

@@ -1,4 +1,4 @@
-"""Tensors of a file: in a form that safetensors has, and back."""
+"""Conversion of tensors to and from what safetensors can store, and tests whether tensors share memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..codegen.torch_runtime import overlap
 from ..graphs.replay.overlaps import MutatedInputs
 
-# What every version of safetensors has a name for. Tensors of other dtypes are stored as bytes.
+# Dtypes that every version of safetensors knows. Tensors of other dtypes are stored as bytes.
 _NAMED = {
     torch.float64,
     torch.float32,
@@ -27,10 +27,10 @@ _NAMED = {
 
 
 def without_repeats(tensor: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
-    """Each element once: dimensions of stride 0, which say the same again, have one.
+    """The part of a tensor with each element once: dimensions of stride 0 have size 1.
 
     Args:
-        stride: which dimensions these are, if not those of the tensor itself.
+        stride: strides to look at instead of the tensor's own.
     """
     for dimension, step in enumerate(tensor.stride() if stride is None else stride):
         if step == 0 and tensor.size(dimension) > 1:
@@ -39,14 +39,14 @@ def without_repeats(tensor: torch.Tensor, stride: Sequence[int] | None = None) -
 
 
 def to_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor, as they are meant: its memory may hold their negatives or conjugates."""
+    """The values of a tensor, contiguous on the CPU, with pending negations and conjugations resolved."""
     plain = without_repeats(tensor).resolve_conj().resolve_neg().cpu().contiguous()
     return plain if plain.dtype in _NAMED else plain.reshape(-1).view(torch.uint8)
 
 
-def from_stored(stored: torch.Tensor, like: torch.Tensor) -> bool:
-    """Fill a tensor with what ``to_stored`` has made of one with its dtype, size and strides; False if it was not."""
-    target = without_repeats(like)
+def from_stored(stored: torch.Tensor, destination: torch.Tensor) -> bool:
+    """Fill a tensor with what ``to_stored`` returned; False if dtype or size do not fit."""
+    target = without_repeats(destination)
     if target.dtype not in _NAMED:
         if stored.dtype != torch.uint8 or stored.numel() != target.numel() * target.itemsize:
             return False
@@ -58,35 +58,35 @@ def from_stored(stored: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def overlapping(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[int, int] | None:
-    """The numbers of two tensors that share an element.
+    """The positions of two tensors that share an element, of which at least one is written; None if there are none.
 
     Args:
-        tensors: each with whether it is written: of two that overlap, one is.
+        tensors: each with whether it is written.
     """
     everything = MutatedInputs([(place, written) for place, (_, written) in enumerate(tensors)], (), (), overlap)
     if everything.are_apart([tensor for tensor, _ in tensors]):
         return None
     pair = MutatedInputs([(0, True), (1, False)], (), (), overlap)  # which two of them?
-    for place, (one, written) in enumerate(tensors):
+    for place, (tensor, written) in enumerate(tensors):
         for other_place, (other, _) in enumerate(tensors) if written else ():
-            if other_place != place and not pair.are_apart([one, other]):
+            if other_place != place and not pair.are_apart([tensor, other]):
                 return place, other_place
     return None
 
 
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one: what is written to one of them, the other has."""
-    return one is other or identity(one) == identity(other)
+def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same memory and layout, so that each sees what is written to the other."""
+    return first is second or identity(first) == identity(second)
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What tensors have in common that are one: memory, and how it is read."""
-    where = tensor.device, tensor.data_ptr() if tensor.numel() else 0
-    how = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.is_conj(), tensor.is_neg()
-    return *where, *how
+    """The memory of a tensor and its layout, as a key."""
+    memory = tensor.device, tensor.data_ptr() if tensor.numel() else 0
+    layout = tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.is_conj(), tensor.is_neg()
+    return *memory, *layout
 
 
 def content(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What tensors have in common that say the same, wherever they lie."""
+    """The values of a tensor and its layout, as a key."""
     data: Any = to_stored(tensor).reshape(-1).view(torch.uint8).numpy()
     return tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), hashlib.sha256(data).digest()

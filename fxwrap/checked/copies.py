@@ -1,4 +1,4 @@
-"""Copies of a call's inputs and of generators' states, and comparison bit for bit."""
+"""Copies of a call's inputs and of random number generators, and comparison of tensors bit for bit."""
 
 from __future__ import annotations
 
@@ -20,29 +20,27 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a tensor over it."""
     return tensor_over(storage, (storage.nbytes(),), (1,), _BYTES)
 
 
 class Copies:
-    """The inputs of a call as they were at one time.
-
-    Tensors that share memory share it in the copies, too.
-    """
+    """A snapshot of the inputs of a call. Tensors that share memory share it in the copies as well."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self._inputs = list(inputs)  # no tensor more over their memory: a live output is told by their number
+        self._inputs = list(inputs)  # makes no new tensors: use counts of storages tell whether outputs are live
         storages = [value.untyped_storage() for value in self._inputs if _lies(value)]
         self._bytes = {storage._cdata: storage.clone() for storage in storages}
 
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def make(self, changed: Collection[int] = (), but: Collection[int] = ()) -> list[Any]:
-        """Inputs with what was in them, at other addresses.
+    def make(self, changed: Collection[int] = (), exclude: Collection[int] = ()) -> list[Any]:
+        """New inputs with the values of the snapshot, at other addresses.
 
         Args:
-            changed: positions of inputs that get other numbers, where they have floating ones.
-            but: positions of inputs that are taken as they are.
+            changed: positions of inputs that get other values, if they hold floating-point numbers.
+            exclude: positions of inputs that are not copied.
         """
         storages = {handle: before.clone() for handle, before in self._bytes.items()}
         dtypes = {
@@ -51,7 +49,7 @@ class Copies:
         for handle, dtype in dtypes.items():
             change(storages[handle], dtype)
         return [
-            value if position in but or not isinstance(value, torch.Tensor) else self._over(value, storages)
+            value if position in exclude or not isinstance(value, torch.Tensor) else self._over(value, storages)
             for position, value in enumerate(self._inputs)
         ]
 
@@ -64,13 +62,13 @@ class Copies:
         return tensor_like(value, storage, low)
 
     def restore(self, positions: Collection[int] | None = None) -> None:
-        """Have inputs hold again what was in them. Their versions stay."""
+        """Write the values of the snapshot back to the inputs. Their version counters do not change."""
         for position, value in enumerate(self._inputs):
             if _lies(value) and (positions is None or position in positions):
                 value.untyped_storage().copy_(self._bytes[value.untyped_storage()._cdata])
 
     def change(self, positions: Collection[int]) -> None:
-        """Put other numbers into inputs themselves; ``restore`` takes them back."""
+        """Write other values to the inputs themselves; ``restore`` takes that back."""
         done = set[int]()
         for position in positions:
             value = self._inputs[position]
@@ -84,8 +82,8 @@ def _lies(value: Any) -> bool:
 
 
 def change(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-    """Put other numbers into memory that holds floating ones: in another order, and smaller, so that probabilities
-    stay some. Integers stay: as indices they have bounds that nobody tells."""
+    """Replace floating-point numbers in memory by others: in reverse order, and smaller, so that probabilities remain
+    valid. Integers do not change: they may be indices, whose bounds are unknown."""
     real = dtype.to_real() if dtype.is_complex else dtype
     if not real.is_floating_point or storage.nbytes() < real.itemsize or real.itemsize == 1:
         return
@@ -95,7 +93,7 @@ def change(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
 
 
 class Generators:
-    """What random numbers come next, on the CPU and on a device."""
+    """The states of the random number generators of the CPU and of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,7 +109,7 @@ class Generators:
 
     def same(self, other: Generators) -> bool:
         pairs = zip(self._states, other._states, strict=True)
-        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+        return all(torch.equal(own_state, other_state) for own_state, other_state in pairs)
 
 
 @contextlib.contextmanager
@@ -121,14 +119,14 @@ def without_gradients() -> Iterator[None]:
 
 
 def difference(got: Any, expected: Any) -> str:
-    """What differs between two values, in words; empty if they are the same, bit for bit. NaNs are equal."""
+    """How two values differ, in words; empty if they are the same bit for bit. NaNs are equal."""
     if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
         if isinstance(expected, (tuple, list)) and isinstance(got, (tuple, list)) and len(got) == len(expected):
             return next(filter(None, map(difference, got, expected)), "")
         same = got is expected or (type(got) is type(expected) and repr(got) == repr(expected))
         return "" if same else f"{got!r}, not {expected!r}"
-    if (mine := _looks(got)) != (theirs := _looks(expected)):
-        return f"{mine}, not {theirs}"
+    if (layout := _looks(got)) != (expected_layout := _looks(expected)):
+        return f"{layout}, not {expected_layout}"
     if not _lies(got):
         return ""
     a, b = (value.detach().resolve_conj().resolve_neg() for value in (got, expected))
@@ -137,18 +135,18 @@ def difference(got: Any, expected: Any) -> str:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.itemsize)
     if not a.numel() or bits is None or a.is_quantized:
         return ""
-    mine_bits, their_bits = a.contiguous().view(bits), b.contiguous().view(bits)
-    if torch.equal(mine_bits, their_bits):
+    got_bits, expected_bits = a.contiguous().view(bits), b.contiguous().view(bits)
+    if torch.equal(got_bits, expected_bits):
         return ""
-    differs = mine_bits.ne(their_bits)
+    differs = got_bits.ne(expected_bits)
     if a.is_floating_point() and a.itemsize > 1:
         differs &= ~(a.isnan() & b.isnan())
     if not bool(differs.any()):
         return ""
     places = differs.nonzero()
     first = tuple(places[0].tolist())
-    there = f" at {first}: {a[first].item()}, not {b[first].item()}" if first else f": {a.item()}, not {b.item()}"
-    return f"{len(places)} of {a.numel()} numbers differ, the first{there}"
+    where = f" at {first}: {a[first].item()}, not {b[first].item()}" if first else f": {a.item()}, not {b.item()}"
+    return f"{len(places)} of {a.numel()} numbers differ, the first{where}"
 
 
 def _looks(value: torch.Tensor) -> str:

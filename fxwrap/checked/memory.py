@@ -1,4 +1,4 @@
-"""Compares, step by step, what lies in storages with what should: who is the first to make a difference?"""
+"""Finds the first step of a program at which the contents of a storage differ from those of a second run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .walk import NAN, ODD, OwnMemory, PlannedMemory, Walk
 
 
 class Run(Protocol):
-    """A run that is compared with a walk."""
+    """A run of a program's steps that is compared with a ``Walk``."""
 
     def begin(self, step: int) -> None: ...
 
@@ -25,17 +25,18 @@ class Run(Protocol):
     def end(self, step: int) -> None: ...
 
     def tensors(self, index: int) -> list[torch.Tensor]:
-        """What stands for a storage now; nothing if nobody knows."""
+        """The tensors over a storage at this moment; empty if they are unknown."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """
+    """The first difference between two runs.
+
     Attributes:
-        step: of the schedule.
-        index: the storage in which the difference is; -1 if there is none: the step has raised an error.
-        before: whether it was there before the step ran: somebody has overwritten what the step reads.
-        got: in words.
+        step: the step of the schedule.
+        index: the storage that differs; -1 if the step raised an error instead.
+        before: whether it differed before the step ran: an operand of the step was overwritten.
+        got: the difference in words.
     """
 
     step: int
@@ -45,7 +46,7 @@ class Difference:
 
 
 def first_difference(walk: Walk, other: Run, device: torch.device) -> Difference | None:
-    """Run both side by side; both draw the same random numbers."""
+    """Run both step by step, with the same random numbers; None if there is no difference."""
     for step, node in enumerate(walk.schedule):
         walk.begin(step)
         other.begin(step)
@@ -69,12 +70,12 @@ def first_difference(walk: Walk, other: Run, device: torch.device) -> Difference
 
 
 def _differs(walk: Walk, other: Run, index: int) -> str:
-    for mine, theirs in zip(walk.tensors(index), other.tensors(index), strict=False):
-        a, b = bytes_of(mine), bytes_of(theirs)
+    for expected, got_tensor in zip(walk.tensors(index), other.tensors(index), strict=False):
+        a, b = bytes_of(expected), bytes_of(got_tensor)
         if a.numel() != b.numel():
             return f"{b.numel()} bytes, not {a.numel()}"
-        wrong = a.ne(b) & ~(a.eq(NAN) & b.eq(ODD))  # neither was written
-        if bool(wrong.any()) and (got := difference(theirs, mine)):
+        wrong = a.ne(b) & ~(a.eq(NAN) & b.eq(ODD))  # bytes that neither run has written do not count
+        if bool(wrong.any()) and (got := difference(got_tensor, expected)):
             return got
     return ""
 
@@ -82,48 +83,48 @@ def _differs(walk: Walk, other: Run, index: int) -> str:
 def check_memory(
     plan: ProgramPlan, symbol_values: Mapping[Node, Any], memory: MemoryPlan, first: list[Any], second: list[Any]
 ) -> None:
-    """Run a program twice, side by side: each storage in memory of its own, and all where the plan has them.
+    """Check a memory plan: compare a run with every storage in its own memory with one at the planned offsets.
 
     Args:
         first, second: copies of the same inputs; the lists are emptied.
 
     Raises:
-        CheckError: by the plan, storages get into each other's way; or somebody reads what nobody has written.
+        CheckError: the plan lets live storages overlap; or a step reads memory that no step has written.
     """
     with without_gradients():
         walk = Walk(plan, symbol_values, first, OwnMemory(NAN))
         planned = PlannedMemory(memory)
         other = Walk(plan, symbol_values, second, planned)
         planned.lay_out(other)
-        found = first_difference(walk, other, plan.device)
-        if found is None:
-            found = _in_the_end(walk, other)
-        if found is not None:
-            _raise(walk, planned, found)
+        first_diff = first_difference(walk, other, plan.device)
+        if first_diff is None:
+            first_diff = _in_outputs(walk, other)
+        if first_diff is not None:
+            _raise(walk, planned, first_diff)
 
 
-def _in_the_end(walk: Walk, other: Walk) -> Difference | None:
-    """What the caller gets is still there."""
+def _in_outputs(walk: Walk, other: Walk) -> Difference | None:
+    """A difference in the outputs after the last step."""
     for index, last in sorted(walk.last.items()):
         if last == walk.end_step and (got := _differs(walk, other, index)):
             return Difference(walk.end_step, index, True, got)
     return None
 
 
-def _raise(walk: Walk, planned: PlannedMemory, found: Difference) -> None:
-    if found.index < 0:
-        raise walk.fault(walk.schedule[found.step], "raises", "an operator raises where it did not", got=found.got)
-    storage = walk.facts.storages[found.index]
-    node = walk.schedule[min(found.step, walk.end_step - 1)]
-    if found.before and planned.plan.places[found.index].home is Home.REGION:
-        by = _overwritten_by(walk, planned, found)
+def _raise(walk: Walk, planned: PlannedMemory, diff: Difference) -> None:
+    if diff.index < 0:
+        raise walk.fault(walk.schedule[diff.step], "raises", "an operator raises where it did not", got=diff.got)
+    storage = walk.facts.storages[diff.index]
+    node = walk.schedule[min(diff.step, walk.end_step - 1)]
+    if diff.before and planned.plan.places[diff.index].home is Home.REGION:
+        by = _overwritten_by(walk, planned, diff)
         raise walk.fault(
             walk.schedule[by[1]] if by is not None else node,
             "storages overlap",
-            f"{storage.name} is overwritten before {_reader(walk, found)} reads it"
+            f"{storage.name} is overwritten before {_reader(walk, diff)} reads it"
             + (f", by {walk.facts.storages[by[0]].name}, which lies over it" if by is not None else ""),
             expected="bytes that nobody else has until then",
-            got=found.got,
+            got=diff.got,
             remedy="this is a bug of the memory plan: please report it, with fxwrap.explain's text",
         )
     raise walk.fault(
@@ -131,19 +132,19 @@ def _raise(walk: Walk, planned: PlannedMemory, found: Difference) -> None:
         "reads what nobody wrote",
         f"{operator_name(node)} writes other numbers to {storage.name} when memory held something else before",
         expected="results that are made of what was written",
-        got=found.got,
+        got=diff.got,
         remedy="write all of what is read: torch.zeros in the place of torch.empty, or look at what the kernel reads",
     )
 
 
-def _reader(walk: Walk, found: Difference) -> str:
-    return operator_name(walk.schedule[found.step]) if found.step < walk.end_step else "the caller"
+def _reader(walk: Walk, diff: Difference) -> str:
+    return operator_name(walk.schedule[diff.step]) if diff.step < walk.end_step else "the caller"
 
 
-def _overwritten_by(walk: Walk, planned: PlannedMemory, found: Difference) -> tuple[int, int] | None:
-    """The storage over the one that was overwritten, and the step, that came last."""
-    over = planned.over(found.index)
-    for step in reversed(range(min(found.step + 1, walk.end_step))):
+def _overwritten_by(walk: Walk, planned: PlannedMemory, diff: Difference) -> tuple[int, int] | None:
+    """The last storage that was written over the one that was overwritten, and the step that wrote it."""
+    over = planned.over(diff.index)
+    for step in reversed(range(min(diff.step + 1, walk.end_step))):
         for index in over:
             if index in walk.named(walk.schedule[step]):
                 return index, step

@@ -1,4 +1,4 @@
-"""Looks at operators while they run: what they read on the host, write, keep and return beyond what they declare."""
+"""Watches custom operators while they run: undeclared writes and aliases, reads on the host, kept memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .walk import OwnMemory, Walk, may_keep
 def check_operators(
     plan: ProgramPlan, symbol_values: Mapping[Node, Any], inputs: list[Any], frozen: bool, call: Callable[..., Any]
 ) -> None:
-    """Run a program eagerly, each storage in memory of its own, and watch.
+    """Run a program eagerly, with every storage in memory of its own, and watch its custom operators.
 
     Args:
         inputs: copies; the list is emptied.
-        frozen: whether graphs of the device freeze what their operators do on the host.
-        call: ``(operator, *args, **kwargs)``, so that a dispatch mode sees what the operator calls.
+        frozen: whether device graphs freeze what operators do on the host.
+        call: ``call(operator, *args, **kwargs)`` calls an operator so that a dispatch mode sees what it calls.
 
     Raises:
-        CheckError: what an operator does would make replays wrong.
+        CheckError: an operator does something that makes replays wrong.
     """
     captured = {node.name for node in plan.captured_work}
     with without_gradients():
@@ -44,13 +44,13 @@ def check_operators(
             else:
                 walk.run(step)
             walk.end(step)
-        kept = walk.finish()
-    for index in kept:
-        _kept(walk, index, frozen)
+        live_storages = walk.finish()
+    for index in live_storages:
+        _check_retained(walk, index, frozen)
 
 
 def _is_foreign(node: Node) -> bool:
-    """Whether a node is an operator of which only its schema is known."""
+    """Whether a node is an operator whose implementation is unknown: only its schema is."""
     return (
         kind_of(node) is Kind.EXTERN
         and not only_computes(node)
@@ -60,7 +60,7 @@ def _is_foreign(node: Node) -> bool:
 
 
 def _watch(walk: Walk, step: int, call: Callable[..., Any] | None) -> None:
-    """Run a step. With ``call``, for operators that are captured, what it does on the host is watched, too."""
+    """Run a step and watch it. With ``call`` (for captured operators), its work on the host is watched as well."""
     node, facts = walk.schedule[step], walk.facts
     writes = facts.writes(node)
     before = {
@@ -74,8 +74,8 @@ def _watch(walk: Walk, step: int, call: Callable[..., Any] | None) -> None:
     else:
         walk.run(step)
     for index, pairs in before.items():
-        for tensor, was in pairs:
-            if not torch.equal(all_bytes(tensor.untyped_storage()), all_bytes(was)):
+        for tensor, old_bytes in pairs:
+            if not torch.equal(all_bytes(tensor.untyped_storage()), all_bytes(old_bytes)):
                 raise walk.fault(
                     node,
                     "undeclared write",
@@ -88,11 +88,11 @@ def _watch(walk: Walk, step: int, call: Callable[..., Any] | None) -> None:
 
 
 def _aliases(walk: Walk, node: Node) -> None:
-    """Results lie in nobody's memory but what the schema says."""
-    own = {i: s for i, s in enumerate(walk.facts.storages) if s.node == node.name and s.origin is Origin.EXTERN}
-    for index in own:
+    """Check that results share memory only with operands that the schema names."""
+    new = {i: s for i, s in enumerate(walk.facts.storages) if s.node == node.name and s.origin is Origin.EXTERN}
+    for index in new:
         results = {t.untyped_storage().data_ptr() for t in walk.tensors(index)}
-        declared = walk.facts.of(node) - own.keys()
+        declared = walk.facts.of(node) - new.keys()
         for other in walk.facts.reads(node) - declared:
             if any(t.untyped_storage().data_ptr() in results for t in walk.tensors(other)):
                 raise walk.fault(
@@ -130,9 +130,9 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
             got=host.reads[0],
             remedy=f"options={{'eager_ops': ['{name}']}} keeps it out of captures, or hand the number in as an int",
         )
-    kept = [reference for reference in host.made if not reference.expired()]
-    known = {t.untyped_storage()._cdata for i in range(len(walk.facts.storages)) for t in walk.tensors(i)}
-    if any(reference.cdata not in known for reference in kept):
+    alive = [reference for reference in host.allocated if not reference.expired()]
+    in_graph = {t.untyped_storage()._cdata for i in range(len(walk.facts.storages)) for t in walk.tensors(i)}
+    if any(reference.cdata not in in_graph for reference in alive):
         raise walk.fault(
             node,
             "keeps what it allocates",
@@ -143,23 +143,29 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
         )
 
 
-def _kept(walk: Walk, index: int, frozen: bool) -> None:
-    """A storage is live after the walk: raise if an operator, or the next replay, writes to it."""
+def _check_retained(walk: Walk, index: int, frozen: bool) -> None:
+    """Check a storage that is live after the walk: an operator retains it.
+
+    Raises:
+        CheckError: a later operator, or the next replay, writes to it.
+    """
     storage = walk.facts.storages[index]
     if storage.origin is Origin.CONSTANT:
         return
     keepers = may_keep(walk, index)
     position = {node: step for step, node in enumerate(walk.schedule)}
     for node in keepers:
-        later = [one for one in walk.schedule[position.get(node, 0) + 1 :] if index in walk.facts.writes(one)]
+        later = [other for other in walk.schedule[position.get(node, 0) + 1 :] if index in walk.facts.writes(other)]
         if not frozen and not later:
             continue
         result = storage.node == node.name
-        who = f"{operator_name(later[0])} writes to it in the same call" if later else "the next replay writes to it"
+        write = (
+            f"{operator_name(later[0])} writes to it in the same call" if later else "the next replay writes to it"
+        )
         raise walk.fault(
             node,
             "keeps a result" if result else "keeps an operand",
-            f"{operator_name(node)} keeps {storage.name} beyond its call, and {who}",
+            f"{operator_name(node)} keeps {storage.name} beyond its call, and {write}",
             expected="what it returns to be the caller's alone" if result else "an operand to be let go of",
             got="its storage is live after the call",
             remedy="keep a copy (clone)",
@@ -167,11 +173,11 @@ def _kept(walk: Walk, index: int, frozen: bool) -> None:
 
 
 class _Host(TorchDispatchMode):
-    """Notes what is read on the host, what waits for the device, and what is allocated.
+    """A dispatch mode that notes reads on the host, waits for the device, and allocations of an operator.
 
     Attributes:
-        reads, waits: what was called.
-        made: storages of what was made by what an operator called.
+        reads, waits: descriptions of the calls.
+        allocated: storages of the results of all operators that were called.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -179,7 +185,7 @@ class _Host(TorchDispatchMode):
         self._device, self._thread = device, threading.get_ident()
         self.reads: list[str] = []
         self.waits: list[str] = []
-        self.made: list[StorageWeakRef] = []
+        self.allocated: list[StorageWeakRef] = []
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
@@ -211,9 +217,9 @@ class _Host(TorchDispatchMode):
     def _note_read(self, name: str, args: tuple[Any, ...]) -> None:
         self._note(f"Tensor.{name}", args[0])
 
-    def _note(self, what: str, tensor: torch.Tensor) -> None:
-        where = self.reads if tensor.device.type == "cpu" else self.waits
-        where.append(f"{what} of a tensor on {tensor.device}")
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        notes = self.reads if tensor.device.type == "cpu" else self.waits
+        notes.append(f"{name} of a tensor on {tensor.device}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -222,21 +228,21 @@ class _Host(TorchDispatchMode):
         if operands and _reads_on_host(func, name, args, kwargs or {}):
             self._note(name, operands[0])
         elif name in _COPIES:
-            there = {tensor.device.type for tensor in (*operands, *tensors_in(result))}
-            if len(there) > 1 and tensors_in(result)[0].device.type == "cpu":
+            types_of_device = {tensor.device.type for tensor in (*operands, *tensors_in(result))}
+            if len(types_of_device) > 1 and tensors_in(result)[0].device.type == "cpu":
                 self.waits.append(f"{name} to the CPU")
-        self.made += (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(result))
+        self.allocated += (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(result))
         return result
 
 
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _READS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _INDEXING = "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"
-_READS_NOTHING = "aten::linalg_lstsq", "aten::_ctc_loss"  # their sizes depend on numbers that the host has
+_READS_NOTHING = "aten::linalg_lstsq", "aten::_ctc_loss"  # their sizes depend on host numbers only
 
 
 def _reads_on_host(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator fetches what is in its operands, to choose what it does or how large a result is."""
+    """Whether an operator reads values of its operands on the host, for a decision or for the size of a result."""
     if name in _INDEXING:
         return any(mask.dtype in (torch.bool, torch.uint8) for mask in tensors_in(list(args[1])))
     if func.name() in _READS_NOTHING or kwargs.get("output_size") is not None:

@@ -1,6 +1,6 @@
-"""A program that checks itself: for some calls it also runs eagerly on copies of the inputs, and compares.
+"""Checked mode: a program that also runs some calls eagerly on copies of the inputs, and compares the results.
 
-Unchecked programs never run this code: ``pipeline._program`` chooses the class.
+``pipeline._program`` chooses the class, so that other programs never run this code.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from .walk import OwnMemory, Walk
 
 log = logging.getLogger(__name__)
 
-# Calls from one check to the next.
+# With ``checked=True``, every tenth call is checked.
 _EVERY = 10
-# How many storages of handed-out outputs are remembered, to see whether a later call overwrites a live one.
+# The number of output storages that are remembered, to see whether a later call overwrites a live one.
 _REMEMBERED = 64
 
 
 class CheckedProgram(Program):
-    """Compares what it hands out with eager work, after each recording and at every so many calls.
+    """Compares its results with eager work, after each recording and at every n-th call.
 
-    A checked call runs operators several times, side effects included. With ``through_capture`` alone nothing is
-    compared: only the runtime is replaced.
+    A checked call runs operators several times, including their side effects. With the option ``through_capture``
+    alone nothing is compared; only the runtime is replaced.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         checked = self.options.checked
-        # Other processes would not take part in a repeated collective.
-        alone = not any(map(communicates, self.plan.schedule))
-        self._every = (_EVERY if checked is True else int(checked)) if alone else 0
-        if checked and not alone:
+        # A collective cannot be repeated: other processes would not take part.
+        local = not any(map(communicates, self.plan.schedule))
+        self._every = (_EVERY if checked is True else int(checked)) if local else 0
+        if checked and not local:
             self._count("events", "not checked: it communicates with other processes")
         self._calls = itertools.count(1)
         self._checking = threading.local()
@@ -136,25 +136,22 @@ class CheckedProgram(Program):
     def _in_place(self) -> contextlib.AbstractContextManager[Any]:
         return self._guard() if self._on_accelerator else contextlib.nullcontext()
 
-    def still_there(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
-        """Live outputs of earlier calls, each with a copy of its bytes.
-
-        Those that this call gets as ``inputs`` are left out.
-        """
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in(inputs)}
+    def live_outputs(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
+        """The live outputs of earlier calls, each with a copy of its bytes, without those among ``inputs``."""
+        passed = {tensor.untyped_storage()._cdata for tensor in tensors_in(inputs)}
         arenas = SHARED.arenas.alive()
-        watched = {o.storage._cdata: o.storage for a in arenas for own in a.watched_outputs for o in own.outputs}
+        watched = {o.storage._cdata: o.storage for a in arenas for group in a.watched_outputs for o in group.outputs}
         live = {output.storage._cdata for arena in arenas for output in arena.live()}
-        found = {}
+        copies = {}
         for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in live)):
             storage = self.functions.alive(reference)
             # A storage object in an arena exists even when its output is not live: such ones are skipped.
-            if storage is not None and storage.nbytes() and reference.cdata not in given:
+            if storage is not None and storage.nbytes() and reference.cdata not in passed:
                 if reference.cdata not in live and SHARED.arenas.owns(storage.data_ptr()):
                     continue
-                found[reference.cdata] = reference, all_bytes(storage).clone()
+                copies[reference.cdata] = reference, all_bytes(storage).clone()
             del storage
-        return list(found.values())
+        return list(copies.values())
 
 
 class _Check:
@@ -163,40 +160,44 @@ class _Check:
     def __init__(self, program: CheckedProgram, inputs: Sequence[Any]) -> None:
         self._program, self._inputs, self._alone = program, list(inputs), GATE.alone_since()
         with without_gradients():
-            self._copies, self._live = Copies(inputs), program.still_there(inputs)
+            self._copies, self._live = Copies(inputs), program.live_outputs(inputs)
         self._before, self._clock = Generators(program.plan.device), next_use()
 
     def compare(self, outputs: Any, recorded: bool) -> None:
-        """Raise unless the call has done what eager work does.
+        """Compare the call with eager work.
 
         Args:
             recorded: whether the call made a recording; a new one is checked in more ways.
+
+        Raises:
+            CheckError: the results differ, or a check of the recording fails.
         """
         program = self._program
         after = Generators(program.plan.device)
         # Look up by this call's sizes: other threads may have used recordings of other sizes.
-        found = program.specializations.get(program._sizes.key(self._inputs))
-        used = [r for r in (found.recordings if found is not None else ()) if r.used > self._clock]
-        recording = max(used, key=lambda one: one.used, default=None)
+        specialization = program.specializations.get(program._sizes.key(self._inputs))
+        recordings = specialization.recordings if specialization is not None else ()
+        used = [recording for recording in recordings if recording.used > self._clock]
+        recording = max(used, key=lambda candidate: candidate.used, default=None)
         try:
             with without_gradients():
                 self._outputs_stay()
                 if recording is not None and not recording.without_graphs:
-                    if recorded:  # first: so faults of the recording or the plan get their own names
+                    if recorded:  # these come first, so that faults of the recording or the plan get their own names
                         check_steps(recording)
-                        self._look_at_memory(recording)
+                        self._check_memory(recording)
                     self._compare_with_eager(recording, outputs, after)
                     if recorded:
-                        self._look_at_addresses(recording)
+                        self._check_addresses(recording)
                     self._compare_changed(recording, recorded)
         finally:
             after.set()
 
-    # -- what is looked at ----------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------------------
 
     def _outputs_stay(self) -> None:
-        """No live output of an earlier call was overwritten."""
-        # Skipped if another thread has called meanwhile: it may have dropped the output and reused its memory.
+        """Check that no live output of an earlier call was overwritten."""
+        # Skipped if another thread made a call in between: it may have dropped the output and reused its memory.
         for reference, before in self._live if self._alone() else ():
             storage = self._program.functions.alive(reference)
             if storage is not None and not torch.equal(all_bytes(storage), before):
@@ -211,37 +212,40 @@ class _Check:
 
     def _compare_with_eager(self, recording: Recording, outputs: Any, after: Generators) -> None:
         prepared = self._program.recorder.prepared
-        given = self._copies.make()
+        copies = self._copies.make()
         self._before.set()
-        expected = prepared.eager(list(given))
+        expected = prepared.eager(list(copies))
         same_numbers = Generators(prepared.plan.device).same(after)
-        where = self._first_of(outputs, expected, self._inputs, given)
-        if where is not None:
-            self._raise(recording, *where)
+        first = self._first_difference(outputs, expected, self._inputs, copies)
+        if first is not None:
+            self._raise(recording, *first)
         if not same_numbers:
             self._raise(recording, "random numbers", "the next random numbers", "another state", None)
 
-    def _first_of(self, outputs: Any, expected: Any, inputs: Sequence[Any], given: Sequence[Any]) -> Any:
-        """The first difference from eager work, as (fault, subject, difference, node); None if there is none."""
+    def _first_difference(self, outputs: Any, expected: Any, inputs: Sequence[Any], copies: Sequence[Any]) -> Any:
+        """The first difference from eager work, as (fault, subject, difference, node); None if there is none.
+
+        Args:
+            inputs, copies: the inputs of the call and of the eager run, after these.
+        """
         plan = self._program.plan
         facts, nodes = plan.facts, output_values(plan.graph)
         written = facts.all_written()
-        mine, theirs = _several(outputs), _several(expected)
-        for position, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        for position, (a, b) in enumerate(zip(_several(outputs), _several(expected), strict=True)):
             node = nodes[position] if position < len(nodes) else None
             behind = facts.of(node) if isinstance(node, Node) else frozenset[int]()
             empty = [i for i in behind - written if facts.storages[i].origin is Origin.ALLOCATION]
             if not empty and (got := difference(a, b)):
                 return "wrong replay", f"output {position}", got, node
-            if not empty and (alias := _alias(a, inputs)) != _alias(b, given):
+            if not empty and (alias := _alias(a, inputs)) != _alias(b, copies):
                 got = f"memory of input {alias}" if alias is not None else "memory of its own"
                 return "wrong replay", f"whose memory output {position} is", got, node
-        for position, (a, b) in enumerate(zip(inputs, given, strict=True)):
+        for position, (a, b) in enumerate(zip(inputs, copies, strict=True)):
             if position not in plan.donated and (got := difference(a, b)):
                 return "wrong input", f"input {position} after the call", got, self._placeholder(position)
         return None
 
-    def _look_at_memory(self, recording: Recording) -> None:
+    def _check_memory(self, recording: Recording) -> None:
         request = recording.request
         self._before.set()
         planned = request.planned
@@ -253,7 +257,7 @@ class _Check:
             if not self._differs_from_itself(recording):
                 raise
 
-    def _look_at_addresses(self, recording: Recording) -> None:
+    def _check_addresses(self, recording: Recording) -> None:
         """Check that a call with a moved static input is not replayed."""
         for position in recording.request.static_inputs:
             moved = list(self._inputs)
@@ -287,13 +291,12 @@ class _Check:
         with alone_with(recording, stream, now) as owner, GATE.closed():
             if owner is None:
                 return
-            where = self._replay_changed(recording, owner, everything)
-            if where is None:
+            first = self._replay_changed(recording, owner, everything)
+            if first is None:
                 return
-            alone = [p for p in everything if self._replay_changed(recording, owner, [p]) is not None]
-        fault = "input baked in" if alone else "wrong replay"
-        which = alone[:1] or everything
-        self._raise(recording, fault, where[1], where[2], where[3], which)
+            single = [p for p in everything if self._replay_changed(recording, owner, [p]) is not None]
+        fault = "input baked in" if single else "wrong replay"
+        self._raise(recording, fault, first[1], first[2], first[3], single[:1] or everything)
 
     def _replay_changed(self, recording: Recording, owner: Any, changed: Collection[int]) -> Any:
         """The first difference with other values in the inputs ``changed``.
@@ -305,20 +308,20 @@ class _Check:
         if GATE.is_closed():
             self._copies.change([p for p in static if p in changed])
         inputs = self._copies.make(changed, static)
-        given = Copies(inputs).make()
+        copies = Copies(inputs).make()
         self._before.set()
         try:
-            expected = prepared.eager(list(given))
+            expected = prepared.eager(list(copies))
         except Exception:
-            return None  # these numbers do not suit the program
+            return None  # the program does not accept these values
         self._before.set()
         try:
             outputs = recording.run(list(inputs), owner)
         except Exception as error:
             return "wrong replay", "what it returns", f"{type(error).__name__}: {error}", None
-        return self._first_of(outputs, expected, inputs, given)
+        return self._first_difference(outputs, expected, inputs, copies)
 
-    # -- what is said ---------------------------------------------------------------------------------------
+    # -- errors ---------------------------------------------------------------------------------------------
 
     def _raise(
         self,
@@ -329,14 +332,14 @@ class _Check:
         node: Node | None,
         changed: Collection[int] = (),
     ) -> None:
-        """Raise a CheckError that names the first operator that goes wrong, where it can be found.
+        """Raise a CheckError that names the first wrong operator, if it can be found.
 
-        Returns if eager work itself differs between runs.
+        Returns without an error if eager work itself differs between runs.
         """
         program = self._program
         if self._differs_from_itself(recording):
             return
-        found, alone_right = None, False
+        found, right_by_steps = None, False
         static = recording.request.static_inputs
         with alone_with(recording, program._owner().stream, Copies(self._inputs)) as owner:
             if owner is not None:
@@ -344,17 +347,17 @@ class _Check:
                 self._before.set()
                 try:
                     found = locate(recording, static, self._copies, changed)
-                    alone_right = found is None
+                    right_by_steps = found is None
                 except Exception as error:
                     log.info("%s: where a replay goes wrong cannot be found: %s", program.name, error)
         at = _last_writer(program, node)
-        how = "recorded step by step it is right" if alone_right else "the step cannot be told"
+        how = "recorded step by step it is right" if right_by_steps else "the step cannot be told"
         if found is not None:
             walk, first = found
-            at, how = walk.schedule[first.step], _tell(walk, first)
-        whose = "a replay" if not changed else f"a replay on other numbers in input(s) {_listed(changed)}"
+            at, how = walk.schedule[first.step], _describe(walk, first)
+        replay = "a replay" if not changed else f"a replay on other numbers in input(s) {_listed(changed)}"
         raise CheckError(
-            f"{program.name}: {whose} differs from eager work in {subject}; {how}",
+            f"{program.name}: {replay} differs from eager work in {subject}; {how}",
             fault=fault,
             operator=operator_name(at) if at is not None else "",
             line=user_line(at) if at is not None else "",
@@ -365,7 +368,7 @@ class _Check:
         )
 
     def _differs_from_itself(self, recording: Recording) -> bool:
-        """Whether two eager runs on the same inputs differ: then nothing can be compared.
+        """Whether two eager runs on the same inputs differ, so that nothing can be compared.
 
         Raises:
             CheckError: the operator that differs is captured, is not torch's own, and the device freezes addresses.
@@ -394,14 +397,14 @@ class _Check:
         return self._program.plan.placeholders[position]
 
 
-def _tell(walk: Walk, found: Difference) -> str:
-    node = walk.schedule[found.step]
-    if found.index < 0:
-        return f"{operator_name(node)} raises {found.got}"
-    name = walk.facts.storages[found.index].name
-    if found.before:
-        return f"{name} is already wrong when {operator_name(node)} reads it: {found.got}"
-    return f"{operator_name(node)} is the first that leaves something else, in {name}: {found.got}"
+def _describe(walk: Walk, first: Difference) -> str:
+    node = walk.schedule[first.step]
+    if first.index < 0:
+        return f"{operator_name(node)} raises {first.got}"
+    name = walk.facts.storages[first.index].name
+    if first.before:
+        return f"{name} is already wrong when {operator_name(node)} reads it: {first.got}"
+    return f"{operator_name(node)} is the first that leaves something else, in {name}: {first.got}"
 
 
 def _listed(positions: Collection[int]) -> str:
@@ -410,15 +413,18 @@ def _listed(positions: Collection[int]) -> str:
 
 
 def _last_writer(program: Program, node: Node | None) -> Node | None:
-    """The last node that writes, or makes, a storage of the value."""
+    """The last node that writes or makes a storage of the value."""
+    if node is None:
+        return None
     facts = program.plan.facts
-    changes = (one for one in reversed(program.plan.schedule) if node is not None)
-    return next((one for one in changes if (facts.writes(one) | facts.of(one)) & facts.of(node)), None)  # type: ignore[arg-type]
+    storages = facts.of(node)
+    work = reversed(program.plan.schedule)
+    return next((other for other in work if (facts.writes(other) | facts.of(other)) & storages), None)
 
 
 def _first_reader(program: Program, node: Node) -> str:
     facts = program.plan.facts
-    readers = (one for one in program.plan.schedule if facts.touched(one) & facts.of(node))
+    readers = (other for other in program.plan.schedule if facts.touched(other) & facts.of(node))
     return next(map(operator_name, readers), "")
 
 
@@ -427,9 +433,9 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 def _alias(value: Any, inputs: Sequence[Any]) -> int | None:
-    """Position of the first input that shares the value's storage; None if none does."""
+    """The position of the first input that shares the value's storage; None if none does."""
     if not isinstance(value, torch.Tensor) or not has_address(value) or not value.numel():
         return None
     handle = value.untyped_storage()._cdata
-    found = (p for p, one in enumerate(inputs) if isinstance(one, torch.Tensor) and has_address(one))
-    return next((p for p in found if inputs[p].untyped_storage()._cdata == handle), None)
+    tensors = (p for p, other in enumerate(inputs) if isinstance(other, torch.Tensor) and has_address(other))
+    return next((p for p in tensors if inputs[p].untyped_storage()._cdata == handle), None)

@@ -1,4 +1,4 @@
-"""Captured work without a device graph: it is issued again at every call, in the memory of the recording."""
+"""The option ``through_capture``: captured work is issued at every call, in a recording's memory, without a graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..graphs.memory.static_buffers import copy_tensors
 
 
 class IssuedAgain(CPUGraph):
-    """Keeps calls as a CPU graph does; what they store stays where it was when they were kept, as on hardware."""
+    """A device graph that repeats its calls, as the CPU's does, with results at fixed addresses, as on hardware."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ def _registers(call: Any) -> list[Any]:
 
 
 def through_capture(runtime: DeviceRuntime) -> DeviceRuntime:
-    """A runtime whose graphs are none: everything else is as it is."""
+    """The same runtime with graphs that issue their work again."""
     if not runtime.frozen_addresses:
-        return runtime  # its graphs issue their work again at every call
+        return runtime  # its graphs issue their work again at every call already
     fields = {field.name: getattr(runtime, field.name) for field in dataclasses.fields(DeviceRuntime)}
     fields.update(
         new_graph=lambda pool: IssuedAgain(),

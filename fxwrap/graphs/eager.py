@@ -1,4 +1,4 @@
-"""Eager runs: the whole schedule of a program with plain allocations."""
+"""Eager runs: the whole schedule of a program, with memory from torch's allocator and without device graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RUNS_BEFORE_UNIT = 3
 
 
 class EagerRuns:
-    """Runs the whole schedule with plain allocations: in Python, natively after ``_RUNS_BEFORE_UNIT`` runs."""
+    """Runs the whole schedule eagerly: in Python at first, natively from the ``_RUNS_BEFORE_UNIT``-th run on."""
 
     def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
         self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
@@ -49,17 +49,17 @@ class EagerRuns:
         native = self._functions.native()
         if isinstance(native, str):
             return
-        everything = [Part(self._flat.function, self._flat.lines, self._flat.result)]
+        parts = [Part(self._flat.function, self._flat.lines, self._flat.result)]
         try:
             description = Description(self._inputs, True, give_back=self._flat.give_back)
-            unit = make_unit(native, everything, self._inputs, description)
+            unit = make_unit(native, parts, self._inputs, description)
             self._missed, self._unit = native.missed, unit  # in this order: another thread may call it at once
         except CannotReplay as error:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))
 
 
 def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> FlatFunction:
-    """The whole schedule as one flat function with plain allocations."""
+    """The whole schedule as one flat function that allocates from torch's allocator."""
     registers = {node: i for i, node in enumerate(plan.placeholders)}
     builder = FlatBuilder(constants(plan.graph), registers, repeats=functools.partial(_repeats, plan, give_back))
     for node in checks_on(plan.placeholders):
@@ -73,5 +73,5 @@ def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> 
 
 
 def _repeats(plan: ProgramPlan, give_back: GiveBack | None, node: Node) -> bool:
-    """Whether a step runs again after it was out of memory: none does where recordings have none to give back."""
+    """Whether a step is retried when it is out of memory. None is on devices whose recordings keep no memory."""
     return give_back is not None and can_run_again(plan, node)

@@ -1,4 +1,4 @@
-"""A program's plan with what is derived from it, and the sizes that a call of the program may vary."""
+"""A program's plan prepared for running: the eager function, the memory provider, and the sizes that vary."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program plan, and what is derived from it. Made again when the program is cut again."""
+    """A program's plan with everything derived from it. It is made again when the program is partitioned again."""
 
     plan: ProgramPlan
     eager: EagerRuns
-    give_back: GiveBack | None  # None where recordings keep no memory
+    give_back: GiveBack | None  # None if recordings keep no memory (CPU)
     outputs: Sequence[tuple[int, int]]  # (position, storage) of outputs that the program or an operator allocates
     copied: frozenset[int]  # storages of outputs copied because of copy_outputs; saved ones are not
     overwritten: Sequence[int]  # positions of donated inputs whose memory may be written
@@ -58,9 +58,12 @@ class Prepared:
         counters: Counters,
     ) -> Prepared:
         log.info("%s: %d partition(s) on %s", name, len(plan.partitions), plan.device)
-        for one in plan.partitions:
-            what = partition_range(name, one.index), one.verdict.value, one.launches, one.externs
-            log.info("%s: %s, %d launches, %d extern calls; %s", *what, one.reason or one.benefit)
+        for partition in plan.partitions:
+            counts = partition.verdict.value, partition.launches, partition.externs
+            reason = partition.reason or partition.benefit
+            log.info(
+                "%s: %s, %d launches, %d extern calls; %s", partition_range(name, partition.index), *counts, reason
+            )
         written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         outputs = _tensor_outputs(plan)
         give_back = GiveBack(plan.device, counters, capture_check(plan.device)) if frozen else None
@@ -76,19 +79,19 @@ class Prepared:
         )
 
     def weak_outputs(self, outputs: Any) -> list[tuple[int, StorageWeakRef]]:
-        """The storages of a call's outputs, by index, without keeping them alive."""
+        """Weak references to the storages of a call's outputs, each with its storage index."""
         values = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        found = []
+        references = []
         for position, index in self.outputs:
             value = values[position]
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                found.append((index, StorageWeakRef(value.untyped_storage())))
-        return found
+                references.append((index, StorageWeakRef(value.untyped_storage())))
+        return references
 
 
 @dataclass(frozen=True)
 class DynamicSizes:
-    """Where the sizes that vary are read.
+    """The sizes that vary between calls, and where a call's inputs have them.
 
     Attributes:
         places: (input position, "size", "stride" or None for a number input, dimension).
@@ -112,7 +115,7 @@ class DynamicSizes:
         return cls(places)
 
     def key(self, inputs: Sequence[Any]) -> Any:
-        """The key of a call's specialization: sizes and strides that vary, and number inputs; None without any."""
+        """The key of a call's specialization: sizes and strides that vary, and number inputs; None if none vary."""
         if not self.places:
             return None
         return tuple(
@@ -123,11 +126,11 @@ class DynamicSizes:
         )
 
     def at(self, inputs: Sequence[Any]) -> list[tuple[tuple[int, str | None, int], Any]]:
-        """The places, each with its number in a call."""
+        """The places, each with its value in a call."""
         return list(zip(self.places, self.key(inputs) or (), strict=True))
 
     def by_symbol(self, placeholders: Sequence[Node], inputs: Sequence[Any]) -> Mapping[str, Any]:
-        """The numbers of a call by the symbolic expressions that they stand for."""
+        """The sizes of a call, by symbolic expression."""
         fakes = [node.meta.get("val") for node in placeholders]
         return {
             str(fakes[position] if how is None else getattr(fakes[position], how)(dim)): number
@@ -136,21 +139,22 @@ class DynamicSizes:
 
 
 def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
-    found = []
+    """(position, storage index) of outputs that the program or an operator allocates."""
+    outputs = []
     for position, value in enumerate(output_values(plan.graph)):
         if isinstance(value, Node):
             for index in plan.facts.of(value):
                 if plan.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
-                    found.append((position, index))
-    return found
+                    outputs.append((position, index))
+    return outputs
 
 
 def _inputs_counted_from_their_storage(plan: ProgramPlan) -> dict[Node, str]:
     """Inputs that an operator addresses from the start of their storage (``storage_offset=``), with its name."""
-    facts, found = plan.facts, dict[Node, str]()
+    facts, operators = plan.facts, dict[Node, str]()
     for node in plan.graph.graph.nodes:
         if counts_from_storage(node):
             for index in facts.of(node.all_input_nodes[0]):
                 if facts.storages[index].origin is Origin.INPUT:
-                    found[plan.maker(index)] = operator_name(node)
-    return found
+                    operators[plan.maker(index)] = operator_name(node)
+    return operators

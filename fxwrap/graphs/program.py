@@ -1,4 +1,4 @@
-"""A program: the callable made from one host graph. Decides whether a call replays, records or runs eagerly."""
+"""A program: the callable that is made from one host graph. At each call it replays, records or runs eagerly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _NOT_REPLAYED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 _OVERLAP = "a mutated input overlaps another one"
-# Seconds that a call waits for another thread's capture before it runs eagerly: a capture takes milliseconds.
+# How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
 _WAIT_S = 1.0
 _serial_numbers = itertools.count()
 
@@ -46,8 +46,8 @@ class Program:
     Thread-safe: a recording serves one call at a time. Other calls use other recordings, or run eagerly.
 
     Attributes:
-        name: names the program in logs, profiles and reports: its number in this process, and its phase.
-        recorder: makes recordings, and knows the newest plan.
+        name: the program's name in logs, profiles and reports: its number in this process, and its phase.
+        recorder: makes recordings, and has the newest plan.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Program:
 
     @property
     def history(self) -> Sequence[RecordingMade]:
-        """The newest recordings that were made."""
+        """How the newest recordings were made."""
         return self.recorder.history
 
     # -- calling ----------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ class Program:
                 raise
             if outputs is not self.specializations.missed:
                 return outputs
-        inputs, caller_s = list(inputs), inputs
-        caller_s.clear()
+        inputs, emptied = list(inputs), inputs
+        emptied.clear()
         if len(inputs) != self._inputs:
             raise InputError(
                 "program called with the wrong number of inputs",
@@ -161,12 +161,12 @@ class Program:
             return self._run(key, inputs)
 
     def _run(self, key: Any, inputs: list[Any]) -> Any:
-        found = self.specializations.get(key) or self._add_specialization(key, inputs)
-        if found.recordings:
-            outputs = self._replay(found, inputs)
+        specialization = self.specializations.get(key) or self._add_specialization(key, inputs)
+        if specialization.recordings:
+            outputs = self._replay(specialization, inputs)
             if outputs is not _NOT_REPLAYED:
                 return outputs
-        return self._not_replayed(found, inputs)
+        return self._not_replayed(specialization, inputs)
 
     def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
         for value in inputs:
@@ -181,8 +181,8 @@ class Program:
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
-        # If the caller is capturing, its graph would keep arena addresses, but hold no reference to the memory.
-        # Stream 0 cannot be captured, so the driver, which answers slowly, is not asked about it.
+        # If the caller is capturing, its graph would keep arena addresses without a reference to the memory.
+        # Stream 0 cannot be captured, so that the slow question to the driver is not needed.
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
             return _NOT_REPLAYED
         for recording in specialization.recordings:
@@ -240,8 +240,8 @@ class Program:
             return self.recorder.never_recorded
         if self._mutated_inputs is not None and not self._mutated_inputs.are_apart(inputs):
             return _OVERLAP
-        # One-time work cannot be captured: kernels load and are tuned, libraries make a handle for each thread. So
-        # each thread warms up first.
+        # One-time work cannot be captured: kernels are loaded and tuned, libraries make a handle for each thread.
+        # Therefore each thread warms up first.
         if self._on_accelerator and not getattr(self._thread, "warm", False):
             return _WARM_UP
         if specialization.recordings:
@@ -252,11 +252,11 @@ class Program:
 
     @property
     def stages(self) -> Mapping[str, tuple[int, float]]:
-        """How often each stage of the pipeline ran for this program, and the seconds that it took."""
+        """How often each stage of the pipeline ran for this program, and its seconds, by the stage's name."""
         return self._planner.took
 
     def release(self) -> None:
-        """End every recording, but those that another call uses at this moment; the next call records again."""
+        """End every recording that no other call uses at this moment; the next call records again."""
         for recording in self.specializations.recordings():
             owner = LockOwner()
             try:
@@ -276,7 +276,7 @@ class Program:
             return self._run_schedule(prepared, inputs)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
-        # Remember input addresses: the next call may be recorded, and checks which inputs stayed.
+        # Remember input addresses: if the next call is recorded, it compares them.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.static_inputs.note(inputs)
@@ -294,7 +294,7 @@ class Program:
             return prepared.eager(inputs)
         except torch.OutOfMemoryError:
             if prepared.give_back is not None:
-                prepared.give_back()  # of a step that may not run again: the next call is not to fail for it, too
+                prepared.give_back()  # this step cannot be retried, but the next call should have the memory
             raise
 
     def plan_ahead(self, inputs: Sequence[Any]) -> None:
@@ -308,12 +308,12 @@ class Program:
         """Link this backward program to its forward.
 
         Args:
-            inputs: names of this program's inputs, by the forward program's storage that they live in.
+            inputs: names of this program's inputs, by the storage of the forward program that they are saved in.
         """
         self.recorder.follow(forward.recorder, inputs)
 
     def _record(
         self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> tuple[Any, str]:
-        """Record a call: its outputs, or ``NOT_RECORDED`` and the reason. Checked programs check it, too."""
+        """Record a call; returns its outputs, or ``NOT_RECORDED`` and the reason. Checked programs override it."""
         return self.recorder.record(specialization, inputs, decision, owner)

@@ -1,4 +1,4 @@
-"""Makes and keeps a program's recordings, and plans their memory before."""
+"""The recorder of a program: plans memory ahead, makes recordings, and keeps them in its specializations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from ..errors import CaptureError, MemoryLimitError, PlanError
 from ..options import Options
-from ..plan import MemoryPlan, Planned, ProgramPlan
+from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .memory.locks import LockOwner
@@ -35,7 +35,7 @@ from .torch_functions import TorchFunctions
 log = logging.getLogger(__name__)
 
 NOT_RECORDED = object()
-# Recordings that a report can tell of.
+# The number of recordings in a report.
 _HISTORY = 200
 
 
@@ -43,11 +43,12 @@ class Recorder:
     """Plans, makes and keeps the recordings of one program.
 
     Attributes:
-        prepared: the program's plan; another one once the program is cut again around what could not be captured.
-        refused: operators whose capture failed, with the error.
+        prepared: the program's plan; replaced when the program is partitioned again around a failed operator.
+        refused: the error of each operator whose capture failed, by operator.
         never_recorded: why the program can never be recorded; empty if it can.
-        history: the newest recordings that were made.
-        newest_planned, newest_plan: the newest memory plan, and what it was made for; None before the first one.
+        history: how the newest recordings were made.
+        newest_planned, newest_plan: the newest memory plan, and the program and sizes that it was made for; None
+            before the first one.
     """
 
     def __init__(
@@ -76,19 +77,19 @@ class Recorder:
         self.never_recorded = ""
         self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.newest_plan: MemoryPlan | None = None
-        self.newest_planned: Planned | None = None
+        self.newest_planned: SizedProgram | None = None
         self._forward: tuple[weakref.ref[Recorder], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
 
-    # -- memory, before anything is recorded ------------------------------------------------------------
+    # -- planning ahead ---------------------------------------------------------------------------------
 
     @property
     def newest_estimate(self) -> Estimate | None:
-        found = [one.estimate for one in self._specializations.values() if one.estimate is not None]
-        return found[-1] if found else None
+        estimates = [specialization.estimate for specialization in self._specializations.values()]
+        return next((estimate for estimate in reversed(estimates) if estimate is not None), None)
 
     def estimate(self, inputs: Sequence[Any], specialization: Specialization) -> None:
-        """Plan memory before anything is recorded: for a report, and for arenas to be large enough."""
+        """Plan memory before a recording, for reports and so that arenas are large enough."""
         if self.newest_plan is not None and (not self.newest_plan.arenas or self._specializations.are_enough()):
             return
         try:
@@ -100,19 +101,19 @@ class Recorder:
                 raise
             self.never_recorded = str(error.subject)
 
-    def _note_plan(self, planned: Planned, memory: MemoryPlan) -> None:
+    def _note_plan(self, planned: SizedProgram, memory: MemoryPlan) -> None:
         if self.newest_plan is None:
             self._traces.planned(self.prepared.plan, memory)
         if self.newest_plan is not memory:
-            told = memory.size, memory.peak, memory.lower_bound
-            log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self._name, *told)
+            sizes = memory.size, memory.peak, memory.lower_bound
+            log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self._name, *sizes)
         self.newest_planned, self.newest_plan = planned, memory
 
     def follow(self, forward: Recorder, inputs: Mapping[int, Sequence[str]]) -> None:
         """Link a backward program's recorder to that of its forward.
 
         Args:
-            inputs: names of the backward's inputs, by the forward program's storage that they live in.
+            inputs: names of the backward's inputs, by the storage of the forward program that they are saved in.
         """
         self._forward = weakref.ref(forward), inputs
         names = {name for several in inputs.values() for name in several}
@@ -138,8 +139,8 @@ class Recorder:
         """Record a call, and keep the recording.
 
         Returns:
-            The outputs of the call; ``NOT_RECORDED``, with the reason, if nothing has run. What was made for the
-            recording is free by then.
+            The outputs of the call; ``NOT_RECORDED`` and the reason if nothing has run. Memory that was taken for
+            the attempt is free by then.
 
         Raises:
             MemoryLimitError, PlanError, CaptureError: with ``strict``.
@@ -152,7 +153,7 @@ class Recorder:
             why = "first" if len(self._specializations) == 1 else "new shape"
         if runtime_for(device).frozen_addresses:
             self._free_workspaces_of_warm_ups(owner.stream)
-        before = {what: SHARED.arenas.pressure(what, device) for what in (TOO_LARGE, OUT_OF_MEMORY)}
+        before = {shortage: SHARED.arenas.pressure(shortage, device) for shortage in (TOO_LARGE, OUT_OF_MEMORY)}
         try:
             static = specialization.static_inputs.positions(
                 inputs,
@@ -164,11 +165,12 @@ class Recorder:
             )
             estimate = specialization.estimate
             decision.without_live_outputs |= specialization.without_live_outputs
-            provide, which = prepared.provider.provide, decision.excludes
-            own = provide(inputs, static, estimate, self.newest_plan, owner, locked, which)
-            self._note_plan(own.planned, own.memory)
-            specialization.estimate = estimate or Estimate(own.planned, own.memory)
-            request = self._request_for(prepared, specialization, inputs, static, own)
+            memory = prepared.provider.provide(
+                inputs, static, estimate, self.newest_plan, owner, locked, decision.excludes
+            )
+            self._note_plan(memory.planned, memory.memory)
+            specialization.estimate = estimate or Estimate(memory.planned, memory.memory)
+            request = self._request_for(prepared, specialization, inputs, static, memory)
             with record_function(recording_range(self._name)):
                 recorded = RecordingBuilder(request).record(inputs)
             recording, outputs = recorded.recording, recorded.outputs
@@ -176,14 +178,16 @@ class Recorder:
         except MemoryLimitError as error:
             short_of = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE
             for arena in locked if short_of == OUT_OF_MEMORY else ():
-                arena.clear(OUT_OF_MEMORY)  # drops the pool, too: failed captures left allocations in it
+                arena.clear(OUT_OF_MEMORY)  # also drops the pool: failed captures left allocations in it
             if self._options.strict:
                 raise
         except (PlanError, CaptureError) as error:
             if self._options.strict:
                 raise
             if isinstance(error, PlanError) and any(arena.live() for arena in locked):
-                specialization.without_live_outputs = True  # they may be why: next time use an arena without any
+                specialization.without_live_outputs = (
+                    True  # these may be the cause: next time use an arena without any
+                )
             else:
                 self.never_recorded = str(error.subject)
             return NOT_RECORDED, str(error.subject)
@@ -204,11 +208,11 @@ class Recorder:
         return outputs, short_of
 
     def _free_workspaces_of_warm_ups(self, stream: Any) -> None:
-        """Free what libraries have left on the default stream in warm-ups, for each thread that made one.
+        """Free the workspaces of libraries that warm-ups have left on the default stream, one for each thread.
 
-        Before an arena is laid out, which may lie there then. No graph has captured it, since that stream cannot be
-        captured. A thread that is about to launch work has its workspace's address already, so nothing is freed while
-        another one runs.
+        It is done before an arena is allocated, which can use the memory. No graph has captured a workspace there,
+        since that stream cannot be captured. Nothing is freed while another thread runs: it may already have the
+        address of its workspace.
         """
         if getattr(stream, "stream_id", None) == 0 and self._functions.nobody_else_runs():
             self._functions.free_workspaces(stream)
@@ -219,13 +223,13 @@ class Recorder:
         specialization: Specialization,
         inputs: Sequence[Any],
         static: list[int],
-        own: RecordingMemory,
+        memory: RecordingMemory,
     ) -> RecordingRequest:
         return RecordingRequest(
-            planned=own.planned,
-            memory=own.memory,
-            arenas=own.arenas,
-            reused_inputs=own.reused_inputs,
+            planned=memory.planned,
+            memory=memory.memory,
+            arenas=memory.arenas,
+            reused_inputs=memory.reused_inputs,
             name=self._name,
             traces=self._traces,
             runtime=runtime_for(prepared.plan.device),
@@ -239,17 +243,17 @@ class Recorder:
         )
 
     def _guards(self, prepared: Prepared, inputs: Sequence[Any]) -> Guards | None:
-        """What native calls must satisfy, whatever recording they replay; None if a unit cannot check it.
+        """The conditions on native calls that all recordings share; None if a unit cannot check them.
 
-        ``Recording.make_unit`` adds what is the recording's own: addresses, locks, streams.
+        ``Recording.make_unit`` adds those of one recording: addresses, locks, streams.
         """
-        known = self._sizes.at(inputs)
-        numbers = [(p, value) for (p, how, _), value in known if how is None and value is not None]
+        sizes = self._sizes.at(inputs)
+        numbers = [(p, value) for (p, how, _), value in sizes if how is None and value is not None]
         if not all(type(number) is int for _, number in numbers):
             return None
         return Guards(
             numbers=numbers,
-            dimensions=[(p, how == "stride", dim, value) for (p, how, dim), value in known if how is not None],
+            dimensions=[(p, how == "stride", dim, value) for (p, how, dim), value in sizes if how is not None],
             packed=SHARED.packed.known,
             overwritten=prepared.overwritten,
             no_hooks=prepared.plan.phase == "forward",
@@ -275,13 +279,13 @@ class Recorder:
                 self._specializations.missed = native.missed
             self._specializations.find_units()
             return
-        # Cut again with these operators eager: otherwise each would make its whole partition eager.
+        # Partition again with these operators eager: otherwise each would make its whole partition eager.
         self.refused.update(recorded.refused)
         for operator, failure in recorded.refused.items():
             log.info("%s: is cut again around %s: %s", self._name, operator, failure)
         self.prepared = self._prepare(self._planner.partition(self.refused))
-        for known in self._specializations.values():
-            known.drop_recordings()
+        for other in self._specializations.values():
+            other.drop_recordings()
         self._specializations.find_units()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:
@@ -290,9 +294,9 @@ class Recorder:
         copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
         copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
         sizes = self._sizes.by_symbol(self.prepared.plan.placeholders, inputs)
-        made = sizes, len(recording.graphs), request.memory.size, copied_in, copied_out
-        self.history.append(RecordingMade(time.time(), why, seconds, *made))
+        facts = sizes, len(recording.graphs), request.memory.size, copied_in, copied_out
+        self.history.append(RecordingMade(time.time(), why, seconds, *facts))
         how = "replays natively" if recording.unit is not None else "replays in Python"
         memory, how = request.memory.size or request.memory.peak, "is not kept" if recorded.refused else how
-        told = why, seconds * 1e3, len(recording.graphs), memory, how
-        log.info("%s: recorded (%s) in %.1f ms: %d graph(s), %d bytes; %s", self._name, *told)
+        logged = why, seconds * 1e3, len(recording.graphs), memory, how
+        log.info("%s: recorded (%s) in %.1f ms: %d graph(s), %d bytes; %s", self._name, *logged)

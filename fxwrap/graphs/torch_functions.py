@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..devices import PutRight
+from ..devices import RecoverFromFailedCapture
 from ..plan import MemoryPlan, ProgramPlan
 from .devices.device_graph import DeviceGraph
 from .replay.native import NativeReplay
@@ -75,7 +75,7 @@ class TorchFunctions:
     lay_out: Callable[..., torch.Tensor]
     saved_tensors_hooks: Callable[[], bool]
     allocations: Callable[[Callable[[], object]], Sequence[int] | None]
-    after_failed_capture: PutRight
+    after_failed_capture: RecoverFromFailedCapture
     free_workspaces: Callable[[Any], None]
     nobody_else_runs: Callable[[], bool]
     share_copies: Callable[[torch.UntypedStorage], None]

@@ -1,8 +1,8 @@
-"""What changed between two reports: before and after an edit, for two shapes, on two versions of torch.
+"""Comparison of two reports: before and after an edit, for two shapes, on two versions of torch.
 
-Names of nodes and kernels shift when anything is added before them. So lines are compared without names: first what
-they do, then, along the lines that are the same, whether they work on the same. Times differ at every run: they are
-shown, and are no difference.
+Names of nodes and kernels shift when anything is added before them. Therefore lines are compared without names: first
+by what they do, then, for equal lines, by their operands. Times differ at every run: they are shown, but do not count
+as a difference.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .document import Document, GraphData, KernelData, NodeData, checked, short_
 
 SCHEMA = "fxwrap.difference/1"
 _WIDTH = 118
-# Lines of each kind that are printed; ``to_dict`` has all of them.
+# The number of lines of each kind that are printed; ``to_dict`` has all of them.
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not what it was; ``before`` or ``after`` is None where it is not there at all."""
+    """One value that changed; ``before`` or ``after`` is None if it did not exist."""
 
     what: str
     before: Any
@@ -40,18 +40,18 @@ class Change:
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """What changed in one host graph.
+    """The changes in one host graph.
 
     Attributes:
         title: its number, phase and device.
-        before, after: its position in the reports; None where it has no counterpart.
-        lines: inputs, launches and library calls that went, came, or work on something else (then both lines are
-            there); "what" is the user's line.
-        others: how many allocations, views and outputs went and came.
-        partitions: counts of partitions and of work in them, and work that is captured no more, or now, with reasons.
-        memory: bytes.
-        kernels: sources that went, came, or changed, by name.
-        counters: what calls were, and how much of a replay is native.
+        before, after: its position in each report; None if it has no counterpart.
+        lines: inputs, launches and library calls that were removed, added, or have other operands (then both lines
+            are present); ``what`` is the user's line.
+        others: the numbers of allocations, views and outputs that were removed and added.
+        partitions: numbers of partitions and of work in them, and work whose verdict changed, with reasons.
+        memory: sizes in bytes.
+        kernels: sources that were removed, added or changed, by the kernel's name.
+        counters: numbers of replays, recordings and eager runs, and of native steps.
     """
 
     title: str
@@ -71,13 +71,13 @@ class GraphDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What changed between two reports; false if nothing did. Print it, or read it.
+    """The changes between two reports; false if there are none. Print it, or read its attributes.
 
     Attributes:
-        versions: of torch, fxwrap and Python.
-        graphs: those that changed, went or came.
-        other: fallbacks, what no cache can hold, what calls were measured to allocate.
-        times: microseconds of compiling and of calls, which are no difference.
+        versions: versions of torch, fxwrap and Python.
+        graphs: graphs that changed, were removed or added.
+        other: fallbacks, parts that no cache can hold, and measured allocations of calls.
+        times: times of compiling and of calls, in microseconds; they do not count as a difference.
     """
 
     versions: tuple[Change, ...]
@@ -115,17 +115,18 @@ class Difference:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
-    """What changed between two reports, as ``Explanation.to_dict`` gives them.
+    """Compare two reports, as ``Explanation.to_dict`` returns them.
 
     Raises:
-        InputError: one of them is something else, or of another version of fxwrap.
+        InputError: one of them is no report, or is one of another version of fxwrap.
     """
     old, new = checked(before), checked(after)
     graphs = [_graphs(old["graphs"], new["graphs"], *pair) for pair in _pairs(old["graphs"], new["graphs"])]
     lists: list[Change] = []
     for what in ("fallbacks", "not_stored", "limits"):
         gone, come = Counter(old[what]), Counter(new[what])  # type: ignore[literal-required]
-        lists += [Change(what, one, None) for one in gone - come] + [Change(what, None, one) for one in come - gone]
+        lists += [Change(what, line, None) for line in gone - come]
+        lists += [Change(what, None, line) for line in come - gone]
     times = _changes(_times(old), _times(new))
     measured = _changes(_allocated(old), _allocated(new))
     return Difference(
@@ -140,10 +141,10 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Chang
 
 def _times(document: Document) -> dict[str, int]:
     stages = sum(stage["us"] for graph in document["graphs"] for stage in graph["stages"])
-    found = {"compiling": document["compile_us"], "fxwrap's stages in it": stages}
+    times = {"compiling": document["compile_us"], "fxwrap's stages in it": stages}
     if document["calls"]:
-        found["the last call"] = document["calls"][-1]["us"]
-    return {name: round(us) for name, us in found.items()}
+        times["the last call"] = document["calls"][-1]["us"]
+    return {name: round(us) for name, us in times.items()}
 
 
 def _allocated(document: Document) -> dict[str, int]:
@@ -155,7 +156,7 @@ def _allocated(document: Document) -> dict[str, int]:
 
 
 def _pairs(before: Sequence[GraphData], after: Sequence[GraphData]) -> list[tuple[int | None, int | None]]:
-    """Which graph is which: the same lines in the same order, and between them by phase and order."""
+    """The positions of graphs that correspond: first those with equal lines, then by phase and order."""
     old_keys, new_keys = (
         [(graph["phase"], *_keys(graph).values()) for graph in graphs] for graphs in (before, after)
     )
@@ -164,13 +165,13 @@ def _pairs(before: Sequence[GraphData], after: Sequence[GraphData]) -> list[tupl
         if tag == "equal":
             pairs += zip(range(a, b), range(c, d), strict=True)
             continue
-        left = list(range(c, d))
+        unpaired = list(range(c, d))
         for old in range(a, b):
-            new = next((one for one in left if after[one]["phase"] == before[old]["phase"]), None)
+            new = next((number for number in unpaired if after[number]["phase"] == before[old]["phase"]), None)
             pairs.append((old, new))
             if new is not None:
-                left.remove(new)
-        pairs += [(None, new) for new in left]
+                unpaired.remove(new)
+        pairs += [(None, new) for new in unpaired]
     return pairs
 
 
@@ -188,7 +189,7 @@ def _graphs(
     numbers = f"graph {old}" if old == new else f"graph {old}, now {new}"
     same, gone, come = _aligned(before, after)
     others = [
-        sum(not _told(graph["nodes"][name]) for name in names) for graph, names in ((before, gone), (after, come))
+        sum(not _is_shown(graph["nodes"][name]) for name in names) for graph, names in ((before, gone), (after, come))
     ]
     return GraphDifference(
         f"{numbers}: {what}",
@@ -212,7 +213,7 @@ def _without_number(kernel: str) -> str:
 
 
 def _keys(graph: GraphData) -> dict[str, str]:
-    """What each node does, without names: by node."""
+    """The text of each node's line without names, by node."""
     nodes = graph["nodes"]
 
     def key(node: NodeData) -> str:
@@ -225,10 +226,10 @@ def _keys(graph: GraphData) -> dict[str, str]:
 
 
 def _aligned(before: GraphData, after: GraphData) -> tuple[dict[str, str], list[str], list[str]]:
-    """Nodes that do the same, by name, and the names of those that went and came."""
+    """The nodes of ``before`` with their counterparts in ``after``, the names of removed nodes, and of added ones."""
     old, new = _keys(before), _keys(after)
     inputs, as_inputs = _inputs(before), _inputs(after)
-    # As many inputs are the same inputs, whatever their sizes.
+    # If the number of inputs is the same, they are the same inputs, of any size.
     same = dict(zip(inputs, as_inputs, strict=True)) if len(inputs) == len(as_inputs) else {}
     gone, come = list[str](), list[str]()
     names, named = [name for name in old if name not in same], [name for name in new if name not in same.values()]
@@ -246,8 +247,8 @@ def _inputs(graph: GraphData) -> list[str]:
     return [name for name, node in graph["nodes"].items() if node["kind"] == "placeholder" and node["line"]]
 
 
-def _told(node: NodeData) -> bool:
-    """Whether a line is shown by itself."""
+def _is_shown(node: NodeData) -> bool:
+    """Whether a node's line is shown (the others are counted)."""
     return bool(node["operator"]) or node["kind"] == "placeholder"
 
 
@@ -255,47 +256,47 @@ def _lines(
     before: GraphData, after: GraphData, same: Mapping[str, str], gone: Sequence[str], come: Sequence[str]
 ) -> tuple[Change, ...]:
     old, new = before["nodes"], after["nodes"]
-    found = [Change(old[n]["user_line"], old[n]["line"], None) for n in gone if _told(old[n])]
-    found += [Change(new[n]["user_line"], None, new[n]["line"]) for n in come if _told(new[n])]
+    changes = [Change(old[n]["user_line"], old[n]["line"], None) for n in gone if _is_shown(old[n])]
+    changes += [Change(new[n]["user_line"], None, new[n]["line"]) for n in come if _is_shown(new[n])]
     old_keys, new_keys = _keys(before), _keys(after)
     for name, now in same.items():
-        # What has no counterpart has been told already.
+        # An operand without a counterpart is a change of its own.
         inputs = zip(old[name]["inputs"], new[now]["inputs"], strict=False)
-        on_others = old[name]["operator"] and any(same.get(one, other) != other for one, other in inputs)
-        if on_others or old_keys[name] != new_keys[now]:
-            found.append(Change(new[now]["user_line"], old[name]["line"], new[now]["line"]))
-    return tuple(found)
+        other_operands = old[name]["operator"] and any(same.get(was, is_now) != is_now for was, is_now in inputs)
+        if other_operands or old_keys[name] != new_keys[now]:
+            changes.append(Change(new[now]["user_line"], old[name]["line"], new[now]["line"]))
+    return tuple(changes)
 
 
 def _counts(graph: GraphData) -> dict[str, int]:
     partitions = graph["partitions"]
-    verdicts = Counter(one["verdict"] for one in partitions)
+    verdicts = Counter(partition["verdict"] for partition in partitions)
     return {
         **{f"{verdict} partitions": verdicts[verdict] for verdict in ("captured", "eager")},
-        "launches": sum(one["launches"] for one in partitions),
-        "library calls": sum(one["extern_calls"] for one in partitions),
+        "launches": sum(partition["launches"] for partition in partitions),
+        "library calls": sum(partition["extern_calls"] for partition in partitions),
     }
 
 
 def _verdict(graph: GraphData, name: str) -> tuple[str, str]:
-    """Whether a node is captured, and why not."""
+    """The verdict on a node, and the reason if it is eager."""
     node = graph["nodes"][name]
-    partition = next((one for one in graph["partitions"] if one["index"] == node["partition"]), None)
+    partition = next((part for part in graph["partitions"] if part["index"] == node["partition"]), None)
     if partition is None:
         return node["verdict"], node["reason"]
     return partition["verdict"], "" if partition["verdict"] == "captured" else node["reason"] or partition["reason"]
 
 
 def _verdicts(before: GraphData, after: GraphData, same: Mapping[str, str]) -> tuple[Change, ...]:
-    found = Counter[tuple[str, str, str]]()
+    counts = Counter[tuple[str, str, str]]()
     for name, now in same.items():
         node, (was, why_not), (became, why) = after["nodes"][now], _verdict(before, name), _verdict(after, now)
         if node["operator"] and was != became:
             texts = (f"{was}: {why_not}" if why_not else was), (f"{became}: {why}" if why else became)
-            found[(_without_number(node["operator"]), *texts)] += 1
+            counts[(_without_number(node["operator"]), *texts)] += 1
     return tuple(
         Change(f"{count} x {operator}" if count > 1 else operator, was, became)
-        for (operator, was, became), count in found.items()
+        for (operator, was, became), count in counts.items()
     )
 
 
@@ -315,35 +316,35 @@ def _memory(graph: GraphData) -> dict[str, int]:
         "outputs": memory["output_bytes"],
         "allocated by operators": memory["operator_bytes"],
         "inputs that stay in place": memory["static_input_bytes"],
-        **{f"predicted on {one['device']}": one["total"] for one in memory["predicted"]},
+        **{f"predicted on {prediction['device']}": prediction["total"] for prediction in memory["predicted"]},
         **copies,
     }
 
 
 def _kernels(before: Sequence[KernelData], after: Sequence[KernelData]) -> tuple[Change, ...]:
-    left = list(after)
+    unpaired = list(after)
 
     def take(old: KernelData, key: Callable[[KernelData], Hashable]) -> KernelData | None:
-        new = next((one for one in left if key(one) == key(old)), None)
+        new = next((kernel for kernel in unpaired if key(kernel) == key(old)), None)
         if new is not None:
-            left.remove(new)
+            unpaired.remove(new)
         return new
 
     pairs = [(old, take(old, _source)) for old in before]
-    found = []
+    changes = []
     for old, new in pairs:
         if new is not None:
             if old["configurations"] != new["configurations"]:
                 what = f"configuration of {old['name']}"
-                found.append(Change(what, str(old["configurations"]), str(new["configurations"])))
+                changes.append(Change(what, str(old["configurations"]), str(new["configurations"])))
             continue
         now = take(old, lambda kernel: _without_number(kernel["name"]))
-        found.append(Change(f"kernel {old['name']}", old["source"], now["source"] if now is not None else None))
-    return (*found, *(Change(f"kernel {one['name']}", None, one["source"]) for one in left))
+        changes.append(Change(f"kernel {old['name']}", old["source"], now["source"] if now is not None else None))
+    return (*changes, *(Change(f"kernel {kernel['name']}", None, kernel["source"]) for kernel in unpaired))
 
 
 def _source(kernel: KernelData) -> tuple[str, str]:
-    """Without the kernel's own name, and where torch keeps its headers."""
+    """The language and the source of a kernel, without its own name and the folder of torch's headers."""
     source = kernel["source"].replace(kernel["name"], "kernel")
     return kernel["language"], re.sub(r'(#include ")/.*/', r"\1", source)
 
@@ -363,14 +364,14 @@ def _counters(graph: GraphData) -> dict[str, int]:
 
 
 def _line(change: Change, unit: str = "") -> Text:
-    def said(value: Any) -> str:
+    def shown(value: Any) -> str:
         return f"{value:,}{unit}" if isinstance(value, int) else str(value)
 
     if change.before is None:
-        return Text(f"+ {change.what}: {said(change.after)}")
+        return Text(f"+ {change.what}: {shown(change.after)}")
     if change.after is None:
-        return Text(f"- {change.what}: {said(change.before)}")
-    text = f"  {change.what}: {said(change.before)} -> {said(change.after)}"
+        return Text(f"- {change.what}: {shown(change.before)}")
+    text = f"  {change.what}: {shown(change.before)} -> {shown(change.after)}"
     if isinstance(change.before, int) and isinstance(change.after, int) and change.before:
         text += f" ({(change.after / change.before - 1) * 100:+.0f}%)"
     return Text(text)

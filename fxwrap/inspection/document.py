@@ -1,8 +1,8 @@
-"""The report as plain data: a document, which goes to JSON and back, and from which text, page and diff are made.
+"""The document: a report as plain data, from which text, page and comparison are made; it can be stored as JSON.
 
-Its schema is the typed dictionaries below, and ``SCHEMA`` is its version: a key may be added under the same number;
-when one goes, or means something else, the number grows. Sizes are bytes, times microseconds, steps the positions of
-work nodes in the order in which they run.
+The typed dictionaries below are its schema, and ``SCHEMA`` is the version: adding a key keeps the number; removing a
+key or changing its meaning raises it. Sizes are in bytes, times in microseconds; a step is the position of a work
+node in the order in which these run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ..errors import InputError
 from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
 from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, module_path, operator_name, user_line
+from ..host_graph.typed_json import from_data, to_data
 from ..plan import MemoryPlan, Origin, ProgramPlan
-from ..plan_json import from_data, to_data
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"
 
 
 class NodeData(TypedDict):
-    """A node of a host graph that is no assert (but what the user asserted of data); by name, in the graph's order.
+    """A node of a host graph. Asserts are left out, except those of the user's about data.
 
-    ``reads`` and ``writes`` name storages; what an operator allocates for its results it writes, too.
-    ``operator``, ``partition`` and ``verdict`` are those of work (a launch, an extern call); empty and
-    None elsewhere. ``inherited`` tells that a node is eager because of what it works on.
+    ``reads`` and ``writes`` are names of storages; the storages that an operator allocates for its results count as
+    written. ``operator``, ``partition`` and ``verdict`` are set for work (a launch, an extern call) only.
+    ``inherited`` means that a node is eager only because one of its operands is.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class PartitionData(TypedDict):
 
 
 class CutData(TypedDict):
-    """Captured partitions, how many the dependencies demand, and what each order of the work needs at one time."""
+    """The numbers of captured partitions that are possible, and the memory peak of each order of the work."""
 
     captured: int
     fewest_possible: int
@@ -86,7 +86,7 @@ class CutData(TypedDict):
 
 
 class CompiledData(TypedDict):
-    """One configuration of a Triton kernel, compiled for a device that is not there."""
+    """One configuration of a Triton kernel that was compiled for a device which this machine lacks."""
 
     configuration: dict[str, Any]
     registers: int
@@ -96,9 +96,10 @@ class CompiledData(TypedDict):
 
 
 class KernelData(TypedDict):
-    """``configurations`` are Triton's: block sizes, warps and stages; of a kernel that was tuned, the one chosen.
+    """A compiled kernel.
 
-    ``compiled`` is there where ``explain(..., target=...)`` compiled for another machine.
+    ``configurations`` are those of a Triton kernel: block sizes, warps and stages; of a tuned kernel, the chosen one.
+    ``compiled`` is present if ``explain(..., target=...)`` compiled for another machine.
     """
 
     name: str
@@ -111,7 +112,7 @@ class KernelData(TypedDict):
 
 
 class RecordingData(TypedDict):
-    """``when`` is in seconds since 1970."""
+    """How one recording was made; ``when`` is in seconds since 1970."""
 
     when: float
     why: str
@@ -137,10 +138,10 @@ class CountersData(TypedDict):
 
 
 class GraphData(TypedDict):
-    """A host graph, what was decided about it, and what became of it.
+    """A host graph, the decisions about it, and the counters of its program.
 
-    ``name`` is that of its ranges in profiles and of its lines in logs.
-    ``sizes`` are bytes of every allocation, in the symbols of the graph.
+    ``name`` is the program's name in profiles and logs.
+    ``sizes`` are the bytes of every allocation, as expressions in the symbols of the graph.
     """
 
     name: str
@@ -179,7 +180,7 @@ class FrameData(TypedDict):
 
 
 class DynamoData(TypedDict):
-    """What Dynamo made of the function: ``codegen.dynamo.report.DynamoReport``, as plain data."""
+    """Graph breaks, skipped functions and compiled frames: ``codegen.dynamo.report.DynamoReport`` as plain data."""
 
     breaks: list[BreakData]
     skipped: list[SkippedData]
@@ -188,14 +189,14 @@ class DynamoData(TypedDict):
 
 
 class CallData(TypedDict):
-    """One call that ``explain`` made: ``allocated_bytes`` is the most that it allocated at one time, by device."""
+    """One call that ``explain`` made; ``allocated_bytes`` is the peak of what it allocated, by device."""
 
     us: float
     allocated_bytes: dict[str, int]
 
 
 class Document(TypedDict):
-    """``limits`` says what a report on another machine's device cannot tell."""
+    """A whole report; ``limits`` says what a report for a device that this machine lacks cannot contain."""
 
     schema: str
     versions: dict[str, str]
@@ -210,7 +211,7 @@ class Document(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known besides programs."""
+    """The parts of a report that do not belong to a single program."""
 
     compile_us: float = 0.0
     fallbacks: tuple[str, ...] = ()
@@ -223,27 +224,27 @@ class Facts:
         cls, compilations: Sequence[Compilation], dynamo: DynamoReport | None, calls: Sequence[CallData] = ()
     ) -> Facts:
         return cls(
-            sum(one.seconds for one in compilations) * 1e6,
-            tuple(reason for one in compilations for reason in one.fallbacks),
-            tuple(reason for one in compilations for reason in one.not_stored),
+            sum(compilation.seconds for compilation in compilations) * 1e6,
+            tuple(reason for compilation in compilations for reason in compilation.fallbacks),
+            tuple(reason for compilation in compilations for reason in compilation.not_stored),
             dynamo or DynamoReport(),
             tuple(calls),
         )
 
     @classmethod
-    def from_document(cls, known: Document) -> Facts:
-        """What a document says besides its graphs."""
+    def from_document(cls, document: Document) -> Facts:
+        """The facts of a document."""
         return cls(
-            known["compile_us"],
-            tuple(known["fallbacks"]),
-            tuple(known["not_stored"]),
-            from_data(DynamoReport, from_data(DynamoData, known["dynamo"])),
-            tuple(known["calls"]),
+            document["compile_us"],
+            tuple(document["fallbacks"]),
+            tuple(document["not_stored"]),
+            from_data(DynamoReport, from_data(DynamoData, document["dynamo"])),
+            tuple(document["calls"]),
         )
 
 
 def document_of(programs: Sequence[Program], about: Facts) -> Document:
-    """What is known of programs at this moment."""
+    """The document of programs in their present state."""
     return {
         "schema": SCHEMA,
         "versions": versions(),
@@ -258,10 +259,10 @@ def document_of(programs: Sequence[Program], about: Facts) -> Document:
 
 
 def checked(data: Any) -> Document:
-    """A document that was read from a file.
+    """Check that data from a file is a document, and return it.
 
     Raises:
-        InputError: it is none, one of another version, or one of which parts are missing.
+        InputError: it is no document, one of another version, or an incomplete one.
     """
     schema = data.get("schema") if isinstance(data, Mapping) else None
     got = repr(schema) if schema is not None else "data without a schema"
@@ -280,10 +281,10 @@ def checked(data: Any) -> Document:
 
 
 def read(path: Path) -> Document:
-    """The document in a file.
+    """Read the document in a file.
 
     Raises:
-        InputError: there is none in it.
+        InputError: the file holds no document.
     """
     try:
         data = json.loads(path.read_bytes())
@@ -301,7 +302,7 @@ def versions() -> dict[str, str]:
 
 
 def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryData]:
-    """A graph whose memory can be shown, by its number.
+    """The graph with a number, and its memory plan.
 
     Raises:
         InputError: there is no such graph, or it has no plan.
@@ -316,7 +317,7 @@ def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryDat
 
 
 def graph_data(program: Program) -> GraphData:
-    """What is known of a program at this moment. Other threads may run it: what they change is taken at one time."""
+    """The data of a program in its present state. Its plan is read once, because other threads may run it."""
     plan, planned, memory = program.plan, program.recorder.newest_planned, program.newest_plan
     return {
         "name": program.name,
@@ -325,7 +326,7 @@ def graph_data(program: Program) -> GraphData:
         "graph": list_graph(plan.graph),
         "code": plan.graph.code.strip(),
         "nodes": _nodes(plan),
-        "partitions": [cast(PartitionData, one.to_dict()) for one in plan.partitions],
+        "partitions": [cast(PartitionData, partition.to_dict()) for partition in plan.partitions],
         "cut": {
             "captured": plan.cut.captured,
             "fewest_possible": plan.cut.fewest,
@@ -371,7 +372,7 @@ def _nodes(plan: ProgramPlan) -> dict[str, NodeData]:
             "kind": kind_of(node).value,
             "operator": operator_name(node) if work else "",
             "line": line_of(node),
-            "inputs": [one.name for one in node.all_input_nodes],
+            "inputs": [operand.name for operand in node.all_input_nodes],
             "reads": _names(plan, plan.facts.reads(node)),
             "writes": _names(plan, plan.facts.writes(node) | made.get(node.name, frozenset())),
             "partition": partition_of.get(node.name),
@@ -388,7 +389,7 @@ def _nodes(plan: ProgramPlan) -> dict[str, NodeData]:
 
 
 def short_line(user_line: str) -> str:
-    """A line of the user's without the folders of its file."""
+    """A line of user code, without the folders of its file."""
     file, line, code = user_line.partition(", line ")
     return file.rpartition(os.sep)[2] + line + code
 
@@ -398,13 +399,13 @@ def _names(plan: ProgramPlan, indices: frozenset[int]) -> list[str]:
 
 
 def kernels_of(graph: GraphModule) -> dict[Kernel, list[str]]:
-    """The kernels of a host graph, of its branches and loops too, and the nodes that launch each."""
-    found: dict[Kernel, list[str]] = {}
+    """The kernels of a host graph, including those of branches and loops, with the nodes that launch each."""
+    launches: dict[Kernel, list[str]] = {}
     for gm in (module for module in graph.modules() if isinstance(module, GraphModule)):
         for handle, value in constants(gm).items():
             if isinstance(value, Kernel):
-                found.setdefault(value, []).extend(user.name for user in handle.users)
-    return found
+                launches.setdefault(value, []).extend(user.name for user in handle.users)
+    return launches
 
 
 def _kernels(graph: GraphModule) -> list[KernelData]:
@@ -422,7 +423,7 @@ def _kernels(graph: GraphModule) -> list[KernelData]:
 
 
 def unit_of(program: Program) -> list[str]:
-    """What the newest recording runs natively, a line for each step; empty if there is none that does."""
+    """The steps of the newest recording with a native unit, a line for each; empty if there is none."""
     listings = [recording.listing for recording in program.specializations.recordings() if recording.unit]
     return list(listings[-1]) if listings else []
 
@@ -432,14 +433,14 @@ def output_bytes(memory: MemoryPlan) -> int:
 
 
 def sizes_in_symbols(plan: ProgramPlan) -> dict[str, str]:
-    """Bytes of every allocation, in the symbols of the graph: they are planned again for each shape."""
+    """The bytes of every allocation by name, as expressions in the symbols of the graph."""
     storages = plan.facts.storages
     values = {s.name: plan.nodes[s.node].meta.get("val") for s in storages if s.origin is Origin.ALLOCATION}
     return {name: bytes_expression(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def outside_the_plan(plan: ProgramPlan) -> dict[str, str]:
-    """Storages that operators allocate by themselves: name -> operator and why it cannot be given memory."""
+    """Storages that operators allocate themselves, by name: the operator, and why its memory cannot be planned."""
     return {
         storage.name: f"{operator_name(maker)}: " + maker.meta.get("outside_plan", "nothing tells what it returns")
         for storage, maker in ((storage, plan.nodes[storage.node]) for storage in plan.facts.storages)
@@ -448,7 +449,7 @@ def outside_the_plan(plan: ProgramPlan) -> dict[str, str]:
 
 
 def bytes_expression(value: torch.Tensor) -> str:
-    """Bytes that a fake tensor reaches, in the symbols of its sizes: ``32*s77``."""
+    """The bytes that a fake tensor spans, as an expression in its symbols: ``32*s77``."""
     steps = zip(value.size(), value.stride(), strict=True)
     elements = 1 + sum((_expression(extent) - 1) * _expression(step) for extent, step in steps)
     return str(sympy.expand(elements * value.dtype.itemsize))

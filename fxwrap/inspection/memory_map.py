@@ -1,4 +1,4 @@
-"""The memory plan as data: where each storage lies and when, what is alive at the peak, what is copied."""
+"""The memory plan as data for reports: the place and live range of each storage, the peak, copies, predictions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..host_graph.nodes import output_values, user_line
 from ..packing import Buffer, plan_memory
 from ..passes.memory.planner import predict_memory
 from ..passes.memory.requirements import Requirements
-from ..plan import Home, MemoryPlan, Origin, Planned, Prediction, ProgramPlan
+from ..plan import Home, MemoryPlan, Origin, Prediction, ProgramPlan, SizedProgram
 
 
 class StorageData(TypedDict):
     """A rectangle of the memory picture: bytes ``[address, address + bytes)`` in steps ``[begin, end)``.
 
-    Addresses are those of the arena. Where memory comes and goes with each call, and for what operators allocate
-    themselves, they are made up: so that storages that are there at one time do not overlap.
+    Addresses are offsets in the arena. Storages that are allocated per call or by operators have no planned address:
+    they get one that does not overlap others which are alive at the same time.
 
     ``use`` is one of temporary, output, saved for backward, copy of an input, result of an operator, workspace.
-    ``partition`` is that of the first step; None for what is there before it.
+    ``partition`` is that of the first step; None for a storage that exists before it.
     """
 
     name: str
@@ -41,7 +41,7 @@ class StorageData(TypedDict):
 
 
 class PeakData(TypedDict):
-    """The step in which most is alive (the first such), the bytes, and the storages, the largest first."""
+    """The first step with the largest number of live bytes, that number, and the live storages, largest first."""
 
     step: int
     node: str
@@ -51,7 +51,7 @@ class PeakData(TypedDict):
 
 
 class CopyData(TypedDict):
-    """What every replay copies: ``what`` is "input" (to a static buffer) or "output" (to memory of its own)."""
+    """A copy that every replay makes; ``what`` is "input" (to a static input buffer) or "output" (to new memory)."""
 
     what: str
     name: str
@@ -79,16 +79,15 @@ class MemoryData(TypedDict):
     """The newest plan, at concrete sizes, in bytes.
 
     Attributes:
-        arena_bytes: of the arenas of all devices; 0 where memory comes and goes with each call.
-        peak_bytes: what the plan takes at one time, at most.
-        lower_bound_bytes: what is alive at one time, at most.
-        inductor_peak_bytes: what Inductor's own wrapper has alive at one time, at most, of the same storages, in the
-            order of its lines.
-        without_reuse_bytes: of separate allocations.
-        operator_bytes: what operators allocate themselves, at one time, at most, as far as it is known.
-        predicted: what a call takes, by device; that of a forward and its backward is with the forward.
-        predicted_with: "alone", or the phase of the other graph that was looked at together with this one.
-        steps: how many there are.
+        arena_bytes: the size of the arenas of all devices; 0 if memory is allocated per call.
+        peak_bytes: the peak of the plan's memory.
+        lower_bound_bytes: the largest sum of live storages.
+        inductor_peak_bytes: the peak of the same storages in Inductor's own wrapper, in the order of its lines.
+        without_reuse_bytes: the sum of separate allocations.
+        operator_bytes: the peak of what operators allocate themselves, as far as it is known.
+        predicted: the memory of a call by device; that of a forward and its backward together is in the forward.
+        predicted_with: "alone", or the phase of the other graph that the prediction includes.
+        steps: the number of steps.
     """
 
     arena_bytes: int
@@ -111,9 +110,9 @@ class MemoryData(TypedDict):
 
 
 def predictions(program: Program) -> list[Prediction]:
-    """The memory of calls with the newest shape that is known, by device.
+    """The predicted memory of a call with the newest known shape, by device.
 
-    That of a forward is with its backward, as soon as that has run; then there is none of the backward alone.
+    A forward's prediction includes its backward, once that has run; the backward alone has none then.
     """
     estimate = program.recorder.newest_estimate
     if estimate is None or estimate.follows:
@@ -123,15 +122,15 @@ def predictions(program: Program) -> list[Prediction]:
     return predict_memory([estimate.planned, backward.planned], estimate.successor[1])
 
 
-def memory_data(program: Program, plan: ProgramPlan, planned: Planned | None, memory: MemoryPlan) -> MemoryData:
-    """The newest plan of a program.
+def memory_data(program: Program, plan: ProgramPlan, planned: SizedProgram | None, memory: MemoryPlan) -> MemoryData:
+    """The data of a program's newest memory plan.
 
     Args:
-        plan, planned, memory: the program's, taken at one time: another thread may plan meanwhile.
+        plan, planned, memory: read from the program at the same time, because another thread may plan.
     """
     estimate = program.recorder.newest_estimate
     if planned is None or planned.program is not plan:
-        storages, operators, inductor_peak = list[StorageData](), 0, 0  # of an older cut
+        storages, operators, inductor_peak = list[StorageData](), 0, 0  # the plan is of older partitions
     else:
         storages, operators = _storages(planned, memory)
         inductor_peak = _peak_in_order_of_lines(planned)
@@ -160,14 +159,14 @@ def memory_data(program: Program, plan: ProgramPlan, planned: Planned | None, me
         "region_bytes": sum(region.size for region in shared),
         "predicted": [
             {
-                "device": str(one.device),
-                "arena": one.arena,
-                "operators": one.operators,
-                "outside": one.outside,
-                "outputs": one.outputs,
-                "total": one.total,
+                "device": str(prediction.device),
+                "arena": prediction.arena,
+                "operators": prediction.operators,
+                "outside": prediction.outside,
+                "outputs": prediction.outputs,
+                "total": prediction.total,
             }
-            for one in predictions(program)
+            for prediction in predictions(program)
         ],
         "predicted_with": predicted_with,
         "static_input_bytes": estimate.static_inputs if estimate is not None else 0,
@@ -178,16 +177,16 @@ def memory_data(program: Program, plan: ProgramPlan, planned: Planned | None, me
     }
 
 
-def _storages(planned: Planned, memory: MemoryPlan) -> tuple[list[StorageData], int]:
-    """All that is known of, and the bytes that operators allocate at one time, at most."""
+def _storages(planned: SizedProgram, memory: MemoryPlan) -> tuple[list[StorageData], int]:
+    """The data of all storages, and the peak of what operators allocate, in bytes."""
     program, requirements = planned.program, Requirements.of(planned)
     partitions = [partition.index for partition in program.partitions for _ in partition.nodes]
     saved = _saved(program)
-    found = list[StorageData]()
+    rectangles = list[StorageData]()
 
     def add(name: str, index: int | None, device: Any, buffer: Buffer, use: str, address: int, region: Any) -> None:
         node = program.facts.storages[index].node if index is not None else name.removesuffix(" workspace")
-        found.append(
+        rectangles.append(
             {
                 "name": name,
                 "node": node,
@@ -205,21 +204,21 @@ def _storages(planned: Planned, memory: MemoryPlan) -> tuple[list[StorageData], 
 
     operators = 0
     for device in dict.fromkeys([*requirements.planned, *requirements.unplanned]):
-        own = [(index, buffer) for index, buffer in requirements.planned.get(device, ()) if buffer.size]
-        addresses = _addresses(memory, own)
-        for index, buffer in own:
+        buffers = [(index, buffer) for index, buffer in requirements.planned.get(device, ()) if buffer.size]
+        addresses = _addresses(memory, buffers)
+        for index, buffer in buffers:
             place = memory.places[index]
             region = place.region if place.home is Home.REGION else None
             use = _use(program, index, requirements, saved)
             add(buffer.name, index, device, buffer, use, addresses[buffer.name], region)
-        height = max((addresses[b.name] + b.size for _, b in own), default=0)
-        others = [(which, buffer) for which, buffer in requirements.unplanned.get(device, ()) if buffer.size]
+        height = max((addresses[b.name] + b.size for _, b in buffers), default=0)
+        others = [(number, buffer) for number, buffer in requirements.unplanned.get(device, ()) if buffer.size]
         above = plan_memory([buffer for _, buffer in others])
-        for which, buffer in others:
-            use = _WORKSPACE if which is None else _use(program, which, requirements, saved)
-            add(buffer.name, which, device, buffer, use, height + above.offsets[buffer.name], None)
+        for number, buffer in others:
+            use = _WORKSPACE if number is None else _use(program, number, requirements, saved)
+            add(buffer.name, number, device, buffer, use, height + above.offsets[buffer.name], None)
         operators += above.lower_bound
-    return found, operators
+    return rectangles, operators
 
 
 _COPIED, _WORKSPACE = "copy of an input", "workspace"
@@ -236,53 +235,53 @@ def _use(program: ProgramPlan, index: int, requirements: Requirements, saved: fr
 
 
 def _saved(program: ProgramPlan) -> frozenset[int]:
-    """Storages that only the backward gets."""
+    """Storages of outputs that only the backward gets."""
     values = list(enumerate(output_values(program.graph)))
     saved = program.facts.behind(value for p, value in values if p in program.saved and isinstance(value, Node))
     return saved - program.facts.behind(v for p, v in values if p not in program.saved and isinstance(v, Node))
 
 
-def _addresses(memory: MemoryPlan, own: Sequence[tuple[int, Buffer]]) -> dict[str, int]:
-    """Where storages of one device lie: in its arena, or where regions and allocations would fit at one time."""
+def _addresses(memory: MemoryPlan, buffers: Sequence[tuple[int, Buffer]]) -> dict[str, int]:
+    """Addresses of the storages of one device: offsets in its arena, or, without one, addresses for the picture."""
     if any(region.arena for region in memory.regions):
-        return {buffer.name: memory.places[index].offset for index, buffer in own}
+        return {buffer.name: memory.places[index].offset for index, buffer in buffers}
     inside: Mapping[int, list[tuple[int, Buffer]]] = defaultdict(list)
     alone = list[Buffer]()
-    for index, buffer in own:
+    for index, buffer in buffers:
         place = memory.places[index]
         if place.home is Home.REGION:
             inside[place.region].append((index, buffer))
         else:
             alone.append(buffer)
     regions = [(number, memory.regions[number]) for number in inside]
-    blocks = [Buffer(f"region {number}", one.size, one.begin, one.end) for number, one in regions]
+    blocks = [Buffer(f"region {number}", region.size, region.begin, region.end) for number, region in regions]
     placed = plan_memory([*blocks, *alone]).offsets
-    found = {buffer.name: placed[buffer.name] for buffer in alone}
+    addresses = {buffer.name: placed[buffer.name] for buffer in alone}
     for number, items in inside.items():
         base = placed[f"region {number}"]
-        found.update({buffer.name: base + memory.places[index].offset for index, buffer in items})
-    return found
+        addresses.update({buffer.name: base + memory.places[index].offset for index, buffer in items})
+    return addresses
 
 
 def _peak(storages: Sequence[StorageData], schedule: Sequence[Node]) -> PeakData | None:
     changes = Counter[int]()
-    for one in storages:
-        changes[one["begin"]] += one["bytes"]
-        changes[one["end"]] -= one["bytes"]
+    for storage in storages:
+        changes[storage["begin"]] += storage["bytes"]
+        changes[storage["end"]] -= storage["bytes"]
     if not changes or not schedule:
         return None
     steps = sorted(changes)
     alive = list(itertools.accumulate(changes[step] for step in steps))
     most = max(alive)
     step = steps[alive.index(most)]
-    there = [one for one in storages if one["begin"] <= step < one["end"]]
+    live = [storage for storage in storages if storage["begin"] <= step < storage["end"]]
     node = schedule[min(step, len(schedule) - 1)]
-    names = [one["name"] for one in sorted(there, key=lambda one: -one["bytes"])]
+    names = [storage["name"] for storage in sorted(live, key=lambda storage: -storage["bytes"])]
     return {"step": step, "node": node.name, "bytes": most, "storages": names, "user_line": user_line(node)}
 
 
-def _peak_in_order_of_lines(planned: Planned) -> int:
-    """Bytes of planned allocations that are alive at one time, if each is there from its line to its last use."""
+def _peak_in_order_of_lines(planned: SizedProgram) -> int:
+    """The peak of planned allocations in bytes, if each exists from its line in the host graph to its last use."""
     program, sizes = planned.program, Requirements.of(planned).sizes
     position = {node: number for number, node in enumerate(program.graph.graph.nodes)}
     handed_out = Requirements.of(planned).handed_out
@@ -290,7 +289,7 @@ def _peak_in_order_of_lines(planned: Planned) -> int:
     for node, number in position.items():
         for index in program.facts.of(node) | program.facts.touched(node):
             last[index] = number
-    changes = Counter[int]()  # by twice the position: what ends there, ends after it
+    changes = Counter[int]()  # by twice the position, so that a storage ends after its last use
     for index in _allocated(program, sizes):
         begin = position[program.maker(index)]
         changes[2 * begin] += sizes[index]
@@ -303,15 +302,15 @@ def _allocated(program: ProgramPlan, sizes: Mapping[int, int]) -> Iterable[int]:
     return (index for index in sizes if program.facts.storages[index].origin is Origin.ALLOCATION)
 
 
-def _copies(program: Program, planned: Planned | None, memory: MemoryPlan) -> list[CopyData]:
-    """Copies of each replay of the newest plan, the largest first."""
-    found: list[CopyData] = []
+def _copies(program: Program, planned: SizedProgram | None, memory: MemoryPlan) -> list[CopyData]:
+    """The copies that each replay of the newest plan makes, largest first."""
+    copies: list[CopyData] = []
     for name, (_, nbytes) in (planned.input_buffers if planned is not None else {}).items():
-        found.append({"what": "input", "name": name, "bytes": nbytes})
+        copies.append({"what": "input", "name": name, "bytes": nbytes})
     for recording in program.specializations.recordings():
-        if recording.request.memory is memory and memory.arenas:  # elsewhere outputs are new tensors
+        if recording.request.memory is memory and memory.arenas:  # without arenas outputs are new tensors
             for index in sorted(recording.request.copied):
                 name = program.plan.facts.storages[index].name
-                found.append({"what": "output", "name": name, "bytes": memory.sizes.get(index, 0)})
+                copies.append({"what": "output", "name": name, "bytes": memory.sizes.get(index, 0)})
             break
-    return sorted(found, key=lambda one: -one["bytes"])
+    return sorted(copies, key=lambda copy: -copy["bytes"])

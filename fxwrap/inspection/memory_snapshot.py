@@ -1,7 +1,7 @@
 """The memory plan in the format of ``torch.cuda.memory._snapshot``, which pytorch.org/memory_viz shows.
 
-One segment for each device, and the trace of a call: what is allocated at a step, and freed after the last. A
-microsecond of the trace is one step.
+A snapshot has one segment for each device, and a trace of the allocations and frees of one call. A microsecond of the
+trace is one step.
 """
 
 from __future__ import annotations
@@ -13,43 +13,50 @@ from .memory_map import MemoryData, StorageData
 
 
 def snapshot_of(memory: MemoryData) -> dict[str, Any]:
-    """A snapshot as it would be at the end of a call."""
-    devices = list(dict.fromkeys(one["device"] for one in memory["storages"]))
-    traces = [_trace([one for one in memory["storages"] if one["device"] == device]) for device in devices]
+    """The snapshot of the memory at the end of a call."""
+    by_device: dict[str, list[StorageData]] = {}
+    for storage in memory["storages"]:
+        by_device.setdefault(storage["device"], []).append(storage)
     end = memory["steps"] + 1
     segments = []
-    for number, device in enumerate(devices):
-        there = [one for one in memory["storages"] if one["device"] == device]
-        size = max(one["address"] + one["bytes"] for one in there)
-        last = sorted((one for one in there if one["end"] >= end), key=lambda one: one["address"])
-        segments.append(_segment(number, size, last))
+    for number, storages in enumerate(by_device.values()):
+        size = max(storage["address"] + storage["bytes"] for storage in storages)
+        live = [storage for storage in storages if storage["end"] >= end]
+        segments.append(_segment(number, size, sorted(live, key=lambda storage: storage["address"])))
     return {
         "segments": segments,
-        "device_traces": traces,
+        "device_traces": list(map(_trace, by_device.values())),
         "allocator_settings": {},
         "external_annotations": [],
     }
 
 
 def _trace(storages: list[StorageData]) -> list[dict[str, Any]]:
-    events = [(one["begin"], 1, "alloc", one) for one in storages]
-    events += [(one["end"], 0, "free_completed", one) for one in storages]
+    events = [(storage["begin"], 1, "alloc", storage) for storage in storages]
+    events += [(storage["end"], 0, "free_completed", storage) for storage in storages]
     return [
-        {"action": action, "addr": one["address"], "size": one["bytes"], "time_us": step, "stream": 0, **_frames(one)}
-        for step, _, action, one in sorted(events, key=lambda event: event[:2])
+        {
+            "action": action,
+            "addr": storage["address"],
+            "size": storage["bytes"],
+            "time_us": step,
+            "stream": 0,
+            **_frames(storage),
+        }
+        for step, _, action, storage in sorted(events, key=lambda event: event[:2])
     ]
 
 
-def _segment(device: int, size: int, blocks: list[StorageData]) -> dict[str, Any]:
-    used = sum(one["bytes"] for one in blocks)
-    found, at = list[dict[str, Any]](), 0
-    for one in blocks:
-        if one["address"] > at:
-            found.append(_block(at, one["address"] - at, "inactive", {"frames": []}))
-        found.append(_block(one["address"], one["bytes"], "active_allocated", _frames(one)))
-        at = one["address"] + one["bytes"]
+def _segment(device: int, size: int, storages: list[StorageData]) -> dict[str, Any]:
+    used = sum(storage["bytes"] for storage in storages)
+    blocks, at = list[dict[str, Any]](), 0
+    for storage in storages:
+        if storage["address"] > at:
+            blocks.append(_block(at, storage["address"] - at, "inactive", {"frames": []}))
+        blocks.append(_block(storage["address"], storage["bytes"], "active_allocated", _frames(storage)))
+        at = storage["address"] + storage["bytes"]
     if at < size:
-        found.append(_block(at, size - at, "inactive", {"frames": []}))
+        blocks.append(_block(at, size - at, "inactive", {"frames": []}))
     return {
         "device": device,
         "address": 0,
@@ -62,7 +69,7 @@ def _segment(device: int, size: int, blocks: list[StorageData]) -> dict[str, Any
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
-        "blocks": found,
+        "blocks": blocks,
     }
 
 
@@ -71,7 +78,7 @@ def _block(address: int, size: int, state: str, frames: dict[str, Any]) -> dict[
 
 
 def _frames(storage: StorageData) -> dict[str, Any]:
-    """The storage as the innermost frame, and the line of the user's that it comes from."""
+    """The frames of an allocation: the storage as the innermost, then the line of user code that it comes from."""
     frames = [{"filename": storage["use"], "line": 0, "name": storage["name"]}]
     if where := re.match(r"(.*), line (\d+): (.*)", storage["user_line"], re.DOTALL):
         file, line, code = where.groups()

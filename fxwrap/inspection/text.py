@@ -1,4 +1,4 @@
-"""A document as text, for people at a terminal."""
+"""A report as text, for a terminal."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def print_document(document: Document, console: Console) -> None:
         console.print(Text(f"runs through Inductor's own wrapper: {reason}"))
     for reason in document["not_stored"]:
         console.print(Text(f"compiled again in every process: no cache can hold {reason}"))
-    for one in document["dynamo"]["breaks"]:
-        console.print(Text(f"graph break at {one['user_line']}\n  {one['reason']}"))
-    for one in document["dynamo"]["skipped"]:
-        console.print(Text(f"not compiled: {one['function']}, {one['user_line']}\n  {one['reason']}"))
+    for graph_break in document["dynamo"]["breaks"]:
+        console.print(Text(f"graph break at {graph_break['user_line']}\n  {graph_break['reason']}"))
+    for skipped in document["dynamo"]["skipped"]:
+        console.print(Text(f"not compiled: {skipped['function']}, {skipped['user_line']}\n  {skipped['reason']}"))
     for number, call in enumerate(document["calls"]):
         peaks = ", ".join(f"{nbytes:,} bytes on {device}" for device, nbytes in call["allocated_bytes"].items())
         took = f"call {number}: {call['us']:,.0f} us"
@@ -49,7 +49,7 @@ def print_document(document: Document, console: Console) -> None:
 
 
 def nothing_compiled(dynamo: DynamoData) -> str:
-    """What is said where there is no graph."""
+    """The text of a report without graphs."""
     if dynamo["breaks"] or dynamo["skipped"]:
         return "nothing was compiled"  # what follows says why
     if not dynamo["seen"]:
@@ -100,7 +100,7 @@ def _benefit(benefit: BenefitData) -> str:
 
 
 def _cut(graph: GraphData) -> list[Text]:
-    """How good the cut is, and what would have to change for more to be captured."""
+    """How the partitions compare with the best possible ones, and what would have to change to capture more."""
     lines, cut = list[str](), graph["cut"]
     if cut["in_program_order"] > 1 or cut["fewest_possible"] > 1:
         least = f"{cut['fewest_possible']} is the least that dependencies allow"
@@ -111,8 +111,8 @@ def _cut(graph: GraphData) -> list[Text]:
             f"program order {cut['peak_bytes_in_program_order']:,}"
         )
     eager = (graph["nodes"][name] for p in graph["partitions"] if p["verdict"] == "eager" for name in p["nodes"])
-    asked = (n for n in eager if n["operator"] and n["to_capture_it"] and not n["inherited"])
-    remedies = dict.fromkeys(f"{n['operator']}: {n['to_capture_it']}" for n in asked)
+    causes = (n for n in eager if n["operator"] and n["to_capture_it"] and not n["inherited"])
+    remedies = dict.fromkeys(f"{n['operator']}: {n['to_capture_it']}" for n in causes)
     if remedies:
         lines += ["to have more captured:", *(f"  {remedy}" for remedy in remedies)]
     return list(map(Text, lines))
@@ -123,10 +123,11 @@ def _memory(graph: GraphData, memory: MemoryData) -> RenderableType:
     for arena in memory["arenas"]:
         sizes = (f"{arena[key]:,}" for key in ("bytes", "lower_bound_bytes", "without_reuse_bytes"))
         table.add_row(f"arena on {arena['device']}", str(arena["storages"]), *sizes)
-    outputs = sum(one["use"] in ("output", "saved for backward") for one in memory["storages"])
+    storages = memory["storages"]
+    outputs = sum(storage["use"] in ("output", "saved for backward") for storage in storages)
     if not memory["arenas"]:
-        planned = [one for one in memory["storages"] if one["use"] not in ("result of an operator", "workspace")]
-        shared = [one for one in planned if one["region"] is not None]
+        planned = [s for s in storages if s["use"] not in ("result of an operator", "workspace")]
+        shared = [storage for storage in planned if storage["region"] is not None]
         sizes = (f"{memory[key]:,}" for key in ("peak_bytes", "lower_bound_bytes", "without_reuse_bytes"))  # type: ignore[literal-required]
         table.add_row("comes and goes with each call", str(len(planned)), *sizes)
         table.add_row(f"  of which in {memory['regions']} region(s)", str(len(shared)), f"{memory['region_bytes']:,}")
@@ -145,7 +146,7 @@ def _peak(memory: MemoryData) -> list[str]:
     peak = memory["peak"]
     if peak is None:
         return []
-    sizes = {one["name"]: one["bytes"] for one in memory["storages"]}
+    sizes = {storage["name"]: storage["bytes"] for storage in memory["storages"]}
     largest = [f"{name} {sizes[name]:,}" for name in peak["storages"][:_AT_PEAK]]
     if more := len(peak["storages"]) - len(largest):
         largest.append(f"{more} more")
@@ -154,23 +155,23 @@ def _peak(memory: MemoryData) -> list[str]:
 
 
 def _copies(memory: MemoryData) -> list[str]:
-    return [f"every replay copies {one['what']} {one['name']}: {one['bytes']:,} bytes" for one in memory["copies"]]
+    return [f"every replay copies {c['what']} {c['name']}: {c['bytes']:,} bytes" for c in memory["copies"]]
 
 
 def _prediction(memory: MemoryData) -> list[str]:
     if memory["predicted_with"] == "forward":
         return ["predicted with the forward graph"]
     lines = []
-    for one in memory["predicted"]:
+    for part in memory["predicted"]:
         together = memory["predicted_with"] == "backward"
-        who = "forward and backward take" if together else "a call takes"
-        parts = [f"arena {one['arena']:,}"] if one["arena"] or not one["outside"] else []
-        if one["outside"]:
-            parts.append(f"allocated when needed {one['outside']:,}, by operators {one['operators']:,} of it")
-        lines.append(f"predicted on {one['device']}: {who} {one['total']:,} bytes ({'; '.join(parts)})")
+        subject = "forward and backward take" if together else "a call takes"
+        parts = [f"arena {part['arena']:,}"] if part["arena"] or not part["outside"] else []
+        if part["outside"]:
+            parts.append(f"allocated when needed {part['outside']:,}, by operators {part['operators']:,} of it")
+        lines.append(f"predicted on {part['device']}: {subject} {part['total']:,} bytes ({'; '.join(parts)})")
         static = memory["static_input_bytes"]
         stay = f", and {static:,} bytes of inputs stay where they are" if static else ""
-        lines.append(f"  {one['outputs']:,} bytes are the caller's in the end{stay}")
+        lines.append(f"  {part['outputs']:,} bytes are the caller's in the end{stay}")
     return lines
 
 
@@ -187,27 +188,27 @@ def _counters(counters: Mapping[str, Any]) -> Text:
 
 
 def _recordings(graph: GraphData) -> list[RenderableType]:
-    """When each recording was made, and why, if there was more than one."""
-    made = graph["recordings"]
-    if len(made) < 2:
+    """A table of when and why each recording was made, if there is more than one."""
+    recordings = graph["recordings"]
+    if len(recordings) < 2:
         return []
     table = Table("recorded", "why", "sizes", "took", "copies at each replay", box=None, pad_edge=False)
-    for one in made[-_RECORDINGS:]:
-        when = datetime.datetime.fromtimestamp(one["when"]).strftime("%H:%M:%S.%f")[:-3]
-        sizes = ", ".join(f"{name}={value}" for name, value in one["sizes"].items())
-        copied = f"{one['copied_in_bytes'] + one['copied_out_bytes']:,} bytes"
-        table.add_row(when, Text(one["why"]), Text(sizes), f"{one['us'] / 1e3:.1f} ms", copied)
-    earlier = len(made) - len(made[-_RECORDINGS:])
+    for recording in recordings[-_RECORDINGS:]:
+        when = datetime.datetime.fromtimestamp(recording["when"]).strftime("%H:%M:%S.%f")[:-3]
+        sizes = ", ".join(f"{name}={value}" for name, value in recording["sizes"].items())
+        copied = f"{recording['copied_in_bytes'] + recording['copied_out_bytes']:,} bytes"
+        table.add_row(when, Text(recording["why"]), Text(sizes), f"{recording['us'] / 1e3:.1f} ms", copied)
+    earlier = len(recordings) - len(recordings[-_RECORDINGS:])
     return [table, *([Text(f"and {earlier} before")] if earlier else [])]
 
 
 def _compiled(graph: GraphData) -> list[RenderableType]:
-    """What kernels take on a device that is not there, a line for each configuration."""
+    """A table of the resources of kernels that were compiled for a device which this machine lacks."""
     columns = "compiled kernel", "configuration", "registers", "spilled bytes", "shared bytes", "cubin bytes"
     table = Table(*columns, box=None, pad_edge=False)
     for kernel in graph["kernels"]:
-        for one in kernel.get("compiled", ()):
-            numbers = one["registers"], one["spilled_bytes"], one["shared_bytes"], one["cubin_bytes"]
-            configuration = ", ".join(f"{name} {value}" for name, value in one["configuration"].items())
+        for code in kernel.get("compiled", ()):
+            numbers = code["registers"], code["spilled_bytes"], code["shared_bytes"], code["cubin_bytes"]
+            configuration = ", ".join(f"{name} {value}" for name, value in code["configuration"].items())
             table.add_row(kernel["name"], configuration, *(f"{number:,}" for number in numbers))
     return [table] if table.row_count else []

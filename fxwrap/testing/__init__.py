@@ -1,4 +1,4 @@
-"""Tests that a device has to pass, for its vendor to run: ``TestMyDevice = device_contract("mydevice")``."""
+"""The tests that an out-of-tree device has to pass; its vendor runs them: ``T = device_contract("mydevice")``."""
 
 from .contract import Device, device_contract
 

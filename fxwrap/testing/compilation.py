@@ -1,4 +1,4 @@
-"""Step 4: compilation. ``torch.compile(backend="fxwrap")`` on the device, whether or not anything is captured."""
+"""Step 4: compilation. ``torch.compile(backend="fxwrap")`` gives the right results on the device, captured or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .contract import Device, Suite
 
 
 class CompileCounter:
-    """fxwrap's backend, and how often it was asked."""
+    """fxwrap's backend with a count of its calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -24,7 +24,7 @@ class CompileCounter:
 
 
 class Compilation(Suite):
-    """The behaviours that PyTorch asks of every out-of-tree device under ``torch.compile``."""
+    """The behaviour that PyTorch requires of every out-of-tree device under ``torch.compile``."""
 
     def test_compiles_and_runs(self, registered: Device) -> None:
         f = torch.compile(lambda x, y: (x @ y).relu() + x.sum(-1, keepdim=True), backend="fxwrap")

@@ -1,4 +1,4 @@
-"""The contract between a device and the pipeline: a suite for pytest, in the order in which a device is built."""
+"""The contract of a device with fxwrap: a pytest suite, in the order in which a device is built."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..graphs.devices.runtime import runtime_for
 
 @dataclass(frozen=True)
 class Device:
-    """The device under test, and what its maker says about it.
+    """The device under test.
 
     Attributes:
         type: as in ``torch.device(type)``.
-        register: makes it known to Inductor and fxwrap (``fxwrap.register_device``); returns the handle.
-        asynchronous: a context in which streams run behind the host. For devices that always do, none is needed.
-        delay: ``delay(stream, seconds)`` keeps a stream busy. By default it is given matrix products to do.
-        rtol, atol: how far from the CPU's numbers results may be.
+        register: registers it with Inductor and fxwrap (``fxwrap.register_device``); returns the handle.
+        asynchronous: a context in which streams run asynchronously; not needed for devices that always do.
+        delay: ``delay(stream, seconds)`` keeps a stream busy. By default the stream computes matrix products.
+        rtol, atol: tolerances of the comparison with the CPU's results.
     """
 
     type: str
@@ -59,7 +59,8 @@ class Device:
 
     @contextlib.contextmanager
     def side_stream(self, side: Any = None) -> Iterator[Any]:
-        """Make a stream current, by default a new one: it waits for the one before, which waits for it afterwards."""
+        """A context with another current stream, by default a new one. It waits for the previous stream at the begin,
+        and the previous stream waits for it at the end."""
         current, side = self.current_stream(), side or self.new_stream()
         side.wait_stream(current)
         with self.on(side):
@@ -67,7 +68,7 @@ class Device:
         current.wait_stream(side)
 
     def keep_busy(self, stream: Any, seconds: float = 0.2) -> None:
-        """Give a stream something to do that takes about so long."""
+        """Issue work to a stream that takes about ``seconds``."""
         if self.delay is not None:
             self.delay(stream, seconds)
             return
@@ -77,19 +78,19 @@ class Device:
                 a = (a @ a).clamp(-1, 1)
 
     def assert_close(self, got: Any, expected: Any) -> None:
-        """Compare a result on the device with the CPU's; both may be nested."""
+        """Check that a result on the device is close to the CPU's; both may be nested."""
         moved = torch.utils._pytree.tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, got)
         torch.testing.assert_close(moved, expected, rtol=self.rtol, atol=self.atol)
 
 
 class Suite:
-    """What the classes of the contract share. ``contract`` is set by ``device_contract``."""
+    """Base of the contract's classes. ``device_contract`` sets ``contract``."""
 
     contract: Device
 
     @pytest.fixture
     def mode(self) -> str:
-        """Whether streams run behind the host: "synchronous" or "asynchronous", where the device can do both."""
+        """How streams run: "synchronous" or "asynchronous"; a device need not be able to do both."""
         return "synchronous"
 
     @pytest.fixture
@@ -101,7 +102,7 @@ class Suite:
 
     @pytest.fixture
     def registered(self, device: Device) -> Iterator[Device]:
-        """The device, known to Inductor and fxwrap."""
+        """The device, registered with Inductor and fxwrap."""
         torch.compiler.reset()
         with device.register() if device.register is not None else contextlib.nullcontext():
             yield device
@@ -109,17 +110,17 @@ class Suite:
 
 
 class GraphSuite(Suite):
-    """Classes that need a device graph; they run in both modes.
+    """Base of classes that need a device graph; they run in both modes.
 
     Attributes:
-        unified: it has to be ``torch.accelerator.Graph``.
+        unified: whether the graph has to be ``torch.accelerator.Graph``.
     """
 
     unified = False
 
     @pytest.fixture(autouse=True)
     def device_graph(self) -> None:
-        """A device that has none at all fails: it has to get one."""
+        """Skip where the required graph does not apply. A device without any graph fails."""
         unified, graph = "torch.accelerator.Graph", ""
         with contextlib.suppress(CaptureError):
             graph = runtime_for(self.contract.first).implementation
@@ -146,7 +147,7 @@ def device_contract(
     rtol: float = 1e-4,
     atol: float = 1e-5,
 ) -> type:
-    """The contract as a class that pytest collects.
+    """Make the contract of a device, as a class that pytest collects.
 
     ::
 
@@ -156,9 +157,9 @@ def device_contract(
 
         TestMyDevice = device_contract("mydevice", register=mydevice.register)
 
-    It holds one class for each step (``-k TestTensors``, ``TestStreams``, ``TestRegistration``, ``TestCompilation``,
-    ``TestGraphs``, ``TestPrograms``); docs/devices.md says what to implement for which. A process has one device out
-    of the tree, so the file runs in a process of its own.
+    It has one class for each step (``-k TestTensors``, ``TestStreams``, ``TestRegistration``, ``TestCompilation``,
+    ``TestGraphs``, ``TestPrograms``); docs/devices.md says what to implement for each. A process can have one
+    out-of-tree device only, so the file runs in a process of its own.
 
     Args:
         device_type, register, asynchronous, delay, rtol, atol: see ``Device``.

@@ -1,4 +1,4 @@
-"""Step 5: graphs. ``torch.accelerator.Graph`` on the device, used as torch documents it; fxwrap is not in this."""
+"""Step 5: graphs. ``torch.accelerator.Graph`` on the device does what torch documents; fxwrap is not used here."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def capture(device: Device, work: Callable[[], Any], stream: Any = None, **optio
 
 @contextlib.contextmanager
 def capturing(graph: Any, lost: bool | None = False) -> Iterator[None]:
-    """Capture what the block issues. However a test fails, no capture stays open: the tests after it could not wait
-    for the device.
+    """Capture the work that the block issues. The capture ends even if the test fails: otherwise later tests could
+    not wait for the device.
 
     Args:
-        lost: the capture has to end with an error; None: it may.
+        lost: whether the capture has to end with an error; None if it may.
     """
     try:
         graph.capture_begin()
@@ -50,7 +50,7 @@ def record_and_wait(event: torch.Event) -> None:
 
 
 class Graphs(GraphSuite):
-    """Capture, replay, pools, random numbers, streams, and the errors that capture must raise."""
+    """Capture, replay, pools, random numbers, streams, and the errors that a capture must raise."""
 
     unified = True
 
@@ -194,7 +194,7 @@ class Graphs(GraphSuite):
     # -- memory -----------------------------------------------------------------------------------------
 
     def test_results_keep_their_memory(self, device: Device) -> None:
-        """What a graph computes into is not given to anybody else while the graph lives."""
+        """The memory of a graph's results is not reused while the graph lives."""
         x = torch.ones(256, device=device.first)
         graph, y = capture(device, lambda: (x + 1) * 2)
         address = y.data_ptr()
@@ -241,7 +241,7 @@ class Graphs(GraphSuite):
     # -- errors -----------------------------------------------------------------------------------------
 
     def usable(self, device: Device) -> None:
-        """After an error the device works, and a new capture does, too."""
+        """Check that after an error the device works, and a new capture as well."""
         x = torch.ones(4, device=device.first)
         assert (x + 1).cpu().tolist() == [2.0] * 4
         graph, y = capture(device, lambda: x * 3)

@@ -1,4 +1,4 @@
-"""Step 6: programs. What fxwrap compiles is captured and replayed on the device, and stays right."""
+"""Step 6: programs. What fxwrap compiles is captured and replayed on the device, with right results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import fxwrap
 from ..codegen.devices.for_testing import numbers_in_graphs
 from .contract import Device, GraphSuite
 
-_serial = itertools.count()  # operators are registered for good
+_serial = itertools.count()  # each operator needs a new name: a registration is permanent
 
-# Whatever is small, and however little a capture of it would save.
+# The tests' programs are small: with "auto", the cost model would not capture them.
 CAPTURED: Any = {"backend": "fxwrap", "options": {"capture": "always"}}
 
 
 def _reading_operator() -> tuple[str, Any]:
-    """An operator, and its name, that reads a number on the host: no capture can hold it."""
+    """A new operator that reads a number on the host, so that it cannot be captured, and its name."""
     name = f"fxwrap_contract::reads_{next(_serial)}"
 
     @torch.library.custom_op(name, mutates_args=())
@@ -33,7 +33,7 @@ def _reading_operator() -> tuple[str, Any]:
 
 
 class Programs(GraphSuite):
-    """Recordings: refilled inputs, held outputs, shapes, host work in between, streams, random numbers, training."""
+    """Recordings: new inputs, live outputs, shapes, host work in between, streams, random numbers, training."""
 
     def follow(
         self,
@@ -42,7 +42,7 @@ class Programs(GraphSuite):
         *shapes: tuple[int, ...],
         calls: int = 5,
     ) -> Any:
-        """Call a compiled function with fresh inputs, compare with the CPU, and see it replay; returns it."""
+        """Compile a function, call it with new inputs, and check results and replays. Returns the compiled one."""
         compiled = torch.compile(function, **CAPTURED)
         for _ in range(calls):
             inputs = [torch.randn(shape) for shape in shapes]
@@ -121,7 +121,7 @@ class Programs(GraphSuite):
         assert fxwrap.stats(f)["replays"] >= 3
 
     def test_programs_share_memory(self, registered: Device) -> None:
-        """Two programs in turn on one arena: neither reads what the other left there."""
+        """Two programs run in turn in one arena, and neither sees the other's values."""
         f = torch.compile(lambda x: ((x @ x).sin() @ x).cos() @ x, **CAPTURED)
         g = torch.compile(lambda x: ((x @ x).cos() @ x).sin() @ x, **CAPTURED)
         for _ in range(5):
@@ -131,7 +131,7 @@ class Programs(GraphSuite):
         assert fxwrap.stats(f)["replays"] >= 3 and fxwrap.stats(g)["replays"] >= 3
 
     def test_another_stream(self, registered: Device) -> None:
-        """Called on a stream that is busy: the program waits its turn there, and what follows there waits for it."""
+        """A program that is called on a busy stream runs in the order of that stream."""
         f = torch.compile(lambda x: (x @ x).relu(), **CAPTURED)
         for _ in range(4):
             x = torch.randn(8, 8)
@@ -189,7 +189,7 @@ class Programs(GraphSuite):
             registered.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
     def test_an_operator_that_cannot_be_captured(self, registered: Device) -> None:
-        """It reads a number on the host, which nobody could know before: the program is cut again around it."""
+        """An operator turns out to read a number on the host: the program is partitioned again around it."""
         name, reads = _reading_operator()
         f = torch.compile(lambda x, w: (reads((x @ w).relu()) @ w).sin(), **CAPTURED)
         for _ in range(6):
@@ -204,7 +204,7 @@ class Programs(GraphSuite):
         assert graph.counters["recordings"] == {"first": 1, "cut again around what could not be captured": 1}
 
     def test_a_capture_that_failed_spoils_nothing(self, registered: Device) -> None:
-        """Programs beside it replay, random numbers are drawn, and the cache can be emptied."""
+        """After a failed capture other programs replay, random numbers can be drawn, and the cache can be emptied."""
         _, reads = _reading_operator()
         first, refused, innocent = (
             torch.compile(fn, **CAPTURED)

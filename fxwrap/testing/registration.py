@@ -1,4 +1,4 @@
-"""Step 3: registration. One call tells Inductor and fxwrap about the device, and its handle takes everything back."""
+"""Step 3: registration. One call registers the device with Inductor and fxwrap, and its handle undoes that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .contract import Device, Suite
 
 
 class Registration(Suite):
-    """What ``register`` has to have done."""
+    """The effects of ``register``."""
 
     def test_the_backend_is_found_by_name(self, registered: Device) -> None:
         assert "fxwrap" in torch.compiler.list_backends(exclude_tags=())

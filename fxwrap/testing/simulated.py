@@ -1,9 +1,9 @@
-"""A simulated accelerator on the CPU: graphs with frozen addresses, and CUDA's rules, without hardware.
+"""A simulated accelerator on the CPU: device graphs with frozen addresses, and CUDA's rules, without hardware.
 
-The CPU graph takes new tensors at every replay. Hardware does not: a captured call reads and writes the
-addresses it was captured with. This device behaves like hardware, so that everything that follows from frozen
-addresses (static input buffers, copies between eager and captured work, outputs in the graph's own memory) and from
-hardware's rules (pools that die, captures that fail and leave traces) runs, and can be tested, on any machine.
+The CPU's graph uses new tensors at every replay. A hardware graph does not: a captured call reads and writes the
+addresses that it was captured with. This device behaves like hardware. So everything that follows from frozen
+addresses (static input buffers, copies between eager and captured work, outputs in an arena) and from hardware's
+rules (pools that die, captures that fail and have after-effects) can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from ..host_graph.tensors import tensor_over, tensors_in
 
 @dataclass(frozen=True)
 class Rules:
-    """What CUDA does and a kinder device need not. Each rule is in force unless it is switched off.
+    """The rules of CUDA that other devices need not have. Each rule holds unless it is switched off.
 
     Attributes:
-        captured_work_waits: captured work runs at replays only. Until the first, what it fills is as it was, and
-            what operators allocate in it is NaN.
+        captured_work_waits: captured work runs at replays only. Until the first replay, its outputs are unchanged,
+            and memory that operators allocate in it is NaN.
             Source: torch/cuda/graphs.py, ``graph``: work captured "does not actually run" (all versions).
         capture_refuses_waits: reading a value on the host raises while its thread captures, and the capture is lost.
             Source: cudaStreamBeginCapture and cudaErrorStreamCaptureUnsupported; ATen/cuda/CUDAGraph.cpp,
             capture_end (torch 2.11 to 2.15).
-        one_capture_at_a_time: a device captures one graph at a time, whatever thread asks: its generator can be part
-            of one capture only. Source: ATen/cuda/CUDAGeneratorImpl.cpp, capture_prologue (torch 2.11; later, a
+        one_capture_at_a_time: a device captures one graph at a time, on all threads, because its generator can be
+            part of one capture only. Source: ATen/cuda/CUDAGeneratorImpl.cpp, capture_prologue (torch 2.11; later, a
             generator has a state for each capture).
-        no_replay_in_a_capture: a thread that captures cannot replay a graph: it does not become part of another one.
+        no_replay_in_a_capture: a thread that captures cannot replay a graph, because graphs do not nest.
             Source: ATen/cuda/CUDAGeneratorImpl.cpp, replay_prologue (torch 2.11; 2.14.1 makes it a part).
-        pool_dies_with_its_last_graph: a pool whose last graph is gone takes no other until the cache is emptied.
-            Source: c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15; the cache of pinned
-            memory has to be emptied, too, and is not simulated).
-        failed_capture_holds_its_pool: a capture that ends with an error goes on recording to its pool: no other
-            capture may use it, and the cache cannot be emptied, until somebody puts it right.
+        pool_dies_with_its_last_graph: a pool whose last graph was freed accepts no new one until the cache is
+            emptied. Source: c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15; the cache
+            of pinned memory has to be emptied as well, and is not simulated).
+        failed_capture_holds_its_pool: after a capture that ends with an error, the allocator goes on recording to its
+            pool: no other capture may use the pool, and the cache cannot be emptied, until ``after_failed_capture``.
             Source: ATen/cuda/CUDAGraph.cpp, capture_end (torch 2.11 to 2.13; 2.15 ends it before it raises).
-        failed_capture_spoils_its_pool: ... and then no other capture may use it, either: the allocator of pinned
-            memory records to it for good, and nobody can have it end.
+        failed_capture_spoils_its_pool: even after that no other capture may use the pool: the allocator of pinned
+            memory records to it for ever.
             Source: ATen/core/CachingHostAllocator.h, begin_allocate_to_pool (torch 2.11 to 2.13).
-        failed_capture_holds_generators: after it, generators draw nothing outside of captures until another one ends
-            well. Source: ATen/cuda/CUDAGraph.cpp, capture_end (torch 2.11; later, reset does it).
+        failed_capture_holds_generators: after a failed capture, generators cannot be used outside of captures until
+            another capture succeeds. Source: ATen/cuda/CUDAGraph.cpp, capture_end (torch 2.11; later, reset does it).
     """
 
     captured_work_waits: bool = True
@@ -69,23 +69,23 @@ class Rules:
 
 @dataclass(eq=False)
 class Simulator:
-    """The state of a simulated device, and its own count of what was done on it.
+    """The state of a simulated device, with counters of its own.
 
     Attributes:
-        captures: so many captures ended well.
-        replays: so many times graphs were launched.
+        captures: the number of successful captures.
+        replays: the number of launches of graphs.
     """
 
     rules: Rules = Rules()
     captures: int = 0
     replays: int = 0
     _pools: Iterator[int] = field(default_factory=functools.partial(itertools.count, 1))
-    _graphs_in: Counter[Any] = field(default_factory=Counter)  # by pool; one that is dead has none
+    _graphs_in: Counter[Any] = field(default_factory=Counter)  # by pool; a dead pool has 0
     _recorded_to: set[Any] = field(default_factory=set)
     _spoiled: set[Any] = field(default_factory=set)
-    _capturing: weakref.ref[SimulatedGraph] | None = None  # a capture that is cut short ends with its graph
+    _capturing: weakref.ref[SimulatedGraph] | None = None  # an interrupted capture ends when its graph is freed
     _generators_held: bool = False
-    # A graph may be collected, and leave, wherever its own thread is.
+    # Reentrant: a graph may be collected, and call ``leave``, at any point of its own thread.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def new_pool(self) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Simulator:
         return self._capturing() if self._capturing is not None else None
 
     def begin(self, graph: SimulatedGraph, pool: Any) -> None:
-        """A capture begins, and records to a pool."""
+        """Begin a capture, which records to a pool."""
         with self._lock:
             if self.rules.one_capture_at_a_time and self.capturing() is not None:
                 raise CaptureError("simulated graph: another capture is under way on this device")
@@ -110,7 +110,7 @@ class Simulator:
             self._graphs_in[pool] += 1
 
     def end(self, pool: Any, lost: bool) -> None:
-        """The capture is over; one that was lost leaves its traces."""
+        """End a capture. If it failed (``lost``), the rules say what remains."""
         with self._lock:
             self._capturing = None
             self._generators_held = lost and self.rules.failed_capture_holds_generators
@@ -121,18 +121,18 @@ class Simulator:
             self.captures += not lost
 
     def leave(self, pool: Any) -> None:
-        """A graph of a pool is gone."""
+        """Note that a graph of a pool was freed."""
         with self._lock:
             self._graphs_in[pool] -= 1
 
     def abandon(self, pool: Any) -> None:
-        """A capture is given up: its pool records no more, and one graph fewer is in it."""
+        """Give a capture up: stop recording to its pool, and remove its graph."""
         with self._lock:
             self._recorded_to.discard(pool)
             self.leave(pool)
 
     def put_right(self, device: torch.device, pool: Any) -> None:
-        """What ``after_failed_capture`` is on this device. As in torch, only what records is let go of."""
+        """The device's ``after_failed_capture``. As in torch, it releases only a pool that is recorded to."""
         with self._lock:
             if pool in self._recorded_to:
                 self.abandon(pool)
@@ -142,17 +142,17 @@ class Simulator:
             self.replays += 1
 
     def empty_cache(self) -> None:
-        """Dead pools leave nothing; their ids are as good as new."""
+        """Forget dead pools; their identifiers may be used again."""
         if self._recorded_to:
             raise CaptureError("simulated device: emptying the cache: a capture records to a memory pool")
-        self._graphs_in += Counter()  # keeps what has graphs
+        self._graphs_in += Counter()  # removes pools without graphs
 
     def is_clean(self) -> bool:
-        """Whether no capture, going on or failed, has left anything behind."""
+        """Whether no capture is open and no failed one has after-effects."""
         return self.capturing() is None and not self._recorded_to and not self._generators_held
 
     def draw(self) -> None:
-        """What the device does before a random number is drawn outside of captures."""
+        """Called before a random number is drawn outside of captures."""
         if self._generators_held:
             raise CaptureError(
                 "simulated device: a random number outside of captures",
@@ -160,14 +160,14 @@ class Simulator:
             )
 
 
-# How Python reads a tensor's values on the host.
+# The methods that read a tensor's values on the host.
 _WAITS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
 
 class SimulatedGraph(CPUGraph):
-    """Replays calls on the very values they were captured with, and fills no registers: as hardware does.
+    """A graph that replays calls on the tensors that they were captured with, as hardware does.
 
-    What an operator allocates lands in the memory it had when it was captured.
+    The results of operators are copied to the memory that they had during the capture.
     """
 
     def __init__(self, simulator: Simulator, pool: Any = None) -> None:
@@ -189,12 +189,12 @@ class SimulatedGraph(CPUGraph):
         self._in_the_end(self._simulator.abandon)
 
     def _in_the_end(self, leave: Callable[[Any], None]) -> None:
-        """What to do with the pool when the graph is reset, or collected."""
+        """Set what happens to the pool when the graph is reset or collected."""
         self._leave = weakref.finalize(self, leave, self._pool)
         self._leave.atexit = False
 
     def add(self, call: Callable[[], Any]) -> None:
-        """Find out where operators allocate, by running the call; then have everything as if it had not run."""
+        """Run the call to find out where operators allocate, then restore memory as if it had not run."""
         memory = _Memory(call) if self._simulator.rules.captured_work_waits else None
         try:
             with self._refusing_waits():
@@ -205,7 +205,7 @@ class SimulatedGraph(CPUGraph):
 
     @contextlib.contextmanager
     def _refusing_waits(self) -> Iterator[None]:
-        # A patch that an interrupt leaves in place refuses nothing, and keeps no graph.
+        # If an interrupt leaves a patch in place, the patch refuses nothing and keeps no graph alive.
         simulator, reference = self._simulator, weakref.ref(self)
 
         def refusing(name: str) -> Callable[..., Any]:
@@ -227,7 +227,7 @@ class SimulatedGraph(CPUGraph):
             yield
 
     def lose(self, why: str) -> None:
-        """Have the capture end with an error, whatever is done from here on."""
+        """Mark the capture as failed: it will end with an error."""
         self._lost = self._lost or why
 
     def capture_end(self) -> None:
@@ -239,8 +239,7 @@ class SimulatedGraph(CPUGraph):
         if self._lost:
             self.reset()
             raise CaptureError("simulated graph: the capture has failed and the graph is empty", got=self._lost)
-        # Inputs are static, or copied to static buffers: a call that reads one from a register would not survive
-        # hardware.
+        # Inputs are static or copied to static input buffers: reading one from a register would fail on hardware.
         self._captured_with = [
             [None] * getattr(call, "inputs", 0) + list(_registers(call))[getattr(call, "inputs", 0) :]
             for call in self._calls
@@ -256,20 +255,20 @@ class SimulatedGraph(CPUGraph):
             capturing.lose("a graph was replayed")
             raise CaptureError("simulated graph: replay() in a capture: a graph cannot be part of another one")
         if not self._captured:
-            super().replay()  # says what is wrong
+            super().replay()  # raises
         self._simulator.count_replay()
         for call, captured in zip(self._calls, self._captured_with, strict=True):
             registers = _registers(call)
-            now = list(registers)
+            saved = list(registers)
             registers[:] = captured
             try:
                 call()
                 for index in _stores(call):
                     pairs = zip(tensors_in(registers[index]), tensors_in(captured[index]), strict=True)
-                    for made, landed in pairs:
-                        landed.copy_(made)
+                    for result, place in pairs:
+                        place.copy_(result)
             finally:
-                registers[:] = now
+                registers[:] = saved
 
     def reset(self) -> None:
         super().reset()
@@ -281,32 +280,32 @@ class SimulatedGraph(CPUGraph):
 
 
 class _Memory:
-    """What lies in the memory that a call works on, and what random numbers come next, before it runs."""
+    """A snapshot of the memory that a call can write, and of the random number generator."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         storages = [tensor.untyped_storage() for value in _works_on(call) for tensor in tensors_in(value)]
-        # Where results of operators are brought to their places, the call is bound to more than its tensors.
-        mine = (arena for arena in SHARED.arenas.alive() if arena.lock.is_this_thread_s())
-        storages += [arena.block for arena in mine if arena.block is not None]
-        known = {(storage.data_ptr(), storage.nbytes()): storage for storage in storages}
-        self._before = [(storage, storage.clone()) for storage in known.values()]
+        # A call that copies an operator's result to its planned storage also writes the arena.
+        locked = (arena for arena in SHARED.arenas.alive() if arena.lock.is_this_thread_s())
+        storages += [arena.block for arena in locked if arena.block is not None]
+        unique = {(storage.data_ptr(), storage.nbytes()): storage for storage in storages}
+        self._before = [(storage, storage.clone()) for storage in unique.values()]
         self._random = torch.get_rng_state()
 
     def restore(self, call: Callable[[], Any]) -> None:
-        """Have it lie there again; what operators have allocated, and captured work will fill, is NaN."""
+        """Restore the snapshot. Memory that operators have allocated, which replays will fill, becomes NaN."""
         for storage, before in self._before:
             storage.copy_(before)
         torch.set_rng_state(self._random)
-        known = {storage.data_ptr() for storage, _ in self._before}
+        restored = {storage.data_ptr() for storage, _ in self._before}
         for index in _stores(call):
             for tensor in tensors_in(_registers(call)[index]):
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in known and not SHARED.arenas.owns(storage.data_ptr()):
+                if storage.data_ptr() not in restored and not SHARED.arenas.owns(storage.data_ptr()):
                     tensor_over(storage, (storage.nbytes(),), (1,), torch.uint8).fill_(255)
 
 
 def _works_on(call: Callable[[], Any]) -> Iterator[Any]:
-    """What a call can write: what its code is bound to, and its registers."""
+    """The values that a call can write: those that its code is bound to, and its registers."""
     function = getattr(call, "function", call)
     yield from getattr(function, "__globals__", {}).values()
     yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
@@ -314,7 +313,7 @@ def _works_on(call: Callable[[], Any]) -> Iterator[Any]:
 
 
 def _registers(call: Callable[[], Any]) -> list[Any]:
-    """Of a call with registers; a plain one has none."""
+    """The registers of a call; empty for a plain one."""
     return getattr(call, "registers", [])
 
 
@@ -323,12 +322,12 @@ def _stores(call: Callable[[], Any]) -> list[int]:
 
 
 def _nothing() -> None:
-    """Lets go of nothing."""
+    """The ``_leave`` of a graph without a pool."""
 
 
 @dataclass(frozen=True)
 class SimulatedRuntime(DeviceRuntime):
-    """A runtime whose device is simulated."""
+    """The runtime of a simulated device."""
 
     simulator: Simulator = field(default_factory=Simulator)
 

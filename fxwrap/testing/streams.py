@@ -1,4 +1,4 @@
-"""Step 2: streams and events. Work is in order on one stream, and elsewhere only when somebody waits."""
+"""Step 2: streams and events. Work on one stream runs in order; between streams order needs a wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .contract import Device, Suite
 
 
 class Streams(Suite):
-    """Run with streams behind the host, where the device can: a missing wait shows as a wrong number."""
+    """Tests with asynchronous streams, if the device has them: a missing wait gives a wrong number."""
 
     @pytest.fixture
     def mode(self) -> str:
@@ -69,7 +69,7 @@ class Streams(Suite):
         with device.on(stream):
             x = host.to(device.first, non_blocking=True)
             y = x * 2
-            back.copy_(y + 1, non_blocking=True)  # nothing is given time to be late in
+            back.copy_(y + 1, non_blocking=True)
         stream.synchronize()
         assert back.tolist() == [7.0] * 64
 
@@ -81,7 +81,7 @@ class Streams(Suite):
         assert x.cpu().tolist() == [9.0] * 8
 
     def test_memory_is_not_reused_while_a_stream_uses_it(self, device: Device) -> None:
-        """``record_stream``: freed on the host, still read on another stream."""
+        """``record_stream`` protects memory that is freed while another stream still reads it."""
         side = device.new_stream()
         x = torch.full((1024,), 5.0, device=device.first)
         side.wait_stream(device.current_stream())

@@ -1,4 +1,4 @@
-"""Step 1: tensors. Memory, copies, views, operators, random numbers."""
+"""Step 1: tensors. Memory, copies, views, operators and random numbers work on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .contract import Device, Suite
 
 
 class Tensors(Suite):
-    """What every program on the device rests on."""
+    """The basics that every program on the device needs."""
 
     def test_the_device_is_known(self, device: Device) -> None:
         assert device.module.is_available() and device.module.device_count() >= 1
@@ -82,7 +82,7 @@ class Tensors(Suite):
         for where in (torch.device("cpu"), device.first):
             model.to(where).zero_grad()
             model(x.to(where)).square().mean().backward()
-            # Copies: where parameters stay the same objects, Module.to moves their gradients with them.
+            # Cloned: Module.to moves the gradients of parameters that stay the same objects.
             gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         device.assert_close(gradients[1], gradients[0])
 
@@ -100,7 +100,7 @@ class Tensors(Suite):
         assert torch.accelerator.memory_allocated(0) == before
 
     def test_storage_use_count(self, device: Device) -> None:
-        """fxwrap tells by it whether somebody still holds an output."""
+        """The use count tells fxwrap whether an output is live."""
         x = torch.empty(8, device=device.first)
         counts = use_counter([x.untyped_storage()])
         (before,) = counts()

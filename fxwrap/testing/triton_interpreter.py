@@ -1,8 +1,8 @@
-"""A Triton backend for devices on host memory: it compiles kernels with Triton's front end, and interprets them.
+"""A Triton backend for devices on host memory: it compiles kernels with Triton's front end and interprets them.
 
-It is plugged in where every vendor's is, in ``triton.backends``, so that all of Inductor's own machinery works: the
-tuner compiles, benchmarks, chooses, and launches with the options of the chosen configuration. ``TRITON_INTERPRET``
-leaves all of that out.
+It is registered in ``triton.backends``, as a vendor's backend is, so that all of Inductor's machinery works: the
+tuner compiles, benchmarks and chooses, and launches use the options of the chosen configuration. ``TRITON_INTERPRET``
+would skip all of that.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Launch:
     """One run of a kernel.
 
     Attributes:
-        kernel: its name.
-        grid: how many instances ran.
-        arguments: what it got, by name; tensors as (size, strides, dtype), for they must not be held.
-        options: what it was compiled with: ``num_warps``, ``num_stages``, ...
+        kernel: the kernel's name.
+        grid: the number of instances in each dimension.
+        arguments: the arguments by name; tensors as (size, strides, dtype), because they must not be kept alive.
+        options: the options of the compilation: ``num_warps``, ``num_stages``, ...
     """
 
     kernel: str
@@ -57,17 +57,17 @@ def run_now(function: Callable[..., None], *args: Any) -> None:
 def interpreted_triton(
     device_type: str, *, launch: Callable[..., None] = run_now, current_device: Callable[[], int] = lambda: 0
 ) -> Iterator[list[Launch]]:
-    """Have Triton kernels run on a device on host memory, inside the context only.
+    """A context in which Triton kernels run on a device on host memory.
 
     Kernels that were compiled inside of the context must not be launched outside of it. Inductor has to compile in
-    this process (``compile_threads=1``): others know nothing of the context.
+    this process (``compile_threads=1``), because the context does not reach others.
 
     Args:
         launch: ``launch(function, *args)`` runs ``function(*args)`` on the device's current stream, with CPU tensors
             over the same memory, or records it while that stream captures.
 
     Yields:
-        The runs so far: those of a captured launch when it is replayed.
+        The list of runs so far; a captured launch adds one at each replay.
     """
     launches: list[Launch] = []
 
@@ -92,15 +92,15 @@ def interpreted_triton(
         mock.patch.dict(backends, {device_type: Backend(Compiler, Driver)}, clear=True),
         mock.patch.object(driver, "_active", Driver()),
         mock.patch.object(ASTSource, "make_ir", make_ir_alone),
-        # Whether a kernel that the user wrote is one. Torch keeps the answer from before, and some versions have a
-        # list of devices for which it can be yes.
+        # Decides whether a user's kernel is a Triton kernel. Torch caches the earlier answer, and some versions
+        # allow listed devices only.
         mock.patch("torch.utils._triton.has_triton", lambda **_: True),
     ):
         yield launches
 
 
 class _Driver(DriverBase):
-    """The device, as Triton sees it."""
+    """Triton's driver for the device."""
 
     device_type: str
     get_current_device: Callable[[], int]
@@ -117,7 +117,7 @@ class _Driver(DriverBase):
         return {"max_shared_mem": 2**20}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        # Without a module there is nothing to unload when a kernel goes, which may be outside of the context.
+        # Without a module nothing is unloaded when a kernel is freed, possibly outside of the context.
         module, function, registers, spills, most_threads = None, None, 0, 0, 2**20
         return module, function, registers, spills, most_threads
 
@@ -138,14 +138,14 @@ class _Driver(DriverBase):
 
 
 class _Options(types.SimpleNamespace):
-    """Whatever a configuration says is kept, and a part of the compiled kernel's identity."""
+    """The options of a configuration, all of which are part of the compiled kernel's identity."""
 
     def hash(self) -> str:
         return hashlib.sha256(repr(sorted(vars(self).items(), key=repr)).encode()).hexdigest()
 
 
 class _Compiler(BaseBackend):
-    """Triton's front end, and no further: a kernel that it refuses would compile nowhere."""
+    """Triton's front end only: a kernel that it refuses would not compile for any target."""
 
     binary_ext = "ttir"
 
@@ -153,9 +153,9 @@ class _Compiler(BaseBackend):
         return f"fxwrap-interpreter-{self.target.backend}"
 
     def parse_options(self, options: dict[str, Any]) -> _Options:
-        usual = {"num_warps": 4, "num_ctas": 1, "num_stages": 3, "cluster_dims": (1, 1, 1), "ir_override": None}
-        given = {name: value for name, value in options.items() if value is not None}
-        return _Options(**{**dataclasses.asdict(interpreter.InterpreterOptions()), **usual, **given})
+        defaults = {"num_warps": 4, "num_ctas": 1, "num_stages": 3, "cluster_dims": (1, 1, 1), "ir_override": None}
+        chosen = {name: value for name, value in options.items() if value is not None}
+        return _Options(**{**dataclasses.asdict(interpreter.InterpreterOptions()), **defaults, **chosen})
 
     def add_stages(self, stages: dict[str, Any], options: Any, language: Any = None) -> None:
         stages["ttir"] = self._finish
@@ -178,7 +178,7 @@ class _Compiler(BaseBackend):
 
 
 class _Launcher:
-    """What Inductor's launcher calls, with a grid and with every argument of the kernel, constants too."""
+    """The function that Inductor's launcher calls, with a grid and all arguments of the kernel, and its constants."""
 
     def __init__(self, launch: Callable[..., None], launches: list[Launch], source: Any, metadata: Any) -> None:
         self._launch, self._launches = launch, launches
@@ -187,7 +187,7 @@ class _Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *more: Any) -> None:
         _packed, _launch_metadata, _enter_hook, _exit_hook, *args = more
-        # Or Dynamo would compile the interpreter, where a launch is outside of compiled code.
+        # Otherwise Dynamo would compile the interpreter when a launch is outside of compiled code.
         run = torch.compiler.disable(self._run) if "torch._dynamo" in sys.modules else self._run
         if x * y * z > 0:
             self._launch(functools.partial(run, (x, y, z)), *args)
@@ -201,7 +201,7 @@ class _Launcher:
             interpreter.GridExecutor(interpretable, self._kernel.arg_names, grid)(**named)
 
 
-# Interpreting replaces functions of Triton's language, in which another thread may be compiling.
+# Interpreting replaces functions of Triton's language, which another thread may use to compile.
 _LANGUAGE = threading.RLock()
 
 
@@ -217,7 +217,7 @@ def _call_device_function(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _interpretable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function rewritten for the interpreter, which it does in the function's own globals: in a copy of them."""
+    """The function rewritten for the interpreter, with a copy of its globals, which the interpreter changes."""
     names = dict(function.__globals__)
     if "libdevice" in names:
         names["libdevice"] = _LIBDEVICE

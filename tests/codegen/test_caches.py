@@ -34,9 +34,9 @@ from fxwrap.errors import EmissionError
 from fxwrap.graphs.program import Program
 from fxwrap.host_graph.graph_json import graph_to_data
 from fxwrap.host_graph.listing import list_graph
+from fxwrap.host_graph.typed_json import to_data
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.partition.capturability import judge
-from fxwrap.plan_json import to_data
 
 
 @pytest.fixture

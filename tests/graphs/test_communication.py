@@ -49,7 +49,7 @@ from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_memory, verify_schedule
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import Planned, ProgramPlan, StorageFacts
+from fxwrap.plan import ProgramPlan, SizedProgram, StorageFacts
 from fxwrap.testing.simulated import SIMULATED
 
 
@@ -183,7 +183,7 @@ def test_what_is_received_is_written() -> None:
     assert facts.written["receive"] == facts.values["b"] and not facts.in_flight
     assert edge(gm, "wait", "read") == "raw"
     verify_schedule(gm, plan_of(gm).schedule)
-    verify_memory(gm, plan_of(gm).schedule, facts, plan_program(Planned(plan_of(gm), {}, {})), {})
+    verify_memory(gm, plan_of(gm).schedule, facts, plan_program(SizedProgram(plan_of(gm), {}, {})), {})
 
 
 def test_a_schedule_that_reads_too_early_is_caught(overlap: Overlap) -> None:
@@ -222,11 +222,11 @@ def test_what_a_collective_reads_keeps_its_bytes_until_the_wait() -> None:
     assert [node.name for node in plan.schedule] == ["k0", "g", "k1", "w", "k2"]
     index = {storage.name: storage.index for storage in plan.facts.storages}
     assert live_ranges(plan)[index["b"]] == (0, 4)
-    memory = plan_program(Planned(plan, {}, {}))
+    memory = plan_program(SizedProgram(plan, {}, {}))
     verify_memory(gm, plan.schedule, plan.facts, memory, {})
 
     forgotten = replace(plan, facts=forgetful(plan.graph, plan.facts))
-    faulty = plan_program(Planned(forgotten, {}, {}))
+    faulty = plan_program(SizedProgram(forgotten, {}, {}))
     assert live_ranges(forgotten)[index["b"]] == (0, 2)
     with pytest.raises(PlanError, match="b and c overlap at step 2"):
         verify_memory(gm, plan.schedule, plan.facts, faulty, {})
@@ -324,6 +324,6 @@ def test_what_is_under_way_beyond_the_program_is_never_recorded(make: Callable[[
 def test_a_plan_for_what_is_under_way_beyond_the_program_is_caught(make: Callable[[GraphMaker], GraphModule]) -> None:
     gm = make(GraphMaker())
     plan = plan_of(gm)
-    faulty = plan_program(Planned(replace(plan, facts=replace(plan.facts, in_flight=frozenset())), {}, {}))
+    faulty = plan_program(SizedProgram(replace(plan, facts=replace(plan.facts, in_flight=frozenset())), {}, {}))
     with pytest.raises(PlanError, match="a communication on g is in flight when a call begins or ends"):
         verify_memory(gm, plan.schedule, plan.facts, faulty, {})

@@ -22,7 +22,7 @@ from fxwrap.passes.memory.planner import plan_pair, plan_program
 from fxwrap.passes.verify import memory as verify_module
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import Planned, ProgramPlan
+from fxwrap.plan import ProgramPlan, SizedProgram
 
 ROW = 64
 
@@ -316,18 +316,18 @@ def test_gradients_take_the_place_of_saved_activations() -> None:
     index = {storage.name: storage.index for storage in first.facts.storages}
     inputs = by_name(second.graph)
     saved_as = {index[name]: [inputs[name].name] for name in ("s0", "s1", "s2")}
-    own, others = plan_pair(Planned(first, {}, {}), Planned(second, {}, {}), saved_as)
+    own, others = plan_pair(SizedProgram(first, {}, {}), SizedProgram(second, {}, {}), saved_as)
     assert rows(own[CPU]) == {"s0": 0, "s1": 2, "s2": 3}
     assert rows(others[CPU]) == {"g2": 1, "g1": 3, "g0": 2}
     for hint in (own, others):
         assert hint[CPU].size == hint[CPU].lower_bound == 4 * ROW
 
     # Both programs' plans follow it, the second where the first has left what it saved.
-    memory = plan_program(Planned(first, {}, {}), hint=own)
+    memory = plan_program(SizedProgram(first, {}, {}), hint=own)
     verify_memory(first.graph, first.schedule, first.facts, memory, {})
     assert placement_of(memory, first) == own[CPU]
     saved = [Reserved(o, o + ROW, nodes=(inputs[name].name,)) for name, o in own[CPU].offsets.items()]
-    memory = plan_program(Planned(second, {}, {}), {CPU: saved}, others)
+    memory = plan_program(SizedProgram(second, {}, {}), {CPU: saved}, others)
     verify_memory(second.graph, second.schedule, second.facts, memory, {})
     assert placement_of(memory, second) == others[CPU]
 
@@ -338,7 +338,7 @@ def test_what_somebody_else_may_have_lives_on_through_both() -> None:
     index = {storage.name: storage.index for storage in first.facts.storages}
     inputs = by_name(second.graph)
     saved_as = {index[name]: [inputs[name].name] for name in ("s1", "s2")}
-    own, others = plan_pair(Planned(first, {}, {}), Planned(second, {}, {}), saved_as)
+    own, others = plan_pair(SizedProgram(first, {}, {}), SizedProgram(second, {}, {}), saved_as)
     s0 = own[CPU].offsets["s0"]
     assert s0 not in others[CPU].offsets.values()
     assert own[CPU].size == own[CPU].lower_bound == 4 * ROW
@@ -349,9 +349,11 @@ def test_a_suggestion_is_not_followed_where_somebody_has_the_bytes() -> None:
     index = {storage.name: storage.index for storage in first.facts.storages}
     inputs = by_name(second.graph)
     own, _ = plan_pair(
-        Planned(first, {}, {}), Planned(second, {}, {}), {index[f"s{i}"]: [inputs[f"s{i}"].name] for i in range(3)}
+        SizedProgram(first, {}, {}),
+        SizedProgram(second, {}, {}),
+        {index[f"s{i}"]: [inputs[f"s{i}"].name] for i in range(3)},
     )
     held = [Reserved(0, ROW)]
-    memory = plan_program(Planned(first, {}, {}), {CPU: held}, own)
+    memory = plan_program(SizedProgram(first, {}, {}), {CPU: held}, own)
     verify_memory(first.graph, first.schedule, first.facts, memory, {})
     assert sorted(located(memory).values()) == [ROW, 2 * ROW, 3 * ROW]

@@ -21,7 +21,7 @@ from ...devices import (
     CaptureCost,
     DeviceSupport,
     KernelKind,
-    PutRight,
+    RecoverFromFailedCapture,
     device_function,
     registered_devices,
 )
@@ -85,7 +85,7 @@ def register_device(
     eager_ops: str | EagerRule | Iterable[str | EagerRule] = (),
     kernels: KernelKind | Iterable[KernelKind] = (),
     cost: CaptureCost | None = None,
-    after_failed_capture: PutRight | None = None,
+    after_failed_capture: RecoverFromFailedCapture | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 

@@ -24,9 +24,9 @@ from ...host_graph.graph_json import Functions, graph_from_data, graph_to_data
 from ...host_graph.listing import list_graph
 from ...host_graph.nodes import Kernel, output_node
 from ...host_graph.stand_ins import StandIns
+from ...host_graph.typed_json import from_data, to_data
 from ...pipeline import CompileRequest, restore_program
 from ...plan import ProgramPlan
-from ...plan_json import from_data, to_data
 from .. import torch_versions as versions
 from ..emit.kernels import load_kernels, loaded_kernel
 from ..garbage import no_garbage_collection

@@ -1,4 +1,4 @@
-"""The device graph of the CPU."""
+"""The CPU's device graph, which repeats its calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import CaptureError
 
-# A weak reference: a capture that an interrupt cut short ends with its graph.
+# A weak reference, so that an interrupted capture ends when its graph is freed.
 _capturing: ContextVar[weakref.ref[CPUGraph] | None] = ContextVar("fxwrap_capturing", default=None)
 
 
@@ -21,10 +21,10 @@ def capturing_graph() -> CPUGraph | None:
 
 
 class CPUGraph:
-    """The device graph of the CPU: a flat list of calls whose arguments are bound.
+    """The device graph of the CPU: a list of calls with bound arguments.
 
-    Between ``capture_begin`` and ``capture_end`` every call issued with ``issue`` on this thread runs and is
-    kept; ``replay`` runs them again, in order. What an accelerator's graph does in hardware, without it.
+    Between ``capture_begin`` and ``capture_end``, every call that this thread issues with ``issue`` runs and is kept;
+    ``replay`` runs the calls again, in order.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CPUGraph:
         self._calls.append(call)
 
     def instantiate(self) -> None:
-        """Nothing is left to do: the calls are bound."""
+        """Does nothing: the calls are bound already."""
 
     def replay(self) -> None:
         if not self._captured:
@@ -65,7 +65,7 @@ class CPUGraph:
         return (0, 0)
 
     def enable_debug_mode(self) -> None:
-        """Calls can always be listed."""
+        """Does nothing: calls can always be listed."""
 
     def debug_dump(self, path: str) -> None:
         """Write the captured calls to ``path``: the source of each, or its name."""
@@ -74,9 +74,9 @@ class CPUGraph:
 
 
 def issue(call: Callable[[], Any]) -> None:
-    """Run ``call`` now; if a CPU graph is capturing on this thread, it keeps the call.
+    """Run ``call`` now; a CPU graph that captures on this thread keeps it.
 
-    On an accelerator the work that ``call`` launches is what the device's graph captures.
+    On an accelerator, the device's graph captures the work that ``call`` launches.
     """
     graph = capturing_graph()
     if graph is None:
@@ -87,14 +87,14 @@ def issue(call: Callable[[], Any]) -> None:
 
 @dataclass(frozen=True)
 class BoundCall:
-    """A flat function with its registers: a call without arguments, as ``issue`` takes it.
+    """A flat function bound to its registers: a call without arguments, for ``issue``.
 
     Attributes:
-        source: the text of the function.
-        registers: those of the recording.
-        context: makes what it runs in.
-        inputs: number of input registers, which come first (SimulatedGraph reads it).
-        stores: the registers it fills.
+        source: the source of the function.
+        registers: the registers of the recording.
+        context: makes the context in which the function runs.
+        inputs: the number of input registers, which come first (``SimulatedGraph`` reads it).
+        stores: the registers that the function fills.
     """
 
     function: Callable[[list[Any]], Any]

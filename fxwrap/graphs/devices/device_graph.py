@@ -1,4 +1,4 @@
-"""Device graphs: objects that capture work and replay it."""
+"""Device graphs: the interface of ``torch.accelerator.Graph``, and adapters for torch's older graph classes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class CUDAGraphAdapter:
         self._pool = pool
 
     def capture_begin(self) -> None:
-        # Other threads may go on allocating and synchronising while this one captures.
+        # Other threads may continue to allocate and synchronize while this one captures.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def capture_end(self) -> None:
         self._graph.capture_end()
 
     def instantiate(self) -> None:
-        """capture_end has done it."""
+        """Does nothing: ``capture_end`` instantiates the graph."""
 
     def replay(self) -> None:
         self._graph.replay()

@@ -1,4 +1,4 @@
-"""Which device graph a device has, and how work is captured with it."""
+"""The runtime of a device: which device graph it has, and how work is captured: pools, streams, failed captures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...devices import DeviceSupport, PutRight, device_function, device_support
+from ...devices import DeviceSupport, RecoverFromFailedCapture, device_function, device_support
 from ...errors import CaptureError
 from .cpu_graph import CPUGraph, capturing_graph
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
@@ -20,24 +20,25 @@ from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
 
 @dataclass(eq=False)
 class GraphPool:
-    """Memory that graphs share.
+    """A memory pool that device graphs share.
 
     Attributes:
-        runtime: makes its graphs.
-        id: None where there is no such thing: then graphs share nothing.
-        stream: on which all of them are captured. The pool gives memory that one has freed to another on one stream
-            only, and libraries have a workspace for each stream, whose address is captured, too.
-        put_right: has the allocator record to the pool no more; None where nobody has to.
-        keeper: a graph in it: once its last one is gone, a pool takes no other. Source:
+        runtime: makes the pool's graphs.
+        id: the identifier of torch's memory pool; None on devices without pools, whose graphs share nothing.
+        stream: the stream on which all graphs of the pool are captured. The pool reuses freed memory on one stream
+            only, and libraries have a workspace for each stream, whose address is captured.
+        put_right: stops the allocator from recording to the pool after a failed capture; None if not needed.
+        keeper: a graph that keeps the pool usable: a pool whose last graph was freed accepts no new one. Source:
             c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
-        spoiled: a capture has failed in it, and it takes no other: the allocator of pinned memory goes on recording
-            to it. Source: ATen/core/CachingHostAllocator.h, begin_allocate_to_pool (torch 2.11 to 2.13).
+        spoiled: whether a capture failed in the pool, which accepts no other then: the allocator of pinned memory
+            goes on recording to it. Source: ATen/core/CachingHostAllocator.h, begin_allocate_to_pool (torch 2.11 to
+            2.13).
     """
 
     runtime: DeviceRuntime
     id: Any
     stream: Any
-    put_right: PutRight | None = None
+    put_right: RecoverFromFailedCapture | None = None
     keeper: Any = None
     spoiled: bool = False
 
@@ -47,13 +48,14 @@ class DeviceRuntime:
     """How work is captured on one device.
 
     Attributes:
-        new_graph: makes a device graph, which allocates in a memory pool of ``new_pool``.
-        new_pool: makes what graphs share memory by; None where there is no such thing.
-        frozen_addresses: a captured call always reads and writes the addresses it was captured with, and
-            what an operator allocates during capture keeps its address. Hardware graphs are like this; the
-            CPU graph calls again and so takes new tensors.
-        runs_while_capturing: capturing also computes, so that no replay is needed to get the first result.
-        after_failed_capture: puts the allocator right; None where torch's own functions do.
+        new_graph: makes a device graph that allocates in a memory pool of ``new_pool``.
+        new_pool: makes the identifier of a memory pool; it is None on devices without pools.
+        frozen_addresses: whether a captured call always reads and writes the addresses that it was captured with, and
+            an operator's allocation during a capture keeps its address. Hardware graphs are like this; the CPU's
+            graph repeats its calls, and uses new tensors.
+        runs_while_capturing: whether a capture also computes, so that no replay is needed for the first result.
+        implementation: the name of the graph's class, for reports.
+        after_failed_capture: restores the allocator after a failed capture; None if torch's own functions do.
     """
 
     device: torch.device
@@ -62,9 +64,9 @@ class DeviceRuntime:
     runs_while_capturing: bool
     implementation: str
     new_pool: Callable[[], Any] = lambda: None
-    after_failed_capture: PutRight | None = None
+    after_failed_capture: RecoverFromFailedCapture | None = None
 
-    def make_pool(self, put_right: PutRight | None = None) -> GraphPool:
+    def make_pool(self, put_right: RecoverFromFailedCapture | None = None) -> GraphPool:
         """A memory pool that lives as long as the object.
 
         Args:
@@ -77,18 +79,18 @@ class DeviceRuntime:
         return pool
 
     def _capture_little(self, pool: GraphPool) -> Any:
-        """A graph that is never replayed, and keeps no memory. (Torch warns of one without any work.)"""
+        """Capture a small graph that is never replayed and keeps no memory. (Torch warns about an empty one.)"""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         graph = self.new_graph(pool.id)
         self.capture(graph, byte.zero_, pool)
         return graph
 
     def capture(self, graph: DeviceGraph, work: Callable[[], object], pool: GraphPool | None) -> None:
-        """Capture what ``work`` issues. However it fails, interrupts included, no capture stays open: nothing could
-        wait for the device any more.
+        """Capture what ``work`` issues.
 
-        This is no context manager: an interrupt can come between ``__enter__`` and the block, and then ``__exit__``
-        is not called.
+        The capture ends even at an interrupt: while one is open, nothing can wait for the device.
+
+        This is no context manager, because an interrupt between ``__enter__`` and the block would skip ``__exit__``.
         """
         ending = False
         with self.capture_stream(pool.stream if pool is not None else None):
@@ -99,8 +101,8 @@ class DeviceRuntime:
                 graph.capture_end()
             except BaseException as error:
                 try:
-                    # An interrupt comes before or after any of the steps, and no graph tells whether it captures. One
-                    # that does not refuses to end.
+                    # An interrupt can come before or after any step, and a graph does not tell whether it captures.
+                    # If it does not, it raises here.
                     graph.capture_end()
                 except Exception as refusal:
                     if not ending and hasattr(error, "add_note"):  # from Python 3.11 on
@@ -110,23 +112,24 @@ class DeviceRuntime:
                 raise
 
     def _put_right(self, pool: GraphPool) -> None:
-        """Undo what a capture leaves that has not ended well.
+        """Undo the after-effects of a failed capture.
 
-        Where ``cudaStreamBeginCapture`` fails, recording to the pool has begun. Where ``cudaStreamEndCapture`` fails,
-        ``CUDAGraph::capture_end`` throws before it ends that, and (torch 2.11) before generators leave the capture:
-        they draw nothing until another one has ended well. Source: ATen/cuda/CUDAGraph.cpp.
+        When ``cudaStreamBeginCapture`` fails, recording to the pool has already begun. When ``cudaStreamEndCapture``
+        fails, ``CUDAGraph::capture_end`` throws before it ends the recording, and (torch 2.11) before generators
+        leave the capture: they cannot be used until another capture succeeds. Source: ATen/cuda/CUDAGraph.cpp.
         """
         spoiled_before, pool.spoiled = pool.spoiled, True
         if pool.put_right is not None:
             with contextlib.suppress(Exception):
                 pool.put_right(self.device, pool.id)
-        if not spoiled_before:  # a pool that is marked before it is used: what fails in it is not tried again
+        if not spoiled_before:  # the pool below is marked from the start, so that its failure is not retried
             with contextlib.suppress(Exception):
                 self._capture_little(GraphPool(self, self.new_pool(), pool.stream, pool.put_right, spoiled=True))
 
     @contextlib.contextmanager
     def capture_stream(self, side: Any) -> Iterator[None]:
-        """Capture on a side stream: the default stream cannot be captured. None where there are no streams."""
+        """A context for a capture on a side stream (None on devices without streams): the default stream cannot be
+        captured."""
         if side is None:
             yield
             return
@@ -143,12 +146,12 @@ def current_stream(device: torch.device) -> Any:
 
 
 _pools = weakref.WeakSet[GraphPool]()
-# Torch hands out so many streams of a device, in turn.
+# The number of streams of a device that torch returns in turn.
 _STREAMS = 32
 
 
 def _side_stream(device: torch.device) -> Any:
-    """A stream on which no other pool's graphs are captured, as long as there is one."""
+    """A stream that no other pool uses for its captures, if there is one."""
     if device.type == "cpu":
         return None
     taken = [current_stream(device), *(pool.stream for pool in _pools)]
@@ -164,7 +167,7 @@ _override: ContextVar[DeviceRuntime | None] = ContextVar("fxwrap_runtime", defau
 
 
 def runtime_for(device: torch.device) -> DeviceRuntime:
-    """The runtime of a device: the unified graph where it can be constructed, else an adapter.
+    """The runtime of a device, with ``torch.accelerator.Graph`` if it can be constructed, else with an adapter.
 
     Raises:
         CaptureError: no device graph exists for the device.
@@ -178,14 +181,16 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
 
 
 def freezes_addresses(device: torch.device) -> bool:
-    """Whether captured work on a device stays at the addresses it was captured with; False where nothing captures."""
+    """Whether device graphs of a device freeze addresses; False if it has no device graph."""
     runtime = _runtime_if_any(device)
     return runtime is not None and runtime.frozen_addresses
 
 
 def capture_check(device: torch.device) -> Callable[[], bool]:
-    """Makes a function that tells whether somebody captures what is issued now: on the device's current stream, or to
-    a CPU graph on this thread. False where nobody can tell."""
+    """A function that tells whether the caller captures: the device's current stream, or a CPU graph on this thread.
+
+    It returns False on devices that cannot tell.
+    """
     if device.type == "cpu":
         return lambda: capturing_graph() is not None
     return getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)

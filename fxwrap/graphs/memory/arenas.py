@@ -1,4 +1,4 @@
-"""Memory that recordings share: arenas, and the pool of arenas of all devices."""
+"""Arenas: blocks of device memory that the recordings of all programs share, and the pool of all arenas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ...devices import PutRight
+from ...devices import RecoverFromFailedCapture
 from ...errors import MemoryLimitError
 from ...host_graph.tensors import tensor_over
 from ..devices.runtime import DeviceRuntime, GraphPool
@@ -34,24 +34,25 @@ Value = TypeVar("Value")
 
 
 def empty_cache() -> None:
-    """Give what the accelerator's allocator caches back to the driver. Waits for the device, too."""
+    """Return the cached memory of the accelerator's allocator to the driver. Waits for the device."""
     with contextlib.suppress(Exception):  # it raises during another capture, and without an accelerator
         torch.accelerator.empty_cache()
 
 
-def take_memory(device: torch.device, take: Callable[[], Value], let_go: Callable[[], object]) -> Value:
-    """Return ``take()``. If the device is out of memory, empty the allocator's cache and call it once more.
-    Allocators do not do that themselves while a graph is captured.
+def take_memory(device: torch.device, take: Callable[[], Value], release: Callable[[], object]) -> Value:
+    """Return ``take()``. If the device is out of memory, empty the allocator's cache and try once more.
+
+    Allocators do not empty their caches themselves while a graph is captured.
 
     Args:
-        let_go: releases what the first call has left.
+        release: frees what a failed ``take`` has left; called before the second attempt.
 
     Raises:
         MemoryLimitError: the device is out of memory.
     """
     with contextlib.suppress(torch.OutOfMemoryError):
         return take()
-    let_go()
+    release()
     empty_cache()
     try:
         return take()
@@ -65,16 +66,16 @@ def take_memory(device: torch.device, take: Callable[[], Value], let_go: Callabl
 
 @dataclass(eq=False)
 class Arena:
-    """Memory on one device that recordings share: for temporaries and for outputs.
+    """Memory on one device that recordings share, for temporaries and for outputs.
 
-    Whoever runs in it, or changes it, holds its ``lock``.
+    A call that runs in the arena or changes it holds its ``lock``.
 
     Attributes:
-        nbytes: its size.
-        watched_outputs: one ``WatchedOutputs`` for each recording: the outputs that it handed out uncopied.
+        nbytes: its size in bytes.
+        watched_outputs: the outputs that each recording returned without a copy.
         version: changes whenever ``watched_outputs`` does.
-        stream: where its work was issued last; None where there are no streams.
-        stream_id: of that stream; -1 where there is none.
+        stream: the stream that last worked in the arena; None on devices without streams.
+        stream_id: the identifier of that stream; -1 without a stream.
         block: its memory; None if it has none.
     """
 
@@ -92,9 +93,9 @@ class Arena:
     _pool: GraphPool | None = None
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        """A new storage object over these bytes. It keeps the arena's memory alive."""
+        """A new storage object over a span of bytes. It keeps the arena's memory alive."""
         if not nbytes:
-            return torch.UntypedStorage(0, device=self.device)  # the arena may have no memory at all
+            return torch.UntypedStorage(0, device=self.device)  # the arena may have no memory
         assert self.block is not None
         begin = self._begin + offset
         return self.block[begin : begin + nbytes]  # type: ignore[return-value]
@@ -103,15 +104,15 @@ class Arena:
         """Replace the memory with ``nbytes`` new bytes. All recordings end; live outputs keep the old memory alive.
 
         Raises:
-            MemoryLimitError: the device is out of memory; the arena has none.
+            MemoryLimitError: the device is out of memory; the arena has no memory then.
         """
-        # Keep the pool: recordings that end now will be captured again, and reuse its memory.
+        # Keep the pool: recordings that end now will be captured again and reuse its memory.
         moved, pool = [*self._moved, *((weakref.ref(user), size) for user, size in self.users())], self._pool
         self.clear("the arena moved")
         self._moved, self._pool = moved, pool
         del pool  # drop the local reference: drop_pool must be able to free the pool
         if nbytes > _SMALL and self.device.type != "cpu":
-            # An arena stays. In a part of a cached segment it would keep the rest of that from being given back:
+            # An arena lives long. In a part of a cached segment it would keep the rest of that from being given back:
             # Inductor leaves 50 MiB in the cache when it times a kernel.
             empty_cache()
         take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
@@ -130,26 +131,26 @@ class Arena:
         self._stream, self.stream_id.value = stream, getattr(stream, "stream_id", -1)
 
     def is_idle_for(self, stream: Any) -> bool:
-        """Whether no other stream still works in the arena, so that work on ``stream`` may begin now."""
+        """Whether work on ``stream`` may begin now: no other stream still works in the arena."""
         return self.stream is None or self.stream == stream or self.stream.query()
 
     def follow(self, stream: Any) -> None:
-        """Make ``stream`` wait for the work issued in the arena before, and note that it has the arena now."""
+        """Make ``stream`` wait for earlier work in the arena, and note it as the arena's stream."""
         if not self.is_idle_for(stream):
             stream.wait_stream(self.stream)
         self.stream = stream
 
     def keep_until_done(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tell the allocator not to reuse the arena, nor ``tensors`` used with it, before the stream is done."""
+        """Tell the allocator not to reuse the arena, or ``tensors`` used with it, before the stream is done."""
         if self.stream is not None and self.block is not None and self.device.type != "cpu":
             for tensor in (tensor_over(self.block, (0,), (1,), torch.uint8), *tensors):
                 if tensor.device == self.device:
                     tensor.record_stream(self.stream)
 
-    def pool(self, runtime: DeviceRuntime, put_right: PutRight | None = None) -> GraphPool:
-        """The memory pool of the arena's graphs.
+    def pool(self, runtime: DeviceRuntime, put_right: RecoverFromFailedCapture | None = None) -> GraphPool:
+        """The memory pool of the arena's device graphs.
 
-        Results in it are valid only while a call holds the arena's lock; outputs there are copied.
+        Results in it are valid only while a call holds the arena's lock; outputs in it are copied.
 
         Args:
             put_right: as for ``DeviceRuntime.make_pool``.
@@ -159,7 +160,7 @@ class Arena:
         return self._pool
 
     def drop_pool(self) -> None:
-        """Give the next graph a new pool; the present one is freed with its graphs."""
+        """Use a new pool for the next graph; the present one is freed with its graphs."""
         self._pool = None
 
     def clear(self, why: str) -> None:
@@ -171,50 +172,50 @@ class Arena:
         self.changed()
 
     def users(self) -> list[tuple[ArenaUser, int]]:
-        """The recordings in it that have not ended, and how many bytes of the arena each needs."""
+        """The arena's recordings that have not ended, each with the bytes of the arena that it needs."""
         alive = [(user, nbytes) for reference, nbytes in self._users if (user := reference()) is not None]
         return [(user, nbytes) for user, nbytes in alive if not user.ended]
 
     def needed(self) -> int:
-        """Bytes that the recordings in it need."""
+        """The bytes that the largest of the arena's recordings needs."""
         return max((nbytes for _, nbytes in self.users()), default=0)
 
     def needed_again(self) -> int:
-        """Bytes needed by recordings that ended because the arena moved, and that may be recorded again."""
+        """The bytes needed by the largest recording that ended when the arena moved, and may be made again."""
         self._moved = [(user, nbytes) for user, nbytes in self._moved if user() is not None]
         return max((nbytes for _, nbytes in self._moved), default=0)
 
     def enter(self, user: ArenaUser, outputs: WatchedOutputs, nbytes: int) -> None:
-        """Note a new recording, its outputs, and the bytes of the arena that it needs."""
-        self._users = [(weakref.ref(known), size) for known, size in self.users()]
+        """Add a recording, its outputs, and the bytes of the arena that it needs."""
+        self._users = [(weakref.ref(other), size) for other, size in self.users()]
         self._users.append((weakref.ref(user), nbytes))
-        self.watched_outputs = [*(one for one in self.watched_outputs if not one.is_dead()), outputs]
+        self.watched_outputs = [*(other for other in self.watched_outputs if not other.is_dead()), outputs]
         self.changed()
 
     def changed(self) -> None:
-        """Change the version: liveness guards then collect the outputs again."""
+        """Change the version, so that liveness guards collect the outputs again."""
         self.version.value = next(_versions)
 
     def live(self) -> dict[OutputStorage, int]:
-        """The live outputs in it, and how many tensors the caller has of each."""
+        """The live outputs in the arena, each with the number of tensors that the caller has of it."""
         live = {output: count for outputs in self.watched_outputs for output, count in outputs.live().items()}
         return {output: count for output, count in live.items() if output.device == self.device}
 
 
 _versions = itertools.count(1)
-# Streams that may work at the same time, each in its own arena; another stream waits for one of these.
+# The number of streams that may work at the same time, each in its own arena; another stream waits for one of these.
 AT_ONE_TIME = 4
-# An arena may be so many times as large as its largest user needs.
+# The largest ratio of an arena's size to what its largest user needs.
 _SLACK = 2
 
 
 class ArenaUser(Protocol):
-    """A recording, as its arena sees it.
+    """What an arena needs to know of a recording.
 
     Attributes:
-        ended: why it can never run again; empty while it can.
-        used: when it was used last, as a number that grows.
-        own_bytes: bytes that it keeps outside of the arena.
+        ended: why the recording can never run again; empty while it can.
+        used: the time of its last use, as a growing number.
+        own_bytes: the bytes that it keeps outside of the arena.
     """
 
     ended: str
@@ -226,15 +227,15 @@ class ArenaUser(Protocol):
     def own_bytes(self) -> int: ...
 
     def end(self, why: str) -> None:
-        """End for good and drop its references. The caller holds the arena's lock."""
+        """End the recording for good and drop its references. The caller holds the arena's lock."""
 
 
 class ArenaPool:
-    """Arenas by device.
+    """The arenas of all devices.
 
-    Recordings of all programs share one arena for each device. If it is busy (another thread, a program that runs
-    inside of another, a stream that still works in it), they share a second, and so on. An arena lives as long as a
-    recording uses it.
+    Recordings of all programs share one arena on each device. If it is busy (another thread, a program that runs
+    inside of another, a stream that still works in it), they share a second one, and so on. An arena lives as long as
+    a recording uses it.
     """
 
     def __init__(self) -> None:
@@ -249,18 +250,18 @@ class ArenaPool:
         locked: list[Arena],
         exclude: Callable[[Arena], bool] = lambda arena: False,
     ) -> Arena:
-        """Lock an arena for ``owner`` and append it to ``locked``. It is a new one if none is free.
+        """Lock an arena for ``owner`` and append it to ``locked``. A new one is made if none is free.
 
         Args:
-            stream: where the call issues its work.
-            exclude: whether an arena must not be used.
+            stream: the stream to which the call issues its work.
+            exclude: returns whether an arena must not be used.
         """
         alive = self.alive(device)
         busy = [arena for arena in alive if not arena.is_idle_for(stream)]
         for arena in alive:
             if exclude(arena) or (arena in busy and len(busy) < AT_ONE_TIME):
                 continue
-            # Appended first: an interrupt after the lock is acquired must find what to release.
+            # Appended first, so that after an interrupt the caller knows what to release.
             locked.append(arena)
             if arena.lock.acquire(owner):
                 arena.follow(stream)
@@ -274,33 +275,33 @@ class ArenaPool:
         arenas.append(weakref.ref(arena, arenas.remove))
         return arena
 
-    def announce(self, device: torch.device, who: Any, nbytes: int) -> None:
-        """Announce that ``who``, an estimate, will need ``nbytes``. It counts while the estimate is alive.
+    def announce(self, device: torch.device, estimate: Any, nbytes: int) -> None:
+        """Announce that a recording will need ``nbytes``. It counts while its estimate is alive.
 
         Arenas grow to the largest announced size at once, if memory allows.
         """
         announced = self._announced.setdefault(device, {})
-        key = id(who)
-        announced[key] = weakref.ref(who, lambda _: announced.pop(key, None) and None), nbytes
+        key = id(estimate)
+        announced[key] = weakref.ref(estimate, lambda _: announced.pop(key, None) and None), nbytes
 
-    def lower(self, device: torch.device, who: Any, nbytes: int) -> None:
-        """Lower what ``who`` has announced to ``nbytes``, if that is less."""
+    def lower(self, device: torch.device, estimate: Any, nbytes: int) -> None:
+        """Lower the announced size of an estimate to ``nbytes``, if that is less."""
         announced = self._announced.get(device, {})
-        known = announced.get(id(who))
-        if known is not None and nbytes < known[1]:
-            announced[id(who)] = known[0], nbytes
+        entry = announced.get(id(estimate))
+        if entry is not None and nbytes < entry[1]:
+            announced[id(estimate)] = entry[0], nbytes
 
-    def withdraw(self, who: Any) -> None:
-        """Remove what ``who`` has announced."""
+    def withdraw(self, estimate: Any) -> None:
+        """Remove the announced sizes of an estimate."""
         for announced in list(self._announced.values()):
-            announced.pop(id(who), None)
+            announced.pop(id(estimate), None)
 
     def largest_announced(self, device: torch.device) -> int:
-        """The largest number of bytes that was announced."""
+        """The largest announced size, in bytes."""
         return max((nbytes for _, nbytes in list(self._announced.get(device, {}).values())), default=0)
 
     def kept(self, device: torch.device | None = None) -> int:
-        """Bytes of the arenas of a device (None: of all), and of what their recordings keep outside of them."""
+        """Bytes of a device's arenas (None: of all), and of what their recordings keep outside of them."""
         return sum(map(self._kept_by, self.alive(device)))
 
     @staticmethod
@@ -308,17 +309,18 @@ class ArenaPool:
         return arena.nbytes + sum(user.own_bytes for user, _ in arena.users())
 
     def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
-        """End recordings, the least recently used first, until ``arena`` may have ``nbytes``; returns whether it may.
+        """End recordings, the least recently used first, until ``arena`` may have ``nbytes``.
 
-        If ``arena`` has another size, all its recordings end first. Arenas that other calls have locked are left
-        alone. An arena without recordings frees its memory.
+        Returns whether it may. If ``arena`` has another size, all its recordings end first. Arenas that other calls
+        have locked do not change.
+        An arena without recordings frees its memory.
 
         Args:
-            limit: bytes of all arenas of the device, and of what recordings keep outside of them.
+            limit: the bytes that all arenas of the device, and what recordings keep outside of them, may take.
         """
         owner = LockOwner()
-        locked = [known for known in self.alive(arena.device) if known is arena or known.lock.acquire(owner)]
-        if nbytes + sum(self._kept_by(known) for known in self.alive(arena.device) if known not in locked) > limit:
+        locked = [other for other in self.alive(arena.device) if other is arena or other.lock.acquire(owner)]
+        if nbytes + sum(self._kept_by(other) for other in self.alive(arena.device) if other not in locked) > limit:
             return False
         if nbytes != arena.nbytes:
             arena.resize(0)
@@ -333,15 +335,19 @@ class ArenaPool:
         return True
 
     def fit(self, arena: Arena, nbytes: int, limit: int) -> bool:
-        """Make an arena large enough, at most twice as large as its largest user needs; whether its memory moved.
+        """Resize an arena if it is too small, or more than twice as large as its largest user needs.
 
         Args:
-            limit: bytes of all arenas of the device, and of what recordings keep outside of them; 0: no limit.
+            limit: the bytes that all arenas of the device, and what recordings keep outside of them, may take; 0 is
+                no limit.
+
+        Returns:
+            Whether the arena's memory moved.
 
         Raises:
-            MemoryLimitError: more would be kept, or the device is out of memory.
+            MemoryLimitError: the limit would be exceeded, or the device is out of memory.
         """
-        # Around live outputs it may be more next time: few steps up, so that few recordings end.
+        # A plan around live outputs may need more next time: grow in few steps, so that few recordings end.
         again = arena.needed_again()
         room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0
         for expected in (max(room, again, self.largest_announced(arena.device)), 0):
@@ -355,7 +361,7 @@ class ArenaPool:
                 except MemoryLimitError:
                     if not expected:
                         raise
-                    continue  # without what others will need
+                    continue  # again, without the expected need of others
                 return True
         raise MemoryLimitError(
             f"recording needs {nbytes:,} bytes on {arena.device}",
@@ -364,22 +370,23 @@ class ArenaPool:
         )
 
     def alive(self, device: torch.device | None = None) -> list[Arena]:
-        """The arenas of a device (None: of all), oldest first: all calls ask for the same one first."""
-        lists = [arenas for where, arenas in list(self._arenas.items()) if device in (None, where)]
+        """The arenas of a device (None: of all), oldest first, so that all calls try the same one first."""
+        lists = [arenas for key, arenas in list(self._arenas.items()) if device in (None, key)]
         return [arena for arenas in lists for ref in list(arenas) if (arena := ref()) is not None]
 
     def owns(self, address: int) -> bool:
-        """Whether an address lies in an arena. A tensor that a caller passes from there is a recording's output."""
+        """Whether an address lies in an arena. An input at such an address is an output of a recording."""
         blocks = [arena.block for arena in self.alive() if arena.block is not None]
         return any(block.data_ptr() <= address < block.data_ptr() + block.nbytes() for block in blocks)
 
     def pressure(self, short_of: str, device: torch.device) -> int:
-        """A measure of shortage, in bytes: a specialization tries again once it falls.
+        """A measure of shortage, in bytes: a specialization tries again when it falls.
 
-        Out of memory: minus the bytes that can be allocated, cached ones included. More than ``max_memory``, or if
-        the device does not tell: the bytes of arenas that are locked now, plus those of live outputs in the others.
+        Out of memory: minus the bytes that can be allocated, including cached ones. More than ``max_memory``, or if
+        the device does not report its memory: the bytes of arenas that are locked now, plus those of live outputs in
+        the others.
         """
-        with contextlib.suppress(Exception):  # a device may not tell
+        with contextlib.suppress(Exception):  # not every device reports its memory
             if short_of == OUT_OF_MEMORY:
                 module = torch.get_device_module(device)
                 free, total = module.mem_get_info(device)
@@ -391,13 +398,13 @@ class ArenaPool:
         )
 
     def pools(self) -> list[Any]:
-        """The pools in which graphs allocate."""
+        """Identifiers of the memory pools in which device graphs allocate."""
         return [arena._pool.id for arena in self.alive() if arena._pool is not None]
 
     def end_idle(self, device: torch.device) -> int:
-        """End the recordings in arenas that no call uses, and free the arenas' memory; returns how many have ended.
+        """End the recordings in arenas that no call uses, and free the arenas' memory; returns how many ended.
 
-        All of them: an arena's memory is free only when the last one has ended, and nobody knows how much is needed.
+        All of them end: an arena is freed with its last recording only, and the needed size is unknown.
         """
         ended = 0
         for arena in self.alive(device):

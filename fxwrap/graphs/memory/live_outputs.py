@@ -1,4 +1,4 @@
-"""Outputs that were handed out uncopied, and whether they are live: the caller still has them."""
+"""Liveness of outputs: whether the caller still has an output that was returned without a copy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ UseCounter = Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
 
 @dataclass(frozen=True, eq=False)
 class OutputStorage:
-    """A storage that is handed out, and where it lies.
+    """The storage of an output, and its place in an arena.
 
     Attributes:
-        indices: the storages of its program's facts that it may be.
-        device: of the arena; None for memory of its own.
-        low: first byte in the arena.
-        owner: the recording that hands it out.
+        indices: the storage indices of the program that it may belong to.
+        device: the device of the arena; None for a storage outside of arenas.
+        low: the offset of its first byte in the arena.
+        owner: the recording that returns it.
     """
 
     storage: torch.UntypedStorage
@@ -37,14 +37,14 @@ class OutputStorage:
         return self.low + self.storage.nbytes()
 
     def within(self, footprint: Sequence[tuple[int, int]]) -> bool:
-        """Whether it shares a byte with any of some spans."""
+        """Whether it shares a byte with any of these spans ``[low, high)``."""
         return any(low < self.high and self.low < high for low, high in footprint)
 
 
 class WatchedOutputs:
-    """The outputs of one recording.
+    """The outputs of one recording, and their use counts.
 
-    An output is live if its storage's use count is above the baseline: the count when it was not live.
+    An output is live if its storage's use count is above the baseline, its count when it was not live.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WatchedOutputs:
     ) -> None:
         """
         Args:
-            handed_out: how many tensors the caller has already of each storage, by its handle.
+            handed_out: the number of tensors that the caller already has of each storage, by the storage's handle.
         """
         self.outputs = list(outputs)
         self._counts = counter([output.storage for output in self.outputs])
@@ -64,18 +64,18 @@ class WatchedOutputs:
         self._retired = False
 
     def live(self) -> dict[OutputStorage, int]:
-        """The live outputs, and how many tensors the caller has of each."""
+        """The live outputs, each with the number of tensors that the caller has of it."""
         counts = self._counts()
         if counts == self.baseline:
             return {}
-        # Garbage that held an output when watching began made its baseline too high.
+        # Garbage that referred to an output when watching began made the baseline too high.
         self.baseline = list(map(min, counts, self.baseline))
         counted = zip(self.outputs, counts, self.baseline, strict=True)
         return {output: count - baseline for output, count, baseline in counted if count > baseline}
 
     def retire(self) -> None:
-        """The recording ends, and with it every reference to its outputs but the caller's and the one kept here."""
-        # Both at once: with the old baseline an interrupt would leave live outputs that look dead.
+        """Note that the recording ended: only the caller and this object still refer to its outputs."""
+        # One statement: an interrupt between the two would leave live outputs that look dead.
         self.baseline, self._retired = [1] * len(self.outputs), True
 
     def is_dead(self) -> bool:
@@ -84,10 +84,10 @@ class WatchedOutputs:
 
 
 class SharedMemory(Protocol):
-    """An arena.
+    """What liveness guards need to know of an arena.
 
     Attributes:
-        watched_outputs: the outputs in it that were handed out, by recording.
+        watched_outputs: the outputs in it that were returned without a copy, by recording.
         version: changes whenever ``watched_outputs`` does.
     """
 
@@ -97,7 +97,7 @@ class SharedMemory(Protocol):
 
 
 class LivenessGuard:
-    """The outputs that a replay overwrites: its own, and those of other recordings in the bytes it works on."""
+    """Checks that no output is live that a replay overwrites: its own ones, and others in the bytes that it uses."""
 
     def __init__(
         self,
@@ -108,7 +108,9 @@ class LivenessGuard:
     ) -> None:
         """
         Args:
-            donated: how many of the tensors that a call donates share a storage (by its handle).
+            footprints: the spans of bytes that the replay uses, by arena.
+            own: the outputs of the recording itself.
+            donated: the number of donated inputs that share a storage, by the storage's handle.
         """
         self._footprints, self._own, self._donated, self._counter = footprints, own, donated, counter
         self._counts: Callable[[], list[int]]
@@ -117,7 +119,7 @@ class LivenessGuard:
         self._collect(list(map(_version, footprints)))
 
     def all_dead(self) -> bool:
-        """Whether none of them is live, but for what this call donates. Asked at every call: one list of counts."""
+        """Whether no output is live, except what this call donates. Every call asks: it compares a list of counts."""
         while True:
             counts = self._counts()
             # A recording that ends changes the version before it frees its outputs.
@@ -134,14 +136,14 @@ class LivenessGuard:
         return others == self._free
 
     def in_the_way(self) -> list[OutputStorage]:
-        """Live outputs of other recordings. To be called after ``all_dead``."""
+        """The live outputs of other recordings. Call ``all_dead`` first."""
         counts = self._counts()[len(self._own.outputs) :]
         return [output for output, count, free in zip(self._near, counts, self._free, strict=True) if count > free]
 
     def expected(self) -> tuple[list[torch.UntypedStorage], list[int], list[tuple[ctypes.c_int64, int, int]]]:
-        """Storages, the use counts that they have when all are dead, and the versions for which this is true.
+        """The storages, their use counts if no output is live, and the arena versions for which these are right.
 
-        Versions are cells, with their addresses and values.
+        A version is a cell with its address and value.
         """
         cells = [arena.version for arena in self._footprints]
         versions = list(zip(cells, map(ctypes.addressof, cells), self._versions, strict=True))
@@ -157,10 +159,10 @@ class LivenessGuard:
                     if output.device == arena.device and output.within(footprint):
                         near.append(output)
                         free.append(outputs.baseline[position] + self._donated.get(output.storage._cdata, 0))
-        # Kept alive: the counter knows them by their handles.
+        # The storages stay referenced: the counter knows them by their handles.
         counted = [output.storage for output in (*self._own.outputs, *near)]
         counts = self._counter(counted)
-        # All at once, after the last call: an interrupt must not leave counts of other outputs.
+        # One statement after the last call: an interrupt must not leave counts of other outputs.
         self._near, self._free, self._versions, self._counted, self._counts = near, free, versions, counted, counts
 
 

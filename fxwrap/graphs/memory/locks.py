@@ -1,4 +1,4 @@
-"""Try-locks: nobody waits for memory, but for another thread's capture."""
+"""Non-blocking locks of calls. Only another thread's capture is waited for, for a limited time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class LockOwner:
     """One call of a program, as the owner of locks. Only a local variable of the call refers to it.
 
     Attributes:
-        stream: where the call issues its work; None where there are no streams.
+        process, thread: identifiers of the process and the thread of the call.
+        stream: the stream to which the call issues its work; None on devices without streams.
     """
 
     __slots__ = ("__weakref__", "process", "stream", "thread")
@@ -26,23 +27,23 @@ class LockOwner:
 
 
 class TryLock:
-    """A lock that one call has at a time.
+    """A lock that one call holds at a time.
 
-    To acquire it is one atomic step that also stores the owner. The lock refers to its owner weakly, so that it is
-    free when the call is over at the latest: an interrupt leaves no lock behind, wherever it comes, and be it in the
-    ``finally`` that releases. A call that a fork left behind in the parent process owns no lock in the child.
+    Acquiring it is one atomic step that also stores the owner. The lock refers to its owner weakly, so that it is
+    free at the latest when the call is over: no interrupt can leave it locked, not even one in the ``finally`` that
+    releases it. A call of the parent process owns no lock in a forked child.
     """
 
     def __init__(self) -> None:
-        self.native = ctypes.c_int64()  # the process in which a unit runs that has the lock
+        self.native = ctypes.c_int64()  # the process in which a native unit holds the lock; 0 for none
         self.owners: dict[int, weakref.ref[LockOwner]] = {}  # one, or none
 
     def acquire(self, owner: LockOwner, wait_s: float = 0.0) -> bool:
-        """Whether ``owner`` has the lock now.
+        """Try to acquire the lock; returns whether ``owner`` has it now.
 
         Args:
-            wait_s: for how many seconds to wait for another thread. A call of this thread is not waited for, since
-                it cannot end before.
+            wait_s: how long to wait for another thread, in seconds. A call of this thread is not waited for, since it
+                cannot end before.
         """
         if not wait_s:
             return self._try(owner)
@@ -56,26 +57,26 @@ class TryLock:
         return has
 
     def _try(self, owner: LockOwner) -> bool:
-        known = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
-        if known is not None and known.process != owner.process:
+        holder = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
+        if holder is not None and holder.process != owner.process:
             self.owners.clear()
-            known = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
-        if known is owner and self.native.value == owner.process:
-            self.release(owner)  # a unit has begun before; one that begins after this sees the owner
+            holder = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
+        if holder is owner and self.native.value == owner.process:
+            self.release(owner)  # a unit began earlier; one that begins from now on sees the owner
             return False
-        return known is owner
+        return holder is owner
 
     def release(self, owner: LockOwner) -> None:
         """Release the lock, if ``owner`` has it."""
-        known = self.owners.get(0)
-        if known is not None and known() is owner:
+        holder = self.owners.get(0)
+        if holder is not None and holder() is owner:
             self.owners.clear()
 
     def locked(self) -> bool:
         return bool(self.owners) or self.native.value == os.getpid()
 
     def is_this_thread_s(self) -> bool:
-        """Whether a call of this thread has it."""
+        """Whether a call of this thread holds the lock."""
         owner = next(iter(self.owners.values()), lambda: None)()
         return owner is not None and owner.thread == threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""Memory for recordings: what they will need, seen while programs warm up, and arenas that are large enough."""
+"""Memory for recordings: estimates while a program warms up, and arenas that are large enough when it is recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import CaptureError
 from ...host_graph.sizes import evaluate_sizes
 from ...host_graph.tensors import has_address, reach, tensors_in
 from ...packing import Reserved
-from ...plan import MemoryPlan, PlacementHint, Planned, ProgramPlan, Reservations
+from ...plan import MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
 from .locks import LockOwner
@@ -24,72 +24,81 @@ from .shared_state import SHARED
 
 
 class Planner(Protocol):
-    """Decides about one host graph: ``pipeline.HostGraphPlanner``."""
+    """Plans one host graph. Implemented by ``pipeline.HostGraphPlanner``."""
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
-        """The plan before sizes are known, partitioned around operators whose capture failed (with the error)."""
+        """The plan for all sizes.
+
+        Args:
+            refused: the error of each operator whose capture failed; it is kept out of captured partitions.
+        """
 
     def plan(
         self,
-        planned: Planned,
+        planned: SizedProgram,
         reserved: Reservations = MappingProxyType({}),
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        """Plan one recording around what is reserved, and verify the plan.
+        """Plan the memory of one recording, and verify the plan.
 
         Args:
+            reserved: intervals of arenas that live outputs of other recordings occupy.
             hint: offsets from a joint plan of forward and backward; tried first.
             previous: this program's plan for other sizes.
         """
 
-    def devices(self, planned: Planned) -> Collection[torch.device]:
-        """Where a plan of it has storages."""
+    def devices(self, planned: SizedProgram) -> Collection[torch.device]:
+        """The devices on which a plan of a program has storages."""
 
     def plan_pair(
-        self, first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+        self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
-        """Hints for two programs, of which the second gets what the first saves."""
+        """Hints for a forward and its backward from a joint plan.
+
+        Args:
+            saved_as: the second program's inputs, by the storage of the first that they are saved in.
+        """
 
     @property
     def took(self) -> Mapping[str, tuple[int, float]]:
-        """How often each stage ran, and the seconds that it took."""
+        """How often each stage ran, and its seconds, by the stage's name."""
 
 
 @dataclass(eq=False)
 class Estimate:
-    """What is known of the memory of a specialization before anything is recorded: a plan ahead.
+    """A memory plan for one set of sizes that is made before a recording, while the program runs eagerly.
 
-    A ``Prediction`` (plan.py) is made of it for reports: bytes by device, with what operators allocate.
+    Reports make a ``Prediction`` (plan.py) of it.
 
     Attributes:
-        planned: the program at the sizes.
-        successor: the estimate of the program that gets what this one saves, and its inputs by storage of this one.
-        memory: the first plan for it.
+        planned: the program at these sizes.
+        memory: its first plan.
+        static_inputs: bytes of inputs whose addresses stay.
+        follows: whether this is the estimate of a backward program whose forward is known.
+        successor: the estimate of the backward program, and the inputs of that by storage of this program.
         hint: offsets from a joint plan of this program and its forward.
-        static_inputs: bytes of inputs that stay where they are.
-        follows: it is the successor of another.
     """
 
-    planned: Planned
+    planned: SizedProgram
     memory: MemoryPlan
     static_inputs: int = 0
     follows: bool = False
     successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
     hint: PlacementHint | None = None
 
-    def is_for(self, planned: Planned) -> bool:
-        """Whether a recording at the same sizes, whose graphs call again, is planned alike."""
+    def is_for(self, planned: SizedProgram) -> bool:
+        """Whether the estimate is the plan of a recording at the same sizes, on a device without frozen addresses."""
         return self.planned.program is planned.program and self.planned.donated == planned.donated
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a backward program gets of its forward program.
+    """The tensors that a forward program saves for its backward.
 
     Attributes:
-        estimate: of the forward program.
-        inputs: of the backward program, by storage of the forward program.
+        estimate: the estimate of the forward program.
+        inputs: inputs of the backward program, by storage of the forward program.
     """
 
     estimate: Estimate | None
@@ -101,12 +110,13 @@ class RecordingMemory:
     """The memory of one recording.
 
     Attributes:
-        arenas: by device; the call that records holds their locks. Empty where graphs do not freeze addresses (CPU).
-        reused_inputs: positions of donated inputs that are outputs live in an arena; the plan may reuse their bytes
+        arenas: the arena on each device; the call that records holds their locks. Empty if graphs do not freeze
+            addresses (CPU).
+        reused_inputs: positions of donated inputs that are live outputs in an arena; the plan may reuse their bytes
             after their last use.
     """
 
-    planned: Planned
+    planned: SizedProgram
     memory: MemoryPlan
     arenas: Mapping[torch.device, Arena] = field(default_factory=dict)
     reused_inputs: tuple[int, ...] = ()
@@ -114,20 +124,24 @@ class RecordingMemory:
 
 @dataclass
 class MemoryProvider:
-    """Finds memory for the recordings of one program."""
+    """Plans the memory of one program's recordings, and acquires their arenas.
+
+    Attributes:
+        whole_storage: inputs of which an operator may read bytes before their first element, with that operator.
+        max_memory: the option, in bytes.
+    """
 
     planner: Planner
     program: ProgramPlan
-    # Inputs of which an operator may read what lies before their first element, and that operator.
     whole_storage: Mapping[Node, str]
     max_memory: int
 
     def estimate(self, inputs: Sequence[Any], previous: MemoryPlan | None, saved: Saved | None) -> Estimate:
-        """Plan ahead, for a call that runs eagerly: the next one may be recorded.
+        """Plan ahead during a call that runs eagerly: the next one may be recorded.
 
         Args:
-            previous: the plan before, for other sizes.
-            saved: None but for a backward program.
+            previous: an earlier plan, for other sizes.
+            saved: what a backward program gets from its forward; None for any other program.
 
         Raises:
             PlanError: the program cannot be recorded at all.
@@ -135,13 +149,13 @@ class MemoryProvider:
         try:
             planned = self._planned(inputs, self.program.static_inputs)
         except CaptureError:
-            planned = Planned(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
+            planned = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planner.plan(planned, previous=previous)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.static_inputs])))
         estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
-            SHARED.arenas.withdraw(saved.estimate)  # what both need together is found when the first is recorded
+            SHARED.arenas.withdraw(saved.estimate)  # the need of both together is known when the first is recorded
         elif self.program.phase != "backward":
             for device, arena in memory.arenas.items():
                 SHARED.arenas.announce(device, estimate, arena.size)
@@ -157,13 +171,15 @@ class MemoryProvider:
         locked: list[Arena],
         exclude: Callable[[Arena], bool],
     ) -> RecordingMemory:
-        """Plan a recording, in arenas that ``owner`` gets, and that grow if need be.
+        """Plan a recording, and acquire and resize its arenas.
 
         Args:
             static: positions of inputs whose addresses stay.
+            estimate: the plan that was made ahead.
             previous: a plan for other sizes.
-            locked: the arenas are entered here, to be released.
-            exclude: tells which arenas will not do.
+            owner: the call, which gets the locks of the arenas.
+            locked: acquired arenas are appended to this list; the caller releases them.
+            exclude: returns whether an arena must not be used.
 
         Raises:
             CaptureError: an input cannot have a static buffer.
@@ -172,16 +188,16 @@ class MemoryProvider:
         """
         planned = self._planned(inputs, static)
         if not planned.frozen:
-            # Such a plan depends on no addresses: what the warm-up has planned still holds.
+            # Such a plan does not depend on addresses: the one made ahead is still right.
             if estimate is not None and estimate.is_for(planned):
                 return RecordingMemory(planned, estimate.memory)
             return RecordingMemory(planned, self.planner.plan(planned))
         if estimate is not None:
-            estimate.planned = planned  # it is known by now which inputs stay
+            estimate.planned = planned  # by now it is known which inputs stay
         hint = self._with_successor(planned, estimate)
         donated = self._donated_positions(inputs, static)
         stream = current_stream(self.program.device)
-        # That of the program's device always: its pool is where operators allocate during capture.
+        # The program's own device always has an arena: operators allocate in its pool during a capture.
         arenas = {
             device: SHARED.arenas.acquire(device, stream, owner, locked, exclude)
             for device in dict.fromkeys([*self.planner.devices(planned), self.program.device])
@@ -193,14 +209,14 @@ class MemoryProvider:
             sizes = {arenas[device]: region.size for device, region in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
-            # Moved memory has no live outputs in it: another plan, if there were any.
+            # An arena that moved has no live outputs: if the plan avoids some, make another.
             moved = any([SHARED.arenas.fit(arena, nbytes, self.max_memory) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
                 reused = {position for outputs in live.values() for _, last in outputs for position in last}
                 return RecordingMemory(planned, memory, arenas, tuple(sorted(reused)))
 
     def _donated_positions(self, inputs: Sequence[Any], static: Collection[int]) -> Mapping[int, Sequence[int]]:
-        """Donated inputs that are not copied: positions, by handle of their storage."""
+        """Positions of donated inputs that are not copied, by the handle of their storage."""
         positions: dict[int, list[int]] = defaultdict(list)
         for position in self.program.donated.intersection(static):
             positions[inputs[position].untyped_storage()._cdata].append(position)
@@ -218,22 +234,22 @@ class MemoryProvider:
             outputs.append((Reserved(output.low, output.high, nodes=names), last))
         return outputs
 
-    def _with_successor(self, planned: Planned, estimate: Estimate | None) -> PlacementHint | None:
-        """What suits the program that gets what this one saves, too."""
-        if estimate is None or estimate.successor is None or (after := estimate.successor[0]()) is None:
+    def _with_successor(self, planned: SizedProgram, estimate: Estimate | None) -> PlacementHint | None:
+        """The hint from a joint plan with the backward program, whose estimate gets its hint as well."""
+        if estimate is None or estimate.successor is None or (backward := estimate.successor[0]()) is None:
             return estimate.hint if estimate is not None else None
-        own, after.hint = self.planner.plan_pair(planned, after.planned, estimate.successor[1])
-        return own
+        hint, backward.hint = self.planner.plan_pair(planned, backward.planned, estimate.successor[1])
+        return hint
 
-    def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> Planned:
+    def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
         runtime = runtime_for(self.program.device)
         if runtime.frozen_addresses:
-            return Planned(self.program, self._numbers(inputs), self._input_buffers(inputs, static))
+            return SizedProgram(self.program, self._numbers(inputs), self._input_buffers(inputs, static))
         donated = tuple(self._donated(inputs))
-        return Planned(self.program, self._numbers(inputs), {}, False, donated=donated)
+        return SizedProgram(self.program, self._numbers(inputs), {}, False, donated=donated)
 
     def _donated(self, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Storages of which all that share them are donated: bytes, and the inputs."""
+        """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""
         sharing: dict[int, list[int]] = defaultdict(list)
         for position, value in enumerate(inputs):
             if isinstance(value, torch.Tensor) and has_address(value):
@@ -247,8 +263,8 @@ class MemoryProvider:
         return evaluate_sizes(self.program.graph, dict(zip(self.program.placeholders, inputs, strict=True)))
 
     def _input_buffers(self, inputs: Sequence[Any], static: Collection[int]) -> dict[str, tuple[torch.device, int]]:
-        """Inputs that are copied to static buffers in the arena: device and bytes."""
-        found = {}
+        """Device and bytes of the static input buffer of each input that is copied."""
+        buffers = {}
         for position, (node, value) in enumerate(zip(self.program.placeholders, inputs, strict=True)):
             if position in static or not isinstance(value, torch.Tensor) or not has_address(value):
                 continue
@@ -257,5 +273,5 @@ class MemoryProvider:
                     f"{self.whole_storage[node]} counts from the start of an input's storage, of which a device "
                     "graph would have a part",
                 )
-            found[node.name] = (value.device, reach(value))
-        return found
+            buffers[node.name] = (value.device, reach(value))
+        return buffers

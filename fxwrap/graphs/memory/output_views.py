@@ -1,4 +1,4 @@
-"""Handing out results: views laid over the caller's own memory, and copies."""
+"""Results for the caller: the layouts of views, the same views over other memory, and copies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor's layout, and whether a conjugation or a negation is pending; ``shift`` counts elements from the first
-    one of what it is a view of."""
+    """A tensor's layout relative to its base, and its pending conjugation or negation.
+
+    Attributes:
+        shift: the distance to the first element of the base, in elements.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,17 +36,17 @@ class View:
 
 
 def views_of(value: Any, address: int) -> Any:
-    """The layouts of the tensors in ``value``, counted from ``address``; holds none of them."""
+    """The layouts of the tensors in ``value``, relative to ``address``; the tensors are not kept alive."""
     if isinstance(value, (tuple, list)):
         return tuple(views_of(item, address) for item in value)
     if value is None:
-        return None  # an element that nobody needs
+        return None  # an unused element
     shift = (value.data_ptr() - address) // value.element_size()
     return View(tuple(value.size()), value.stride(), shift, value.dtype, value.is_conj(), value.is_neg())
 
 
 def relay(views: Any, base: torch.Tensor) -> Any:
-    """Lay the same views over another tensor."""
+    """Make the same views of another tensor."""
     if isinstance(views, tuple):
         return tuple(view and relay(view, base) for view in views)
     plain = with_pending(base, False, False)  # torch refuses to view other tensors with another dtype
@@ -52,21 +55,25 @@ def relay(views: Any, base: torch.Tensor) -> Any:
     return with_pending(laid, views.conjugation, views.negation)
 
 
-def shares_storage(seen: torch.Tensor, value: Any) -> bool:
-    """Whether all tensors in ``value`` lie in the storage of ``seen``, and there are any.
+def shares_storage(base: torch.Tensor, value: Any) -> bool:
+    """Whether ``value`` contains tensors, and all of them have the storage of ``base``.
 
-    By its handle: in an arena another storage may be at the same address.
+    Storages are compared by handle: in an arena another storage may have the same address.
     """
-    tensors, storage = tensors_in(value), seen.untyped_storage()._cdata
+    tensors, storage = tensors_in(value), base.untyped_storage()._cdata
     return bool(tensors) and all(tensor.untyped_storage()._cdata == storage for tensor in tensors)
 
 
 def relay_shared(seen: torch.Tensor, value: Any, base: torch.Tensor) -> Any:
-    """The same views over ``base`` of what shares ``seen``'s storage; an operator may return new memory next time."""
+    """Views of ``base`` in place of views of ``seen``; other values are returned as they are.
+
+    An operator may return a view of an operand at one call and new memory at the next.
+    """
     return relay(views_of(value, seen.data_ptr()), base) if shares_storage(seen, value) else value
 
 
 def copy_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with the same strides and pending bits."""
     if not has_address(tensor):
         return tensor.clone()
     new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Saved tensors that hooks have packed: their owner may keep them as they are, so that nobody overwrites them."""
+"""Tensors that saved-tensors hooks have packed: the owner of the hooks may keep them, so they are not overwritten."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from .output_views import copy_out
 
 
 class PackedTensors:
-    """Outputs of forward programs that ran while hooks pack what autograd saves, by the handle of their storage.
+    """Outputs of forward programs that ran under saved-tensors hooks.
 
-    AOTAutograd donates saved tensors to the backward program all the same, and Inductor's kernels write into them.
+    AOTAutograd donates saved tensors to the backward program even then, and Inductor's kernels write into them: they
+    are copied first.
+
+    Attributes:
+        known: the storages of the outputs, by handle.
     """
 
     def __init__(self) -> None:
@@ -28,16 +32,20 @@ class PackedTensors:
                 self.known[storage.cdata] = storage
 
     def _forget(self) -> None:
-        """Leave out those that are gone: units replay only while there are none."""
+        """Drop storages that were freed: native units replay only while there are none."""
         for handle, storage in list(self.known.items()):
             if storage.expired():
                 self.known.pop(handle, None)
 
     def copy_from(self, inputs: list[Any], positions: Iterable[int]) -> None:
-        """Put copies in the place of packed tensors among the inputs that are to be overwritten."""
+        """Replace packed tensors among the inputs by copies.
+
+        Args:
+            positions: the inputs that the program may overwrite.
+        """
         if self.known:
             self._forget()
         for position in positions if self.known else ():
-            known = self.known.get(inputs[position].untyped_storage()._cdata)
-            if known is not None and not known.expired():
-                inputs[position] = copy_out(inputs[position])  # a clone of a view may be laid out otherwise
+            storage = self.known.get(inputs[position].untyped_storage()._cdata)
+            if storage is not None and not storage.expired():
+                inputs[position] = copy_out(inputs[position])  # a clone of a view may have other strides

@@ -1,4 +1,4 @@
-"""What all programs of a process share: one object, which tests replace in one place."""
+"""The state that all programs of a process share: one object, which tests replace."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .packed_tensors import PackedTensors
 
 @dataclass(eq=False)
 class SharedState:
-    """
+    """State shared by all programs.
+
     Attributes:
-        arenas: by device.
-        capturing: by device. Hardware captures one program at a time: a device's generator can be part of one capture
-            only.
-        packed: saved tensors that hooks have packed.
+        arenas: the arenas of all devices.
+        capturing: a lock for each device: one program captures at a time, because a device's random number generator
+            can be part of one capture only.
+        packed: saved tensors that were packed by saved-tensors hooks.
     """
 
     arenas: ArenaPool = field(default_factory=ArenaPool)

@@ -1,4 +1,4 @@
-"""What happened at run time, counted with reasons."""
+"""Counters of a program's calls: replays, recordings and eager runs, by reason (``fxwrap.stats``)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RecordingMade:
-    """One recording of a program, as it was made.
+    """How one recording of a program was made.
 
     Attributes:
         when: seconds since 1970.
-        seconds: that making it took, its first run included.
-        sizes: the number of each size and stride of an input that may vary, by its expression in symbols.
-        graphs: device graphs that it replays; a CPU's are lists of calls.
-        arenas: bytes of arenas that its plan takes; 0 where memory comes and goes with each call.
-        copied_in, copied_out: bytes that every replay copies: inputs to static buffers, outputs to memory of their
-            own.
+        why: the reason to record.
+        seconds: how long it took, including the first run.
+        sizes: values of the symbolic sizes and strides of inputs, by expression.
+        graphs: the number of device graphs that it replays; those of the CPU are lists of calls.
+        arenas: bytes of arenas that its plan takes; 0 if memory is allocated per call.
+        copied_in, copied_out: bytes that every replay copies: inputs to static input buffers, outputs to memory of
+            their own.
     """
 
     when: float
@@ -35,38 +36,38 @@ class RecordingMade:
 
 
 class Counters:
-    """Calls of programs, by what was done and why.
+    """Counts the calls of a program by kind and reason.
 
-    Every call is counted once: as a replay, a recording or an eager run. ``events`` counts what changed a
-    program's ways (an output that was live, an input that moved).
+    Every call counts once: as a replay, a recording or an eager run. ``events`` counts what makes the policy decide
+    differently: a live output, an input that moved.
 
-    Every thread counts for itself, so that no lock is needed which an interrupt could leave closed.
+    Every thread has counters of its own: a lock could stay closed after an interrupt.
     """
 
     def __init__(self) -> None:
-        # By thread identifier: a thread that is gone leaves its counts to whoever gets its identifier.
+        # By thread identifier. A later thread with the identifier of one that has ended continues its counts.
         self._by_thread: dict[int, Counter[tuple[str, str]]] = {}
         self._by_unit: list[ctypes.c_int64] = []
 
     def count(self, kind: str, reason: str = "") -> int:
-        """Count one of ``replays``, ``recordings``, ``eager``, ``events``; returns how often this thread has."""
+        """Count one of ``replays``, ``recordings``, ``eager``, ``events``; returns this thread's new count."""
         thread = threading.get_ident()
-        mine = self._by_thread.get(thread) or self._by_thread.setdefault(thread, Counter())
-        what = kind, reason
-        mine[what] = count = mine[what] + 1
+        counts = self._by_thread.get(thread) or self._by_thread.setdefault(thread, Counter())
+        key = kind, reason
+        counts[key] = count = counts[key] + 1
         return count
 
     def cell(self) -> ctypes.c_int64:
-        """What a unit counts its replays in."""
+        """A new native counter, in which a unit counts its replays."""
         cell = ctypes.c_int64()
         self._by_unit.append(cell)
         return cell
 
     def _by_reason(self, kind: str) -> Counter[str]:
-        found: Counter[str] = Counter()
+        total: Counter[str] = Counter()
         for counts in list(self._by_thread.values()):
-            found.update({reason: count for (what, reason), count in dict(counts).items() if what == kind})
-        return found
+            total.update({reason: count for (counted, reason), count in dict(counts).items() if counted == kind})
+        return total
 
     @property
     def replays(self) -> int:

@@ -1,4 +1,4 @@
-"""Eager runs that are out of memory: idle recordings give theirs back, and the step runs again."""
+"""Out of memory in an eager run: idle recordings end and free their memory, and the step is retried."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _WAIT_S = 1.0
 
 
 class GiveBack:
-    """Ends the recordings that no call uses at this moment, of all programs on a device.
+    """Ends all recordings on a device that no call uses at this moment, of all programs.
 
-    It refers to no program: what its eager runs are made of holds it.
+    It refers to no program, because the steps of a program's eager runs refer to it.
     """
 
     def __init__(self, device: torch.device, counters: Counters, caller_captures: Callable[[], bool]) -> None:
@@ -36,12 +36,12 @@ class GiveBack:
             return
         owner, capturing = LockOwner(), SHARED.capturing[self._device]
         try:
-            # While somebody captures, allocators free nothing, and to wait for the device could end the capture.
-            nobody_captures = capturing.acquire(owner, _WAIT_S)
+            # During a capture allocators free nothing, and waiting for the device could invalidate the capture.
+            no_capture = capturing.acquire(owner, _WAIT_S)
             if ended := SHARED.arenas.end_idle(self._device):
                 self._counters.count("events", EVENT)
                 log.info("%s: %s (%d)", self._device, EVENT, ended)
-            if nobody_captures:
+            if no_capture:
                 with contextlib.suppress(Exception):  # as in take_memory
                     torch.accelerator.empty_cache()
         finally:
@@ -49,12 +49,13 @@ class GiveBack:
 
 
 def can_run_again(plan: ProgramPlan, node: Node) -> bool:
-    """Whether a step that was out of memory may run once more: then that gives what one run would have given.
+    """Whether a step that ran out of memory can be run again with the same result.
 
-    An allocation has done nothing, and neither has a Triton kernel: what allocates there comes before the launch, or
-    tunes on copies, or restores at once what it has written (torch/_inductor/runtime/triton_heuristics.py, ``bench``,
-    torch 2.13 and 2.14). One of torch's operators may have written, but everything that it reads is as it was. One
-    that draws random numbers may have drawn some; what others do besides computing is not known.
+    An allocation can: it has had no effect. So can a Triton kernel: what allocates runs before the launch, or tunes
+    on copies, or restores what it has written (torch/_inductor/runtime/triton_heuristics.py, ``bench``, torch 2.13
+    and 2.14). One of torch's operators can, even if it has written a part, as long as it does not write what it
+    reads. One that draws random numbers cannot: it may have drawn some. Other operators cannot, because their side
+    effects are unknown.
     """
     if kind_of(node) is Kind.ALLOCATION:
         return True

@@ -1,22 +1,22 @@
-"""When a shape may have a recording of its own, although there are ``max_recordings``."""
+"""Eviction: when a shape may replace another shape's recording, once there are ``max_recordings``."""
 
 from __future__ import annotations
 
 import collections
 from dataclasses import dataclass, field
 
-# Calls of a shape, since another shape's last use, before it may evict the other: initial value, maximum.
+# How often a shape must be called since another shape's last use before it may evict it: initial value, maximum.
 PATIENCE, MOST_PATIENCE = 2, 64
 
 
 @dataclass(eq=False)
 class Eviction:
-    """What a shape knows of its claim.
+    """The state of a shape that competes for recordings.
 
     Attributes:
-        missed_at: times of recent calls that were not replayed (``next_use``). Other threads append.
-        evicted: whether its last recording was ended in favour of another shape.
-        refused: calls until room for a recording is looked for again, and how many it will be after the next refusal.
+        missed_at: times (``next_use``) of recent calls that were not replayed. Other threads append.
+        evicted: whether its last recording was evicted for another shape.
+        refused: the number of calls until the next attempt to evict, and that number after the next refusal.
     """
 
     missed_at: collections.deque[int] = field(default_factory=lambda: collections.deque(maxlen=MOST_PATIENCE))
@@ -24,7 +24,7 @@ class Eviction:
     refused: tuple[int, int] = (0, 0)
 
     def waits_for_room(self) -> bool:
-        """Whether it is too early to look for room for a recording again. Counts a call."""
+        """Whether it is too early for another attempt to evict. Counts a call."""
         calls, after = self.refused
         if calls:
             self.refused = calls - 1, after
@@ -38,5 +38,5 @@ class Eviction:
         self.refused = 0, 0
 
     def calls_since(self, use: int, patience: int) -> int:
-        """How many of the last ``patience`` calls came after a use (``next_use``) of another shape."""
+        """How many of the last ``patience`` calls are later than a use (``next_use``) of another shape."""
         return sum(when > use for when in list(self.missed_at)[-patience:])

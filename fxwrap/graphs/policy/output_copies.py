@@ -1,4 +1,4 @@
-"""Which outputs are copied when they are handed out: those that were found live when their memory was needed."""
+"""Which outputs are copied when they are returned: those that were live when a replay needed their memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Bytes: up to this size, copying an output takes less time than finding out whether it is live.
+# In bytes. Copying an output of this size takes less time than to find out whether it is live.
 SMALL = 1 << 20
 
 
 @dataclass(eq=False)
 class OutputCopies:
-    """Outputs by their storage's index.
+    """The outputs that a program copies, by storage index.
 
     Attributes:
-        live: how often an output was found live.
+        live: how often each output was found live.
         copied: outputs that are copied from now on.
-        copies_all: whether all are.
-        warm_outputs: outputs of the last warm-up run.
+        copies_all: whether all outputs are copied.
+        warm_outputs: the storages of outputs of the last warm-up run.
     """
 
     live: collections.Counter[int] = field(default_factory=collections.Counter)
@@ -29,13 +29,16 @@ class OutputCopies:
     warm_outputs: list[tuple[int, StorageWeakRef]] = field(default_factory=list)
 
     def found_live(self, outputs: Collection[int], small: Iterable[int]) -> bool:
-        """Note that outputs were live although their memory was needed.
+        """Note that outputs were live when their memory was needed.
 
-        Returns whether more are copied from now on. An output found live twice is copied, and all small ones with it;
-        the next time, all outputs. So few recordings are replaced.
+        An output that is found live twice is copied from then on, together with all small ones; the next time this
+        happens, all outputs are. So few recordings have to be replaced.
 
         Args:
             small: outputs of at most ``SMALL`` bytes.
+
+        Returns:
+            Whether more outputs are copied from now on.
         """
         self.live.update(outputs)
         twice = frozenset(index for index in outputs if self.live[index] > 1) - self.copied
@@ -50,6 +53,6 @@ class OutputCopies:
         return frozenset(outputs) if self.copies_all else self.copied.intersection(outputs)
 
     def add_live_warm_outputs(self) -> None:
-        """Copy outputs that are still live after the warm-up: the caller will probably keep later ones, too."""
+        """Copy outputs that are still live after the warm-up: the caller probably keeps later ones as well."""
         self.copied |= {index for index, storage in self.warm_outputs if not storage.expired()}
         self.warm_outputs = []

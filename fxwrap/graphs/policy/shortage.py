@@ -1,4 +1,4 @@
-"""When to record again after memory was short."""
+"""Shortage of memory: when a program that could not be recorded for lack of memory tries again."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from ..memory.arenas import OUT_OF_MEMORY
 from ..memory.shared_state import SHARED
 
-# Calls after which recording is retried on a device that was out of memory and reports no more: initial value,
-# maximum.
+# The number of calls after which recording is retried, if the device was out of memory: initial value, maximum.
 ASKED_AGAIN, _MOST_CALLS = 32, 2048
-# A pressure that never is: only calls count.
+# A pressure that no measurement falls below: only the number of calls counts.
 NOTHING_IS_ENOUGH = -sys.maxsize
 
 
 @dataclass(eq=False)
 class Shortage:
-    """
+    """The last shortage of memory for one set of sizes.
+
     Attributes:
-        known: what was short, and ``ArenaPool.pressure`` at that time; None without a shortage.
+        known: the reason, and ``ArenaPool.pressure`` at that time; None without a shortage.
         calls_since: calls since then.
         retry_after: calls after which recording is retried.
     """
@@ -35,7 +35,7 @@ class Shortage:
         self.known, self.calls_since = (why, pressure), 0
 
     def reason(self, device: torch.device) -> str:
-        """Why there is too little memory to record; empty if there may be enough by now. Counts a call."""
+        """Why there is too little memory to record; empty if there may be enough now. Counts a call."""
         if self.known is None:
             return ""
         why, before = self.known

@@ -1,12 +1,12 @@
-"""The policy: what is recorded, kept, copied and made static for one set of sizes, and on which event.
+"""The policy for one set of sizes: when to record, which recordings stay, which inputs and outputs are copied.
 
 ================================== ==================================================================================
-no recording can be replayed, for  answer
+no recording can be replayed:      what the policy does
 ================================== ==================================================================================
 every one is in use                record another: calls that run at one time have one each
 another stream works in its memory record another; with ``AT_ONE_TIME`` of them, or if no more may be recorded,
                                    wait for that stream and replay
-they have ended                    record again (the arena moved, they were released or evicted)
+all have ended                     record again (the arena moved, they were released or evicted)
 a static input is elsewhere        record for the new address; after ``_MOVES`` moves the input is no longer static
 an output is live                  run eagerly; an output found live twice is copied from then on (one of the warm-up
                                    that is still live at the first recording: at once)
@@ -40,24 +40,24 @@ from .static_inputs import StaticInputs
 
 log = logging.getLogger(__name__)
 
-# How many recordings for other input addresses are kept.
+# The number of recordings for other input addresses that are kept.
 _ELSEWHERE = 3
-# At most so many recordings are made because of live outputs of other programs; from the second on, in an arena
-# without live outputs.
+# The number of recordings that are made because of live outputs of other programs; from the second on, they are made
+# in an arena without live outputs.
 BLOCKED = 3
 
 
 @dataclass
 class Decision:
-    """What to do with a call that cannot be replayed as it is.
+    """What to do with a call for which no recording could be replayed at once.
 
     Attributes:
         replay: a recording that can be replayed after all; the call holds its locks.
-        record: why to record; empty if the call is not recorded.
-        eager: why to run eagerly.
+        record: the reason to record; empty if the call is not recorded.
+        eager: the reason to run eagerly.
         event: what happened, for the counters.
-        without_live_outputs: record in an arena without live outputs.
-        in_use: arenas of recordings that fit the call, but are in use by others.
+        without_live_outputs: whether to record in an arena without live outputs.
+        in_use: arenas of recordings that fit the call, but are in use by other calls.
     """
 
     replay: Recording | None = None
@@ -74,15 +74,17 @@ class Decision:
 
 @dataclass(eq=False)
 class Specialization:
-    """The recordings for one set of sizes, and what was learnt about its inputs and outputs.
+    """The recordings for one set of sizes, and the states of their policy.
 
-    Several threads may use it at one time, without a lock. Most attributes are replaced as a whole; a count that is
-    lost or late only delays a decision.
+    Several threads use it at the same time, without a lock. Most attributes are replaced as a whole; a lost count
+    only delays a decision.
 
     Attributes:
+        estimate: the plan that was made ahead of the first recording.
         blocked: how often live outputs of other programs blocked every recording that fits.
-        without_live_outputs: the verifier refused a plan around live outputs; record in an arena without any.
-        ended_because: why the last recording ended; the next one gives it as its reason.
+        without_live_outputs: whether the verifier refused a plan around live outputs, so that the next recording is
+            made in an arena without any.
+        ended_because: why the last recording ended; it is the reason of the next one.
     """
 
     recordings: tuple[Recording, ...] = ()
@@ -96,13 +98,14 @@ class Specialization:
     without_live_outputs: bool = False
     ended_because: str = ""
 
-    # -- what a call finds ------------------------------------------------------------------------------
+    # -- decisions --------------------------------------------------------------------------------------
 
     def decide(self, inputs: list[Any], owner: LockOwner, full: bool) -> Decision:
-        """Find out why no recording could be replayed, and what to do about it.
+        """Find out why no recording could be replayed, and decide what to do.
 
         Args:
-            full: there are as many recordings as there may be.
+            owner: the call.
+            full: whether the program has as many recordings as it may have.
         """
         self._drop_ended()
         here = [recording for recording in self.recordings if recording.same_addresses(inputs)]
@@ -147,9 +150,9 @@ class Specialization:
         return Decision(record=why or "first")
 
     def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
-        """No recording fits the addresses of the static inputs.
+        """Decide for static inputs at addresses that no recording has.
 
-        A move inside an arena is not counted while there is a recording for each address: an arena has few of them.
+        A move inside an arena does not count while there is a recording for each address, of which an arena has few.
         """
 
         def moved_from(recording: Recording) -> list[int]:
@@ -157,7 +160,7 @@ class Specialization:
 
         moved = min(map(moved_from, self.recordings), key=len)
         in_arena = [p for p in moved if SHARED.arenas.owns(inputs[p].data_ptr())]
-        many = len(self.recordings) > _ELSEWHERE  # the next one takes the place of one that is needed again
+        many = len(self.recordings) > _ELSEWHERE  # the next recording would replace one that is needed again
         self.static_inputs.moves.update(moved if many else set(moved).difference(in_arena))
         if len(in_arena) == len(moved):
             return Decision(record="inputs lie elsewhere in an arena")
@@ -183,12 +186,12 @@ class Specialization:
         )
 
     def found_live(self, outputs: Collection[int]) -> bool:
-        """Note that outputs (storages) were live although their memory was needed.
+        """Note that outputs (storage indices) were live when their memory was needed.
 
-        Returns whether more are copied from now on; recordings that do not copy them are replaced.
+        Returns whether more outputs are copied from now on; recordings that do not copy them are replaced.
         """
         watched = (output for recording in self.recordings for output in recording.watched_outputs)
-        small = frozenset[int]().union(*(one.indices for one in watched if one.storage.nbytes() <= SMALL))
+        small = frozenset[int]().union(*(output.indices for output in watched if output.storage.nbytes() <= SMALL))
         if not self.output_copies.found_live(outputs, small):
             return False
         for recording in self.recordings:
@@ -197,18 +200,18 @@ class Specialization:
         return True
 
     def drop_recordings(self) -> None:
-        """The program has new partitions: an operator could not be captured."""
+        """Drop all recordings: the program has new partitions, because an operator could not be captured."""
         self.recordings, self.ended_because = (), "cut again around what could not be captured"
 
     # -- recordings -------------------------------------------------------------------------------------
 
     def add(self, recording: Recording, inputs: list[Any]) -> None:
-        """Add a recording; of those for other addresses only the most recently used are kept."""
+        """Add a recording. Of recordings for other addresses, only the most recently used are kept."""
         elsewhere = [r for r in self.recordings if not r.same_addresses(inputs)]
         dropped = sorted(elsewhere, key=lambda r: r.used)[: max(0, len(elsewhere) - _ELSEWHERE)]
-        # Most static inputs first: a recording with fewer may fit, too, but copies more.
-        kept = [r for r in self.recordings if r not in dropped]
-        for one in dropped:
-            log.info("%s: a recording goes: %d for other addresses are kept", one.request.name, _ELSEWHERE)
-        self.recordings = tuple(sorted([*kept, recording], key=lambda r: -len(r.request.static_inputs)))
+        remaining = [r for r in self.recordings if r not in dropped]
+        for old in dropped:
+            log.info("%s: a recording goes: %d for other addresses are kept", old.request.name, _ELSEWHERE)
+        # Most static inputs first: a recording with fewer may also fit, but copies more.
+        self.recordings = tuple(sorted([*remaining, recording], key=lambda r: -len(r.request.static_inputs)))
         self.ended_because = ""

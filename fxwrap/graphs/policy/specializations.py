@@ -1,4 +1,4 @@
-"""The specializations of a program, by sizes: which of them keep recordings, and the units that calls try first."""
+"""All specializations of a program: which of them may have recordings, and the native units that calls try first."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ..replay.recording import Recording
 from .eviction import MOST_PATIENCE, PATIENCE
 from .specialization import Specialization
 
-# Shapes whose memory is planned ahead although none of them was recorded yet.
+# The number of shapes without recordings whose memory is planned ahead.
 _ESTIMATES = 8
-# Up to so many native units are tried one after another: that takes less time than reading the sizes of the inputs.
+# The number of native units that are tried in turn: that takes less time than to read the sizes of the inputs.
 _TRIED = 8
-# Shapes that are remembered, as a multiple of ``max_recordings``.
-_KNOWN = 8
+# The number of shapes that are remembered, as a multiple of ``max_recordings``.
+_REMEMBERED = 8
 
 
 class Specializations:
-    """A program's specializations by sizes. Decides which may keep recordings.
+    """The specializations of a program, by sizes.
 
     Attributes:
-        units: native units, in the order in which a call tries them; none if there are more than ``_TRIED``.
-        units_by_key: then, those for each set of sizes.
-        missed: what a unit returns for a call that does not suit it; set before there is a unit.
+        units: native units in the order in which a call tries them; empty if there are more than ``_TRIED``.
+        units_by_key: in that case, the units for each set of sizes.
+        missed: what a unit returns for a call that it cannot replay; set before there is a unit.
     """
 
     def __init__(self, most: int) -> None:
@@ -48,41 +48,42 @@ class Specializations:
     def find_units(self) -> None:
         """Find the native units of all recordings."""
         by_key = dict[Any, tuple[Unit, ...]]()
-        for key, one in list(self._by_key.items()):
-            if units := tuple(r.unit for r in one.recordings if r.unit is not None and not r.ended):
+        for key, specialization in list(self._by_key.items()):
+            recordings = specialization.recordings
+            if units := tuple(r.unit for r in recordings if r.unit is not None and not r.ended):
                 by_key[key] = units
         in_turn = tuple(unit for units in by_key.values() for unit in units)
         self.units, self.units_by_key = (in_turn, {}) if len(in_turn) <= _TRIED else ((), by_key)
 
     def add(self, key: Any) -> Specialization:
-        """Make a specialization; if there are too many, forget the oldest that have no recordings."""
-        if len(self._by_key) >= _KNOWN * self._most:
-            idle = [known_key for known_key, known in list(self._by_key.items()) if not known.recordings]
+        """Make a specialization. If there are too many, the oldest ones without recordings are forgotten."""
+        if len(self._by_key) >= _REMEMBERED * self._most:
+            idle = [other_key for other_key, other in list(self._by_key.items()) if not other.recordings]
             for idle_key in idle[: len(idle) // 2 + 1]:
                 self._by_key.pop(idle_key, None)
         return self._by_key.setdefault(key, Specialization())
 
     def recordings(self) -> list[Recording]:
-        """The recordings that have not ended. An ended one stays until its specialization is called again."""
+        """The recordings that have not ended. (An ended one stays until its specialization is called again.)"""
         return [r for specialization in self.values() for r in specialization.recordings if not r.ended]
 
     def is_full(self) -> bool:
         return len(self.recordings()) >= self._most
 
     def are_enough(self) -> bool:
-        """Whether no more is to be estimated ahead: there is no room, or many estimates have led to no recording.
+        """Whether planning ahead should stop: there is no room, or many estimates have led to no recording.
 
-        Some sizes are new at every call, and never come again: those of a cache that grows.
+        Some sizes are new at every call and never come again, such as those of a growing cache.
         """
-        vain = sum(one.estimate is not None and not one.recordings for one in self.values())
-        return vain > _ESTIMATES or self.is_full()
+        unused = sum(other.estimate is not None and not other.recordings for other in self.values())
+        return unused > _ESTIMATES or self.is_full()
 
     def make_room(self, wanted: Specialization, owner: LockOwner) -> bool:
         """If there are too many recordings, end the least recently used one. Returns whether there is room.
 
-        A recording of another shape is evicted only if ``wanted`` was called ``_patience`` times since that one's
-        last use. Otherwise shapes called alternately would evict each other at every call. A call of an evicted shape
-        shows that the threshold was too low; it doubles.
+        A recording of another shape is evicted only if ``wanted`` was called ``_patience`` times since its last use.
+        Otherwise shapes that are called in turn would evict each other at every call. A call of an evicted shape
+        shows that the threshold was too low: it doubles.
         """
         if wanted.eviction.evicted:
             wanted.eviction.evicted = False

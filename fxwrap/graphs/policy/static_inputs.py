@@ -1,4 +1,4 @@
-"""Which inputs are static: their addresses are expected to stay, so that captured work reads them where they lie."""
+"""Which inputs are static: their addresses are expected to stay, so captured work reads them without a copy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...host_graph.nodes import is_aligned
 from ...host_graph.tensors import has_address
 from ..memory.shared_state import SHARED
 
-# After so many moves an input is no longer static. One that AOTAutograd does not mark static may not move at all.
+# The number of moves after which an input is no longer static. One that AOTAutograd does not mark may not move.
 _MOVES = 3
 
 
 @dataclass(frozen=True)
 class InputLocation:
-    """Address and storage of an input, without keeping it alive.
+    """The address and the storage of an input, without keeping it alive.
 
-    An address alone does not identify a tensor: a new one often gets a freed address. So the storage must still be
-    alive, too.
+    An address alone does not identify a tensor, because a new one often gets a freed address: the storage must still
+    be alive as well.
     """
 
     address: int
@@ -31,7 +31,7 @@ class InputLocation:
 
     @classmethod
     def of(cls, value: Any) -> InputLocation | None:
-        """None for what has no address: numbers, opaque tensors."""
+        """The location of a value; None if it has no address (a number, an opaque tensor)."""
         if not isinstance(value, torch.Tensor) or not has_address(value):
             return None
         if value.is_conj() or value.is_neg():
@@ -49,19 +49,19 @@ class InputLocation:
 
 @dataclass(eq=False)
 class StaticInputs:
-    """What was learnt about the addresses of inputs.
+    """The addresses of inputs in earlier calls.
 
     Attributes:
-        warm_locations: where the inputs of the last warm-up run were.
-        moves: how often a static input was found at another address, by position. Changed in place: a count that
-            another thread loses only delays a decision.
+        warm_locations: the locations of the inputs of the last warm-up run, by position.
+        moves: how often a static input was found at another address, by position. It is changed in place: a count
+            that another thread loses only delays a decision.
     """
 
     warm_locations: dict[int, InputLocation | None] = field(default_factory=dict)
     moves: collections.Counter[int] = field(default_factory=collections.Counter)
 
     def note(self, inputs: Sequence[Any]) -> None:
-        """Remember where the inputs of an eager run are."""
+        """Remember the locations of the inputs of an eager run."""
         self.warm_locations = {position: InputLocation.of(value) for position, value in enumerate(inputs)}
 
     def positions(
@@ -73,21 +73,22 @@ class StaticInputs:
         saved: Collection[int],
         aligned: Collection[int],
     ) -> list[int]:
-        """Positions of the inputs that are static: whose addresses are expected to stay.
+        """The positions of static inputs.
 
         Args:
             expected: positions that AOTAutograd marks as static. In a backward program these are all saved tensors:
                 parameters stay; activations stay only in an arena.
             others_copied: whether the other inputs are copied at every call. Then an input that has not moved is
                 static.
+            backward: whether the program is a backward one.
             saved: positions of tensors that the forward allocates: new at every call unless in an arena.
-            aligned: positions of inputs that kernels expect to be aligned. One that is not is copied to a static
-                input buffer, which is.
+            aligned: positions of inputs that kernels expect to be aligned. If such an input is not, it is copied to a
+                static input buffer, which is.
         """
-        asked = range(len(inputs)) if others_copied else sorted(expected)
-        believed = frozenset(expected) if others_copied or not backward else frozenset()
-        asked = [p for p in asked if p not in aligned or is_aligned(inputs[p])]
-        return [p for p in asked if self._stays(p, inputs[p], p in believed, p in saved)]
+        candidates = range(len(inputs)) if others_copied else sorted(expected)
+        trusted = frozenset(expected) if others_copied or not backward else frozenset()
+        candidates = [p for p in candidates if p not in aligned or is_aligned(inputs[p])]
+        return [p for p in candidates if self._stays(p, inputs[p], p in trusted, p in saved)]
 
     def _stays(self, position: int, value: Any, expected: bool, saved: bool) -> bool:
         moves = self.moves[position]
@@ -97,6 +98,6 @@ class StaticInputs:
         if expected and saved:
             return in_arena
         if expected and (moves or not self.warm_locations or in_arena):
-            return True  # with no call to compare with (warmup=0), AOTAutograd is believed
+            return True  # without a call to compare with (warmup=0), AOTAutograd's mark decides
         before = self.warm_locations.get(position)
         return before is not None and before.unchanged_at(here)

@@ -1,4 +1,4 @@
-"""The report as a page: one file that needs no network, made from a document alone."""
+"""A report as an HTML page: one file that needs no network, made from the document alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEXERS = {"cpp": CppLexer, "triton": PythonLexer}
 
 
 def page_of(document: Document, title: str = "fxwrap") -> str:
-    """The page's HTML. Raises FxwrapError where the library that draws is missing."""
+    """The page's HTML. Raises FxwrapError if the library that draws is missing."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -61,10 +61,10 @@ def _vega() -> str:
 
 
 def converter() -> Any:
-    """The library that carries Vega, and draws without a browser.
+    """The library that includes Vega, and draws without a browser.
 
     Raises:
-        FxwrapError: it is not installed.
+        FxwrapError: the library is not installed.
     """
     try:
         import vl_convert
@@ -79,7 +79,7 @@ def converter() -> Any:
 
 
 def _script(text: str) -> Markup:
-    """As the inside of a script element, which ends at the first ``</script``, in a string of it, too."""
+    """Escape text for a script element, which ends at the first ``</script``, even inside of a string."""
     return Markup(text.replace("</script", "<\\/script").replace("<!--", "<\\!--"))
 
 
@@ -93,7 +93,7 @@ def _source(kernel: KernelData) -> Markup:
 
 
 def _code(kernel: KernelData) -> str:
-    """The source without the call that Inductor wraps it in."""
+    """The source of a kernel, without the call in which Inductor passes it as a string."""
     source = kernel["source"].strip()
     for quotes in ("'''", '"""'):
         if source.count(quotes) == 2:
@@ -102,10 +102,10 @@ def _code(kernel: KernelData) -> str:
 
 
 def _summary(graph: GraphData) -> dict[str, str]:
-    """What stands at the top of a graph, in a few words."""
+    """The headline figures of a graph, by label."""
     partitions, counters, memory = graph["partitions"], graph["counters"], graph["memory"]
     captured = sum(p["verdict"] == "captured" for p in partitions)
-    found = {
+    figures = {
         "partitions": f"{captured} captured, {len(partitions) - captured} eager",
         "work": f"{sum(p['launches'] for p in partitions)} launches, "
         f"{sum(p['extern_calls'] for p in partitions)} library calls, {len(graph['kernels'])} kernels",
@@ -113,7 +113,7 @@ def _summary(graph: GraphData) -> dict[str, str]:
         f"{sum(counters['eager'].values())} eager",
     }
     if memory is not None:
-        found["memory"] = f"{memory['peak_bytes']:,} bytes at most"
-        found["Inductor's wrapper"] = f"{memory['inductor_peak_bytes']:,} bytes"
-        found["without reuse"] = f"{memory['without_reuse_bytes']:,} bytes"
-    return found
+        figures["memory"] = f"{memory['peak_bytes']:,} bytes at most"
+        figures["Inductor's wrapper"] = f"{memory['inductor_peak_bytes']:,} bytes"
+        figures["without reuse"] = f"{memory['without_reuse_bytes']:,} bytes"
+    return figures

@@ -1,6 +1,6 @@
-"""The host graph as drawings to step into: partitions, the modules in each, the nodes in each of these.
+"""The host graph as nested drawings: partitions, the modules in each, the nodes in each module.
 
-A drawing has few boxes, however large the graph: what belongs together is one box until somebody opens it.
+A drawing has few boxes even for a large graph: a group of nodes is one box, which opens another drawing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import networkx as nx
 
 from ..document import GraphData, NodeData
 
-# Boxes of one drawing: a module with more nodes is cut into runs of them.
+# The largest number of boxes in one drawing; a module with more nodes is split into runs of nodes.
 _MOST = 60
 
 
 class Box(TypedDict):
-    """``opens`` is the drawing behind it, or empty; ``node`` the node of the host graph that it stands for, or empty;
-    ``x`` and ``y`` are its place in rows and columns."""
+    """A box of a drawing: a node of the host graph, or a group of nodes.
+
+    ``opens`` is the name of the group's drawing, ``node`` the name of the node; the other one is empty. ``x`` is the
+    column, ``y`` the row.
+    """
 
     id: str
     label: str
@@ -32,7 +35,7 @@ class Box(TypedDict):
 
 
 class Drawing(TypedDict):
-    """``up`` is the drawing that it was opened from."""
+    """One drawing; ``up`` is the name of the drawing that contains it as a box."""
 
     title: str
     up: str
@@ -42,7 +45,7 @@ class Drawing(TypedDict):
 
 def drawings(graph: GraphData) -> dict[str, Drawing]:
     """All drawings of a graph by name; the first is named "top"."""
-    nodes, found = graph["nodes"], dict[str, Drawing]()
+    nodes, drawn = graph["nodes"], dict[str, Drawing]()
     work = [name for partition in graph["partitions"] for name in partition["nodes"]]
     edges = _edges(nodes, work)
     partition_of = {name: partition["index"] for partition in graph["partitions"] for name in partition["nodes"]}
@@ -76,7 +79,7 @@ def drawings(graph: GraphData) -> dict[str, Drawing]:
         for group, (x, y) in _places(between).items():
             boxes[group]["x"], boxes[group]["y"] = x, y
         places = {group: (box["x"], box["y"]) for group, box in boxes.items()}
-        found[name] = {
+        drawn[name] = {
             "title": title,
             "up": up,
             "boxes": list(boxes.values()),
@@ -89,14 +92,17 @@ def drawings(graph: GraphData) -> dict[str, Drawing]:
                 draw(boxes[group]["opens"], f"{title} / {group[0]}", name, inside, _next_key(nodes, inside))
 
     by_partition: Callable[[str], Any] = lambda name: f"partition {partition_of[name]}"  # noqa: E731
-    one = len(graph["partitions"]) == 1
-    draw("top", "host graph", "", work, _next_key(nodes, work) if one else by_partition)
-    return found
+    single = len(graph["partitions"]) == 1
+    draw("top", "host graph", "", work, _next_key(nodes, work) if single else by_partition)
+    return drawn
 
 
 def _grouped(members: list[str], key: Callable[[str], Any]) -> dict[tuple[str, int], list[str]]:
-    """Members by key and number. What runs one after the other is one group: so that groups do not need each other,
-    as those of a module that is used twice would; but in that case, if there were too many."""
+    """Groups of members, by key and number.
+
+    Members that run one after the other are one group, so that no two groups depend on each other (a module that is
+    used twice gives two groups). If there are too many groups, those with the same key are merged.
+    """
     groups: dict[tuple[str, int], list[str]] = {}
     for number, (name, inside) in enumerate(itertools.groupby(members, key)):
         groups[str(name), number] = list(inside)
@@ -109,7 +115,7 @@ def _grouped(members: list[str], key: Callable[[str], Any]) -> dict[tuple[str, i
 
 
 def _next_key(nodes: Mapping[str, NodeData], members: list[str]) -> Callable[[str], Any]:
-    """How to split members further: by the next part of their modules' paths, at last into runs, and single nodes."""
+    """The key that splits members further: the next part of their modules' paths; then runs; then single nodes."""
     paths = {name: tuple(filter(None, nodes[name]["module"].split("."))) for name in members}
     depth = 0
     while len({paths[name][:depth] for name in members}) == 1 and any(len(paths[name]) > depth for name in members):
@@ -124,20 +130,20 @@ def _next_key(nodes: Mapping[str, NodeData], members: list[str]) -> Callable[[st
 
 
 def _edges(nodes: Mapping[str, NodeData], work: Iterable[str]) -> set[tuple[str, str]]:
-    """Which work needs which work before it: the last that wrote a storage, for whoever reads or writes it."""
+    """The dependencies of work: (last writer of a storage, later node that reads or writes it)."""
     last_writer: dict[str, str] = {}
-    found: set[tuple[str, str]] = set()
+    edges: set[tuple[str, str]] = set()
     for name in work:
         node = nodes[name]
-        found |= {(last_writer[s], name) for s in (*node["reads"], *node["writes"]) if s in last_writer}
+        edges |= {(last_writer[s], name) for s in (*node["reads"], *node["writes"]) if s in last_writer}
         last_writer.update(dict.fromkeys(node["writes"], name))
-    return found
+    return edges
 
 
 def _places(graph: nx.DiGraph) -> dict[Any, tuple[float, float]]:
-    """A layer for each box, below all that it needs, and near to them: columns and rows.
+    """The column and row of each box: below all boxes that it depends on, and close to them.
 
-    Groups may need each other (two branches of a model, in turn): these are one layer.
+    Groups that depend on each other (two branches of a model that run in turn) are in one row.
     """
     order = {name: number for number, name in enumerate(graph)}
     condensed = nx.condensation(graph)

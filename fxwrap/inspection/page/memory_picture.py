@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import bisect
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import InputError
 from ..document import GraphData
 from ..memory_map import MemoryData
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name: nothing is fetched
-# Colours that are told apart by those who see no red or no green, too (Okabe and Ito).
+# Colours that can be distinguished with a colour vision deficiency (Okabe and Ito).
 _USES = {
     "temporary": "#56b4e9",
     "output": "#e69f00",
@@ -24,7 +24,7 @@ _USES = {
     "workspace": "#d0c98a",
 }
 _LEGEND = {"title": None, "orient": "top", "columns": 6, "symbolLimit": 24}
-# What the colour of a rectangle tells.
+# What the colour of a rectangle can show.
 COLOURS: dict[str, dict[str, Any]] = {
     "use": {
         "field": "use",
@@ -43,7 +43,7 @@ COLOURS: dict[str, dict[str, Any]] = {
 
 
 def memory_spec(graph: GraphData, width: int = 900, height: int = 380, colour_by: str = "use") -> dict[str, Any]:
-    """The picture of a graph whose memory is planned.
+    """The Vega-Lite specification of a graph's memory picture. The graph has a memory plan.
 
     Args:
         width, height: pixels of the part with the storages.
@@ -102,20 +102,23 @@ def _strip(graph: GraphData, width: int) -> dict[str, Any]:
     }
 
 
+_SEARCHED: tuple[Literal["name", "use", "user_line"], ...] = ("name", "use", "user_line")
+
+
 def _storages(graph: GraphData, scale: float, unit: str, colour_by: str) -> dict[str, Any]:
     memory = graph["memory"]
     assert memory is not None
     values = [
         {
-            **one,
-            "low": one["address"] / scale,
-            "high": (one["address"] + one["bytes"]) / scale,
-            "size": f"{one['bytes']:,} bytes",
-            "alive": f"steps {one['begin']} to {one['end'] - 1}",
-            "partition": "before the first" if one["partition"] is None else f"{one['partition']}",
-            "text": " ".join((one["name"], one["use"], one["user_line"], graph["nodes"][one["node"]]["module"])),
+            **storage,
+            "low": storage["address"] / scale,
+            "high": (storage["address"] + storage["bytes"]) / scale,
+            "size": f"{storage['bytes']:,} bytes",
+            "alive": f"steps {storage['begin']} to {storage['end'] - 1}",
+            "partition": "before the first" if storage["partition"] is None else f"{storage['partition']}",
+            "text": " ".join((*(storage[key] for key in _SEARCHED), graph["nodes"][storage["node"]]["module"])),
         }
-        for one in memory["storages"]
+        for storage in memory["storages"]
     ]
     shown = [{"field": name} for name in ("name", "use", "size", "alive", "partition", "user_line")]
     return {
@@ -171,18 +174,16 @@ def _steps(memory: MemoryData) -> dict[str, Any]:
 
 def _partitions(graph: GraphData) -> list[dict[str, Any]]:
     begin, values = 0, []
-    for one in graph["partitions"]:
-        end = begin + len(one["nodes"])
-        work = f"{one['launches']} launches, {one['extern_calls']} library calls"
-        reason = one["reason"] or "-"
+    for partition in graph["partitions"]:
+        end = begin + len(partition["nodes"])
         values.append(
             {
                 "begin": begin,
                 "end": end,
-                "partition": one["index"],
-                "verdict": one["verdict"],
-                "work": work,
-                "reason": reason,
+                "partition": partition["index"],
+                "verdict": partition["verdict"],
+                "work": f"{partition['launches']} launches, {partition['extern_calls']} library calls",
+                "reason": partition["reason"] or "-",
             }
         )
         begin = end
@@ -193,7 +194,7 @@ _UNITS = (1, "bytes"), (1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB")
 
 
 def _unit(memory: MemoryData) -> tuple[int, str]:
-    top = max((one["address"] + one["bytes"] for one in memory["storages"]), default=0)
+    top = max((storage["address"] + storage["bytes"] for storage in memory["storages"]), default=0)
     return _UNITS[max(0, bisect.bisect_right([scale for scale, _ in _UNITS], top) - 1)]
 
 

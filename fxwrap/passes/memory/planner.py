@@ -22,10 +22,10 @@ from ...plan import (
     Origin,
     Place,
     PlacementHint,
-    Planned,
     Prediction,
     Region,
     Reservations,
+    SizedProgram,
 )
 from .requirements import Requirements
 
@@ -35,7 +35,7 @@ _ALIGNMENT, _ACCELERATOR_ALIGNMENT = 64, 512
 
 
 def plan_program(
-    planned: Planned,
+    planned: SizedProgram,
     reserved: Reservations = MappingProxyType({}),
     hint: PlacementHint | None = None,
     previous: MemoryPlan | None = None,
@@ -123,7 +123,7 @@ def _assign_homes(
 
 
 def plan_pair(
-    first: Planned, second: Planned, saved_as: Mapping[int, Sequence[str]]
+    first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
 ) -> tuple[PlacementHint, PlacementHint]:
     """Plan two programs together, where only the second reads what the first saves.
 
@@ -150,7 +150,7 @@ def plan_pair(
     return hint_of("0"), hint_of("1")
 
 
-def predict_memory(programs: Sequence[Planned], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
+def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
     """Predict the memory of one program, or of two planned together, by device.
 
     Args:

@@ -27,7 +27,7 @@ from ...host_graph.nodes import (
 )
 from ...host_graph.sizes import concrete, hinted_layout, layout_at, storage_bytes, symbols_at
 from ...packing import Buffer
-from ...plan import Origin, Planned, ProgramPlan, StorageFacts
+from ...plan import Origin, ProgramPlan, SizedProgram, StorageFacts
 from .operator_results import placeable_results
 from .workspace import needs_no_workspace, same_layouts
 
@@ -83,14 +83,14 @@ class Requirements:
         return max(self.ranges.get(index, (0, 0))[1] for index in indices)
 
     @classmethod
-    def of(cls, planned: Planned) -> Requirements:
+    def of(cls, planned: SizedProgram) -> Requirements:
         """The requirements of a program. They are computed once, and cached as long as ``planned`` lives."""
         if planned not in _CACHE:
             _CACHE[planned] = cls._of(planned)
         return _CACHE[planned]
 
     @classmethod
-    def _of(cls, planned: Planned) -> Requirements:
+    def _of(cls, planned: SizedProgram) -> Requirements:
         program = planned.program
         _check_communications(program.facts)
         ranges, results, handed_out = live_ranges(program), _placed_results(planned), _handed_out(program)
@@ -125,7 +125,7 @@ class Requirements:
         )
 
 
-_CACHE = weakref.WeakKeyDictionary[Planned, Requirements]()
+_CACHE = weakref.WeakKeyDictionary[SizedProgram, Requirements]()
 
 
 def _check_communications(facts: StorageFacts) -> None:
@@ -140,7 +140,7 @@ def _check_communications(facts: StorageFacts) -> None:
 
 
 def _planned_buffers(
-    planned: Planned,
+    planned: SizedProgram,
     ranges: Mapping[int, tuple[int, int]],
     results: Mapping[int, int],
     handed_out: frozenset[int],
@@ -218,7 +218,7 @@ def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
     sizes, nodes = {}, by_name(gm)
     for storage in facts.storages:
         value = storage.value(nodes[storage.node])
-        if (layout := hinted_layout(value)) is not None:
+        if value is not None and (layout := hinted_layout(value)) is not None:
             sizes[storage.index] = storage_bytes(*layout, value.dtype)
     return sizes
 
@@ -239,7 +239,7 @@ def output_storages(program: ProgramPlan) -> frozenset[int]:
     return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)
 
 
-def _placed_results(planned: Planned) -> dict[int, int]:
+def _placed_results(planned: SizedProgram) -> dict[int, int]:
     """Bytes of the operators' results that are copied to planned memory, by storage.
 
     These are results of eager work that device graphs read, and results of captured work that the caller gets.
@@ -267,7 +267,7 @@ def _sizes_of_results(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[
     for storage in program.facts.storages:
         if storage.origin is Origin.EXTERN:
             value = storage.value(program.nodes[storage.node])
-            if (layout := layout_at(value, symbols)) is not None:
+            if value is not None and (layout := layout_at(value, symbols)) is not None:
                 sizes[storage.index] = storage_bytes(*layout, value.dtype)
     return sizes
 
@@ -284,7 +284,7 @@ def _workspace_at(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[str,
 
 
 def _unplanned(
-    planned: Planned,
+    planned: SizedProgram,
     ranges: Mapping[int, tuple[int, int]],
     handed_out: frozenset[int],
     end: int,
@@ -309,14 +309,19 @@ def _unplanned(
             unplanned[program.device].append((None, buffer))
     ends = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
     for storage in program.facts.storages:
-        if storage.origin is Origin.EXTERN and storage.node in steps and sizes.get(storage.index):
+        value = storage.value(program.nodes[storage.node])
+        if (
+            storage.origin is Origin.EXTERN
+            and storage.node in steps
+            and sizes.get(storage.index)
+            and value is not None
+        ):
             begin = steps[storage.node]
             _, last = ranges.get(storage.index, (begin, begin + 1))
             stop = end if storage.index in handed_out else max(last, begin + 1)
             if storage.index in placed:
                 stop = ends[storage.node]
-            device = storage.value(program.nodes[storage.node]).device
-            unplanned[device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
+            unplanned[value.device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
     return unplanned
 
 
@@ -349,7 +354,7 @@ def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, i
 
 
 def _donated(
-    planned: Planned, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+    planned: SizedProgram, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
 ) -> list[Buffer]:
     """Inputs whose memory is freed after their last use, because the caller keeps no reference.
 

@@ -263,7 +263,8 @@ def _bytes_reached(root: Node, symbol_values: Mapping[Node, Any]) -> int | None:
 
 def _bytes_returned(storage: Storage, maker: Node) -> int | None:
     """Bytes of what an operator returns; None where sizes are unknown."""
-    nbytes = storage.value(maker).untyped_storage().nbytes()
+    value = storage.value(maker)
+    nbytes = None if value is None else value.untyped_storage().nbytes()
     return nbytes if isinstance(nbytes, int) else None
 
 

@@ -31,7 +31,7 @@ from fxwrap.passes.memory.operator_results import placeable_results
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import MemoryPlan, Planned, ProgramPlan
+from fxwrap.plan import MemoryPlan, ProgramPlan, SizedProgram
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def placeable(gm: GraphModule, numbers: Mapping[Node, Any] | None = None) -> dic
 def planned(gm: GraphModule, eager_ops: tuple[str, ...] = (), **changes: Any) -> tuple[ProgramPlan, MemoryPlan]:
     """Where addresses are frozen."""
     plan = compile_host_graph(gm, compile_request(Options(eager_ops=eager_ops, capture="always"))).plan
-    memory = plan_program(Planned(plan, {}, {}, **changes))
+    memory = plan_program(SizedProgram(plan, {}, {}, **changes))
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     return plan, memory
 
@@ -73,7 +73,7 @@ def test_what_the_caller_gets_of_captured_work_has_a_place() -> None:
     plan, memory = planned(gm)
     assert names(plan, memory) == {"cumsum_default", "mul_tensor"}
     assert memory.outputs == located(memory).keys()
-    buffers = buffers_of(Planned(plan, {}, {}))
+    buffers = buffers_of(SizedProgram(plan, {}, {}))
     assert {name: (buffer.begin, buffer.end) for name, buffer in buffers.items()} == {
         "cumsum_default": (1, 4),
         "mul_tensor": (2, 4),

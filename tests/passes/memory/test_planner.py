@@ -44,7 +44,7 @@ from fxwrap.passes.memory.planner import plan_program, predict_memory
 from fxwrap.passes.memory.requirements import live_ranges, output_storages
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import MemoryPlan, Planned, Prediction, ProgramPlan, Region
+from fxwrap.plan import MemoryPlan, Prediction, ProgramPlan, Region, SizedProgram
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_a_chain_takes_two_places() -> None:
     """
     maker, gm = chain(4)
     program = compile_host_graph(gm, compile_request())
-    memory = plan_program(Planned(program.plan, {}, {}))
+    memory = plan_program(SizedProgram(program.plan, {}, {}))
     of = program.plan.facts.values
     assert {n: live_ranges(program.plan)[min(of[n])] for n in ("b0", "b1", "b2", "b3")} == {
         "b0": (0, 2), "b1": (1, 3), "b2": (2, 4), "b3": (3, 4),
     }  # fmt: skip
     assert offsets_by_name(program.plan, memory) == {"b0": 64, "b1": 0, "b2": 64, "b3": 0}
     assert memory.outputs == of["b3"]
-    assert buffers_of(Planned(program.plan, {}, {}))["b3"] == Buffer("b3", 64, 3, 5)
+    assert buffers_of(SizedProgram(program.plan, {}, {}))["b3"] == Buffer("b3", 64, 3, 5)
     assert (memory.size, memory.lower_bound, memory.plain) == (128, 128, 256)
     check_calls(gm, maker.inputs, program, [False, False, False, True, False])
 
@@ -132,7 +132,7 @@ def test_views_keep_their_memory_alive() -> None:
     maker.launch("mix", c, v, out, name="r")
     gm = maker.finish([out])
     program = compile_host_graph(gm, compile_request())
-    memory = plan_program(Planned(program.plan, {}, {}))
+    memory = plan_program(SizedProgram(program.plan, {}, {}))
     placed = offsets_by_name(program.plan, memory)
     assert placed == {"a": 0, "b": 128, "c": 64, "out": 128}
     assert memory.size == memory.lower_bound == 192
@@ -159,10 +159,10 @@ def test_outputs_live_on_after_the_program() -> None:
     whole, viewed, updated, _ = buffers
     gm = maker.finish([whole, maker.view(viewed, (4,), (1,), 4), maker.extern(aten.add_.Tensor, updated, x), x])
     plan = program_plan(gm)
-    memory = plan_program(Planned(plan, {}, {}))
+    memory = plan_program(SizedProgram(plan, {}, {}))
     assert {plan.facts.storages[index].name for index in memory.outputs} == {"whole", "viewed", "updated"}
     assert offsets_by_name(plan, memory) == {"whole": 0, "viewed": 64, "updated": 128, "inner": 192}
-    assert buffers_of(Planned(plan, {}, {})) == {
+    assert buffers_of(SizedProgram(plan, {}, {})) == {
         "whole": Buffer("whole", 64, 0, 6), "viewed": Buffer("viewed", 64, 1, 6),
         "updated": Buffer("updated", 64, 2, 6), "inner": Buffer("inner", 64, 3, 4),
     }  # fmt: skip
@@ -176,7 +176,7 @@ def test_what_operators_allocate_is_outside_of_the_plan() -> None:
     maker.launch("mix", s, s, b)
     maker.launch("mix", b, b, out)
     plan = program_plan(maker.finish([out]))
-    assert set(offsets_by_name(plan, plan_program(Planned(plan, {}, {})))) == {"b", "out"}
+    assert set(offsets_by_name(plan, plan_program(SizedProgram(plan, {}, {})))) == {"b", "out"}
 
 
 def test_memory_nobody_touches_and_pinned_memory_is_not_placed() -> None:
@@ -188,7 +188,7 @@ def test_memory_nobody_touches_and_pinned_memory_is_not_placed() -> None:
     maker.launch("mix", x, x, pinned)
     maker.launch("mix", pinned, pinned, out)
     plan = program_plan(maker.finish([out]))
-    memory = plan_program(Planned(plan, {}, {}))
+    memory = plan_program(SizedProgram(plan, {}, {}))
     assert set(offsets_by_name(plan, memory)) == {"out"}
     names = {plan.facts.storages[index].name for index in memory.sizes}
     assert names == {"idle", "pinned", "out"}, "sizes are known all the same"
@@ -205,7 +205,7 @@ def test_memory_of_data_dependent_size_is_allocated_when_it_is_known() -> None:
     maker.launch("mix", some, some, out)
     gm = maker.finish([out])
     program = compile_host_graph(gm, compile_request())
-    memory = plan_program(Planned(program.plan, {}, {}))
+    memory = plan_program(SizedProgram(program.plan, {}, {}))
     assert set(offsets_by_name(program.plan, memory)) == {"out"}
     assert {program.plan.facts.storages[index].name for index in memory.sizes} == {"out"}
     check_calls(gm, maker.inputs, program, [False, False, True, False])
@@ -222,7 +222,7 @@ def test_an_inputs_place_is_free_after_its_last_use() -> None:
     """
     _, gm = chain(3)
     plan = program_plan(gm)
-    planned = Planned(plan, {}, {"x": (CPU, 64)})
+    planned = SizedProgram(plan, {}, {"x": (CPU, 64)})
     memory, buffers = plan_program(planned), buffers_of(planned)
     assert buffers["x"] == Buffer("x", 64, 0, 1)
     assert offsets_by_name(plan, memory) == {"x": 64, "b0": 0, "b1": 64, "b2": 0}
@@ -250,7 +250,7 @@ def test_a_place_that_is_needed_afterwards_stays_for_the_whole_call(why: str) ->
         maker.launch("mix", value, value, out, name=f"k{i}")
         value = out
     plan = program_plan(maker.finish([value] if why == "written" else [value, maker.view(x, (4,), (1,))]))
-    planned = Planned(plan, {}, {"x": (CPU, 64)})
+    planned = SizedProgram(plan, {}, {"x": (CPU, 64)})
     memory, buffers = plan_program(planned), buffers_of(planned)
     assert buffers["x"] == Buffer("x", 64, 0, len(plan.schedule) + 1)
     assert len({offset for name, offset in offsets_by_name(plan, memory).items() if name != "b2"}) == 3
@@ -273,11 +273,11 @@ def test_bytes_that_others_have_are_left_alone_unless_donated() -> None:
     _, gm = chain(3)
     plan = program_plan(gm)
     reserved = [Reserved(0, 64), Reserved(64, 128, nodes=("x",))]
-    memory = plan_program(Planned(plan, {}, {}), {torch.device("cpu"): reserved})
+    memory = plan_program(SizedProgram(plan, {}, {}), {torch.device("cpu"): reserved})
     assert offsets_by_name(plan, memory) == {"b0": 128, "b1": 64, "b2": 128}
     assert memory.size == memory.lower_bound == 192
     assert [(one.low, one.high, one.nodes) for one in memory.regions[0].reserved] == [(0, 64, ()), (64, 128, ("x",))]
-    held = plan_program(Planned(plan, {}, {}), {torch.device("cpu"): [Reserved(0, 64), Reserved(64, 128)]})
+    held = plan_program(SizedProgram(plan, {}, {}), {torch.device("cpu"): [Reserved(0, 64), Reserved(64, 128)]})
     assert held.size == held.lower_bound == 256
     assert min(offsets_by_name(plan, held).values()) == 128
 
@@ -343,7 +343,7 @@ def test_plans_of_random_graphs(recipe: Recipe, places: bool) -> None:
     gm = build(recipe).gm
     plan = program_plan(gm)
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    planned = Planned(plan, {}, {node.name: (CPU, 256) for node in inputs} if places else {})
+    planned = SizedProgram(plan, {}, {node.name: (CPU, 256) for node in inputs} if places else {})
     memory = plan_program(planned)
     expected, end = accesses_by_hand(plan), len(plan.schedule) + 1
     returned = {plan.maker(index) for index in memory.outputs}
@@ -416,7 +416,7 @@ def _beside_an_operator(frozen: bool) -> tuple[MemoryPlan, Prediction, dict[str,
     b = maker.extern(aten.cumsum.default, y, 0, name="b")
     maker.launch("mix", s, b, out)
     plan = program_plan(maker.finish([out]))
-    planned = Planned(plan, {}, {}, frozen)
+    planned = SizedProgram(plan, {}, {}, frozen)
     memory = plan_program(planned)
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     (predicted,) = predict_memory([planned], {})
@@ -436,7 +436,7 @@ def test_what_somebody_may_keep_is_allocated_at_every_call() -> None:
     maker.launch("mix", k, k, pinned)
     maker.launch("mix", pinned, k, out)
     plan = program_plan(maker.finish([maker.view(out, (4,), (1,), 4)]))
-    memory = plan_program(Planned(plan, {}, {}, frozen=False))
+    memory = plan_program(SizedProgram(plan, {}, {}, frozen=False))
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {})
     index = {storage.name: storage.index for storage in plan.facts.storages}
     assert memory.regions == (Region(CPU, 0, 2, 64, 64),) and memory.inside(memory.regions[0]) == {index["a"]: 0}
@@ -460,8 +460,8 @@ def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
     gm = maker.finish([out])
     captured, eager = program_plan(gm), program_plan(gm, ("aten::cumsum",))
     for planned, inside, beside in (
-        (Planned(captured, {}, {}), 64, 256),
-        (Planned(eager, {}, {}), 64 + 256, 256),
+        (SizedProgram(captured, {}, {}), 64, 256),
+        (SizedProgram(eager, {}, {}), 64 + 256, 256),
     ):
         (predicted,) = predict_memory([planned], {})
         assert (predicted.arena, predicted.operators, predicted.total) == (inside, beside, inside + beside)
@@ -478,7 +478,7 @@ def test_what_eager_work_returns_is_read_where_it_is() -> None:
     maker.launch("mix", x, maker.extern(aten.cumsum.default, y, 0, name="b"), out)
     gm = maker.finish([out])
     for eager_ops in ALWAYS_EAGER, ("aten::cumsum",):
-        planned = Planned(program_plan(gm, eager_ops), {}, {}, frozen=False)
+        planned = SizedProgram(program_plan(gm, eager_ops), {}, {}, frozen=False)
         (predicted,) = predict_memory([planned], {})
         assert (predicted.arena, predicted.operators, predicted.total) == (0, 256, 64 + 256)
         assert plan_program(planned).peak == 64
@@ -493,7 +493,7 @@ def test_outputs_are_what_the_caller_gets() -> None:
     maker.launch("mix", values, values, x)
     maker.launch("mix", x, values, out)
     plan = program_plan(maker.finish([out, values, again]), ("aten::sort",))
-    (predicted,) = predict_memory([Planned(plan, {}, {"x": (CPU, 64)})], {})
+    (predicted,) = predict_memory([SizedProgram(plan, {}, {"x": (CPU, 64)})], {})
     assert (predicted.arena, predicted.outputs) == (128, 2 * 64)
     workspace = plan.workspace["sort"]
     assert predicted.outside == 64 + 128 + 64 + workspace, "values and indices, and the copy that the launches read"
@@ -506,7 +506,7 @@ def test_what_only_eager_work_reads_is_new_at_every_call() -> None:
     b = maker.extern(aten.cumsum.default, y, 0, name="b")
     gm = maker.finish([b, maker.extern(aten.flip.default, b, [0], name="c")])
     plan = program_plan(gm, ("aten::cumsum", "aten::flip"))
-    assert not located(plan_program(Planned(plan, {}, {})))
+    assert not located(plan_program(SizedProgram(plan, {}, {})))
 
 
 @torch.library.custom_op("fxwrap_planning::double", mutates_args=())
@@ -529,7 +529,7 @@ def test_sizes_in_symbols_are_planned_for_the_numbers_at_hand() -> None:
     maker.launch("mix", x, x, b)
     maker.launch("mix", b, b, out)
     plan = program_plan(maker.finish([out]))
-    small, large = (buffers_of(Planned(plan, {s: size, length: 16 * size}, {})) for size in (2, 100))
+    small, large = (buffers_of(SizedProgram(plan, {s: size, length: 16 * size}, {})) for size in (2, 100))
     assert [buffers["b"].size for buffers in (small, large)] == [128, 6400]
     assert replace(small["b"], size=6400) == large["b"]
 
@@ -560,7 +560,7 @@ def test_a_graph_gets_the_same_plan_on_any_machine(frozen: bool, monkeypatch: py
     """However fast its clock runs, and whether it has a compiler; also where no quick order is the best."""
     for seed in (55828, 0, 1, 2):
         gm = program_of(tiling(random.Random(seed), 28, 10, 12))
-        planned = Planned(program_plan(gm), {}, {}, frozen=frozen)
+        planned = SizedProgram(program_plan(gm), {}, {}, frozen=frozen)
         expected = plan_program(planned), predict_memory([planned], {})
         with monkeypatch.context() as other:
             readings = itertools.count(step=1000.0)

@@ -47,7 +47,7 @@ from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.memory.requirements import Requirements
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import Home, MemoryPlan, Origin, Place, Planned, Region
+from fxwrap.plan import Home, MemoryPlan, Origin, Place, Region, SizedProgram
 
 aten = torch.ops.aten
 
@@ -691,7 +691,7 @@ def test_what_somebody_may_keep_is_in_no_region() -> None:
     maker.launch("mix", kept, x, out)
     gm = maker.finish([out])
     plan = compile_host_graph(gm, compile_request()).plan
-    memory = plan_program(Planned(plan, {}, {}, frozen=False))
+    memory = plan_program(SizedProgram(plan, {}, {}, frozen=False))
     assert not memory.regions
     (index,) = memory.per_call - memory.outputs
     faulty = moved(replace(memory, regions=(Region(CPU, 0, 3, 64, 64),)), {index: 0})

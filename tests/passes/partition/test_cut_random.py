@@ -48,7 +48,7 @@ from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_schedule
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import NodeVerdict, Partition, Planned, Verdict
+from fxwrap.plan import NodeVerdict, Partition, SizedProgram, Verdict
 from fxwrap.testing.simulated import SIMULATED
 
 HOLD = [False, True, False, False, True, True, False]
@@ -504,7 +504,7 @@ def test_random_graphs_are_worth_the_trouble() -> None:
     for _ in range(60):
         graph = build(random_recipe(draw))
         plan = compile_host_graph(graph.gm, compile_request(graph.options)).plan
-        memory = plan_program(Planned(plan, {}, {}))
+        memory = plan_program(SizedProgram(plan, {}, {}))
         written = [plan.maker(index) for indices in plan.facts.written.values() for index in indices]
         cuts += len(plan.partitions) >= 3
         reuses += memory.size < memory.plain

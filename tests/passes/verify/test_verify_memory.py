@@ -48,7 +48,7 @@ from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_memory, verify_schedule
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import Home, MemoryPlan, Place, Planned, ProgramPlan, Region
+from fxwrap.plan import Home, MemoryPlan, Place, ProgramPlan, Region, SizedProgram
 
 
 def planned(gm: GraphModule, dependencies: nx.DiGraph | None = None) -> ProgramPlan:
@@ -108,7 +108,7 @@ def sound() -> Sound:
         older, value = value, out
     gm = maker.finish([value])
     plan = planned(gm)
-    found = Sound(maker, gm, plan, plan_program(Planned(plan, {}, {})))
+    found = Sound(maker, gm, plan, plan_program(SizedProgram(plan, {}, {})))
     names = ("b0", "b1", "b2", "b3", "out")
     assert [found.at(name) for name in names] == [128, 64, 0, 128, 64]
     verify_schedule(gm, plan.schedule)
@@ -140,7 +140,7 @@ def _later_birth(sound: Sound) -> MemoryPlan:
 
 
 def _planned_as(sound: Sound, name: str, change: Callable[[Buffer], Buffer]) -> MemoryPlan:
-    buffers = buffers_of(Planned(sound.plan, {}, {}))
+    buffers = buffers_of(SizedProgram(sound.plan, {}, {}))
     placement = plan_memory([change(b) if b.name == name else b for b in buffers.values()], 64)
     offsets = {sound.index(name): offset for name, offset in placement.offsets.items()}
     return changed(moved(sound.memory, offsets), size=placement.size)
@@ -258,7 +258,7 @@ def _neighbours_in_a_region(sound: Sound, memory: MemoryPlan) -> MemoryPlan:
 def test_a_fault_is_caught_where_memory_comes_and_goes(
     plant: Callable[[Sound, MemoryPlan], MemoryPlan], message: str, sound: Sound
 ) -> None:
-    memory = plan_program(Planned(sound.plan, {}, {}, frozen=False))
+    memory = plan_program(SizedProgram(sound.plan, {}, {}, frozen=False))
     verify_plan(sound.plan, memory)
     assert [memory.inside(region).keys() for region in memory.regions] == [
         {sound.index(name) for name in ("b0", "b2", "b3")},
@@ -277,7 +277,7 @@ def test_memory_that_nobody_works_on_is_no_fault(frozen: bool) -> None:
     maker.allocate(name="idle")
     maker.launch("update", x, x)
     plan = planned(maker.finish([maker.view(x, (4,), (1,))]))
-    verify_plan(plan, plan_program(Planned(plan, {}, {}, frozen)))
+    verify_plan(plan, plan_program(SizedProgram(plan, {}, {}, frozen)))
 
 
 def _view(maker: GraphMaker, mutated: Node, x: Node) -> Node:
@@ -311,7 +311,7 @@ def test_an_output_that_something_later_overwrites_is_caught_behind_any_alias(
     result = hand_out(maker, b, x)
     maker.launch("mix", x, x, c, name="k1")
     plan = planned(maker.finish([result]))
-    memory = plan_program(Planned(plan, {}, {}))
+    memory = plan_program(SizedProgram(plan, {}, {}))
     verify_plan(plan, memory)
     assert memory.size == 128
     index = {storage.name: storage.index for storage in plan.facts.storages}
@@ -334,16 +334,16 @@ def test_memory_too_small_for_a_view_of_it_is_caught() -> None:
     maker.launch("mix", b, x, out)
     plan = planned(maker.finish([out]))
     with pytest.raises(PlanError, match=r"b is too small\n.*24 bytes\n.*16 bytes"):
-        verify_plan(plan, plan_program(Planned(plan, {}, {})))
+        verify_plan(plan, plan_program(SizedProgram(plan, {}, {})))
 
 
 @PROPERTY
 @given(recipes(), st.integers(0, 1000))
 def test_any_two_storages_that_live_together_may_not_share_a_place(recipe: Recipe, choice: int) -> None:
     plan = planned(build(recipe).gm)
-    memory = plan_program(Planned(plan, {}, {}))
+    memory = plan_program(SizedProgram(plan, {}, {}))
     assume(memory.arenas)
-    buffers = buffers_of(Planned(plan, {}, {}))
+    buffers = buffers_of(SizedProgram(plan, {}, {}))
     index = {plan.facts.storages[i].name: i for i in located(memory)}
     together = [
         (one, two)
@@ -519,8 +519,8 @@ def test_what_the_passes_decide_is_accepted(recipe: Recipe, shuffle: int, places
     for nodes in (None, list(dependencies.nodes), order):
         plan = planned(gm, reordered(dependencies, nodes))
         verify_schedule(gm, plan.schedule)
-        verify_plan(plan, plan_program(Planned(plan, {}, where)))
-        verify_plan(plan, plan_program(Planned(plan, {}, {}, frozen=False)))
+        verify_plan(plan, plan_program(SizedProgram(plan, {}, where)))
+        verify_plan(plan, plan_program(SizedProgram(plan, {}, {}, frozen=False)))
 
 
 def test_storages_of_no_bytes_may_lie_anywhere() -> None:
@@ -529,11 +529,11 @@ def test_storages_of_no_bytes_may_lie_anywhere() -> None:
     maker.launch("mix", x, x, nothing)
     maker.launch("mix", x, x, out)
     plan = planned(maker.finish([out]))
-    memory = plan_program(Planned(plan, {}, {}))
-    buffers = buffers_of(Planned(plan, {}, {}))
+    memory = plan_program(SizedProgram(plan, {}, {}))
+    buffers = buffers_of(SizedProgram(plan, {}, {}))
     assert buffers == {"nothing": Buffer("nothing", 0, 0, 1), "out": Buffer("out", 64, 1, 3)}
     verify_plan(plan, memory)
-    memory = plan_program(Planned(plan, {}, {}, frozen=False))
+    memory = plan_program(SizedProgram(plan, {}, {}, frozen=False))
     assert [region.size for region in memory.regions] == [0]
     verify_plan(plan, memory)
 
@@ -588,7 +588,7 @@ def test_a_view_in_the_schedule_touches_nothing() -> None:
     program = compile_host_graph(gm, compile_request(options=Options(eager_ops=ALWAYS_EAGER)))
     assert work_order(program.plan.schedule) == "begin n v k0 k1 k2 k3"
     check_calls(gm, maker.inputs, program, [False, False, False, True])
-    verify_plan(program.plan, plan_program(Planned(program.plan, {}, {})))
+    verify_plan(program.plan, plan_program(SizedProgram(program.plan, {}, {})))
     assert set(program.counters.eager) <= {"warm-up"}
 
 

@@ -1,6 +1,6 @@
-"""Data by its types, to JSON and back: dataclasses (plans) and typed dictionaries (reports).
+"""Conversion of dataclasses (plans) and typed dictionaries (reports) to JSON data and back, driven by their types.
 
-What is cached, saved and compared of a plan is the very data that runs.
+A plan is cached, saved and compared in this form, so a stored plan has exactly the fields of the one that runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Record = TypeVar("Record")
 
 
 def to_data(value: Any) -> Any:
-    """What JSON can hold: of a dataclass, its fields. Equal values give equal data.
+    """Convert a value to JSON data: a dataclass becomes a dictionary of its fields. Equal values give equal data.
 
     Raises:
-        TypeError: there is something in it that is no data.
+        TypeError: the value contains an object that has no JSON form.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_data(getattr(value, name)) for name in _stored(type(value))}
@@ -32,7 +32,7 @@ def to_data(value: Any) -> Any:
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        # JSON's keys are text. The order is that of the mapping: a schedule is one.
+        # A list of pairs: JSON's keys are text only, and the order of a mapping counts (a schedule is one).
         return [[to_data(key), to_data(item)] for key, item in value.items()]
     if isinstance(value, frozenset):
         return sorted(map(to_data, value))
@@ -44,14 +44,14 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(kind: type[Record], data: Any, **missing: Any) -> Record:
-    """What ``to_data`` has made data of, or a typed dictionary.
+    """Rebuild a dataclass or a typed dictionary from what ``to_data`` returned.
 
     Args:
-        kind: its class.
-        missing: the fields that are not stored (``graph`` of a ProgramPlan).
+        kind: the class to build.
+        missing: values of the fields that are not stored (``graph`` of a ProgramPlan).
 
     Raises:
-        TypeError, ValueError, KeyError: the data is nothing of this kind.
+        TypeError, ValueError, KeyError: the data does not fit the class.
     """
     return typing.cast(Record, _record(kind, data, **missing))
 
@@ -61,10 +61,10 @@ Reader = Callable[[Any], Any]
 
 @functools.cache
 def _reader(kind: Any) -> Reader:
-    """What makes a value of a type of what JSON holds. Types are looked at once: a plan has thousands of values."""
+    """The function that converts JSON data to a type. Cached by type: a plan has thousands of values."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        (only,) = [_reader(one) for one in inner if one is not type(None)]
+        (only,) = [_reader(member) for member in inner if member is not type(None)]
         return lambda value: None if value is None else only(value)
     if kind is Any:
         return lambda value: value
@@ -75,35 +75,35 @@ def _reader(kind: Any) -> Reader:
     if kind is torch.device or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         return typing.cast(Reader, kind)
     if origin is dict:
-        item_of = _reader(inner[1])
-        return lambda value: {key: item_of(item) for key, item in _mapping(value).items()}
+        read_item = _reader(inner[1])
+        return lambda value: {key: read_item(item) for key, item in _mapping(value).items()}
     if origin is not None and issubclass(origin, Mapping):
-        key_of, item_of = map(_reader, inner)
-        return lambda value: {key_of(key): item_of(item) for key, item in value}
+        read_key, read_item = map(_reader, inner)
+        return lambda value: {read_key(key): read_item(item) for key, item in value}
     if origin in (frozenset, list) or (origin is tuple and inner[-1] is Ellipsis):
-        item_of = _reader(inner[0])
-        return lambda value: origin(map(item_of, value))
+        read_item = _reader(inner[0])
+        return lambda value: origin(map(read_item, value))
     if origin is tuple:
         readers = tuple(map(_reader, inner))
-        return lambda value: tuple(of(item) for of, item in zip(readers, value, strict=True))
+        return lambda value: tuple(read(item) for read, item in zip(readers, value, strict=True))
     return functools.partial(_atom, kind)
 
 
 def _record(kind: Any, value: Any, **missing: Any) -> Any:
-    """A dataclass has its fields and no others; a typed dictionary may have other keys, which are left out."""
-    known, value, found = _stored(kind), _mapping(value), {}
-    wrong = [f"without {name}" for name, (_, needed) in known.items() if needed and name not in value]
+    """Build a record. Unknown keys are an error for a dataclass, and are ignored for a typed dictionary."""
+    fields, value, arguments = _stored(kind), _mapping(value), {}
+    wrong = [f"without {name}" for name, (_, needed) in fields.items() if needed and name not in value]
     if dataclasses.is_dataclass(kind):
-        wrong += [f"with {name}" for name in value if name not in known]
+        wrong += [f"with {name}" for name in value if name not in fields]
     if wrong:
         raise ValueError(f"a {getattr(kind, '__name__', kind)} {', '.join(wrong)}")
-    for name, (of, _) in known.items():
+    for name, (read, _) in fields.items():
         try:
             if name in value:
-                found[name] = of(value[name])
+                arguments[name] = read(value[name])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from error
-    return kind(**found, **missing)
+    return kind(**arguments, **missing)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -120,8 +120,8 @@ def _atom(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def _stored(kind: Any) -> dict[str, tuple[Reader, bool]]:
-    """The fields that are stored: what reads each, and whether it has to be there."""
+    """The stored fields of a record by name: the reader of each, and whether it is required."""
     types_of = typing.get_type_hints(kind, include_extras=True)
     if dataclasses.is_dataclass(kind):
         types_of = {f.name: types_of[f.name] for f in dataclasses.fields(kind) if f.metadata.get("stored", True)}
-    return {name: (_reader(of), typing.get_origin(of) is not NotRequired) for name, of in types_of.items()}
+    return {name: (_reader(hint), typing.get_origin(hint) is not NotRequired) for name, hint in types_of.items()}

@@ -1,0 +1,227 @@
+"""What ``fxwrap.load`` returns: the methods of a saved program, which run in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import sympy
+import torch
+
+from ..codegen.torch_runtime import autocast_enabled, torch_functions, without_autocast
+from ..errors import InputError, StorageError
+from ..graphs.program import Program
+from ..graphs.replay.overlaps import MutatedInputs
+from ..host_graph.nodes import output_values
+from ..plan import ProgramPlan
+from .signature import Checker, Look, NumberInput, Signature, TensorInput
+from .stored_tensors import FrozenWeights
+from .structure import LEAF, flatten, unflatten, with_classes
+from .tensors import same_memory, without_repeats
+
+if TYPE_CHECKING:
+    from ..api.report import Explanation
+
+
+class _Loaded:
+    """Base of loaded objects, which cannot be copied: their kernels and recordings exist in this process alone."""
+
+    def __reduce__(self) -> NoReturn:
+        raise StorageError(
+            "a loaded program cannot be copied or pickled",
+            expected="the file itself, which any process can load",
+            remedy="load the file again: fxwrap.load(path, trust=True)",
+        )
+
+
+class LoadedMethod(_Loaded):
+    """One method of a saved program: ``method(*args, **kwargs)``. It computes no gradients.
+
+    Attributes:
+        signature: what the method takes; print it.
+        weights: parameters and buffers by their names in the method's module.
+    """
+
+    def __init__(self, signature: Signature, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
+        self.signature, self.program, self.weights = signature, program, dict(weights)
+        self._weights = list(self.weights.values())
+        functions = torch_functions()
+        self._check = Checker(signature, functions.layout_check)
+        passed = [place for place, expected in enumerate(signature.inputs) if not _compiled_in(expected)]
+        self._passed = passed if len(passed) < len(signature.inputs) else None
+        mutated = MutatedInputs.of(program.plan, functions.overlap)
+        self._mutated = mutated.with_static(self._weights, range(len(self._weights))) if mutated else None
+        self._unshared = set[tuple[Any, ...]]()  # layouts and addresses of inputs that were found to share no memory
+        args, kwargs = signature.arguments["tuple"]
+        # Number of arguments if all are positional and none is nested: then they need no flattening; else -1.
+        self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
+        self._single = signature.results == LEAF
+        self._results = with_classes(signature.results)
+        self._constant = _constant_results(program.plan)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == self._plain and not kwargs:
+            inputs = list(args)
+        else:
+            inputs = list(flatten(self.signature.arguments, (args, kwargs)))
+        return self.call_flat(inputs)
+
+    def call_flat(self, inputs: list[Any]) -> Any:
+        """Call the method with its inputs as a flat list, in the order of the signature."""
+        look = self._check(inputs)
+        if self._passed is not None:
+            inputs = [inputs[place] for place in self._passed]
+        values = self._weights + inputs
+        if self._mutated is not None:
+            self._check_apart(self._mutated, values, look)
+        if autocast_enabled():
+            # Under autocast, operators would take and return other dtypes than those that memory is planned for.
+            with without_autocast():
+                results = self.program.run(values)
+        else:
+            results = self.program.run(values)
+        if self._constant:
+            results = _with_copies(results, self._constant)
+        if self._single:
+            return results
+        return unflatten(self._results, iter(results if isinstance(results, (list, tuple)) else [results]))
+
+    def _check_apart(self, mutated: MutatedInputs, values: list[Any], look: Look | None) -> None:
+        """Check that no tensor that is written shares memory with an input: AOTAutograd assumes so.
+
+        Raises:
+            InputError: one does.
+        """
+        addresses = (look, *[values[place].data_ptr() for place, _ in mutated.moving])
+        if look is not None and addresses in self._unshared:
+            return
+        if mutated.are_apart(values):
+            if len(self._unshared) >= _MAX_ADDRESSES:
+                self._unshared.clear()
+            if look is not None:
+                self._unshared.add(addresses)
+            return
+        facts, nodes = self.program.plan.facts, self.program.plan.placeholders
+        inputs = [expected.name for expected in self.signature.inputs if not _compiled_in(expected)]
+        names = [*self.weights, *inputs]
+        written = facts.all_written()
+        of_written = [name for name, node in zip(names, nodes, strict=True) if facts.of(node) & written]
+        raise InputError(
+            f"call of {self.signature.method}, which writes to {', '.join(of_written)}",
+            expected="other inputs with other memory",
+            got="an input that shares memory with one that is written",
+            remedy="pass a clone of one of them",
+        )
+
+
+# How many combinations of addresses a method remembers. Allocators return the same few addresses repeatedly.
+_MAX_ADDRESSES = 64
+
+
+def _compiled_in(expected: TensorInput | NumberInput) -> bool:
+    return isinstance(expected, NumberInput) and not isinstance(expected.value, sympy.Basic)
+
+
+def _constant_results(plan: ProgramPlan) -> list[int]:
+    """Positions of results that freezing has computed: they lie in the memory of constants."""
+    gm, facts = plan.graph, plan.facts
+    held = [n for n in gm.graph.find_nodes(op="get_attr") if isinstance(getattr(gm, str(n.target)), torch.Tensor)]
+    constants, results = facts.behind(held), output_values(gm)
+    return [n for n, value in enumerate(results) if isinstance(value, torch.fx.Node) and facts.of(value) & constants]
+
+
+def _with_copies(results: Any, places: Sequence[int]) -> Any:
+    """Copy results that lie in constants: otherwise the next call would return what the caller writes to them."""
+    if not isinstance(results, (list, tuple)):
+        return results.clone()
+    copied = list(results)
+    for place in places:
+        copied[place] = copied[place].clone()
+    return copied
+
+
+class LoadedProgram(_Loaded):
+    """The methods of a saved program: ``program["decode"](x)``, or ``program.decode(x)``.
+
+    Attributes:
+        methods: the signatures of the methods, by name.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, LoadedMethod],
+        weights: Mapping[str, torch.Tensor],
+        names: Mapping[str, str],
+        frozen: FrozenWeights,
+    ) -> None:
+        self._methods, self._weights, self._names = dict(methods), dict(weights), dict(names)
+        self._frozen = frozen
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of all methods, each once.
+
+        The key is the name in the method's module, or ``method.name`` if another weight of an earlier method has it.
+        """
+        return dict(self._weights)
+
+    @property
+    def methods(self) -> Mapping[str, Signature]:
+        return {name: method.signature for name, method in self._methods.items()}
+
+    def __getitem__(self, name: str) -> LoadedMethod:
+        try:
+            return self._methods[name]
+        except KeyError:
+            raise InputError("no such method", expected=", ".join(self._methods), got=repr(name)) from None
+
+    def __getattr__(self, name: str) -> LoadedMethod:
+        methods = self.__dict__.get("_methods", {})
+        if name in methods:
+            return methods[name]  # type: ignore[no-any-return]
+        raise AttributeError(f"a saved program has no method {name!r}: it has {', '.join(methods)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._methods)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy new values to weights. Recordings stay valid.
+
+        Args:
+            weights: new values by name; a tied weight has several names, and any of them will do.
+
+        Raises:
+            StorageError: a name is unknown, a shape differs, or one weight gets two values; then nothing was copied.
+        """
+        values: dict[str, torch.Tensor] = {}
+        for name, value in weights.items():
+            self._frozen.check(name, self._names.get(name))
+            if name not in self._names:
+                raise StorageError(
+                    f"weight {name!r}", expected=f"one of {', '.join(self._weights)}", got="a name of none"
+                )
+            if not isinstance(value, torch.Tensor):
+                raise StorageError(f"weight {name!r}", expected="a tensor", got=type(value).__name__)
+            weight = self._weights[self._names[name]]
+            sizes = str(tuple(weight.size())), str(tuple(value.size()))
+            if sizes[0] != sizes[1]:
+                raise StorageError(f"weight {name!r}", expected=sizes[0], got=sizes[1])
+            once = without_repeats(value, weight.stride())
+            if once.size() != value.size() and not torch.equal(once.expand_as(value), value):
+                raise StorageError(
+                    f"weight {name!r}", expected=f"values that repeat: strides are {weight.stride()}", got="others"
+                )
+            if not same_memory(values.setdefault(self._names[name], value), value):
+                raise StorageError(
+                    f"weight {self._names[name]!r}", expected="one tensor", got=f"another one as {name!r}"
+                )
+        with torch.no_grad():
+            for name, value in values.items():
+                weight = self._weights[name]
+                without_repeats(weight).copy_(without_repeats(value, weight.stride()))
+
+    def explain(self) -> Explanation:
+        """The decisions about all methods, as ``fxwrap.explain`` shows them."""
+        from ..api.report import Explanation
+
+        return Explanation([method.program for method in self._methods.values()])
