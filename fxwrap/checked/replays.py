@@ -118,7 +118,7 @@ GATE = Gate()
 
 def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
     """The same schedule with a partition for each step; and the partition of each step, by the node that tells it."""
-    found, where, compiled = list[Partition](), dict[Node, int](), {}
+    partitions, where, compiled = list[Partition](), dict[Node, int](), {}
     for partition in plan.partitions:
         groups: list[list[Node]] = []
         for node in plan.work_in(partition):
@@ -127,12 +127,12 @@ def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
             else:
                 groups.append([node])
         for group in groups:
-            names, index = tuple(node.name for node in group), len(found)
+            names, index = tuple(node.name for node in group), len(partitions)
             where[group[-1] if partition.index in plan.compiled else group[0]] = index
             if partition.index in plan.compiled:
                 compiled[index] = plan.compiled[partition.index]
-            found.append(dataclasses.replace(partition, index=index, nodes=names))
-    cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(found))
+            partitions.append(dataclasses.replace(partition, index=index, nodes=names))
+    cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(partitions))
     return dataclasses.replace(plan, cut=cut, compiled=compiled), where
 
 
@@ -263,7 +263,7 @@ def locate(
             walk = Walk(plan, planned.symbol_values, twins, OwnMemory())
             steps = _Stepwise(builder, made, where, inputs)
             steps.start(walk)
-            found = first_difference(walk, steps, plan.device)
-        return (walk, found) if found is not None else None
+            difference = first_difference(walk, steps, plan.device)
+        return (walk, difference) if difference is not None else None
     finally:
         made.end("it was made to find where a replay goes wrong")

@@ -30,7 +30,7 @@ from .copies import all_bytes, bytes_of
 
 # Bytes before and after each storage: a multiple of every alignment.
 _GUARD = 512
-# What lies in memory that nobody has written: as floating numbers NaN, or small ones.
+# Bytes of uninitialised memory: as floating-point numbers NaN, or small numbers.
 NAN, ODD = 0xFF, 0xAB
 
 
@@ -38,7 +38,7 @@ class Memory(Protocol):
     """Where storages lie in a walk.
 
     Attributes:
-        fill: what lies in memory that nobody has written: a byte.
+        fill: the byte in uninitialised memory.
     """
 
     fill: int
@@ -59,7 +59,7 @@ class Walk:
         for step, node in enumerate(walk.schedule):
             walk.begin(step)
             walk.run(step)
-            walk.end(step)         # lets go of what nobody reads any more
+            walk.end(step)         # drops values that no later step reads
         walk.outputs()
 
     Attributes:
@@ -116,7 +116,7 @@ class Walk:
 
     def changes(self, node: Node) -> frozenset[int]:
         """Storages that a step writes or makes."""
-        return frozenset().union(*(self.facts.writes(one) | self.facts.of(one) for one in self.nodes_of(node)))
+        return frozenset().union(*(self.facts.writes(work) | self.facts.of(work) for work in self.nodes_of(node)))
 
     def begin(self, step: int) -> None:
         self.memory.begin(self, step)
@@ -156,17 +156,17 @@ class Walk:
         self.memory.end(self, step)
 
     def ending(self, step: int) -> Sequence[int]:
-        """Storages that nobody names after a step."""
+        """Storages that no later step names."""
         return self._ending.get(step, ())
 
     def finish(self) -> list[int]:
-        """Let go of everything that is left; returns the storages that are live all the same."""
+        """Drop all values; returns the storages that are live nevertheless."""
         self.values.clear()
         self.memory.end(self, self.end_step)
         for again in (False, True):
-            kept = [index for index, seen in self._seen.items() if not all(one.expired() for one in seen)]
+            kept = [index for index, seen in self._seen.items() if not all(reference.expired() for reference in seen)]
             if kept and not again:
-                gc.collect()  # a cycle of Python's objects has them, perhaps
+                gc.collect()  # a cycle of Python objects may hold them
         return kept
 
     def _call(self, node: Node, call: Callable[..., Any] | None = None) -> Any:
@@ -281,9 +281,9 @@ class OwnMemory:
 
 
 class PlannedMemory:
-    """Storages lie where a memory plan says, in memory that is nobody else's.
+    """Storages lie where a memory plan says, in memory of its own.
 
-    What is not alive is filled with what nobody has written.
+    Bytes without a live storage hold ``fill``.
     """
 
     def __init__(self, plan: MemoryPlan, fill: int = ODD) -> None:
@@ -321,7 +321,7 @@ class PlannedMemory:
         return storage[place.offset : place.offset + nbytes]  # type: ignore[return-value]
 
     def begin(self, walk: Walk, step: int) -> None:
-        """What comes to life now holds nothing that anybody has written."""
+        """Fill storages whose life begins at this step, as uninitialised memory."""
         for index in walk.named(walk.schedule[step]):
             if walk.first[index] == step and self._is_planned(walk, index):
                 self._poison(walk, index)
@@ -362,7 +362,7 @@ class PlannedMemory:
 
 
 def may_keep(walk: Walk, index: int) -> list[Node]:
-    """The operators that were given a storage, or made it, and of which nobody knows whether they keep it."""
+    """The operators that got or made a storage, and that may keep a reference to it."""
     nodes = [node for step in walk.schedule for node in walk.nodes_of(step)]
     given = [node for node in nodes if index in walk.facts.touched(node) | walk.facts.of(node)]
     return [node for node in given if not only_computes(node)]

@@ -318,7 +318,7 @@ def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryDat
 
 def graph_data(program: Program) -> GraphData:
     """The data of a program in its present state. Its plan is read once, because other threads may run it."""
-    plan, planned, memory = program.plan, program.recorder.newest_planned, program.newest_plan
+    plan, planned, memory = program.plan, program.recorder.newest_sized, program.newest_plan
     return {
         "name": program.name,
         "phase": plan.phase,

@@ -135,7 +135,7 @@ class LivenessGuard:
         self._free = list(map(min, others, self._free))
         return others == self._free
 
-    def in_the_way(self) -> list[OutputStorage]:
+    def live_of_others(self) -> list[OutputStorage]:
         """The live outputs of other recordings. Call ``all_dead`` first."""
         counts = self._counts()[len(self._own.outputs) :]
         return [output for output, count, free in zip(self._near, counts, self._free, strict=True) if count > free]
