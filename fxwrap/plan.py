@@ -81,7 +81,10 @@ class Storage:
         Args:
             maker: the node that makes the storage.
         """
-        value = maker.meta.get("val")
+        return self.result_in(maker.meta.get("val"))  # type: ignore[return-value]
+
+    def result_in(self, value: object) -> object:
+        """The result in this storage, of a node that returned ``value``; None if there is none."""
         if self.element is None or not isinstance(value, (tuple, list)):
             return value
         return value[self.element] if self.element < len(value) else None

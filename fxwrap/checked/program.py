@@ -32,7 +32,7 @@ from ..plan import Origin
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference
 from .operators import check_operators
-from .replays import GATE, alone_with, check_steps, locate
+from .replays import GATE, alone_with, check_steps, first_user, locate
 from .through import through_capture
 from .walk import OwnMemory, Walk
 
@@ -273,7 +273,7 @@ class _Check:
                 raise CheckError(
                     f"{self._program.name}: a replay takes input {position} ({node.name}) to lie where it once lay",
                     fault="input baked in",
-                    operator=_first_reader(self._program, node),
+                    operator=first_user(self._program.plan, node),
                     expected="an input that has moved to be noticed",
                     got="a call with it elsewhere would be replayed on the memory that it had",
                     remedy="this is a bug of fxwrap: please report it",
@@ -420,12 +420,6 @@ def _last_writer(program: Program, node: Node | None) -> Node | None:
     storages = facts.of(node)
     work = reversed(program.plan.schedule)
     return next((other for other in work if (facts.writes(other) | facts.of(other)) & storages), None)
-
-
-def _first_reader(program: Program, node: Node) -> str:
-    facts = program.plan.facts
-    readers = (other for other in program.plan.schedule if facts.touched(other) & facts.of(node))
-    return next(map(operator_name, readers), "")
 
 
 def _several(value: Any) -> Sequence[Any]:

@@ -168,15 +168,20 @@ def check_steps(recording: Recording) -> None:
     ):
         for position in sorted(forgotten):
             node = plan.placeholders[position]
-            touched = (n for n in plan.schedule if plan.facts.touched(n) & plan.facts.of(node))
             raise CheckError(
                 f"{request.name}: a replay leaves out the copy of input {position} ({node.name})",
                 fault=fault,
-                operator=next(map(operator_name, touched), ""),
+                operator=first_user(plan, node),
                 expected="a copy at every call",
                 got="none",
                 remedy=remedy,
             )
+
+
+def first_user(plan: ProgramPlan, node: Node) -> str:
+    """The name of the first operator that reads or writes the memory of a node's value; empty if there is none."""
+    facts = plan.facts
+    return next((operator_name(other) for other in plan.schedule if facts.touched(other) & facts.of(node)), "")
 
 
 def _registers_in(replay: Replay, name: str) -> set[int]:
@@ -231,9 +236,7 @@ class _Stepwise:
             value = self._inputs[self.plan.placeholders.index(maker)]
         if value is None and maker in self._builder.registers.by_node:
             value = self._replay.registers[self._builder.registers.by_node[maker]]
-        if storage.element is not None and isinstance(value, (tuple, list)):
-            value = value[storage.element] if storage.element < len(value) else None
-        return [t for t in tensors_in(value) if t.numel() and t.untyped_storage().nbytes()]
+        return [t for t in tensors_in(storage.result_in(value)) if t.numel() and t.untyped_storage().nbytes()]
 
 
 def locate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -34,23 +34,6 @@ _GUARD = 512
 NAN, ODD = 0xFF, 0xAB
 
 
-class Memory(Protocol):
-    """Where storages lie in a walk.
-
-    Attributes:
-        fill: the byte in uninitialised memory.
-    """
-
-    fill: int
-
-    def allocate(self, walk: Walk, index: int, nbytes: int) -> torch.UntypedStorage:
-        """Memory of a storage."""
-
-    def begin(self, walk: Walk, step: int) -> None: ...
-
-    def end(self, walk: Walk, step: int) -> None: ...
-
-
 class Walk:
     """One run of the schedule, on inputs that are its own.
 
@@ -68,7 +51,7 @@ class Walk:
     """
 
     def __init__(
-        self, plan: ProgramPlan, symbol_values: Mapping[Node, Any], inputs: list[Any], memory: Memory
+        self, plan: ProgramPlan, symbol_values: Mapping[Node, Any], inputs: list[Any], memory: OwnMemory
     ) -> None:
         self.plan, self.facts, self.memory = plan, plan.facts, memory
         self.placeholders = plan.placeholders
@@ -209,12 +192,8 @@ class Walk:
         return tensor_over(storage, tuple(size), tuple(stride), options["dtype"])
 
     def tensors(self, index: int) -> list[torch.Tensor]:
-        """What stands for a storage now; nothing if it is not there."""
-        storage = self.facts.storages[index]
-        maker = self.plan.maker(index)
-        value = self.values.get(maker)
-        if storage.element is not None and isinstance(value, (tuple, list)):
-            value = value[storage.element] if storage.element < len(value) else None
+        """The tensors over a storage now; empty if it has no value."""
+        value = self.facts.storages[index].result_in(self.values.get(self.plan.maker(index)))
         return [tensor for tensor in tensors_in(value) if tensor.numel()]
 
     def device_of(self, index: int) -> torch.device:
@@ -250,7 +229,11 @@ def guards_changed(whole: torch.Tensor) -> str:
 
 
 class OwnMemory:
-    """Each storage has memory of its own, with guards around it."""
+    """The memory of a walk: each storage has memory of its own, with guards around it.
+
+    Args:
+        fill: the byte in uninitialised memory.
+    """
 
     def __init__(self, fill: int = NAN) -> None:
         self.fill = fill
@@ -261,7 +244,7 @@ class OwnMemory:
         return storage
 
     def begin(self, walk: Walk, step: int) -> None:
-        """Memory is there when it is asked for."""
+        """Called before a step; memory is allocated when it is needed."""
 
     def end(self, walk: Walk, step: int) -> None:
         node = walk.schedule[step] if step < walk.end_step else None
@@ -280,16 +263,13 @@ class OwnMemory:
             self._blocks.pop(index, None)
 
 
-class PlannedMemory:
-    """Storages lie where a memory plan says, in memory of its own.
+class PlannedMemory(OwnMemory):
+    """Storages lie where a memory plan says, in memory of its own. Bytes without a live storage hold ``ODD``."""
 
-    Bytes without a live storage hold ``fill``.
-    """
-
-    def __init__(self, plan: MemoryPlan, fill: int = ODD) -> None:
-        self.fill, self.plan = fill, plan
-        self._blocks: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
-        self._own: dict[int, torch.Tensor] = {}
+    def __init__(self, plan: MemoryPlan) -> None:
+        super().__init__(ODD)
+        self.plan = plan
+        self._regions: dict[int, torch.UntypedStorage] = {}
 
     def lay_out(self, walk: Walk) -> None:
         """Have inputs that have a static buffer lie there, and results of operators in their places."""
@@ -310,15 +290,13 @@ class PlannedMemory:
     def allocate(self, walk: Walk, index: int, nbytes: int) -> torch.UntypedStorage:
         place = self.plan.places[index]
         if place.home is not Home.REGION:
-            self._own[index], storage = block(nbytes, walk.device_of(index), self.fill)
-            return storage
+            return super().allocate(walk, index, nbytes)
         region = self.plan.regions[place.region]
-        if place.region not in self._blocks:
-            self._blocks[place.region] = block(region.size, region.device, self.fill)
-        _, storage = self._blocks[place.region]
+        if place.region not in self._regions:
+            _, self._regions[place.region] = block(region.size, region.device, self.fill)
         if not nbytes:
             return torch.UntypedStorage(0, device=region.device)
-        return storage[place.offset : place.offset + nbytes]  # type: ignore[return-value]
+        return self._regions[place.region][place.offset : place.offset + nbytes]  # type: ignore[return-value]
 
     def begin(self, walk: Walk, step: int) -> None:
         """Fill storages whose life begins at this step, as uninitialised memory."""

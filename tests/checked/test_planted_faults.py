@@ -428,7 +428,7 @@ def test_a_parameter_is_copied_when_it_is_recorded(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, own_arenas: Any, where: Any
 ) -> None:
     """An optimizer that updates it in place is not seen by replays."""
-    monkeypatch.setattr(Layout, "_without_holding", lambda self, value: value.detach().clone())
+    monkeypatch.setattr(Layout, "_unowned", lambda self, value: value.detach().clone())
     with where():
         error = fault_in(compiled(torch.nn.Linear(8, 8), **CHECKED), x, calls=2)
     assert error.fault == "input baked in" and "aten::addmm" in error.operator

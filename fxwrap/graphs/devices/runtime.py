@@ -182,8 +182,10 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
 
 def freezes_addresses(device: torch.device) -> bool:
     """Whether device graphs of a device freeze addresses; False if it has no device graph."""
-    runtime = _runtime_if_any(device)
-    return runtime is not None and runtime.frozen_addresses
+    try:
+        return runtime_for(device).frozen_addresses
+    except CaptureError:
+        return False
 
 
 def capture_check(device: torch.device) -> Callable[[], bool]:
@@ -194,13 +196,6 @@ def capture_check(device: torch.device) -> Callable[[], bool]:
     if device.type == "cpu":
         return lambda: capturing_graph() is not None
     return getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
-
-
-def _runtime_if_any(device: torch.device) -> DeviceRuntime | None:
-    try:
-        return runtime_for(device)
-    except CaptureError:
-        return None
 
 
 @contextlib.contextmanager
@@ -239,10 +234,7 @@ def _candidates(device: torch.device, support: DeviceSupport) -> Iterator[tuple[
         return
     unified = getattr(torch.accelerator, "Graph", None)
     if unified is not None:
-        yield (
-            "torch.accelerator.Graph",
-            lambda pool: unified(pool=pool, capture_error_mode="thread_local"),
-        )
+        yield "torch.accelerator.Graph", lambda pool: unified(pool=pool, capture_error_mode="thread_local")
     if device.type == "cuda":
         yield "torch.cuda.CUDAGraph", CUDAGraphAdapter
     if device.type == "xpu" and hasattr(torch.xpu, "XPUGraph"):

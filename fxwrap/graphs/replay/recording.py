@@ -19,7 +19,7 @@ from ...host_graph.tensors import tensors_in
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import DeviceRuntime, GraphPool
 from ..memory.arenas import Arena
-from ..memory.live_outputs import LivenessGuard, OutputStorage, SharedMemory, WatchedOutputs
+from ..memory.live_outputs import LivenessGuard, OutputStorage, WatchedOutputs
 from ..memory.locks import LockOwner, TryLock
 from ..memory.memory_provider import RecordingMemory
 from ..memory.regions import Regions
@@ -170,9 +170,7 @@ class Recording:
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
         self._watched_outputs = WatchedOutputs(outputs, counter, handed_out)
         plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
-        footprints: dict[SharedMemory, Sequence[tuple[int, int]]] = {
-            arena: memory.footprint(plan) if plan is not None else () for arena, plan in plans.items()
-        }
+        footprints = {arena: memory.footprint(plan) if plan is not None else [] for arena, plan in plans.items()}
         donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
         self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
         unplanned = tensors_in(self._resources.kept)
