@@ -19,9 +19,7 @@ class Run(Protocol):
     """A run of a program's steps that is compared with a ``Walk``."""
 
     def begin(self, step: int) -> None: ...
-
     def run(self, step: int) -> None: ...
-
     def end(self, step: int) -> None: ...
 
     def tensors(self, index: int) -> list[torch.Tensor]:

@@ -216,7 +216,7 @@ class _Stepwise:
             part.run(replay.registers)
 
     def begin(self, step: int) -> None:
-        """Memory comes with the step that needs it."""
+        """Does nothing: the recording holds its memory."""
 
     def run(self, step: int) -> None:
         index = self._where.get(self._schedule[step])
@@ -224,7 +224,7 @@ class _Stepwise:
             part.run(self._replay.registers)
 
     def end(self, step: int) -> None:
-        """... and goes with the last."""
+        """Does nothing."""
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         storage, maker = self._facts.storages[index], self.plan.maker(index)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from torch.fx import Node
 
 from ..graphs.program import Program
 from ..host_graph.nodes import output_values, user_line
+from ..host_graph.typed_json import to_data
 from ..packing import Buffer, plan_memory
 from ..passes.memory.planner import predict_memory
 from ..passes.memory.requirements import Requirements
@@ -157,17 +158,7 @@ def memory_data(program: Program, plan: ProgramPlan, planned: SizedProgram | Non
         ],
         "regions": len(shared := [region for region in memory.regions if not region.arena]),
         "region_bytes": sum(region.size for region in shared),
-        "predicted": [
-            {
-                "device": str(prediction.device),
-                "arena": prediction.arena,
-                "operators": prediction.operators,
-                "outside": prediction.outside,
-                "outputs": prediction.outputs,
-                "total": prediction.total,
-            }
-            for prediction in predictions(program)
-        ],
+        "predicted": [cast(PredictionData, {**to_data(p), "total": p.total}) for p in predictions(program)],
         "predicted_with": predicted_with,
         "static_input_bytes": estimate.static_inputs if estimate is not None else 0,
         "steps": len(plan.schedule),

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..graphs.replay.lowering import PYTHON
-from .document import BenefitData, Document, DynamoData, GraphData, PartitionData, short_line
+from ..plan import CaptureBenefit
+from .document import Document, DynamoData, GraphData, PartitionData, short_line
 from .memory_map import MemoryData
 
 _WIDTH = 118
@@ -89,14 +90,11 @@ def _graph(number: int, graph: GraphData) -> RenderableType:
 def _partitions(partitions: Sequence[PartitionData]) -> Table:
     table = Table("partition", "verdict", "launches", "extern calls", "reason", box=None, pad_edge=False)
     for p in partitions:
-        reason = p["reason"] or (f"estimate: {_benefit(p['benefit_us'])}" if p["benefit_us"] is not None else "-")
+        reason = p["reason"] or (
+            f"estimate: {CaptureBenefit(**p['benefit_us'])}" if p["benefit_us"] is not None else "-"
+        )
         table.add_row(str(p["index"]), p["verdict"], str(p["launches"]), str(p["extern_calls"]), Text(reason))
     return table
-
-
-def _benefit(benefit: BenefitData) -> str:
-    costs = f"{benefit['replay']:.0f} us of replay and {benefit['copies']:.0f} us of copies"
-    return f"saves {benefit['saved']:.0f} us of calls for {costs}"
 
 
 def _cut(graph: GraphData) -> list[Text]:
