@@ -75,15 +75,11 @@ class PartitionFunction(Protocol):
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """Everything besides the graph that compiling needs: options, and AOTAutograd's facts of inputs and outputs.
+    """Everything besides the graph that compiling needs.
 
     Attributes:
         torch: private functions of torch that the running program needs.
-        static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
-        donated: positions of inputs that AOTAutograd lets a backward graph overwrite.
-        saved: AOTAutograd's names of the outputs that only backward gets, by output position.
-        inputs: AOTAutograd's names of the inputs.
-        phase: "inference", "forward" or "backward".
+        static_inputs, donated, saved, inputs, phase: AOTAutograd's facts of inputs and outputs; see ``ProgramPlan``.
         compilation: collects the programs (see ``fxwrap.explain``).
         compile_partition: called with each partition; may return a callable that replaces it.
     """

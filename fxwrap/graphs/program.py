@@ -305,11 +305,7 @@ class Program:
             self.recorder.estimate(inputs, specialization)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
-        """Link this backward program to its forward.
-
-        Args:
-            inputs: names of this program's inputs, by the storage of the forward program that they are saved in.
-        """
+        """Link this backward program to its forward: see ``Recorder.follow``."""
         self.recorder.follow(forward.recorder, inputs)
 
     def _record(

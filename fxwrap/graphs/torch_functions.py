@@ -40,30 +40,9 @@ class Traces(Protocol):
 
 @dataclass(frozen=True)
 class TorchFunctions:
-    """
+    """The functions of ``codegen/torch_runtime.py``, which documents each under its name, and
+
     Attributes:
-        use_counter: ``(storages)``: makes a function that returns how many tensors and storage objects share each of
-            the storages.
-        pointer_check: ``(pointers, positions)``: makes a function that tells whether ``inputs[p]`` is at
-            ``pointers[p]`` for every ``p`` in ``positions``.
-        layout_check: ``(inputs, positions)``: makes a function that tells whether the tensors at these positions have
-            the same size, stride, dtype and device as now; False if in doubt.
-        overlap: whether two tensors over one storage share an element; True if in doubt.
-        storage_at: ``(address, device, bytes)``: a storage over memory that it does not own.
-        alive: the storage of a weak reference; None if it was freed.
-        lay_out: ``(tensor, size, stride, offset)``: a new tensor object over the same memory.
-        saved_tensors_hooks: whether this thread has hooks that pack saved tensors.
-        allocations: ``(function)``: the sizes that a function allocates on the CPU; None if they cannot be measured.
-        after_failed_capture: ``(device, pool)``: ends recording to a memory pool in which a capture has failed, and
-            releases it once.
-        free_workspaces: ``(stream)``: frees the workspaces that libraries keep for a stream, where torch can.
-        other_threads_wait: whether every other Python thread waits, so that none is about to issue work.
-        share_copies: makes a storage that is a slice of another send copies of itself to other processes.
-        below_autograd: makes a context in which operators skip autograd's layer of the dispatcher.
-        below_modes: ``(operator, *args, **kwargs)``: calls an operator; dispatch modes see only the operators that it
-            calls.
-        without_modes: makes a context without dispatch modes (as tracing uses them).
-        profiling: whether a profiler is on; asked at every call that no unit runs.
         traces: makes the ``Traces`` of a program, by the program's name.
         native: the helper library of native replay; otherwise why it is not available, empty if it is switched off.
     """

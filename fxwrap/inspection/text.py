@@ -24,11 +24,7 @@ _AT_PEAK, _RECORDINGS = 5, 10
 
 def text_of(document: Document) -> str:
     file = io.StringIO()
-    print_document(document, Console(file=file, width=_WIDTH, color_system=None, highlight=False))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-def print_document(document: Document, console: Console) -> None:
+    console = Console(file=file, width=_WIDTH, color_system=None, highlight=False)
     if not document["graphs"] and not document["fallbacks"]:
         console.print(Text(nothing_compiled(document["dynamo"])))
     for number, graph in enumerate(document["graphs"]):
@@ -47,6 +43,7 @@ def print_document(document: Document, console: Console) -> None:
         console.print(Text(f"{took}, allocated at one time at most {peaks}" if peaks else took))
     for limit in document["limits"]:
         console.print(Text(f"limit of this report: {limit}"))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def nothing_compiled(dynamo: DynamoData) -> str:
