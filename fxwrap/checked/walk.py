@@ -314,11 +314,7 @@ class PlannedMemory(OwnMemory):
         storage = walk.facts.storages[index]
         if self.plan.places[index].home is not Home.REGION:
             return False
-        return storage.origin is not Origin.INPUT or (inputs and not self._written(walk, index))
-
-    @staticmethod
-    def _written(walk: Walk, index: int) -> bool:
-        return any(index in storages for storages in walk.facts.written.values())
+        return storage.origin is not Origin.INPUT or (inputs and index not in walk.facts.all_written())
 
     def _poison(self, walk: Walk, index: int) -> None:
         nbytes = self.plan.sizes.get(index, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, cast
 
 from torch.fx import Node
@@ -281,16 +281,12 @@ def _peak_in_order_of_lines(planned: SizedProgram) -> int:
         for index in program.facts.of(node) | program.facts.touched(node):
             last[index] = number
     changes = Counter[int]()  # by twice the position, so that a storage ends after its last use
-    for index in _allocated(program, sizes):
+    for index in (i for i in sizes if program.facts.storages[i].origin is Origin.ALLOCATION):
         begin = position[program.maker(index)]
         changes[2 * begin] += sizes[index]
         if index not in handed_out:
             changes[2 * last.get(index, begin) + 1] -= sizes[index]
     return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
-
-
-def _allocated(program: ProgramPlan, sizes: Mapping[int, int]) -> Iterable[int]:
-    return (index for index in sizes if program.facts.storages[index].origin is Origin.ALLOCATION)
 
 
 def _copies(program: Program, planned: SizedProgram | None, memory: MemoryPlan) -> list[CopyData]:

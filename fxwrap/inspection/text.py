@@ -133,7 +133,9 @@ def _memory(graph: GraphData, memory: MemoryData) -> RenderableType:
     symbolic = {name: size for name, size in graph["sizes"].items() if not size.isdigit()}
     if symbolic:
         lines.append(f"bytes by shape: {', '.join(f'{name} {n}' for name, n in symbolic.items())}")
-    lines += [*_peak(memory), *_copies(memory), *_prediction(memory)]
+    lines += _peak(memory)
+    lines += [f"every replay copies {c['what']} {c['name']}: {c['bytes']:,} bytes" for c in memory["copies"]]
+    lines += _prediction(memory)
     return Group(table, *map(Text, lines))
 
 
@@ -147,10 +149,6 @@ def _peak(memory: MemoryData) -> list[str]:
         largest.append(f"{more} more")
     where = f" ({short_line(peak['user_line'])})" if peak["user_line"] else ""
     return [f"most is alive at {peak['node']}{where}: {', '.join(largest)}"]
-
-
-def _copies(memory: MemoryData) -> list[str]:
-    return [f"every replay copies {c['what']} {c['name']}: {c['bytes']:,} bytes" for c in memory["copies"]]
 
 
 def _prediction(memory: MemoryData) -> list[str]:

@@ -132,11 +132,6 @@ class RecordingBuilder:
         )
         return Recording(self.request, replay, resources, self.layout.static_addresses)
 
-    def _clear_arenas(self, why: str) -> None:
-        """End all recordings in the arenas, and drop the arenas' memory."""
-        for arena in self.request.arenas.values():
-            arena.clear(why)
-
     def _capture_all(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Capture every partition, and run it once. Returns the values that are the same at every call."""
         self._values[: self._inputs_end] = inputs
@@ -259,7 +254,8 @@ class RecordingBuilder:
         """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
         self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._parts, self._pools = [], [], []
-        self._clear_arenas(OUT_OF_MEMORY)
+        for arena in self.request.arenas.values():
+            arena.clear(OUT_OF_MEMORY)
 
     def _pool(self) -> GraphPool | None:
         """The pool that captures share. It belongs to an arena, and is used under the arena's lock."""
