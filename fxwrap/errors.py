@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class FxwrapError(Exception):
     """Base of all fxwrap errors.
@@ -95,3 +97,12 @@ class CheckError(FxwrapError):
             got=got,
             remedy=remedy,
         )
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, the error that caused it (for Dynamo's errors ``inner_exception``), and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        inner = getattr(cause, "inner_exception", None)
+        cause = inner if isinstance(inner, BaseException) else cause.__cause__

@@ -1,4 +1,4 @@
-"""The compiler's pipeline: the list of stages that make a program of a host graph.
+"""The pipeline: the stages that turn a host graph into a program, and memory planning.
 
 ::
 
@@ -7,8 +7,8 @@
     ProgramPlan at concrete sizes --memory--> MemoryPlan
 
 Each stage takes a frozen dataclass that an earlier one returns, so that a wrong order is a type error. ``Stages`` is
-the list. Analysis runs once for a graph. Partitioning runs again, without them, when the capture of operators fails.
-Memory planning runs for each set of sizes.
+the list. Analysis runs once for a graph. Partitioning runs again when the capture of an operator fails: then that
+operator is eager. Memory planning runs for each set of sizes.
 """
 
 from __future__ import annotations
@@ -68,22 +68,18 @@ log = logging.getLogger(__name__)
 
 
 class PartitionFunction(Protocol):
-    """What replaces a partition: takes the partition's inputs and returns its outputs, in order."""
+    """The replacement of a partition: it takes the partition's inputs and returns its outputs, in order."""
 
     def __call__(self, *inputs: object) -> Sequence[object]: ...
 
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What a host graph is compiled with: options, and what AOTAutograd says of its inputs and outputs.
+    """Everything besides the graph that compiling needs.
 
     Attributes:
-        torch: torch's private functions that the program needs when it runs.
-        static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
-        donated: positions of inputs that AOTAutograd lets a backward graph overwrite.
-        saved: AOTAutograd's names of the outputs that only backward gets, by output position.
-        inputs: AOTAutograd's names of the inputs.
-        phase: "inference", "forward" or "backward".
+        torch: private functions of torch that the running program needs.
+        static_inputs, donated, saved, inputs, phase: AOTAutograd's facts of inputs and outputs; see ``ProgramPlan``.
         compilation: collects the programs (see ``fxwrap.explain``).
         compile_partition: called with each partition; may return a callable that replaces it.
     """
@@ -99,7 +95,7 @@ class CompileRequest:
     compile_partition: Callable[[PartitionGraph], PartitionFunction | None] | None = None
 
 
-# -- what stages take and return ----------------------------------------------------------------------------------
+# -- inputs and results of stages -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -184,7 +180,7 @@ class Partitioned:
 
 @dataclass(frozen=True)
 class Sized:
-    """The input of memory planning: a program at concrete sizes, and what is planned around.
+    """The input of memory planning: a program at concrete sizes, and the bytes that are taken.
 
     Attributes:
         reserved: intervals of arenas that live outputs of other recordings occupy.
@@ -366,7 +362,7 @@ class Stages:
     memory: Stage[Sized, MemoryPlan] = Stage("memory", _plan_memory, _check_memory)
 
 
-# -- what runs them -------------------------------------------------------------------------------------------
+# -- running stages -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -427,7 +423,7 @@ def run_stage(stage: Stage[Before, After], before: Before, took: dict[str, tuple
     begin = time.perf_counter()
     after = stage.run(before)
     if after is None:
-        raise PipelineError(f"stage {stage.name!r} returns nothing", expected="what the next stage takes")
+        raise PipelineError(f"stage {stage.name!r} returns nothing", expected="the input of the next stage")
     if stage.check is not None:
         stage.check(before, after)
     seconds = time.perf_counter() - begin

@@ -1,7 +1,7 @@
 """The plan of a program: what is captured, in which order work runs, and where every byte lies.
 
 The passes return these dataclasses, and ``graphs/record/recording_builder`` applies them. They are frozen data: nodes
-by name, storages by number, no functions and no tensors.
+by name, storages by index, no functions and no tensors.
 """
 
 from __future__ import annotations
@@ -76,12 +76,15 @@ class Storage:
     def value(self, maker: Node) -> torch.Tensor | None:
         """The fake tensor that the node returned in this storage when the graph was traced.
 
-        None if there is none: a loop has storages for what its body hands over, besides those of its results.
+        None if there is none: a loop has storages for the values between iterations, besides those of its results.
 
         Args:
             maker: the node that makes the storage.
         """
-        value = maker.meta.get("val")
+        return self.result_in(maker.meta.get("val"))  # type: ignore[return-value]
+
+    def result_in(self, value: object) -> object:
+        """The result in this storage, of a node that returned ``value``; None if there is none."""
         if self.element is None or not isinstance(value, (tuple, list)):
             return value
         return value[self.element] if self.element < len(value) else None

@@ -51,7 +51,8 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
     }
     alive = report()  # keeps all programs alive until the end, because their counters are compared
     recordings, ran = _recordings(), _calls()
-    with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=_type_of(devices)):
+    device_type = next((device.type for device in devices), "cuda")
+    with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
         for call in sorted(calls, key=_bytes, reverse=True):
             example = _Example(call)
             for _ in range(_CALLS):
@@ -141,7 +142,3 @@ def _with_marks(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
         copy = torch.nn.Parameter(copy, original.requires_grad)
     vars(copy).update({name: mark for name, mark in vars(original).items() if "static_input" not in name})
     return copy
-
-
-def _type_of(devices: set[torch.device]) -> str:
-    return next((device.type for device in devices), "cuda")

@@ -118,18 +118,15 @@ class Explanation:
         Raises:
             InputError: the data is no report, or is one of another version of fxwrap.
         """
-        return cls._of_document(checked(document))
-
-    @classmethod
-    def _of_document(cls, document: Document) -> Explanation:
-        explanation = cls([], Facts.from_document(document))
-        explanation._document = document
+        explanation = cls([])
+        explanation._document = checked(document)
+        explanation._about = Facts.from_document(explanation._document)
         return explanation
 
     @classmethod
     def load(cls, path: str | Path) -> Explanation:
         """Read a file that ``save`` has written. Raises InputError for any other file."""
-        return cls._of_document(read(Path(path)))
+        return cls.from_dict(read(Path(path)))
 
     @property
     def fallbacks(self) -> list[str]:

@@ -21,7 +21,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -309,7 +309,7 @@ def _answer(work: Callable[[], dict[str, Any]], writing: int, target: str) -> No
 
 def _described(error: BaseException, target: str) -> tuple[str, dict[str, str]]:
     """An error as the name of its class and its parts."""
-    for cause in _causes(error):
+    for cause in errors.causes(error):
         if isinstance(cause, FxwrapError):
             parts = {name: getattr(cause, name) for name in ("subject", "expected", "got", "remedy")}
             return type(cause).__name__, parts
@@ -327,14 +327,6 @@ def _described(error: BaseException, target: str) -> tuple[str, dict[str, str]]:
         "remedy": "the traceback of the process that compiled is this error's cause; without a target, "
         "fxwrap.explain tells whether it is a matter of the target",
     }
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        inner = getattr(cause, "inner_exception", None)
-        cause = inner if isinstance(inner, BaseException) else cause.__cause__
 
 
 def _rebuilt(kind: str, parts: dict[str, str]) -> FxwrapError:

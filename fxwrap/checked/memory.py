@@ -19,9 +19,7 @@ class Run(Protocol):
     """A run of a program's steps that is compared with a ``Walk``."""
 
     def begin(self, step: int) -> None: ...
-
     def run(self, step: int) -> None: ...
-
     def end(self, step: int) -> None: ...
 
     def tensors(self, index: int) -> list[torch.Tensor]:
@@ -123,13 +121,13 @@ def _raise(walk: Walk, planned: PlannedMemory, diff: Difference) -> None:
             "storages overlap",
             f"{storage.name} is overwritten before {_reader(walk, diff)} reads it"
             + (f", by {walk.facts.storages[by[0]].name}, which lies over it" if by is not None else ""),
-            expected="bytes that nobody else has until then",
+            expected="bytes that no other storage uses until then",
             got=diff.got,
             remedy="this is a bug of the memory plan: please report it, with fxwrap.explain's text",
         )
     raise walk.fault(
         node,
-        "reads what nobody wrote",
+        "reads uninitialised memory",
         f"{operator_name(node)} writes other numbers to {storage.name} when memory held something else before",
         expected="results that are made of what was written",
         got=diff.got,

@@ -32,7 +32,7 @@ from ..plan import Origin
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference
 from .operators import check_operators
-from .replays import GATE, alone_with, check_steps, locate
+from .replays import GATE, alone_with, check_steps, first_user, locate
 from .through import through_capture
 from .walk import OwnMemory, Walk
 
@@ -273,7 +273,7 @@ class _Check:
                 raise CheckError(
                     f"{self._program.name}: a replay takes input {position} ({node.name}) to lie where it once lay",
                     fault="input baked in",
-                    operator=_first_reader(self._program, node),
+                    operator=first_user(self._program.plan, node),
                     expected="an input that has moved to be noticed",
                     got="a call with it elsewhere would be replayed on the memory that it had",
                     remedy="this is a bug of fxwrap: please report it",
@@ -339,21 +339,21 @@ class _Check:
         program = self._program
         if self._differs_from_itself(recording):
             return
-        found, right_by_steps = None, False
+        located, right_by_steps = None, False
         static = recording.request.static_inputs
         with alone_with(recording, program._owner().stream, Copies(self._inputs)) as owner:
             if owner is not None:
                 self._copies.restore(static)
                 self._before.set()
                 try:
-                    found = locate(recording, static, self._copies, changed)
-                    right_by_steps = found is None
+                    located = locate(recording, static, self._copies, changed)
+                    right_by_steps = located is None
                 except Exception as error:
                     log.info("%s: where a replay goes wrong cannot be found: %s", program.name, error)
         at = _last_writer(program, node)
         how = "recorded step by step it is right" if right_by_steps else "the step cannot be told"
-        if found is not None:
-            walk, first = found
+        if located is not None:
+            walk, first = located
             at, how = walk.schedule[first.step], _describe(walk, first)
         replay = "a replay" if not changed else f"a replay on other numbers in input(s) {_listed(changed)}"
         raise CheckError(
@@ -377,17 +377,17 @@ class _Check:
         self._before.set()
         first, second = self._copies.make(), self._copies.make()
         walks = [Walk(planned.program, planned.symbol_values, inputs, OwnMemory()) for inputs in (first, second)]
-        found = first_difference(walks[0], walks[1], planned.program.device)
-        if found is None:
+        difference = first_difference(walks[0], walks[1], planned.program.device)
+        if difference is None:
             return False
-        node, program = walks[0].schedule[found.step], self._program
+        node, program = walks[0].schedule[difference.step], self._program
         if node in planned.program.captured_work and not only_computes(node) and program._freezes_addresses:
             raise walks[0].fault(
                 node,
                 "not the same twice",
                 f"{operator_name(node)} gives other results for the same operands",
                 expected="an operator that is captured to do the same at every call",
-                got=found.got,
+                got=difference.got,
                 remedy=f"options={{'eager_ops': ['{operator_name(node)}']}} has it called every time",
             )
         program._count("events", f"not compared: {operator_name(node)} does not compute the same twice")
@@ -420,12 +420,6 @@ def _last_writer(program: Program, node: Node | None) -> Node | None:
     storages = facts.of(node)
     work = reversed(program.plan.schedule)
     return next((other for other in work if (facts.writes(other) | facts.of(other)) & storages), None)
-
-
-def _first_reader(program: Program, node: Node) -> str:
-    facts = program.plan.facts
-    readers = (other for other in program.plan.schedule if facts.touched(other) & facts.of(node))
-    return next(map(operator_name, readers), "")
 
 
 def _several(value: Any) -> Sequence[Any]:

@@ -118,7 +118,7 @@ GATE = Gate()
 
 def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
     """The same schedule with a partition for each step; and the partition of each step, by the node that tells it."""
-    found, where, compiled = list[Partition](), dict[Node, int](), {}
+    partitions, where, compiled = list[Partition](), dict[Node, int](), {}
     for partition in plan.partitions:
         groups: list[list[Node]] = []
         for node in plan.work_in(partition):
@@ -127,12 +127,12 @@ def in_single_steps(plan: ProgramPlan) -> tuple[ProgramPlan, dict[Node, int]]:
             else:
                 groups.append([node])
         for group in groups:
-            names, index = tuple(node.name for node in group), len(found)
+            names, index = tuple(node.name for node in group), len(partitions)
             where[group[-1] if partition.index in plan.compiled else group[0]] = index
             if partition.index in plan.compiled:
                 compiled[index] = plan.compiled[partition.index]
-            found.append(dataclasses.replace(partition, index=index, nodes=names))
-    cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(found))
+            partitions.append(dataclasses.replace(partition, index=index, nodes=names))
+    cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(partitions))
     return dataclasses.replace(plan, cut=cut, compiled=compiled), where
 
 
@@ -168,15 +168,20 @@ def check_steps(recording: Recording) -> None:
     ):
         for position in sorted(forgotten):
             node = plan.placeholders[position]
-            touched = (n for n in plan.schedule if plan.facts.touched(n) & plan.facts.of(node))
             raise CheckError(
                 f"{request.name}: a replay leaves out the copy of input {position} ({node.name})",
                 fault=fault,
-                operator=next(map(operator_name, touched), ""),
+                operator=first_user(plan, node),
                 expected="a copy at every call",
                 got="none",
                 remedy=remedy,
             )
+
+
+def first_user(plan: ProgramPlan, node: Node) -> str:
+    """The name of the first operator that reads or writes the memory of a node's value; empty if there is none."""
+    facts = plan.facts
+    return next((operator_name(other) for other in plan.schedule if facts.touched(other) & facts.of(node)), "")
 
 
 def _registers_in(replay: Replay, name: str) -> set[int]:
@@ -211,7 +216,7 @@ class _Stepwise:
             part.run(replay.registers)
 
     def begin(self, step: int) -> None:
-        """Memory comes with the step that needs it."""
+        """Does nothing: the recording holds its memory."""
 
     def run(self, step: int) -> None:
         index = self._where.get(self._schedule[step])
@@ -219,7 +224,7 @@ class _Stepwise:
             part.run(self._replay.registers)
 
     def end(self, step: int) -> None:
-        """... and goes with the last."""
+        """Does nothing."""
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         storage, maker = self._facts.storages[index], self.plan.maker(index)
@@ -231,9 +236,7 @@ class _Stepwise:
             value = self._inputs[self.plan.placeholders.index(maker)]
         if value is None and maker in self._builder.registers.by_node:
             value = self._replay.registers[self._builder.registers.by_node[maker]]
-        if storage.element is not None and isinstance(value, (tuple, list)):
-            value = value[storage.element] if storage.element < len(value) else None
-        return [t for t in tensors_in(value) if t.numel() and t.untyped_storage().nbytes()]
+        return [t for t in tensors_in(storage.result_in(value)) if t.numel() and t.untyped_storage().nbytes()]
 
 
 def locate(
@@ -263,7 +266,7 @@ def locate(
             walk = Walk(plan, planned.symbol_values, twins, OwnMemory())
             steps = _Stepwise(builder, made, where, inputs)
             steps.start(walk)
-            found = first_difference(walk, steps, plan.device)
-        return (walk, found) if found is not None else None
+            difference = first_difference(walk, steps, plan.device)
+        return (walk, difference) if difference is not None else None
     finally:
         made.end("it was made to find where a replay goes wrong")

@@ -19,10 +19,8 @@ class IssuedAgain(CPUGraph):
 
     def capture_end(self) -> None:
         super().capture_end()
-        self._stored = [
-            (call, {number: _registers(call)[number] for number in getattr(call, "stores", ())})
-            for call in self._calls
-        ]
+        calls: list[Any] = list(self._calls)
+        self._stored = [(call, {n: call.registers[n] for n in getattr(call, "stores", ())}) for call in calls]
 
     def replay(self) -> None:
         for call, places in self._stored:
@@ -36,19 +34,14 @@ class IssuedAgain(CPUGraph):
         self._stored = []
 
 
-def _registers(call: Any) -> list[Any]:
-    return call.registers  # type: ignore[no-any-return]
-
-
 def through_capture(runtime: DeviceRuntime) -> DeviceRuntime:
     """The same runtime with graphs that issue their work again."""
     if not runtime.frozen_addresses:
         return runtime  # its graphs issue their work again at every call already
-    fields = {field.name: getattr(runtime, field.name) for field in dataclasses.fields(DeviceRuntime)}
-    fields.update(
+    return dataclasses.replace(
+        runtime,
         new_graph=lambda pool: IssuedAgain(),
         new_pool=lambda: None,
         runs_while_capturing=True,
         implementation=f"none, in the place of {runtime.implementation}",
     )
-    return DeviceRuntime(**fields)

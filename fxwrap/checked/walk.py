@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,25 +30,8 @@ from .copies import all_bytes, bytes_of
 
 # Bytes before and after each storage: a multiple of every alignment.
 _GUARD = 512
-# What lies in memory that nobody has written: as floating numbers NaN, or small ones.
+# Bytes of uninitialised memory: as floating-point numbers NaN, or small numbers.
 NAN, ODD = 0xFF, 0xAB
-
-
-class Memory(Protocol):
-    """Where storages lie in a walk.
-
-    Attributes:
-        fill: what lies in memory that nobody has written: a byte.
-    """
-
-    fill: int
-
-    def allocate(self, walk: Walk, index: int, nbytes: int) -> torch.UntypedStorage:
-        """Memory of a storage."""
-
-    def begin(self, walk: Walk, step: int) -> None: ...
-
-    def end(self, walk: Walk, step: int) -> None: ...
 
 
 class Walk:
@@ -59,7 +42,7 @@ class Walk:
         for step, node in enumerate(walk.schedule):
             walk.begin(step)
             walk.run(step)
-            walk.end(step)         # lets go of what nobody reads any more
+            walk.end(step)         # drops values that no later step reads
         walk.outputs()
 
     Attributes:
@@ -68,7 +51,7 @@ class Walk:
     """
 
     def __init__(
-        self, plan: ProgramPlan, symbol_values: Mapping[Node, Any], inputs: list[Any], memory: Memory
+        self, plan: ProgramPlan, symbol_values: Mapping[Node, Any], inputs: list[Any], memory: OwnMemory
     ) -> None:
         self.plan, self.facts, self.memory = plan, plan.facts, memory
         self.placeholders = plan.placeholders
@@ -116,7 +99,7 @@ class Walk:
 
     def changes(self, node: Node) -> frozenset[int]:
         """Storages that a step writes or makes."""
-        return frozenset().union(*(self.facts.writes(one) | self.facts.of(one) for one in self.nodes_of(node)))
+        return frozenset().union(*(self.facts.writes(work) | self.facts.of(work) for work in self.nodes_of(node)))
 
     def begin(self, step: int) -> None:
         self.memory.begin(self, step)
@@ -156,17 +139,17 @@ class Walk:
         self.memory.end(self, step)
 
     def ending(self, step: int) -> Sequence[int]:
-        """Storages that nobody names after a step."""
+        """Storages that no later step names."""
         return self._ending.get(step, ())
 
     def finish(self) -> list[int]:
-        """Let go of everything that is left; returns the storages that are live all the same."""
+        """Drop all values; returns the storages that are live nevertheless."""
         self.values.clear()
         self.memory.end(self, self.end_step)
         for again in (False, True):
-            kept = [index for index, seen in self._seen.items() if not all(one.expired() for one in seen)]
+            kept = [index for index, seen in self._seen.items() if not all(reference.expired() for reference in seen)]
             if kept and not again:
-                gc.collect()  # a cycle of Python's objects has them, perhaps
+                gc.collect()  # a cycle of Python objects may hold them
         return kept
 
     def _call(self, node: Node, call: Callable[..., Any] | None = None) -> Any:
@@ -209,12 +192,8 @@ class Walk:
         return tensor_over(storage, tuple(size), tuple(stride), options["dtype"])
 
     def tensors(self, index: int) -> list[torch.Tensor]:
-        """What stands for a storage now; nothing if it is not there."""
-        storage = self.facts.storages[index]
-        maker = self.plan.maker(index)
-        value = self.values.get(maker)
-        if storage.element is not None and isinstance(value, (tuple, list)):
-            value = value[storage.element] if storage.element < len(value) else None
+        """The tensors over a storage now; empty if it has no value."""
+        value = self.facts.storages[index].result_in(self.values.get(self.plan.maker(index)))
         return [tensor for tensor in tensors_in(value) if tensor.numel()]
 
     def device_of(self, index: int) -> torch.device:
@@ -250,7 +229,11 @@ def guards_changed(whole: torch.Tensor) -> str:
 
 
 class OwnMemory:
-    """Each storage has memory of its own, with guards around it."""
+    """The memory of a walk: each storage has memory of its own, with guards around it.
+
+    Args:
+        fill: the byte in uninitialised memory.
+    """
 
     def __init__(self, fill: int = NAN) -> None:
         self.fill = fill
@@ -261,7 +244,7 @@ class OwnMemory:
         return storage
 
     def begin(self, walk: Walk, step: int) -> None:
-        """Memory is there when it is asked for."""
+        """Called before a step; memory is allocated when it is needed."""
 
     def end(self, walk: Walk, step: int) -> None:
         node = walk.schedule[step] if step < walk.end_step else None
@@ -280,16 +263,13 @@ class OwnMemory:
             self._blocks.pop(index, None)
 
 
-class PlannedMemory:
-    """Storages lie where a memory plan says, in memory that is nobody else's.
+class PlannedMemory(OwnMemory):
+    """Storages lie where a memory plan says, in memory of its own. Bytes without a live storage hold ``ODD``."""
 
-    What is not alive is filled with what nobody has written.
-    """
-
-    def __init__(self, plan: MemoryPlan, fill: int = ODD) -> None:
-        self.fill, self.plan = fill, plan
-        self._blocks: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
-        self._own: dict[int, torch.Tensor] = {}
+    def __init__(self, plan: MemoryPlan) -> None:
+        super().__init__(ODD)
+        self.plan = plan
+        self._regions: dict[int, torch.UntypedStorage] = {}
 
     def lay_out(self, walk: Walk) -> None:
         """Have inputs that have a static buffer lie there, and results of operators in their places."""
@@ -310,18 +290,16 @@ class PlannedMemory:
     def allocate(self, walk: Walk, index: int, nbytes: int) -> torch.UntypedStorage:
         place = self.plan.places[index]
         if place.home is not Home.REGION:
-            self._own[index], storage = block(nbytes, walk.device_of(index), self.fill)
-            return storage
+            return super().allocate(walk, index, nbytes)
         region = self.plan.regions[place.region]
-        if place.region not in self._blocks:
-            self._blocks[place.region] = block(region.size, region.device, self.fill)
-        _, storage = self._blocks[place.region]
+        if place.region not in self._regions:
+            _, self._regions[place.region] = block(region.size, region.device, self.fill)
         if not nbytes:
             return torch.UntypedStorage(0, device=region.device)
-        return storage[place.offset : place.offset + nbytes]  # type: ignore[return-value]
+        return self._regions[place.region][place.offset : place.offset + nbytes]  # type: ignore[return-value]
 
     def begin(self, walk: Walk, step: int) -> None:
-        """What comes to life now holds nothing that anybody has written."""
+        """Fill storages whose life begins at this step, as uninitialised memory."""
         for index in walk.named(walk.schedule[step]):
             if walk.first[index] == step and self._is_planned(walk, index):
                 self._poison(walk, index)
@@ -336,11 +314,7 @@ class PlannedMemory:
         storage = walk.facts.storages[index]
         if self.plan.places[index].home is not Home.REGION:
             return False
-        return storage.origin is not Origin.INPUT or (inputs and not self._written(walk, index))
-
-    @staticmethod
-    def _written(walk: Walk, index: int) -> bool:
-        return any(index in storages for storages in walk.facts.written.values())
+        return storage.origin is not Origin.INPUT or (inputs and index not in walk.facts.all_written())
 
     def _poison(self, walk: Walk, index: int) -> None:
         nbytes = self.plan.sizes.get(index, 0)
@@ -362,7 +336,7 @@ class PlannedMemory:
 
 
 def may_keep(walk: Walk, index: int) -> list[Node]:
-    """The operators that were given a storage, or made it, and of which nobody knows whether they keep it."""
+    """The operators that got or made a storage, and that may keep a reference to it."""
     nodes = [node for step in walk.schedule for node in walk.nodes_of(step)]
     given = [node for node in nodes if index in walk.facts.touched(node) | walk.facts.of(node)]
     return [node for node in given if not only_computes(node)]

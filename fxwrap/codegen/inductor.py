@@ -18,7 +18,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from ..devices import device_support
-from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError
+from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError, causes
 from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
@@ -162,14 +162,11 @@ def _fallback_reason(error: BaseException) -> FxwrapError | None:
     Returns:
         None for failures of Inductor itself and of the machine (a full disk), which are raised.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, FxwrapError):
             return cause
         if isinstance(cause, OSError):
             return None
-        inner = getattr(cause, "inner_exception", None)
-        cause = inner if isinstance(inner, BaseException) else cause.__cause__
     # An unexpected exception in the converter, not in Inductor's lowering.
     trace = error.__traceback__
     while trace is not None:

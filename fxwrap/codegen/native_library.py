@@ -35,7 +35,7 @@ _MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 
 @functools.cache
 def native_replay() -> NativeReplay | str:
-    """The library, or why it cannot be had here, which is logged once; an empty string where nobody wants it."""
+    """The library; otherwise why it is not available, which is logged once, or "" if it is switched off."""
     if os.environ.get("FXWRAP_NATIVE_REPLAY") == "0":
         return ""
     try:
@@ -55,7 +55,7 @@ def replay_library() -> Path:
 
 def _what_to_build() -> tuple[str, Path, tuple[str, ...], dict[str, Any]]:
     if platform.system() == "Windows" or platform.machine() not in _MACHINES:
-        raise OSError(f"nobody has tried it on {platform.system()} {platform.machine()}")
+        raise OSError(f"untested on {platform.system()} {platform.machine()}")
     headers = (header.read_text(encoding="utf-8") for header in sorted(_SOURCE.parent.glob("*.h")))
     key = (torch.__version__, str(torch.version.git_version), sys.version, *headers)
     return "replay", _SOURCE, _flags(), {"key": key, "suffix": importlib.machinery.EXTENSION_SUFFIXES[0]}

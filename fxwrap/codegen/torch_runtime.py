@@ -198,7 +198,7 @@ _WAITING = (
 )
 
 
-def nobody_else_runs() -> bool:
+def other_threads_wait() -> bool:
     """Whether every other Python thread waits in the standard library.
 
     The frame of a thread in one of torch's functions is that of its Python caller. A thread that waits for backward
@@ -271,7 +271,7 @@ def torch_functions() -> TorchFunctions:
         allocations=allocations,
         after_failed_capture=after_failed_capture,
         free_workspaces=free_workspaces,
-        nobody_else_runs=nobody_else_runs,
+        other_threads_wait=other_threads_wait,
         share_copies=share_copies,
         below_autograd=below_autograd,
         below_modes=below_modes,

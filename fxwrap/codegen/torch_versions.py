@@ -159,19 +159,14 @@ def is_plain_view(overload: torch._ops.OpOverload) -> bool:
     return overload.namespace == "aten" and overload.is_view and len(schema.returns) == 1 and not composed
 
 
-@functools.cache
-def _extern_functions(count: int) -> frozenset[Any]:
-    return frozenset(value for value in vars(_extern_kernels).values() if callable(value))
-
-
 def registered_operators() -> list[str]:
     """Names of all operators that are registered with torch, with their overloads."""
     return torch._C._dispatch_get_all_op_names()
 
 
-def extern_kernels() -> frozenset[Any]:
-    """The Python functions Inductor's wrapper calls for library kernels (``torch.addmm``, ...)."""
-    return _extern_functions(len(vars(_extern_kernels)))
+def is_extern_kernel(function: Callable[..., Any]) -> bool:
+    """Whether Inductor's wrapper calls a Python function for a library kernel (``torch.addmm``, ...)."""
+    return any(function is kernel for kernel in vars(_extern_kernels).values())
 
 
 def library_functions() -> dict[str, Callable[..., Any]]:

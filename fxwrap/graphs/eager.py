@@ -73,5 +73,5 @@ def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> 
 
 
 def _repeats(plan: ProgramPlan, give_back: GiveBack | None, node: Node) -> bool:
-    """Whether a step is retried when it is out of memory. None is on devices whose recordings keep no memory."""
+    """Whether a step is retried when it is out of memory: only where recordings keep memory that can be freed."""
     return give_back is not None and can_run_again(plan, node)

@@ -1,4 +1,4 @@
-"""A program's plan prepared for running: the eager function, the memory provider, and the sizes that vary."""
+"""A program's plan with everything derived from it for running, and the sizes that vary between calls."""
 
 from __future__ import annotations
 

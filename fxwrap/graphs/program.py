@@ -1,4 +1,4 @@
-"""A program: the callable that is made from one host graph. At each call it replays, records or runs eagerly."""
+"""A program: the callable made from one host graph. Each call replays a recording, makes one, or runs eagerly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _NOT_REPLAYED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
-_OVERLAP = "a mutated input overlaps another one"
+_OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
 _WAIT_S = 1.0
 _serial_numbers = itertools.count()
@@ -174,7 +174,7 @@ class Program:
                 raise InputError(
                     f"{self.name} called with a {type(value).__name__}",
                     expected="tensors that have memory",
-                    got="one that stands for others",
+                    got="a tensor without memory",
                     remedy="call the function that was compiled, not what torch.compile returned",
                 )
         return self.specializations.add(key)
@@ -305,11 +305,7 @@ class Program:
             self.recorder.estimate(inputs, specialization)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
-        """Link this backward program to its forward.
-
-        Args:
-            inputs: names of this program's inputs, by the storage of the forward program that they are saved in.
-        """
+        """Link this backward program to its forward: see ``Recorder.follow``."""
         self.recorder.follow(forward.recorder, inputs)
 
     def _record(

@@ -1,4 +1,4 @@
-"""The recorder of a program: plans memory ahead, makes recordings, and keeps them in its specializations."""
+"""The recorder of a program: plans memory, makes recordings, and adds them to the program's specializations."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Recorder:
         refused: the error of each operator whose capture failed, by operator.
         never_recorded: why the program can never be recorded; empty if it can.
         history: how the newest recordings were made.
-        newest_planned, newest_plan: the newest memory plan, and the program and sizes that it was made for; None
-            before the first one.
+        newest_plan, newest_sized: the newest memory plan, and the program with the sizes that it was made for; None
+            before the first plan.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Recorder:
         self.never_recorded = ""
         self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.newest_plan: MemoryPlan | None = None
-        self.newest_planned: SizedProgram | None = None
+        self.newest_sized: SizedProgram | None = None
         self._forward: tuple[weakref.ref[Recorder], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
 
@@ -107,7 +107,7 @@ class Recorder:
         if self.newest_plan is not memory:
             sizes = memory.size, memory.peak, memory.lower_bound
             log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self._name, *sizes)
-        self.newest_planned, self.newest_plan = planned, memory
+        self.newest_sized, self.newest_plan = planned, memory
 
     def follow(self, forward: Recorder, inputs: Mapping[int, Sequence[str]]) -> None:
         """Link a backward program's recorder to that of its forward.
@@ -139,8 +139,8 @@ class Recorder:
         """Record a call, and keep the recording.
 
         Returns:
-            The outputs of the call; ``NOT_RECORDED`` and the reason if nothing has run. Memory that was taken for
-            the attempt is free by then.
+            The outputs of the call; ``NOT_RECORDED`` and the reason if nothing has run. A failed attempt keeps no
+            memory.
 
         Raises:
             MemoryLimitError, PlanError, CaptureError: with ``strict``.
@@ -214,7 +214,7 @@ class Recorder:
         since that stream cannot be captured. Nothing is freed while another thread runs: it may already have the
         address of its workspace.
         """
-        if getattr(stream, "stream_id", None) == 0 and self._functions.nobody_else_runs():
+        if getattr(stream, "stream_id", None) == 0 and self._functions.other_threads_wait():
             self._functions.free_workspaces(stream)
 
     def _request_for(

@@ -82,19 +82,7 @@ _FUNCTIONS: dict[str, Any] = {
     **{f"torch.{n}": f for n, f in vars(torch).items() if n.startswith("sym_") and callable(f)},
     **ARITHMETIC,
     "torch.empty_strided": torch.empty_strided,
-    **{
-        f"fxwrap.{function.__name__}": function
-        for function in (
-            host.launch,
-            host.reinterpret,
-            host.aligned,
-            host.check,
-            host.require,
-            host.switch,
-            host.while_loop,
-            host.format_text,
-        )
-    },
+    **{f"fxwrap.{function.__name__}": function for function in host.FUNCTIONS},
 }
 _RELATIONS = ("Equality", "Unequality", "StrictLessThan", "LessThan", "StrictGreaterThan", "GreaterThan")
 _SYMPY = ("Add", "Mul", "Pow", "And", "Or", "Not", "Piecewise", "Abs", "Max", "Min", *_RELATIONS)

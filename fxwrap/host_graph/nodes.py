@@ -204,13 +204,9 @@ def format_text(text: str, *args: Any, **kwargs: Any) -> str:
     return text.format(*args, **kwargs)
 
 
-_VIEWS = {
-    reinterpret,
-    aligned,
-    operator.getitem,
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.view.dtype,
-}
+# The functions that host graphs call besides operators and Python's own.
+FUNCTIONS = (launch, reinterpret, aligned, check, require, switch, while_loop, format_text)
+_VIEWS = {reinterpret, aligned, operator.getitem, torch.ops.aten.as_strided.default, torch.ops.aten.view.dtype}
 
 
 def is_work(node: Node) -> bool:

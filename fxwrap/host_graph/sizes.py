@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -108,7 +108,7 @@ def _layout(value: Any, number: Callable[[Any], int | None]) -> tuple[tuple[int,
     return None if None in size or None in stride else (size, stride)  # type: ignore[return-value]
 
 
-def storage_bytes(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
+def storage_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes from the start of a strided tensor's first element to the end of its last."""
     if 0 in size:
         return 0

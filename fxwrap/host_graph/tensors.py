@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .sizes import storage_bytes
+
 
 def has_address(tensor: torch.Tensor) -> bool:
     """Whether a tensor has an address: it is strided, and not on the meta device."""
@@ -34,10 +36,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def reach(tensor: torch.Tensor) -> int:
     """Bytes from the start of a tensor's first element to the end of its last."""
-    if not tensor.numel():
-        return 0
-    steps = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
-    return (1 + steps) * tensor.element_size()
+    return storage_bytes(tensor.size(), tensor.stride(), tensor.dtype)
 
 
 def tensor_over(

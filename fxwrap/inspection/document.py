@@ -27,7 +27,7 @@ from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
 from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, module_path, operator_name, user_line
 from ..host_graph.typed_json import from_data, to_data
-from ..plan import MemoryPlan, Origin, ProgramPlan
+from ..plan import Origin, ProgramPlan
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"
@@ -280,19 +280,18 @@ def checked(data: Any) -> Document:
     )
 
 
-def read(path: Path) -> Document:
-    """Read the document in a file.
+def read(path: Path) -> Any:
+    """Read the JSON data in a file, which ``checked`` checks.
 
     Raises:
-        InputError: the file holds no document.
+        InputError: the file holds no JSON.
     """
     try:
-        data = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # no JSON, or no text
         got = f"{type(error).__name__}: {error}"
         remedy = "python -m fxwrap explain --json writes one, and so does fxwrap.explain(...).save"
         raise InputError(f"{path} is no report", expected="JSON", got=got, remedy=remedy) from error
-    return checked(data)
 
 
 def versions() -> dict[str, str]:
@@ -318,7 +317,7 @@ def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryDat
 
 def graph_data(program: Program) -> GraphData:
     """The data of a program in its present state. Its plan is read once, because other threads may run it."""
-    plan, planned, memory = program.plan, program.recorder.newest_planned, program.newest_plan
+    plan, planned, memory = program.plan, program.recorder.newest_sized, program.newest_plan
     return {
         "name": program.name,
         "phase": plan.phase,
@@ -426,10 +425,6 @@ def unit_of(program: Program) -> list[str]:
     """The steps of the newest recording with a native unit, a line for each; empty if there is none."""
     listings = [recording.listing for recording in program.specializations.recordings() if recording.unit]
     return list(listings[-1]) if listings else []
-
-
-def output_bytes(memory: MemoryPlan) -> int:
-    return sum(memory.sizes.get(index, 0) for index in memory.outputs)
 
 
 def sizes_in_symbols(plan: ProgramPlan) -> dict[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, cast
 
 from torch.fx import Node
 
 from ..graphs.program import Program
 from ..host_graph.nodes import output_values, user_line
+from ..host_graph.typed_json import to_data
 from ..packing import Buffer, plan_memory
 from ..passes.memory.planner import predict_memory
 from ..passes.memory.requirements import Requirements
@@ -157,17 +158,7 @@ def memory_data(program: Program, plan: ProgramPlan, planned: SizedProgram | Non
         ],
         "regions": len(shared := [region for region in memory.regions if not region.arena]),
         "region_bytes": sum(region.size for region in shared),
-        "predicted": [
-            {
-                "device": str(prediction.device),
-                "arena": prediction.arena,
-                "operators": prediction.operators,
-                "outside": prediction.outside,
-                "outputs": prediction.outputs,
-                "total": prediction.total,
-            }
-            for prediction in predictions(program)
-        ],
+        "predicted": [cast(PredictionData, {**to_data(p), "total": p.total}) for p in predictions(program)],
         "predicted_with": predicted_with,
         "static_input_bytes": estimate.static_inputs if estimate is not None else 0,
         "steps": len(plan.schedule),
@@ -290,16 +281,12 @@ def _peak_in_order_of_lines(planned: SizedProgram) -> int:
         for index in program.facts.of(node) | program.facts.touched(node):
             last[index] = number
     changes = Counter[int]()  # by twice the position, so that a storage ends after its last use
-    for index in _allocated(program, sizes):
+    for index in (i for i in sizes if program.facts.storages[i].origin is Origin.ALLOCATION):
         begin = position[program.maker(index)]
         changes[2 * begin] += sizes[index]
         if index not in handed_out:
             changes[2 * last.get(index, begin) + 1] -= sizes[index]
     return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
-
-
-def _allocated(program: ProgramPlan, sizes: Mapping[int, int]) -> Iterable[int]:
-    return (index for index in sizes if program.facts.storages[index].origin is Origin.ALLOCATION)
 
 
 def _copies(program: Program, planned: SizedProgram | None, memory: MemoryPlan) -> list[CopyData]:

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..graphs.replay.lowering import PYTHON
-from .document import BenefitData, Document, DynamoData, GraphData, PartitionData, short_line
+from ..plan import CaptureBenefit
+from .document import Document, DynamoData, GraphData, PartitionData, short_line
 from .memory_map import MemoryData
 
 _WIDTH = 118
@@ -23,11 +24,7 @@ _AT_PEAK, _RECORDINGS = 5, 10
 
 def text_of(document: Document) -> str:
     file = io.StringIO()
-    print_document(document, Console(file=file, width=_WIDTH, color_system=None, highlight=False))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-def print_document(document: Document, console: Console) -> None:
+    console = Console(file=file, width=_WIDTH, color_system=None, highlight=False)
     if not document["graphs"] and not document["fallbacks"]:
         console.print(Text(nothing_compiled(document["dynamo"])))
     for number, graph in enumerate(document["graphs"]):
@@ -46,6 +43,7 @@ def print_document(document: Document, console: Console) -> None:
         console.print(Text(f"{took}, allocated at one time at most {peaks}" if peaks else took))
     for limit in document["limits"]:
         console.print(Text(f"limit of this report: {limit}"))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def nothing_compiled(dynamo: DynamoData) -> str:
@@ -89,14 +87,11 @@ def _graph(number: int, graph: GraphData) -> RenderableType:
 def _partitions(partitions: Sequence[PartitionData]) -> Table:
     table = Table("partition", "verdict", "launches", "extern calls", "reason", box=None, pad_edge=False)
     for p in partitions:
-        reason = p["reason"] or (f"estimate: {_benefit(p['benefit_us'])}" if p["benefit_us"] is not None else "-")
+        reason = p["reason"] or (
+            f"estimate: {CaptureBenefit(**p['benefit_us'])}" if p["benefit_us"] is not None else "-"
+        )
         table.add_row(str(p["index"]), p["verdict"], str(p["launches"]), str(p["extern_calls"]), Text(reason))
     return table
-
-
-def _benefit(benefit: BenefitData) -> str:
-    costs = f"{benefit['replay']:.0f} us of replay and {benefit['copies']:.0f} us of copies"
-    return f"saves {benefit['saved']:.0f} us of calls for {costs}"
 
 
 def _cut(graph: GraphData) -> list[Text]:
@@ -138,7 +133,9 @@ def _memory(graph: GraphData, memory: MemoryData) -> RenderableType:
     symbolic = {name: size for name, size in graph["sizes"].items() if not size.isdigit()}
     if symbolic:
         lines.append(f"bytes by shape: {', '.join(f'{name} {n}' for name, n in symbolic.items())}")
-    lines += [*_peak(memory), *_copies(memory), *_prediction(memory)]
+    lines += _peak(memory)
+    lines += [f"every replay copies {c['what']} {c['name']}: {c['bytes']:,} bytes" for c in memory["copies"]]
+    lines += _prediction(memory)
     return Group(table, *map(Text, lines))
 
 
@@ -152,10 +149,6 @@ def _peak(memory: MemoryData) -> list[str]:
         largest.append(f"{more} more")
     where = f" ({short_line(peak['user_line'])})" if peak["user_line"] else ""
     return [f"most is alive at {peak['node']}{where}: {', '.join(largest)}"]
-
-
-def _copies(memory: MemoryData) -> list[str]:
-    return [f"every replay copies {c['what']} {c['name']}: {c['bytes']:,} bytes" for c in memory["copies"]]
 
 
 def _prediction(memory: MemoryData) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -75,10 +76,8 @@ class Compilation(Suite):
             registered.assert_close(gradients[1], gradients[0])
 
     def test_modules_with_parameters(self, registered: Device) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
         twin = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
-        twin.load_state_dict(model.state_dict())
-        model.to(registered.first)
+        model = copy.deepcopy(twin).to(registered.first)
         f = torch.compile(model, backend="fxwrap")
         for _ in range(4):
             x = torch.randn(8, 8)

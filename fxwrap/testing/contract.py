@@ -1,4 +1,4 @@
-"""The contract of a device with fxwrap: a pytest suite, in the order in which a device is built."""
+"""Makes the tests that a device must pass: a pytest suite, in the order in which a device is built."""
 
 from __future__ import annotations
 

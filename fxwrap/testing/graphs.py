@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,8 @@ class Graphs(GraphSuite):
         assert torch.equal(out.cpu(), expected)
 
     def test_a_training_step(self, device: Device) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
         twin = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-        twin.load_state_dict(model.state_dict())
-        model.to(device.first)
+        model = copy.deepcopy(twin).to(device.first)
         x = torch.randn(5, 6, device=device.first)
 
         def step(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -157,10 +158,8 @@ class Programs(GraphSuite):
         assert fxwrap.stats(f)["replays"] >= 6
 
     def test_training(self, registered: Device) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
         twin = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
-        twin.load_state_dict(model.state_dict())
-        model.to(registered.first)
+        model = copy.deepcopy(twin).to(registered.first)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
         f = torch.compile(model, **CAPTURED)
         for _ in range(6):
@@ -174,10 +173,8 @@ class Programs(GraphSuite):
         assert stats["programs"] == 2 and stats["replays"] >= 8
 
     def test_two_forwards_before_two_backwards(self, registered: Device) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
         twin = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-        twin.load_state_dict(model.state_dict())
-        model.to(registered.first)
+        model = copy.deepcopy(twin).to(registered.first)
         f = torch.compile(model, **CAPTURED)
         for _ in range(4):
             xs = [torch.randn(5, 6) for _ in range(2)]

@@ -131,7 +131,7 @@ class Simulator:
             self._recorded_to.discard(pool)
             self.leave(pool)
 
-    def put_right(self, device: torch.device, pool: Any) -> None:
+    def recover(self, device: torch.device, pool: Any) -> None:
         """The device's ``after_failed_capture``. As in torch, it releases only a pool that is recorded to."""
         with self._lock:
             if pool in self._recorded_to:
@@ -342,7 +342,7 @@ def simulated(rules: Rules = Rules()) -> SimulatedRuntime:
         runs_while_capturing=not rules.captured_work_waits,
         implementation="simulated graph",
         new_pool=simulator.new_pool,
-        after_failed_capture=simulator.put_right,
+        after_failed_capture=simulator.recover,
         simulator=simulator,
     )
 

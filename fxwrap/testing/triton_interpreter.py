@@ -138,7 +138,7 @@ class _Driver(DriverBase):
 
 
 class _Options(types.SimpleNamespace):
-    """The options of a configuration, all of which are part of the compiled kernel's identity."""
+    """The options of a configuration. All of them are part of the compiled kernel's identity."""
 
     def hash(self) -> str:
         return hashlib.sha256(repr(sorted(vars(self).items(), key=repr)).encode()).hexdigest()

@@ -291,7 +291,7 @@ def test_a_program_reads_what_nobody_wrote(compiled: Any, operators: Any) -> Non
         return total.sin()
 
     error = fault_in(compiled(program, options={"checked": 1, "warmup": 0}), lambda: torch.ones(6, 8), calls=1)
-    assert error.fault == "reads what nobody wrote" and "adds_to" in error.operator
+    assert error.fault == "reads uninitialised memory" and "adds_to" in error.operator
 
 
 def test_an_operator_with_a_counter_of_its_own(compiled: Any, simulated: None, operators: Any) -> None:
@@ -428,7 +428,7 @@ def test_a_parameter_is_copied_when_it_is_recorded(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, own_arenas: Any, where: Any
 ) -> None:
     """An optimizer that updates it in place is not seen by replays."""
-    monkeypatch.setattr(Layout, "_without_holding", lambda self, value: value.detach().clone())
+    monkeypatch.setattr(Layout, "_unowned", lambda self, value: value.detach().clone())
     with where():
         error = fault_in(compiled(torch.nn.Linear(8, 8), **CHECKED), x, calls=2)
     assert error.fault == "input baked in" and "aten::addmm" in error.operator
@@ -527,7 +527,7 @@ def test_what_eager_work_returns_stays_where_it_was_allocated(
     options = {"checked": 1, "eager_ops": [f"{operators.name}::outside"]}
     error = fault_in(compiled(lambda t: outside(t.sin()) @ t.T, options=options), x)
     # Its place in the plan holds what nobody has written.
-    assert error.fault == "reads what nobody wrote" and error.operator.endswith("::outside")
+    assert error.fault == "reads uninitialised memory" and error.operator.endswith("::outside")
 
 
 def test_replays_do_not_advance_the_generator(

@@ -77,8 +77,8 @@ class Hardware:
         else:
             torch.rand(4, device=self.device)
 
-    def put_right(self, pool: Any) -> None:
-        self._module.put_right(self.device, pool)
+    def recover(self, pool: Any) -> None:
+        self._module.recover(self.device, pool)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_failed_capture_that_is_left_as_it_is_spoils_the_next(
     compiled: Any, hardware: Hardware, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: nobody puts right what it leaves. An innocent program in the arena pays, and so do random numbers."""
-    monkeypatch.setattr(DeviceRuntime, "_put_right", lambda self, pool: None)
+    monkeypatch.setattr(DeviceRuntime, "_recover", lambda self, pool: None)
     try:
         innocent = _refused_beside_innocent(compiled, hardware)
         assert any("another capture records to this" in event for event in innocent.program.counters.events)
@@ -249,7 +249,7 @@ def test_a_failed_capture_that_is_left_as_it_is_spoils_the_next(
             hardware.empty_cache()
     finally:
         for pool in own_arenas.pools():
-            hardware.put_right(pool)
+            hardware.recover(pool)
         runtime_for(hardware.device).make_pool()
 
 
@@ -487,7 +487,7 @@ def test_a_failed_capture_leaves_traces(rule: str | None) -> None:
             simulator.empty_cache()
         with pytest.raises(CaptureError, match="another capture records to this memory pool"):
             _capture(runtime, lambda: None, pool)
-        simulator.put_right(runtime.device, pool)
+        simulator.recover(runtime.device, pool)
     simulator.empty_cache()
 
     if rule != "failed_capture_spoils_its_pool":

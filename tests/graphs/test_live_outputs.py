@@ -58,7 +58,7 @@ def test_an_interrupt_while_the_outputs_of_others_are_collected() -> None:
     interrupts.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         guard.all_dead()
-    assert not guard.all_dead() and [output.low for output in guard.in_the_way()] == [0]
+    assert not guard.all_dead() and [output.low for output in guard.live_of_others()] == [0]
     del tensor
     assert guard.all_dead()
     storages, counts, versions = guard.expected()

@@ -114,7 +114,7 @@ def test_calls_compute_what_inductors_wrapper_does(
             a, b = make(device)
             assert_same(ours(x, y, w), theirs(a, b, w))
             assert_same((x, y), (a, b))
-    told = ours.program.counters.eager.get("a mutated input overlaps another one", 0)
+    told = ours.program.counters.eager.get("a mutated input overlaps another input", 0)
     # Inductor copies a written input that is not aligned before the program runs: then it overlaps nothing.
     copied = program is writes_both and device.type in ("cuda", "xpu")
     assert told == (0 if not freezes(device) else 2 if copied else 4)

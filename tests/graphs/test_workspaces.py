@@ -42,12 +42,12 @@ def _compute(end: list[bool]) -> None:
 def test_a_thread_that_waits_runs_nothing() -> None:
     wake, work = threading.Event(), queue.Queue[None]()
     threads = [threading.Thread(target=_wait, args=(wake,)), threading.Thread(target=_read, args=(work,))]
-    before = torch_runtime.nobody_else_runs()
+    before = torch_runtime.other_threads_wait()
     for thread in threads:
         thread.start()
     time.sleep(0.05)
     try:
-        assert torch_runtime.nobody_else_runs() == before
+        assert torch_runtime.other_threads_wait() == before
     finally:
         wake.set()
         work.put(None)
@@ -60,7 +60,7 @@ def test_a_thread_that_computes_is_seen() -> None:
     thread = threading.Thread(target=_compute, args=(end,))
     thread.start()
     try:
-        assert not torch_runtime.nobody_else_runs()
+        assert not torch_runtime.other_threads_wait()
     finally:
         end.append(True)
         thread.join()
@@ -71,7 +71,7 @@ def test_looking_at_threads_leaves_no_cycle() -> None:
 
     def look() -> weakref.ref[torch.Tensor]:
         output = torch.zeros(1)
-        torch_runtime.nobody_else_runs()
+        torch_runtime.other_threads_wait()
         return weakref.ref(output)
 
     gc.disable()
@@ -87,7 +87,7 @@ class _Recorder(Recorder):
     def __init__(self, alone: bool) -> None:
         self.freed: list[Any] = []
         functions: Any = type("Functions", (), {"free_workspaces": self.freed.append})
-        functions.nobody_else_runs = staticmethod(lambda: alone)
+        functions.other_threads_wait = staticmethod(lambda: alone)
         self._functions = functions
 
 

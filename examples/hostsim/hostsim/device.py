@@ -324,7 +324,7 @@ def launch(function: Callable[..., Any], *arguments: Any) -> None:
     _C.launch(function, *arguments)
 
 
-def put_right(device: Device, pool: tuple[int, int]) -> None:
+def recover(device: Device, pool: tuple[int, int]) -> None:
     """After a capture has failed: its pool records no more, and may be used again, and generators draw again."""
     _C.end_allocate_to_pool(pool)
     _C.release_pool(pool)

@@ -16,7 +16,7 @@ def register() -> fxwrap.DeviceRegistration:
         NAME,
         scheduling="cpp",
         kernels=[fxwrap.cpp_kernels(device.launch)],
-        after_failed_capture=device.put_right,
+        after_failed_capture=device.recover,
         # No driver stands between: a replay, and a copy, cost little beside a call out of Python.
         cost=fxwrap.CaptureCost(launch=2, extern=5, replay=1, copy=1),
     )

@@ -87,13 +87,13 @@ def test_failed_captures_that_nobody_puts_right(device, monkeypatch):
     device.enforce_all_rules()
     run = ("-k", "test_a_capture_that_failed_spoils_nothing")
     assert run_contract(*run, tests=1) is None
-    put_right, left = hostsim.device.put_right, []
-    monkeypatch.setattr(hostsim.device, "put_right", lambda *capture: left.append(capture))
+    recover, left = hostsim.device.recover, []
+    monkeypatch.setattr(hostsim.device, "recover", lambda *capture: left.append(capture))
     try:
         assert run_contract(*run) == "test_a_capture_that_failed_spoils_nothing"
     finally:
         for capture in left:
-            put_right(*capture)
+            recover(*capture)
         graph = torch.accelerator.Graph()
         with torch.Stream():
             graph.capture_begin()

@@ -80,7 +80,7 @@ def test_a_failed_capture_goes_on_recording_to_its_pool(strict):
         torch.accelerator.Graph(pool=pool).capture_begin()
     with pytest.raises(RuntimeError, match="emptying the cache: a capture records"):
         strict.empty_cache()
-    strict.put_right(0, pool)
+    strict.recover(0, pool)
     strict.empty_cache()
     capture(lambda: source + 1)  # for the generators
 
@@ -88,7 +88,7 @@ def test_a_failed_capture_goes_on_recording_to_its_pool(strict):
 def test_a_failed_capture_spoils_its_pool_for_good(strict):
     source, pool = on_device(64), strict.graph_pool_handle()
     fail_to_capture(source, pool)
-    strict.put_right(0, pool)
+    strict.recover(0, pool)
     with pytest.raises(RuntimeError, match="a capture has failed in this memory pool"):
         capture(lambda: source + 1, pool=pool)
     capture(lambda: source + 1)  # another pool
@@ -101,7 +101,7 @@ def test_a_failed_capture_spoils_its_pool_for_good(strict):
 def test_after_a_failed_capture_nothing_is_drawn_until_one_ends_well(strict):
     source, pool = on_device(64), strict.graph_pool_handle()
     fail_to_capture(source, pool)
-    strict.put_right(0, pool)
+    strict.recover(0, pool)
     with pytest.raises(RuntimeError, match="a random number outside of captures"):
         torch.rand(4, device=source.device)
     capture(lambda: source + 1)

@@ -50,7 +50,5 @@ def _concrete(value: Any) -> Any:
     if isinstance(value, torch.SymBool):
         return True
     if isinstance(value, FakeTensor) and not all(isinstance(n, int) for n in (*value.size(), *value.stride())):
-        size, stride = ([_concrete(number) for number in numbers] for numbers in (value.size(), value.stride()))
-        with value.fake_mode:
-            return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        return _unshared(value)
     return value

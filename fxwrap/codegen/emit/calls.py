@@ -157,7 +157,7 @@ class CallEmitter(NodeEmitter):
         if isinstance(overload, torch._ops.OpOverload) and node.meta.get("kind") is None:
             if isinstance(function, torch._ops.OpOverloadPacket):
                 node.meta["op_overload"] = overload
-            elif not is_operator and callable(function) and function in versions.extern_kernels():
+            elif not is_operator and callable(function) and versions.is_extern_kernel(function):
                 # Inductor's wrapper calls a Python binding (torch.addmm); the graph shows the operator.
                 node.meta["call"] = function
                 node.target = overload

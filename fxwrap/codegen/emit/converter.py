@@ -26,29 +26,7 @@ from .launches import LaunchEmitter
 from .statements import StatementReader, UndefinedName, assigned_names
 from .subgraphs import SubgraphEmitter
 
-# Lines whose Python text is complete. They are read as text, as is every other line with ``codegen`` that has no
-# ``_line_...`` method and is not in ``LINES_REFUSED``. The set is for a test, which compares the three with the lines
-# of the torch that is installed.
-LINES_READ_AS_TEXT = frozenset(
-    [
-        "AllocateLine",
-        "AssertAlignmentLine",
-        "AssertDivByZeroLine",
-        "AssertSizeStrideLine",
-        "DynamicScalarLine",
-        "ExternKernelAllocLine",
-        "ExternKernelMultiOutLine",
-        "ExternKernelOutLine",
-        "GroupedAssertSizeStrideLine",
-        "IndexPutFallbackLine",
-        "MultiOutputLine",
-        "ReinterpretLine",
-        "ReuseLine",
-        "ScatterFallbackLine",
-        "SymbolicCallArgLine",
-        "UnbackedSymbolDefsLine",
-    ]
-)
+# Lines that are not read. Lines with a ``_line_...`` method are read by it, and all others as text.
 LINES_REFUSED = {
     "AllocFromPoolLine": "Inductor's own memory planning, which fxwrap switches off",
     "DeallocFromPoolLine": "Inductor's own memory planning, which fxwrap switches off",

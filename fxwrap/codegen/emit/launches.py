@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._inductor.codegen.wrapper import KernelCallLine, KernelDefinitionLine, PythonWrapperCodegen
 from torch._inductor.codegen.wrapper_fxir import TritonKernel
 from torch._inductor.virtualized import V
@@ -107,20 +106,6 @@ class LaunchEmitter(NodeEmitter):
         if node is None:
             node = self.gm.graph.call_function(launch, (self._handle(kernel), *args))
         self._note(node)
-
-    def _by_value(self, arg: Any) -> Any:
-        """A number read out of a tensor has no fake value; it must be known to be data-dependent all the same, or a
-        device graph would keep the first one."""
-        if isinstance(arg, Node) and arg.target is torch.ops.aten.item.default and "val" not in arg.meta:
-            env = V.graph.sizevars.shape_env
-            source = arg.all_input_nodes[0].meta["val"]
-            with env.ignore_fresh_unbacked_symbols():
-                if source.dtype is torch.bool:
-                    arg.meta["val"] = env.create_unbacked_symbool()
-                else:
-                    fraction = source.is_floating_point()
-                    arg.meta["val"] = env.create_unbacked_symfloat() if fraction else env.create_unbacked_symint()
-        return arg
 
     def _portable_call(self, line: Any, tuner: Any, tuned: TunedLaunch | None) -> Node | None:
         """``triton_kernel_wrapper_mutation`` on exactly the launch's arguments; None where that is impossible."""

@@ -27,7 +27,7 @@ class GraphPool:
         id: the identifier of torch's memory pool; None on devices without pools, whose graphs share nothing.
         stream: the stream on which all graphs of the pool are captured. The pool reuses freed memory on one stream
             only, and libraries have a workspace for each stream, whose address is captured.
-        put_right: stops the allocator from recording to the pool after a failed capture; None if not needed.
+        recover: stops the allocator from recording to the pool after a failed capture; None if not needed.
         keeper: a graph that keeps the pool usable: a pool whose last graph was freed accepts no new one. Source:
             c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool (torch 2.11 to 2.15).
         spoiled: whether a capture failed in the pool, which accepts no other then: the allocator of pinned memory
@@ -38,7 +38,7 @@ class GraphPool:
     runtime: DeviceRuntime
     id: Any
     stream: Any
-    put_right: RecoverFromFailedCapture | None = None
+    recover: RecoverFromFailedCapture | None = None
     keeper: Any = None
     spoiled: bool = False
 
@@ -66,13 +66,13 @@ class DeviceRuntime:
     new_pool: Callable[[], Any] = lambda: None
     after_failed_capture: RecoverFromFailedCapture | None = None
 
-    def make_pool(self, put_right: RecoverFromFailedCapture | None = None) -> GraphPool:
+    def make_pool(self, recover: RecoverFromFailedCapture | None = None) -> GraphPool:
         """A memory pool that lives as long as the object.
 
         Args:
-            put_right: torch's own ``after_failed_capture``, for devices that have none.
+            recover: torch's own ``after_failed_capture``, for devices that have none.
         """
-        pool = GraphPool(self, self.new_pool(), _side_stream(self.device), self.after_failed_capture or put_right)
+        pool = GraphPool(self, self.new_pool(), _side_stream(self.device), self.after_failed_capture or recover)
         if pool.id is not None:
             pool.keeper = self._capture_little(pool)
         _pools.add(pool)
@@ -108,10 +108,10 @@ class DeviceRuntime:
                     if not ending and hasattr(error, "add_note"):  # from Python 3.11 on
                         error.add_note(f"fxwrap: ending the capture has failed, too: {refusal}")
                     if pool is not None:
-                        self._put_right(pool)
+                        self._recover(pool)
                 raise
 
-    def _put_right(self, pool: GraphPool) -> None:
+    def _recover(self, pool: GraphPool) -> None:
         """Undo the after-effects of a failed capture.
 
         When ``cudaStreamBeginCapture`` fails, recording to the pool has already begun. When ``cudaStreamEndCapture``
@@ -119,12 +119,12 @@ class DeviceRuntime:
         leave the capture: they cannot be used until another capture succeeds. Source: ATen/cuda/CUDAGraph.cpp.
         """
         spoiled_before, pool.spoiled = pool.spoiled, True
-        if pool.put_right is not None:
+        if pool.recover is not None:
             with contextlib.suppress(Exception):
-                pool.put_right(self.device, pool.id)
+                pool.recover(self.device, pool.id)
         if not spoiled_before:  # the pool below is marked from the start, so that its failure is not retried
             with contextlib.suppress(Exception):
-                self._capture_little(GraphPool(self, self.new_pool(), pool.stream, pool.put_right, spoiled=True))
+                self._capture_little(GraphPool(self, self.new_pool(), pool.stream, pool.recover, spoiled=True))
 
     @contextlib.contextmanager
     def capture_stream(self, side: Any) -> Iterator[None]:
@@ -182,8 +182,10 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
 
 def freezes_addresses(device: torch.device) -> bool:
     """Whether device graphs of a device freeze addresses; False if it has no device graph."""
-    runtime = _runtime_if_any(device)
-    return runtime is not None and runtime.frozen_addresses
+    try:
+        return runtime_for(device).frozen_addresses
+    except CaptureError:
+        return False
 
 
 def capture_check(device: torch.device) -> Callable[[], bool]:
@@ -194,13 +196,6 @@ def capture_check(device: torch.device) -> Callable[[], bool]:
     if device.type == "cpu":
         return lambda: capturing_graph() is not None
     return getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
-
-
-def _runtime_if_any(device: torch.device) -> DeviceRuntime | None:
-    try:
-        return runtime_for(device)
-    except CaptureError:
-        return None
 
 
 @contextlib.contextmanager
@@ -239,10 +234,7 @@ def _candidates(device: torch.device, support: DeviceSupport) -> Iterator[tuple[
         return
     unified = getattr(torch.accelerator, "Graph", None)
     if unified is not None:
-        yield (
-            "torch.accelerator.Graph",
-            lambda pool: unified(pool=pool, capture_error_mode="thread_local"),
-        )
+        yield "torch.accelerator.Graph", lambda pool: unified(pool=pool, capture_error_mode="thread_local")
     if device.type == "cuda":
         yield "torch.cuda.CUDAGraph", CUDAGraphAdapter
     if device.type == "xpu" and hasattr(torch.xpu, "XPUGraph"):

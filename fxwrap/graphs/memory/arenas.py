@@ -147,16 +147,16 @@ class Arena:
                 if tensor.device == self.device:
                     tensor.record_stream(self.stream)
 
-    def pool(self, runtime: DeviceRuntime, put_right: RecoverFromFailedCapture | None = None) -> GraphPool:
+    def pool(self, runtime: DeviceRuntime, recover: RecoverFromFailedCapture | None = None) -> GraphPool:
         """The memory pool of the arena's device graphs.
 
         Results in it are valid only while a call holds the arena's lock; outputs in it are copied.
 
         Args:
-            put_right: as for ``DeviceRuntime.make_pool``.
+            recover: as for ``DeviceRuntime.make_pool``.
         """
         if self._pool is None or self._pool.spoiled or self._pool.runtime is not runtime:
-            self._pool = runtime.make_pool(put_right)
+            self._pool = runtime.make_pool(recover)
         return self._pool
 
     def drop_pool(self) -> None:

@@ -8,9 +8,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .arenas import Arena
 
 UseCounter = Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
 
@@ -83,25 +86,12 @@ class WatchedOutputs:
         return self._retired and not self.live()
 
 
-class SharedMemory(Protocol):
-    """What liveness guards need to know of an arena.
-
-    Attributes:
-        watched_outputs: the outputs in it that were returned without a copy, by recording.
-        version: changes whenever ``watched_outputs`` does.
-    """
-
-    device: torch.device
-    watched_outputs: list[WatchedOutputs]
-    version: ctypes.c_int64
-
-
 class LivenessGuard:
     """Checks that no output is live that a replay overwrites: its own ones, and others in the bytes that it uses."""
 
     def __init__(
         self,
-        footprints: Mapping[SharedMemory, Sequence[tuple[int, int]]],
+        footprints: Mapping[Arena, Sequence[tuple[int, int]]],
         own: WatchedOutputs,
         donated: Mapping[int, int],
         counter: UseCounter,
@@ -135,7 +125,7 @@ class LivenessGuard:
         self._free = list(map(min, others, self._free))
         return others == self._free
 
-    def in_the_way(self) -> list[OutputStorage]:
+    def live_of_others(self) -> list[OutputStorage]:
         """The live outputs of other recordings. Call ``all_dead`` first."""
         counts = self._counts()[len(self._own.outputs) :]
         return [output for output, count, free in zip(self._near, counts, self._free, strict=True) if count > free]

@@ -40,13 +40,7 @@ class Planner(Protocol):
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        """Plan the memory of one recording, and verify the plan.
-
-        Args:
-            reserved: intervals of arenas that live outputs of other recordings occupy.
-            hint: offsets from a joint plan of forward and backward; tried first.
-            previous: this program's plan for other sizes.
-        """
+        """Plan the memory of one recording (``passes.memory.planner.plan_program``), and verify the plan."""
 
     def devices(self, planned: SizedProgram) -> Collection[torch.device]:
         """The devices on which a plan of a program has storages."""
@@ -54,11 +48,7 @@ class Planner(Protocol):
     def plan_pair(
         self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
-        """Hints for a forward and its backward from a joint plan.
-
-        Args:
-            saved_as: the second program's inputs, by the storage of the first that they are saved in.
-        """
+        """Hints for a forward and its backward from a joint plan (``passes.memory.planner.plan_pair``)."""
 
     @property
     def took(self) -> Mapping[str, tuple[int, float]]:

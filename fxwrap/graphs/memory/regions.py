@@ -24,8 +24,8 @@ class Regions:
     microsecond, and as much again for every view of it.
 
     Attributes:
-        places: by storage index: where it lies, and its offset there in bytes.
-        before, after: (storage, bytes): what memory a storage gets before and after a node runs.
+        places: the region and the offset in bytes of each storage, by storage index.
+        before, after: (storage, bytes): the size that a storage gets before and after a node runs.
     """
 
     def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
@@ -33,7 +33,7 @@ class Regions:
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         self.before: dict[Node, list[tuple[torch.UntypedStorage, int]]] = defaultdict(list)
         self.after: dict[Node, list[tuple[torch.UntypedStorage, int]]] = defaultdict(list)
-        for region in (one for one in memory.regions if not one.arena):
+        for region in (region for region in memory.regions if not region.arena):
             storage = torch.UntypedStorage(0)
             self._sizes.append((storage, region.size))
             self.places.update({index: (storage, offset) for index, offset in memory.inside(region).items()})
@@ -53,6 +53,6 @@ class Regions:
                 storage.resize_(0)
 
     def empty(self) -> None:
-        """Take the memory of all of them back."""
+        """Free the memory of every region."""
         for storage, _ in self._sizes:
             storage.resize_(0)

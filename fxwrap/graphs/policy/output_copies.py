@@ -28,7 +28,7 @@ class OutputCopies:
     copies_all: bool = False
     warm_outputs: list[tuple[int, StorageWeakRef]] = field(default_factory=list)
 
-    def found_live(self, outputs: Collection[int], small: Iterable[int]) -> bool:
+    def note_live(self, outputs: Collection[int], small: Iterable[int]) -> bool:
         """Note that outputs were live when their memory was needed.
 
         An output that is found live twice is copied from then on, together with all small ones; the next time this

@@ -169,14 +169,14 @@ class Specialization:
     def _decide_live(self, recordings: Sequence[Recording]) -> Decision:
         outputs = frozenset[int]().union(*(output.indices for r in recordings for output in r.live()))
         event = "an output was still live at the next call"
-        if not self.found_live(outputs):
+        if not self.note_live(outputs):
             return Decision(eager="an output of an earlier call is live", event=event)
         self._drop_ended()
         return Decision(record="live outputs are copied from now on", event=event)
 
     def _decide_blocked(self, recordings: Sequence[Recording]) -> Decision:
         for recording in recordings:
-            recording.tell_who_is_in_the_way()
+            recording.report_live_outputs()
         self.blocked += 1
         event = "an output of another program was live in memory that was needed"
         if self.blocked % 2 or self.blocked > 2 * BLOCKED:
@@ -185,14 +185,14 @@ class Specialization:
             record="around live outputs of other programs", event=event, without_live_outputs=self.blocked > 2
         )
 
-    def found_live(self, outputs: Collection[int]) -> bool:
+    def note_live(self, outputs: Collection[int]) -> bool:
         """Note that outputs (storage indices) were live when their memory was needed.
 
         Returns whether more outputs are copied from now on; recordings that do not copy them are replaced.
         """
         watched = (output for recording in self.recordings for output in recording.watched_outputs)
         small = frozenset[int]().union(*(output.indices for output in watched if output.storage.nbytes() <= SMALL))
-        if not self.output_copies.found_live(outputs, small):
+        if not self.output_copies.note_live(outputs, small):
             return False
         for recording in self.recordings:
             if not recording.request.copied >= self.output_copies.copied:

@@ -18,12 +18,12 @@ def capture_graph(
     pool: GraphPool | None,
     mode: contextlib.AbstractContextManager[object],
 ) -> DeviceGraph:
-    """A device graph of a call.
+    """Capture a call into a new device graph.
 
     Args:
-        partition: its index, for traces.
-        pool: where the graph allocates.
-        mode: the call is issued in it.
+        partition: the index of the captured partition, for traces.
+        pool: the memory pool in which the graph allocates.
+        mode: the context in which the call is issued.
     """
     runtime = request.runtime
     graph = runtime.new_graph(pool.id if pool is not None else None)
@@ -42,12 +42,12 @@ def capture_graph(
 
 @contextlib.contextmanager
 def _own_workspaces(request: RecordingRequest, pool: GraphPool | None) -> Iterator[None]:
-    """Have libraries take a workspace for one capture only: from the pool, which gets it back.
+    """Free the workspaces that libraries keep for the pool's stream, before and after a capture.
 
-    A workspace belongs to a thread and a stream, and graphs capture its address. One that stayed would be held for
-    each thread that captures; one that was taken before the pool was there would lie outside of it. Later captures
-    may reuse a graph's workspace, as they do its other temporaries: graphs of a pool never run at one time. Nothing
-    else issues work on the pool's stream.
+    A workspace belongs to a thread and a stream, and graphs capture its address. Freed before, a workspace is
+    allocated from the pool and not outside of it. Freed afterwards, it is not held for each thread that captures:
+    later captures may reuse its memory, as that of other temporaries, because graphs of a pool never run at the same
+    time. Nothing else issues work on the pool's stream.
     """
     free, side = request.functions.free_workspaces, pool.stream if pool is not None else None
     free(side)

@@ -1,4 +1,4 @@
-"""Flat functions: host-graph nodes as straight-line Python in which everything known is bound.
+"""Flat functions: host-graph nodes as straight-line Python, with known values bound.
 
 ::
 
@@ -7,7 +7,7 @@
     addmm.out(bias, x, t, out=buf0)     ->         c0(c1, v0, c2, out=c3)    # torch.addmm(bias, x, t, ...)
     launch(relu, buf0, buf1)                       c4(c3, c5)                # the kernel itself
 
-``c``s are bound values: memory, views of it, sizes. ``r`` are registers: what changes from call to call.
+``c``s are bound values: memory, views of it, sizes. ``r`` are the registers: values that change from call to call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ..replay.flat_python import as_python
 from ..replay.operands import LITERALS, Bound, Local, Operand, Register
 from ..replay.steps import Drop, Item, Load, Step
 
-# Values without work of their own are made where they are first used.
+# Kinds of nodes that are evaluated at their first use.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
 Steps = Mapping[Node, Sequence[Step]]
 
@@ -56,12 +56,13 @@ PostProcessing = Mapping[Node, Callable[[list[Any]], Any]]
 
 
 class FlatFunction:
-    """The built function: its steps, and the Python made of them; ``source`` is the text of that.
+    """A built function.
 
     Attributes:
-        lines: the steps.
-        result: what is returned; locals stand for their values.
+        lines: its steps.
+        result: the operand that it returns.
         give_back: see ``as_python``.
+        function, source: the steps as a Python function of the registers, and its text.
     """
 
     def __init__(self, steps: Sequence[Step], result: Operand, give_back: Callable[[], object] | None = None) -> None:
@@ -87,11 +88,11 @@ class FlatBuilder:
     """Builds one flat function.
 
     Args:
-        bound: values known now. Views and arithmetic of bound values are evaluated while building, and added.
-        registers: where values come from and go to that are not known now.
-        emptied: values whose registers nobody reads afterwards.
+        bound: known values. Views and arithmetic of bound values are evaluated while building, and added.
+        registers: the registers of values that are not known yet.
+        emptied: values whose registers are not read again; reading them empties the register.
         before, after: steps before and after a node's own.
-        post_processing: what results go through.
+        post_processing: functions through which results of nodes go.
         repeats: whether a node may run again after it was out of memory.
     """
 
@@ -108,7 +109,7 @@ class FlatBuilder:
         self.bound, self.registers, self._emptied = bound, registers, emptied
         self._before, self._after, self._repeats = before, after, repeats
         self._post_processing = post_processing
-        self._parts: dict[Node, list[Node | None]] = {}  # of tuples: the elements that are needed afterwards
+        self._parts: dict[Node, list[Node | None]] = {}  # by tuple: its elements; None if not needed
         self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
         self._names = itertools.count()
         self._subgraphs: dict[GraphModule, Callable[..., Any]] = {}
@@ -118,17 +119,18 @@ class FlatBuilder:
         self._pinned: set[Local] = set()
         self._checked: set[Any] = set()
 
-    # -- what goes in ---------------------------------------------------------------------------------
+    # -- appending ---------------------------------------------------------------------------------
 
     def run(
         self, nodes: Iterable[Node], stores: Iterable[Node] = (), ends: Mapping[Node, Iterable[Node]] | None = None
     ) -> None:
         """Append the work of ``nodes``, in order, and keep the values of ``stores`` in their registers.
 
-        ``ends`` are the communications that a node waits for: what they were given lives until then.
+        A check runs as soon as the value that it checks exists. A check that needs data-dependent values is among the
+        nodes itself.
 
-        A check belongs to the value it checks: it is made as soon as that is there, unless it needs something
-        that is data-dependent; then it stands among the nodes itself.
+        Args:
+            ends: the communications that each node waits for. Their operands live until then.
         """
         nodes = list(nodes)
         kept, scheduled = set(stores), set(nodes)
@@ -151,7 +153,7 @@ class FlatBuilder:
             self._steps += around.get(node, ())
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
-        """Append a partition: its nodes, or the call that replaces them."""
+        """Append a partition: its nodes, or the call of its replacement (``compile_partition``)."""
         signature = plan.compiled.get(partition.index)
         if signature is None:
             self.run(plan.work_in(partition), stores, plan.awaited)
@@ -177,7 +179,7 @@ class FlatBuilder:
                 self._use(self._locals[node])
 
     def begin_range(self, name: str) -> None:
-        """Append the begin of a range, which ends where the next one begins."""
+        """Append the begin of a range. It ends where the next range begins."""
         self._steps.append(steps.Range(name))
 
     def keep(self, node: Node) -> None:
@@ -194,7 +196,7 @@ class FlatBuilder:
                 self._use(self._locals[part])
 
     def check(self, node: Node) -> None:
-        """Append an assert; one on bound values is made now."""
+        """Append an assert. If all its operands are bound, it runs now instead."""
         if all(self._is_known(arg) for arg in node.all_input_nodes):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
             node.target(*args, **kwargs)  # type: ignore[operator]
@@ -209,18 +211,19 @@ class FlatBuilder:
         self._define(node, step)
 
     def stand_for(self, node: Node, operand: Bound | Register) -> None:
-        """Have what is made of ``node`` made of ``operand``: at every call, unlike what is made of bound values."""
+        """Use ``operand`` wherever ``node`` is used. Views of it are made at every call, even if it is bound."""
         self._locals[node] = operand
 
     def register(self, node: Node) -> Register:
-        """What stands for what a node's register holds."""
+        """The register of a node, as an operand."""
         return Register(self.registers[node])
 
     def build(self, result: Any = None, give_back: Callable[[], object] | None = None) -> FlatFunction:
-        """Finish; the function returns ``result``, in which nodes stand for their values.
+        """Build the function.
 
         Args:
-            give_back: called where a step is out of memory that may run again; then it does.
+            result: the value that the function returns; nodes in it stand for their values.
+            give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
         """
         returned = self._argument(result, literal_lists=True)
         dead: dict[int, list[Local]] = {}
@@ -234,7 +237,7 @@ class FlatBuilder:
                 everything.append(Drop(tuple(dead[position])))
         return FlatFunction(everything, returned, give_back)
 
-    # -- how it becomes steps -------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------
 
     def _statement(self, node: Node, scheduled: Container[Node]) -> None:
         if kind_of(node) is Kind.CHECK and node not in self._post_processing:
@@ -245,13 +248,13 @@ class FlatBuilder:
             step = steps.PostProcess(step, self._post_processing[node])
         if is_work(node) and not node.users and node not in self._post_processing:
             self._append(step, node, self._repeats(node))
-        elif node.users and _is_taken_apart(node):
+        elif node.users and _only_elements_used(node):
             self._take_apart(node, step, scheduled)
         else:
             self._define(node, step, node)
 
     def _take_apart(self, node: Node, step: Step, scheduled: Container[Node]) -> None:
-        """Define the elements of a tuple, so that each lives no longer than it is used."""
+        """Define the elements of a tuple as locals of their own, so that each is freed after its own last use."""
         count, positions = len(node.meta["val"]), {user: int(user.args[1]) for user in node.users}  # type: ignore[arg-type]
         call = step.step if isinstance(step, steps.PostProcess) else step
         if isinstance(call, steps.CallOperator) and len(call.overload._schema.returns) == count > 1:
@@ -296,7 +299,7 @@ class FlatBuilder:
         args = tuple(map(self._argument, node.args if kernel is None else node.args[1:]))
         given = {name: value for name, value in node.kwargs.items() if not _is_default(node, name, value)}
         kwargs = {name: self._argument(value) for name, value in given.items()}
-        # References above may have appended steps of their own, so that uses count from here.
+        # The operands above may have appended steps, so the position of this use is known only now.
         for local in self._locals_in(node):
             if isinstance(local, Local):
                 self._last_use[local] = len(self._steps)
@@ -377,7 +380,7 @@ class FlatBuilder:
         return True
 
     def available(self, node: Node) -> bool:
-        """Whether a value (or a check) can be had in this function without running work for it."""
+        """Whether a value or a check needs no work that has not run yet in this function."""
         if node in self.bound or node in self._locals or node in self.registers:
             return True
         if kind_of(node) not in (Kind.VIEW, Kind.SYMBOLIC, Kind.CHECK):
@@ -403,18 +406,18 @@ def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
     return lambda *values: function(list(values))
 
 
-# What an allocation says beside its size and stride.
+# The options of an allocation, besides size and stride.
 _OPTIONS = {"dtype", "device", "pin_memory"}
 
 
-def _is_taken_apart(node: Node) -> bool:
-    """Whether nothing but elements of a tuple is used."""
+def _only_elements_used(node: Node) -> bool:
+    """Whether a node returns a tuple of which only elements are used."""
     elements = all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
     return elements and isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _is_default(node: Node, name: str, value: Any) -> bool:
-    """Whether a keyword says what the operator's schema says anyway: parsing it costs time."""
+    """Whether a keyword argument has its default value. It is left out, because parsing it costs time."""
     overload = schema_of(node)
     if overload is None or type(value) not in (*LITERALS, float):
         return False

@@ -25,14 +25,14 @@ class Layout:
     """The memory of one recording.
 
     Attributes:
-        tensors: over planned memory and memory of the recording, by allocation node.
-        regions: memory that comes and goes with each call.
+        tensors: tensors over planned memory and memory of the recording, by allocation node.
+        regions: memory that exists during a part of each call.
         placed: planned memory of operators' results.
         in_arenas: (device, offset in bytes) of each storage in an arena, by its handle.
         input_buffers: static input buffers, by placeholder.
-        input_tensors: by position: the tensor that stands for a static or copied input.
-        mutated: (position, static input buffer) of inputs that the program writes, and that are copied back.
-        static_addresses: of static inputs, by position.
+        input_tensors: the tensor that stands for a static or copied input, by position.
+        mutated: (position, static input buffer) of inputs that are written, so that their buffer is copied back.
+        static_addresses: the addresses of static inputs, by position.
     """
 
     def __init__(self, request: RecordingRequest) -> None:
@@ -83,7 +83,7 @@ class Layout:
         return torch.fx.map_arg(node.args[:2], self._request.planned.symbol_values.__getitem__)
 
     def fill_input_buffers(self, inputs: Sequence[Any]) -> list[Part]:
-        """Lay out static input buffers. Returns what fills them at each call."""
+        """Lay out static input buffers. Returns the parts that fill them at each call."""
         written = self._plan.facts.all_written()
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         steps: dict[torch.device, list[Step]] = {}
@@ -109,13 +109,13 @@ class Layout:
         return [Part.of(copies, name) for copies in steps.values()]
 
     def static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        """Static inputs, without a reference to them: the owner may free one, or count references.
+        """Static inputs, without a reference to them: the caller may free them, or count references.
 
         A hardware graph keeps only addresses. The CPU's graph keeps tensors, so these are made over the same memory
         without owning it. There a custom operator may keep its operands, so it gets the caller's own tensor.
         """
         may_keep = self._plan.replaced_work
-        found: dict[Node, Any] = {}
+        tensors: dict[Node, Any] = {}
         for position in self._request.static_inputs:
             value = inputs[position]
             self.static_addresses[position] = value.data_ptr()
@@ -125,11 +125,12 @@ class Layout:
                     user in may_keep or not (user.op == "output" or only_computes(user)) for user in users
                 ):
                     continue
-                value = self._without_holding(value)
-            found[self._plan.placeholders[position]] = self.input_tensors[position] = value
-        return found
+                value = self._unowned(value)
+            tensors[self._plan.placeholders[position]] = self.input_tensors[position] = value
+        return tensors
 
-    def _without_holding(self, value: torch.Tensor) -> torch.Tensor:
+    def _unowned(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor over the memory of ``value`` that does not keep it."""
         nbytes = reach(value)
         if not nbytes:
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)

@@ -1,4 +1,8 @@
-"""How a recording hands out its outputs: uncopied and watched, copied, or as views of the caller's own tensors."""
+"""The last part of a replay, which hands out the outputs.
+
+An output is handed out in one of three ways: uncopied, and then its use count is watched; copied; or as a view of the
+caller's own input.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,13 @@ class Outputs:
     """The outputs of one recording.
 
     Args:
-        registers: by value, where it changes from call to call.
-        values: what the registers hold in the call that is recorded.
+        registers: the register of each value that changes from call to call.
+        values: the contents of the registers in the recorded call.
         pooled: nodes whose results lie in the graph pool. Outputs among them are copied: a later capture may get the
             same bytes.
 
     Attributes:
-        storages: those that are handed out uncopied, to be watched.
+        storages: the storages that are handed out uncopied; they are to be watched.
     """
 
     def __init__(
@@ -47,10 +51,10 @@ class Outputs:
         self.storages: list[OutputStorage] = []
 
     def part(self, builder: FlatBuilder, common: Mapping[Node, Any]) -> Part:
-        """What returns the outputs.
+        """Make the part that returns the outputs.
 
         Args:
-            builder: of values in registers alone.
+            builder: a builder that binds numbers and constants only.
             common: values that are the same at every call.
         """
         output = output_node(self._plan.graph)
@@ -149,27 +153,29 @@ class Outputs:
 
 
 def _made_of(output: Node) -> dict[Node, list[Node]]:
-    """For each value behind the outputs that is no view: its users on the way to ``output`` (views of it, or
-    ``output``)."""
-    found: dict[Node, list[Node]] = {}
-    users = [output]
-    for user in users:
+    """The values behind the outputs that are not views, each with its users on the way to ``output``.
+
+    A user is ``output`` itself, or a view of the value.
+    """
+    users_of: dict[Node, list[Node]] = {}
+    queue = [output]
+    for user in queue:
         for node in user.all_input_nodes:
-            if node not in found and kind_of(node) is Kind.VIEW:
-                users.append(node)
-            found.setdefault(node, []).append(user)
-    return {node: users for node, users in found.items() if kind_of(node) is not Kind.VIEW}
+            if node not in users_of and kind_of(node) is Kind.VIEW:
+                queue.append(node)
+            users_of.setdefault(node, []).append(user)
+    return {node: users for node, users in users_of.items() if kind_of(node) is not Kind.VIEW}
 
 
 def _views_in(node: Node, output: Node) -> list[Node]:
-    """The views of a value that outputs need, bases first."""
-    found, wanted = [node], {output}
-    for one in found:
-        found += [user for user in one.users if kind_of(user) is Kind.VIEW and user not in found]
-    for one in reversed(found):
-        if not wanted.isdisjoint(one.users):
-            wanted.add(one)
-    return [one for one in found[1:] if one in wanted]
+    """The views of a value that ``output`` needs, bases first."""
+    values, needed = [node], {output}
+    for value in values:
+        values += [user for user in value.users if kind_of(user) is Kind.VIEW and user not in values]
+    for value in reversed(values):
+        if not needed.isdisjoint(value.users):
+            needed.add(value)
+    return [view for view in values[1:] if view in needed]
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

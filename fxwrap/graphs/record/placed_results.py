@@ -1,4 +1,7 @@
-"""Copies an operator's result to its planned storage."""
+"""Copies an operator's result to its planned storage.
+
+An operator without an ``out=`` form allocates its result. Graphs with frozen addresses need it at a planned one.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from ..memory.static_buffers import copy_tensors, safe_source
 
 
 class PlacedResults:
-    """Planned memory for results of operators.
+    """The planned storages for results of operators.
 
     Attributes:
-        places: storages by node, and by element, for operators with several results.
-        addresses: of all places.
+        places: the storages by node and element; the element is None for an operator with one result.
+        addresses: the addresses of all places.
     """
 
     def __init__(self) -> None:
@@ -29,10 +32,10 @@ class PlacedResults:
         self.addresses.add(place.data_ptr())
 
     def result_copies(self, nodes: Iterable[Node], others: set[int]) -> dict[Node, ResultCopy]:
-        """The post-processing of nodes whose results have places.
+        """The copies to planned storages, by the node that makes the results.
 
         Args:
-            others: addresses of other storages that stay where they are.
+            others: addresses of other storages that do not move.
         """
         return {node: ResultCopy(self.places[node], self.addresses, others) for node in nodes if node in self.places}
 
@@ -43,7 +46,7 @@ class ResultCopy:
     Args:
         places: by element.
         taken: addresses of all places.
-        others: addresses of other storages that stay where they are.
+        others: addresses of other storages that do not move.
     """
 
     def __init__(self, places: Mapping[int | None, torch.UntypedStorage], taken: set[int], others: set[int]) -> None:
@@ -52,14 +55,14 @@ class ResultCopy:
         self._tensors: dict[int | None, torch.Tensor] | None = None
 
     def __call__(self, made: list[Any]) -> Any:
-        """The results in their places. ``made`` is emptied, so that nobody else has the operator's."""
+        """Return the results in their places. ``made`` is emptied, so that the operator's results are freed."""
         value = made.pop()
         several = isinstance(value, (tuple, list))
         results: dict[int | None, Any] = dict(enumerate(value)) if several else {None: value}  # type: ignore[arg-type]
         del value
         if self._tensors is None:
             self._tensors = self._lay_out(results)
-        # All of them before one is copied: they may lie in each other's places.
+        # First all sources, then the copies: a result may lie in the place of another.
         for element, place in self._tensors.items():
             results[element] = safe_source(results[element], place, self._taken)
         for element, place in self._tensors.items():
@@ -68,14 +71,14 @@ class ResultCopy:
         return tuple(results.values()) if several else results[None]
 
     def _lay_out(self, results: Mapping[int | None, Any]) -> dict[int | None, torch.Tensor]:
-        found = {}
+        tensors = {}
         for element, place in self._places.items():
             value = results.get(element)
             if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() in self._others:
-                continue  # schemas do not say which results are somebody's memory
+                continue  # the result is a view of existing memory, which its schema does not say
             if value.untyped_storage().nbytes() == place.nbytes():
                 offset = int(value.storage_offset()) * value.dtype.itemsize
-                found[element] = tensor_like(value, place, offset)
+                tensors[element] = tensor_like(value, place, offset)
             elif reach(value) <= place.nbytes():
-                found[element] = tensor_like(value, place)
-        return found
+                tensors[element] = tensor_like(value, place)
+        return tensors

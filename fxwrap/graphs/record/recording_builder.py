@@ -1,4 +1,7 @@
-"""Makes recordings. The one place where decisions are applied: memory is laid out, partitions are captured."""
+"""Makes a recording of one call: lays memory out, captures or runs each partition, collects the parts of a replay.
+
+The plan decides, and this module applies it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Recorded:
     Attributes:
         outputs: outputs of that call.
         refused: operators whose capture failed, with the error: the program can be partitioned again around them.
-        not_native: why it replays in Python although it was to replay natively; empty if it does not.
+        not_native: why the recording replays in Python although native replay was wanted; empty otherwise.
     """
 
     recording: Recording
@@ -55,7 +58,7 @@ class RecordingBuilder:
 
     Attributes:
         layout: the recording's memory.
-        registers: where values lie that change from call to call.
+        registers: the registers of values that change from call to call.
         fixed_values: values at fixed addresses: results of captured partitions, static buffers of eager results.
     """
 
@@ -111,7 +114,7 @@ class RecordingBuilder:
             if self._gave_up_because:
                 recording.end(self._gave_up_because)
             elif self.request.arenas:
-                watched = [dataclasses.replace(one, owner=weakref.ref(recording)) for one in made.storages]
+                watched = [dataclasses.replace(output, owner=weakref.ref(recording)) for output in made.storages]
                 recording.watch(watched, inputs, outputs)
         finally:
             self._forget_inputs()
@@ -128,11 +131,6 @@ class RecordingBuilder:
             self._graphs, self._pools, kept, self.layout.in_arenas, self.layout.regions, self._eager_reasons
         )
         return Recording(self.request, replay, resources, self.layout.static_addresses)
-
-    def _clear_arenas(self, why: str) -> None:
-        """End all recordings in the arenas, and drop the arenas' memory."""
-        for arena in self.request.arenas.values():
-            arena.clear(why)
 
     def _capture_all(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Capture every partition, and run it once. Returns the values that are the same at every call."""
@@ -159,11 +157,11 @@ class RecordingBuilder:
     def _add_input_checks(self) -> None:
         """Run the asserts on inputs now. Those on static inputs run only now, the others at every call."""
         static = {self._placeholders[position] for position in self.request.static_inputs}
-        # An assert may also name values that no work has computed yet. Only inputs exist here.
+        # Only inputs exist here: asserts that need results come later.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
         once, layouts, others = (FlatBuilder(dict(known), registers) for _ in range(3))
-        looked_at = set[int]()
+        checked = set[int]()
         for node in filter(once.available, checks_on(self._placeholders)):
             inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
             varying = [registers[arg] for arg in inputs if arg in registers]  # sizes are constants of the recording
@@ -173,14 +171,14 @@ class RecordingBuilder:
                 isinstance(self._values[position], torch.Tensor) for position in varying
             ):
                 layouts.check(node)
-                looked_at.update(varying)
+                checked.update(varying)
             else:
                 others.check(node)
         check_once, check_layouts, check_others = (builder.build() for builder in (once, layouts, others))
         for flat in (check_once, check_layouts, check_others):
             flat.function(self._values)
-        if looked_at:
-            same = self.request.functions.layout_check(self._values, sorted(looked_at))
+        if checked:
+            same = self.request.functions.layout_check(self._values, sorted(checked))
             run = functools.partial(_unless, same, check_layouts.function)  # which raises if a layout is wrong
             self._parts.append(Part(run, check_layouts.lines))
         if check_others.lines:
@@ -242,7 +240,7 @@ class RecordingBuilder:
                 self._bind(node, value, bindings)
 
     def _capture_graph(self, call: BoundCall, partition: int) -> DeviceGraph:
-        pool = self._pool()  # another one after a failed capture
+        pool = self._pool()  # a new pool after a failed capture
         graph = capture_graph(self.request, call, partition, pool, self._as_replayed())
         self._pools.append(pool)
         return graph
@@ -256,10 +254,11 @@ class RecordingBuilder:
         """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
         self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._parts, self._pools = [], [], []
-        self._clear_arenas(OUT_OF_MEMORY)
+        for arena in self.request.arenas.values():
+            arena.clear(OUT_OF_MEMORY)
 
     def _pool(self) -> GraphPool | None:
-        """The pool that captures share. It belongs to an arena: whoever holds the arena's lock may use it."""
+        """The pool that captures share. It belongs to an arena, and is used under the arena's lock."""
         runtime = self.request.runtime
         arena = self.request.arenas.get(runtime.device)
         return arena.pool(runtime, self.request.functions.after_failed_capture) if arena is not None else None
@@ -313,7 +312,7 @@ class RecordingBuilder:
         return indices is None or not indices.isdisjoint(self._fixed_storages)
 
     def _bind(self, node: Node, value: Any, bindings: _Bindings) -> None:
-        """Later work may bind the value: it is at a fixed address."""
+        """Let later work bind a value, which is at a fixed address."""
         bindings.captured[node] = bindings.common[node] = self.fixed_values[node] = value
 
     def _fixed_addresses(self, inputs: Sequence[Any]) -> set[int]:
@@ -350,9 +349,9 @@ class _Bindings:
     """Values that flat functions may bind.
 
     Attributes:
-        inputs: of the call that is recorded.
+        inputs: the inputs of the recorded call.
         common: values that are the same at every call.
-        captured: what captured partitions may count on: these, and static inputs.
+        captured: values that captured partitions may bind: ``common``, and static inputs.
     """
 
     inputs: Sequence[Any]

@@ -1,4 +1,8 @@
-"""Registers: where values lie that change between calls."""
+"""Registers: the list of values that change from call to call.
+
+The parts of a replay read and write it. It holds the inputs first, then results that one partition makes and another
+reads. Everything else is bound: it is the same at every call.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ from ...plan import MemoryPlan, Origin, ProgramPlan
 
 @dataclass(frozen=True)
 class Registers:
-    """First the inputs, then the values that leave the partition which makes them.
+    """The registers of one recording: inputs, then values that are used outside of the partition that makes them.
 
     Attributes:
-        by_node: register by value.
-        stores: values that a partition stores, by its index.
-        complete: the same values, by the partition after which they are there: a communication may fill one beyond
-            the end of its own.
-        last_reader: for values that nobody reads after the calls, the last partition that does. There the register is
-            emptied, so that memory is freed as soon as can be; none where addresses are frozen.
+        by_node: the register of each value.
+        stores: the values that a partition stores, by its index.
+        complete: the same values, by the partition after which they are complete. A communication may fill a value
+            after the partition that stores it.
+        last_reader: the last partition that reads a value, for values that the caller does not get. It empties the
+            register, so that memory is freed early. Empty where addresses are frozen.
     """
 
     by_node: Mapping[Node, int]
@@ -58,54 +62,56 @@ class Registers:
 
 
 def _allocated_per_call(plan: ProgramPlan, memory: MemoryPlan) -> dict[int, list[Node]]:
-    found: dict[int, list[Node]] = {}
+    """Allocations that are made at each call, by the first partition that uses them."""
+    allocations: dict[int, list[Node]] = {}
     seen: set[int] = set()
     for partition in plan.partitions:
         named = plan.facts.named_in(plan.work_in(partition))
         for index in sorted((named & memory.per_call) - seen):
-            found.setdefault(partition.index, []).append(plan.maker(index))
+            allocations.setdefault(partition.index, []).append(plan.maker(index))
         seen |= named
-    return found
+    return allocations
 
 
 def _returned_views(
     plan: ProgramPlan, per_call: Mapping[int, list[Node]], producer: Mapping[Node, int]
 ) -> dict[Node, int]:
-    """Views of what is allocated per call that the caller gets and that work needs, too: by partition."""
-    found = {}
+    """Returned views of per-call allocations that work also reads, each with the first partition that reads it."""
+    views = {}
     allocated = {node for nodes in per_call.values() for node in nodes}
     for view in output_node(plan.graph).all_input_nodes:
         if view.target is reinterpret and view.args[0] in allocated:
             users = [producer[user] for user in effective_users(view) if user in producer]
             if users and not plan.compiled.keys() & users:
-                found[view] = min(users)
-    return found
+                views[view] = min(users)
+    return views
 
 
 def _last_readers(plan: ProgramPlan, by_node: Mapping[Node, int], producer: Mapping[Node, int]) -> dict[Node, int]:
-    found = {}
+    last_readers = {}
     facts = plan.facts
     returned = facts.behind(output_node(plan.graph).all_input_nodes)
-    waits = {one: producer[wait] for wait, over in plan.awaited.items() for one in over}
+    waits = {begun: producer[wait] for wait, over in plan.awaited.items() for begun in over}
     for node in by_node:
         if node.op == "placeholder" and facts.of(node) & returned:
             continue  # an output may alias this input
         users = effective_users(node)
-        # What a communication was given lives until somebody has waited for it.
+        # The operands of a communication live until its wait.
         readers = [producer.get(user) for user in users] + [waits[user] for user in users if user in waits]
         if readers and None not in readers:  # None: the caller gets it
-            found[node] = max(reader for reader in readers if reader is not None)
-    return found
+            last_readers[node] = max(reader for reader in readers if reader is not None)
+    return last_readers
 
 
 def _complete_after(plan: ProgramPlan, node: Node, producer: Mapping[Node, int]) -> int:
+    """The partition after which a value is complete: its own, or that of a later wait which fills it."""
     facts, last = plan.facts, producer[node]
     storages = facts.of(node)
     waits = {wait: over for wait, over in plan.awaited.items() if facts.writes(wait) & storages}
     while later := [
         producer[wait]
         for wait, over in waits.items()
-        if producer[wait] > last and any(producer[one] <= last for one in over)
+        if producer[wait] > last and any(producer[begun] <= last for begun in over)
     ]:
         last = max(later)
     return last

@@ -1,4 +1,4 @@
-"""Steps as a Python function; and parts, the pieces of a replay."""
+"""Turns steps into a Python function (``as_python``). ``Part``, a piece of a replay, has both."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .steps import Range, Step
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of what a replay does.
+    """One piece of a replay.
 
     Attributes:
-        run: does it in Python, on the registers.
-        steps, result: the same for a unit.
-        name: of its range in profiles; empty if it has none.
-        below_autograd: whether a unit runs the steps below autograd. ``run`` sees to that itself.
+        run: runs the steps in Python, on the registers.
+        steps, result: the steps and the returned operand, for a native unit.
+        name: the name of its range in profiles; empty if it has none.
+        below_autograd: whether a unit runs the steps below autograd; ``run`` does so itself.
     """
 
     run: Callable[[list[Any]], Any]
@@ -44,10 +44,10 @@ def as_python(
 
     Args:
         profiled: whether ranges show in profiles.
-        give_back: called where a step is out of memory that may run again; then it does.
+        give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
 
     Returns:
-        The function of the registers, its text, and the node behind a line of the text, by its number.
+        The function of the registers, its text, and the node of each line of the text, by line number.
     """
     text, nodes = Text(), dict[int, Node]()
     body, indent = list[str](), ""
@@ -70,7 +70,7 @@ def as_python(
     body.append(f"return {text.of(result)}")
     source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
     exec(compile(source, "<fxwrap flat function>", "exec"), text.namespace)
-    # Not in its own namespace: what is bound goes with the function, not with the next garbage collection.
+    # Removed from its own namespace: in a cycle, bound values would live until the next garbage collection.
     return text.namespace.pop("flat"), source, nodes
 
 
@@ -78,7 +78,7 @@ class Text:
     """The text of one function, in whose ``namespace`` bound values are ``c0``, ``c1``, ..."""
 
     def __init__(self) -> None:
-        # Operators may import something; C code does that with the builtins of the Python code that called it.
+        # An operator in C may import a module, and uses the builtins of the Python code that called it.
         self.namespace: dict[str, Any] = {"__builtins__": builtins}
         self._names: dict[Any, str] = {}
 
@@ -115,7 +115,7 @@ class Text:
         """The name of a value in the namespace."""
         if type(value) in LITERALS:
             return repr(value)
-        # Sizes and strides are the same if they are equal; of everything else there may be several.
+        # Equal sizes share a name; other values share one only if they are the same object.
         sizes = type(value) is tuple and all(type(item) is int for item in value)
         name = self._names.setdefault(value if sizes else id(value), f"c{len(self._names)}")
         self.namespace[name] = value

@@ -1,4 +1,4 @@
-"""What a call must look like for a unit, and a unit as the helper library takes it."""
+"""The conditions on calls that a native unit may run (``Guards``), and a unit as the helper library takes it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .native import NativeStep, Value
 
 @dataclass(frozen=True)
 class Guards:
-    """What a call has to look like for a unit.
+    """The conditions that a call must satisfy to be run by a unit.
 
     Attributes:
         addresses: (position, address) of static inputs.
         numbers: (position, value) of inputs that are numbers.
-        dimensions: (position, whether it is a stride, dimension, value).
-        packed: storages by their handles, of which no input at the positions ``overwritten`` may be in one.
-        moving: (position, whether it is mutated) of inputs of which no mutated one may overlap another one.
-        static_spans: spans [begin, end) of static inputs, in order; no mutated one of ``moving`` may overlap them.
-        written_static_spans: those of mutated static inputs; nothing of ``moving`` may overlap them.
-        no_hooks: nobody packs what autograd saves in this thread.
-        locks: owners of locks, of which there must be none, and where it is noted that a unit has the lock.
+        dimensions: (position, whether it is a stride, dimension, value) of sizes and strides.
+        packed, overwritten: storages by handle; no input at the positions ``overwritten`` may lie in them.
+        moving: (position, whether it is mutated) of inputs; no mutated input among them may overlap another.
+        static_spans: spans [begin, end) of static inputs, in order; no mutated input of ``moving`` may overlap them.
+        written_static_spans: the spans of mutated static inputs; no input of ``moving`` may overlap them.
+        no_hooks: whether a call must come from a thread without saved-tensor hooks.
+        locks: for each lock, its owners, of which there must be none, and the cell that says that a unit holds it.
         device: the accelerator, which must be the current one; None for the CPU.
-        streams: where work was issued last in each arena, which must be the current stream.
-        caller_captures: whether somebody captures on the current stream.
+        streams: the stream on which work was issued last in each arena; it must be the current stream.
+        caller_captures: whether the current stream is being captured; it must not be.
     """
 
     addresses: Sequence[tuple[int, int]] = ()
@@ -52,20 +52,22 @@ class Description:
     """A unit as the helper library takes it.
 
     Attributes:
-        inputs: how many there are: they are the first slots.
-        empties_inputs: whether the list of inputs is emptied at the start of the call instead of at its end: inputs
-            then live no longer than they are needed.
-        loads: (input, slot).
-        kept_inputs: inputs that no slot holds, but the call does.
+        inputs: the number of inputs; they are the first slots.
+        empties_inputs: whether the list of inputs is emptied at the start of the call, so that each input is freed
+            after its last use; otherwise it is emptied at the end.
+        clock: a counter that all units share; each call increments it.
+        count: a counter of this unit's calls.
+        name: the name of a call's range in profiles; empty if the call has none of its own.
+        slots: the number of slots.
+        loads: (input, slot) of inputs that steps read.
+        kept_inputs: inputs that no step reads, and that live until the end of the call.
         used: slots that steps read or write.
         dropped: slots that steps empty.
-        cleared: slots that hold something at the end of a call.
-        clock: incremented at every call, and shared by all units.
-        count: incremented at every call.
-        name: of the range in profiles that a call is; empty if it is part of another one.
-        ranges: (position of a step, name): the ranges inside of it, each up to the next one.
-        give_back: called where one of the steps ``repeats`` is out of memory; then it runs again.
-        repeats: positions of steps.
+        cleared: slots that still hold a value at the end of a call.
+        listing: a line of text for each step.
+        ranges: (position of a step, name): ranges inside of the call; each ends where the next begins.
+        give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
+        repeats: positions of steps that may run again.
     """
 
     inputs: int
@@ -88,9 +90,9 @@ class Description:
     repeats: list[int] = field(default_factory=list)
 
     def for_library(self) -> Mapping[str, Any]:
-        guards = {one.name: getattr(self.guards, one.name) for one in dataclasses.fields(Guards)}
-        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "guards"}
-        # Where numbers are that Python and the library share, beside what keeps them there.
+        """The fields by name, as the library reads them, and addresses of the cells that it shares with Python."""
+        guards = {item.name: getattr(self.guards, item.name) for item in dataclasses.fields(Guards)}
+        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "guards"}
         cells = {
             "count_address": ctypes.addressof(self.count) if self.count is not None else 0,
             "clock_address": ctypes.addressof(self.clock) if self.clock is not None else 0,

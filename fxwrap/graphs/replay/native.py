@@ -10,17 +10,19 @@ from typing import Any, NewType, Protocol
 from ...host_graph.nodes import Kernel
 from .operands import Function
 
-# Objects of the library's: an operand, and a step, which one unit takes.
+# Objects of the library: an operand, and a step of one unit.
 Value = NewType("Value", object)
 NativeStep = NewType("NativeStep", object)
 
 
 class Unit(Protocol):
-    """``unit(inputs)`` returns the outputs, or ``missed`` if the call does not suit it: then it has done nothing.
+    """A native replay: ``unit(inputs)`` returns the outputs.
+
+    If the call does not satisfy its guards, it does nothing and returns ``missed``.
 
     Attributes:
-        failed: the position of the step that the last call raised in; -1 if it did not.
-        used: what ``clock`` was at the last call.
+        failed: the position of the step in which the last call raised; -1 if it did not raise.
+        used: the value of ``clock`` at the last call.
     """
 
     failed: int
@@ -34,7 +36,7 @@ class Unit(Protocol):
         """Replay only if storages have these use counts, and cells (with their addresses) these values."""
 
     def clear(self) -> None:
-        """Let go of everything; it misses from now on."""
+        """Drop all references. From now on every call misses."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class NativeReplay:
 
     Attributes:
         library: a function for each kind of operand and step, and ``unit``.
-        operations: functions of integers that it computes: their numbers there, and how many operands they take.
-        kernel_address: where the machine code of a kernel is; None if nobody knows.
+        operations: the integer functions that the library computes: for each its number there, and how many operands
+            it takes.
+        kernel_address: the address of a kernel's machine code; None if it is unknown.
     """
 
     library: Any
@@ -53,9 +56,9 @@ class NativeReplay:
 
     @property
     def missed(self) -> object:
-        """What a unit returns for calls that do not suit it."""
+        """The value that a unit returns for calls that do not satisfy its guards."""
         return self.library.MISSED
 
 
 class CannotReplay(Exception):
-    """Steps that no unit can have."""
+    """Steps cannot be run natively; the message says why."""

@@ -1,7 +1,7 @@
-"""What steps work on: locals, registers and bound values.
+"""Operands of steps: locals, registers and bound values.
 
-A step names what changes from call to call by ``Local`` and ``Register``; everything else is ``Bound``. Numbers,
-strings, tuples, lists, slices and dictionaries stand for themselves.
+``Local`` and ``Register`` name values that change from call to call; other values are ``Bound``. Numbers, strings,
+tuples, lists, slices and dictionaries stand for themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Register:
-    """A value that the caller puts in, or reads afterwards."""
+    """An entry of the list of registers, by position."""
 
     number: int
 
@@ -74,14 +74,16 @@ def operands_in(value: object) -> Iterator[Local | Register | Bound]:
 
 
 def known(operand: Any) -> Any:
-    """An operand, with what is bound in the place of ``Bound``."""
+    """The value of a bound operand; another operand itself."""
     return operand.value if isinstance(operand, Bound) else operand
 
 
 def is_number(operand: Operand) -> bool:
-    """Whether an operand is an integer, or may turn out to be one."""
+    """Whether an operand is an integer, or may hold one at a call."""
     return type(known(operand)) is int or isinstance(operand, (Local, Register))
 
 
 def are_sizes(*operands: Sizes) -> bool:
-    return all(isinstance(sizes := known(one), tuple) and all(map(is_number, sizes)) for one in operands)
+    """Whether every operand is a tuple of integers, or may hold one at a call."""
+    values = map(known, operands)
+    return all(isinstance(value, tuple) and all(map(is_number, value)) for value in values)

@@ -1,15 +1,15 @@
-"""Inputs that overlap at a call, one of which is mutated.
+"""Finds calls in which a mutated input overlaps another input. They are not replayed where inputs are copied.
 
-A replay copies inputs to their buffers before anything runs, so that a write to one is never seen in another. Nothing
-guards this: Dynamo and AOTAutograd ask about inputs that shared memory when the program was compiled.
+A replay copies inputs to their static buffers first, so that a write to one input does not show in another. Dynamo
+and AOTAutograd guard only the overlaps that existed when the program was compiled.
 
 ::
 
     def f(x, y): x.mul_(2); return y @ w          f(a, b) is recorded; f(base[:3], base[1:]) must not be replayed
 
 The rule: a mutated input shares no element with another input (``MutatedInputs.are_apart``). A unit has a quick form
-of it (``Guards::apart`` in codegen/native/guards.h): the bytes that a mutated input spans lie apart from those that
-others span. A call for which that does not hold comes here.
+of it (``Guards::apart`` in codegen/native/guards.h): the span of bytes of a mutated input overlaps no other span. If
+that does not hold, the unit misses, and the rule itself is checked here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MutatedInputs:
 
     Attributes:
         moving: (position, whether it is mutated) of inputs that may lie elsewhere at every call.
-        static_spans: addresses of static inputs: spans that do not touch each other, in order.
-        written_static_spans: the same of the mutated ones.
+        static_spans: addresses of static inputs: spans in order, adjacent ones joined.
+        written_static_spans: the same for mutated static inputs.
         overlap: whether two tensors in one storage share an element.
     """
 
@@ -47,7 +47,7 @@ class MutatedInputs:
 
     @classmethod
     def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> MutatedInputs | None:
-        """Those of a program, wherever they lie; None if it mutates none, or has but one."""
+        """The inputs of a program, none of them static; None if it has no mutated input, or only one input."""
         written = plan.facts.all_written()
         moving = [
             (p, bool(plan.facts.of(node) & written))
@@ -57,8 +57,7 @@ class MutatedInputs:
         return cls(moving, (), (), overlap) if len(moving) > 1 and any(writes for _, writes in moving) else None
 
     def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> MutatedInputs | None:
-        """The same where some inputs lie where they lie now; None where nothing can go wrong any more: a replay works
-        on static inputs themselves."""
+        """The same with static inputs, at their present addresses. None if all are static: these are not copied."""
         stay = frozenset(static)
         static_spans = [(_span(inputs[p]), writes) for p, writes in self.moving if p in stay]
         moving = [(p, writes) for p, writes in self.moving if p not in stay]
@@ -68,25 +67,25 @@ class MutatedInputs:
         return MutatedInputs(moving, *spans, self.overlap)
 
     def are_apart(self, inputs: Sequence[Any]) -> bool:
-        """Whether no mutated input shares bytes with another one."""
+        """Whether no mutated input shares bytes with another input."""
         spans = sorted((*_span(inputs[p]), p, writes) for p, writes in self.moving)
-        reached: list[tuple[int, int, bool]] = []  # (end, position, whether it is mutated): what began before
+        earlier: list[tuple[int, int, bool]] = []  # (end, position, whether it is mutated) of spans that began before
         for begin, end, position, writes in spans:
             if begin == end:
                 continue
             if _touches(self.static_spans if writes else self.written_static_spans, begin, end):
                 return False
-            reached = [one for one in reached if one[0] > begin]
-            for _, other, other_writes in reached:
+            earlier = [span for span in earlier if span[0] > begin]
+            for _, other, other_writes in earlier:
                 if (writes or other_writes) and self._share(inputs[position], inputs[other]):
                     return False
-            reached.append((end, position, writes))
+            earlier.append((end, position, writes))
         return True
 
-    def _share(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Of two tensors whose spans overlap. Columns of one matrix do not share an element."""
-        same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-        return not same or one.dtype != other.dtype or self.overlap(one, other)
+    def _share(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        """Whether two tensors whose spans overlap share an element. Two columns of a matrix do not."""
+        same = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        return not same or first.dtype != second.dtype or self.overlap(first, second)
 
 
 def _lies_on(device: torch.device, value: Any) -> bool:

@@ -1,28 +1,28 @@
-"""What the ranges of a program are called in a profile; reports use the same names."""
+"""Names of a program's ranges in profiles; reports use the same names."""
 
 from __future__ import annotations
 
 
 def partition_range(program: str, index: int) -> str:
-    """The range of a partition, by the program's name."""
+    """The run of a partition."""
     return f"{program}, partition {index}"
 
 
 def copies_after(program: str, index: int) -> str:
-    """Results of an eager partition are copied to where graphs read them."""
+    """Copies of an eager partition's results to the addresses at which graphs read them."""
     return f"{program}, copies after partition {index}"
 
 
 def copies_of_inputs(program: str) -> str:
-    """Inputs are copied to their static buffers."""
+    """Copies of inputs to their static buffers."""
     return f"{program}, copies of inputs"
 
 
 def copies_to_inputs(program: str) -> str:
-    """Static buffers that the program has written are copied back."""
+    """Copies of written static buffers back to the inputs."""
     return f"{program}, copies to inputs"
 
 
 def recording(program: str) -> str:
-    """A call is recorded."""
+    """The recording of a call."""
     return f"{program}, recording"

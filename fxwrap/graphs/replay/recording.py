@@ -19,7 +19,7 @@ from ...host_graph.tensors import tensors_in
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import DeviceRuntime, GraphPool
 from ..memory.arenas import Arena
-from ..memory.live_outputs import LivenessGuard, OutputStorage, SharedMemory, WatchedOutputs
+from ..memory.live_outputs import LivenessGuard, OutputStorage, WatchedOutputs
 from ..memory.locks import LockOwner, TryLock
 from ..memory.memory_provider import RecordingMemory
 from ..memory.regions import Regions
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingRequest(RecordingMemory):
-    """What one recording is made from: its memory, and
+    """The inputs of making a recording, besides its memory.
 
     Attributes:
-        name, traces: of the program.
-        static_inputs: positions of the inputs whose addresses are assumed to stay; each call checks them.
+        name, traces: the program's name and traces.
+        static_inputs: positions of the inputs whose addresses are assumed not to change; each call checks them.
         copied: storages of outputs that are copied when handed out.
         mutated_inputs: checks that no mutated input overlaps another input; None where no check is needed.
-        guards: what else native calls must satisfy; None if the recording replays in Python.
-        count: of native replays.
-        policy: is told of outputs that are live when their memory is needed.
+        guards: the other conditions on native calls; None if the recording replays in Python.
+        count: counts native replays.
+        policy: the policy that gets reports of outputs that are live when their memory is needed.
     """
 
     name: str
@@ -62,12 +62,12 @@ class RecordingRequest(RecordingMemory):
 class Policy(Protocol):
     """Decides which outputs are copied (``graphs/policy/specialization.py``)."""
 
-    def found_live(self, outputs: Collection[int]) -> bool: ...
+    def note_live(self, outputs: Collection[int]) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a call runs.
+    """The work of a call.
 
     Attributes:
         registers: values that change from call to call; the first ``inputs_end`` are the inputs.
@@ -88,7 +88,7 @@ class Replay:
         return outputs
 
     def run_profiled(self) -> Any:
-        """The same, with a range for each part that has a name."""
+        """Run with a range for each part that has a name."""
         outputs = None
         for part in self.parts:
             with record_function(part.name) if part.name else contextlib.nullcontext():
@@ -98,14 +98,15 @@ class Replay:
 
 @dataclass(frozen=True)
 class RecordingResources:
-    """What a recording keeps for as long as it lives.
+    """Resources that a recording keeps until it ends.
 
     Attributes:
-        pools: of the graphs; kept so that no new pool gets their streams while others are left.
+        graphs: the device graphs.
+        pools: the memory pools of the graphs; kept so that no new pool gets their streams while others are free.
         kept: tensors over planned and per-recording storages, and values at fixed addresses: results of captured
             partitions, and static buffers of eager results.
         in_arenas: (device, offset) of each storage in an arena, by its handle.
-        eager_reasons: by partition: why it runs eagerly although it was to be captured.
+        eager_reasons: why a partition that was to be captured runs eagerly, by partition.
     """
 
     graphs: Sequence[DeviceGraph]
@@ -117,16 +118,16 @@ class RecordingResources:
 
 
 class Recording:
-    """Replayed with ``run`` by a call that has its locks (``acquire``). ``graphs/recording_builder`` makes it.
+    """Replayed with ``run`` by a call that holds its locks (``acquire``). ``record/recording_builder`` makes it.
 
     Attributes:
-        static_addresses: of static inputs, by position.
-        same_addresses: tells whether every static input of a call is where it was.
+        static_addresses: the addresses of static inputs, by position.
+        same_addresses: tells whether every static input of a call is at its recorded address.
         ended: why it can never run again; empty while it can.
-        superseded: why another is to be recorded in its place; empty while it is good.
+        superseded: why another recording is to replace it; empty otherwise.
         without_graphs: the reason, if every capture failed; empty otherwise.
-        unit: replays it natively; None where it cannot be.
-        listing: what the unit runs, a line for each step.
+        unit: replays it natively; None if it replays in Python.
+        listing: the steps of the unit, a line for each.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Recording:
         Called last: temporaries would raise the counts.
 
         Args:
-            outputs: what is handed out uncopied.
+            outputs: the outputs that are handed out uncopied.
             returned: the outputs of the first call.
         """
         assert self._resources is not None
@@ -169,9 +170,7 @@ class Recording:
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
         self._watched_outputs = WatchedOutputs(outputs, counter, handed_out)
         plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
-        footprints: dict[SharedMemory, Sequence[tuple[int, int]]] = {
-            arena: memory.footprint(plan) if plan is not None else () for arena, plan in plans.items()
-        }
+        footprints = {arena: memory.footprint(plan) if plan is not None else [] for arena, plan in plans.items()}
         donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
         self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
         unplanned = tensors_in(self._resources.kept)
@@ -190,13 +189,13 @@ class Recording:
         return not self.ended
 
     def release(self, owner: LockOwner) -> None:
-        """Release those that ``owner`` has."""
+        """Release the locks that ``owner`` holds."""
         for lock in self._locks:
             lock.release(owner)
 
     @property
     def graphs(self) -> Sequence[DeviceGraph]:
-        """The device graphs that it replays; none if it has ended."""
+        """The device graphs that it replays; empty if it has ended."""
         return self._resources.graphs if self._resources is not None else ()
 
     @property
@@ -205,10 +204,10 @@ class Recording:
         return max(self._used, self.unit.used if self.unit is not None else 0)
 
     def make_unit(self) -> str:
-        """Make the native unit.
+        """Make the native unit, unless native replay is off, the recording has ended, or every capture failed.
 
-        Returns why that failed; empty if it is made, or if nobody wants it, the recording has ended, or every capture
-        failed.
+        Returns:
+            Why it could not be made; empty otherwise.
         """
         guards, replay, resources = self.request.guards, self._replay, self._resources
         if guards is None or replay is None or resources is None or self.without_graphs:
@@ -221,12 +220,12 @@ class Recording:
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
-        if (written := self.request.mutated_inputs) is not None:
+        if (mutated := self.request.mutated_inputs) is not None:
             guards = dataclasses.replace(
                 guards,
-                moving=written.moving,
-                static_spans=written.static_spans,
-                written_static_spans=written.written_static_spans,
+                moving=mutated.moving,
+                static_spans=mutated.static_spans,
+                written_static_spans=mutated.written_static_spans,
             )
         described = Description(
             replay.inputs_end, replay.frees_inputs, guards, _CLOCK, self.request.count, self.request.name
@@ -250,19 +249,19 @@ class Recording:
         )
 
     def is_at(self, position: int, value: Any) -> bool:
-        """Whether a static input is where it was."""
+        """Whether a static input is at its recorded address."""
         return bool(value.data_ptr() == self.static_addresses[position])
 
     def may_run(self, inputs: list[Any], owner: LockOwner) -> bool:
-        """Whether it suits a call that has its locks: static inputs are where they were, and its memory is free."""
+        """Whether it can run a call that holds its locks: static inputs are in place, and its memory is free."""
         if self.superseded or not self.same_addresses(inputs):
             return False
-        if (written := self.request.mutated_inputs) is not None and not written.are_apart(inputs):
+        if (mutated := self.request.mutated_inputs) is not None and not mutated.are_apart(inputs):
             return False
         return not self._arenas or (self.is_idle_for(owner) and self.is_free())
 
     def is_free(self) -> bool:
-        """Whether a replay would overwrite no live output, donated ones aside. False if superseded."""
+        """Whether a replay would overwrite no live output, except donated ones. False if superseded."""
         free = not self.superseded and (self._liveness is None or self._liveness.all_dead())
         if free:
             self._tell_unit()
@@ -277,7 +276,7 @@ class Recording:
             self.unit.expect(*self._liveness.expected())
 
     def supersede(self, why: str) -> None:
-        """Another is to be recorded in its place."""
+        """Mark it as to be replaced by another recording; it does not run again."""
         log.info("%s: a recording is to be replaced: %s", self.request.name, why)
         self.superseded = why
         if self.unit is not None:
@@ -289,26 +288,26 @@ class Recording:
 
     @property
     def watched_outputs(self) -> Sequence[OutputStorage]:
-        """What it hands out uncopied."""
+        """The outputs that it hands out uncopied."""
         return self._watched_outputs.outputs
 
     def live(self) -> Mapping[OutputStorage, int]:
-        """The live outputs, and how many tensors the caller has of each."""
+        """The live outputs, with the number of the caller's tensors over each."""
         return self._watched_outputs.live()
 
-    def tell_who_is_in_the_way(self) -> None:
+    def report_live_outputs(self) -> None:
         """Report live outputs of other recordings in this one's memory to their specializations.
 
         An output that is reported twice is copied from then on.
         """
-        for output in self._liveness.in_the_way() if self._liveness is not None else ():
+        for output in self._liveness.live_of_others() if self._liveness is not None else ():
             owner = output.owner() if output.owner is not None else None
             policy = owner.request.policy() if owner is not None else None
             if policy is not None:
-                policy.found_live(output.indices)
+                policy.note_live(output.indices)
 
     def end(self, why: str) -> None:
-        """End for good and drop all memory. The caller holds the lock of one of its arenas, or its own lock."""
+        """End it and drop all memory. The caller holds the lock of one of its arenas, or its own lock."""
         log.info("%s: a recording ends: %s", self.request.name, why)
         self.ended = why
         self._retire()
@@ -318,9 +317,10 @@ class Recording:
         self._watched_outputs = WatchedOutputs()
 
     def run(self, inputs: list[Any], owner: LockOwner) -> Any:
-        """Replay on ``inputs`` and hand out the outputs. ``owner`` has its locks; no other stream works there now.
+        """Replay on ``inputs`` and hand out the outputs.
 
-        Where addresses are not frozen the list is emptied, so that inputs live no longer than they are needed.
+        ``owner`` holds its locks, and no other stream works in its arenas. Where addresses are not frozen the list is
+        emptied, so that each input is freed after its last use.
         """
         replay = self._replay
         assert replay is not None, f"a recording was run that has ended: {self.ended}"
@@ -350,7 +350,7 @@ class Recording:
             self.release(owner)
 
     def failed_natively(self, error: BaseException) -> None:
-        """Its unit has raised."""
+        """Add the failed step to an error that the unit raised."""
         if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
 
@@ -370,7 +370,7 @@ def _retire(
     arenas: Sequence[Arena],
     unplanned: list[torch.Tensor],
 ) -> None:
-    """Retire the outputs, and keep memory until the device has finished with it.
+    """Retire the outputs, and keep memory until the device has finished using it.
 
     Also runs as a finalizer, perhaps while another program is traced.
     """

@@ -9,7 +9,7 @@
     del v0                          ->      drop slot 2
     c13(c9, v1, c10)                ->      cpp_fused_relu_0 at 0x7f..(constant, slot 5, constant)
 
-What has no native form (``steps.py``) is a call of Python; a unit may mix both.
+A step without a native form (``steps.py``) is a call of Python; a unit may mix both.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ log = logging.getLogger(__name__)
 
 
 def make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, description: Description) -> Unit:
-    """A unit of parts over the same registers, of which the last makes the result.
+    """Make a unit of parts over the same registers. It returns the result of the last part.
 
-    ``description`` tells the rest, and gets the steps.
+    Args:
+        registers: the number of registers.
+        description: everything else about the unit; it gets the steps.
 
     Raises:
-        CannotReplay: they have to be run in Python.
+        CannotReplay: the parts cannot be run natively.
     """
     try:
         return _make_unit(native, parts, registers, description)
     except CannotReplay:
         raise
-    except RuntimeError as error:  # the library refuses it
+    except RuntimeError as error:  # raised by the library
         raise CannotReplay(str(error).partition("\n")[0]) from error
-    except Exception as error:  # of a fault here: the call has run, and is not to fail for it
+    except Exception as error:  # a bug: the call has already run, and should not fail
         log.warning("a recording replays in Python: its unit cannot be made", exc_info=True)
         raise CannotReplay(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
@@ -66,8 +68,7 @@ def _make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, desc
         last.below_autograd(False)
     description.result = last.value(parts[-1].result)
     description.listing.append(f"return {last.text(parts[-1].result)}")
-    # Inputs live as long as the call, also those that no step reads: the plan takes them to be there, and steps know
-    # static ones by their address.
+    # Every input lives as long as the call, also if no step reads it: steps know static inputs by address only.
     static = {position for position, _ in description.guards.addresses}
     unread = static - description.used
     description.loads = [(p, p) for p in range(description.inputs) if p not in unread]

@@ -24,7 +24,7 @@ _USES = {
     "workspace": "#d0c98a",
 }
 _LEGEND = {"title": None, "orient": "top", "columns": 6, "symbolLimit": 24}
-# What the colour of a rectangle can show.
+# What the colour of a rectangle can show: first its use; the page can change it.
 COLOURS: dict[str, dict[str, Any]] = {
     "use": {
         "field": "use",
@@ -42,12 +42,11 @@ COLOURS: dict[str, dict[str, Any]] = {
 }
 
 
-def memory_spec(graph: GraphData, width: int = 900, height: int = 380, colour_by: str = "use") -> dict[str, Any]:
+def memory_spec(graph: GraphData, width: int = 900, height: int = 380) -> dict[str, Any]:
     """The Vega-Lite specification of a graph's memory picture. The graph has a memory plan.
 
     Args:
         width, height: pixels of the part with the storages.
-        colour_by: a key of ``COLOURS``.
     """
     memory = graph["memory"]
     assert memory is not None
@@ -68,7 +67,7 @@ def memory_spec(graph: GraphData, width: int = 900, height: int = 380, colour_by
             {
                 "height": height,
                 "width": width,
-                "layer": [_storages(graph, scale, unit, colour_by), _lines(memory, scale)],
+                "layer": [_storages(graph, scale, unit), _lines(memory, scale)],
                 "resolve": {"scale": {"color": "independent"}},
             },
         ],
@@ -105,7 +104,7 @@ def _strip(graph: GraphData, width: int) -> dict[str, Any]:
 _SEARCHED: tuple[Literal["name", "use", "user_line"], ...] = ("name", "use", "user_line")
 
 
-def _storages(graph: GraphData, scale: float, unit: str, colour_by: str) -> dict[str, Any]:
+def _storages(graph: GraphData, scale: float, unit: str) -> dict[str, Any]:
     memory = graph["memory"]
     assert memory is not None
     values = [
@@ -136,7 +135,7 @@ def _storages(graph: GraphData, scale: float, unit: str, colour_by: str) -> dict
             "x2": {"field": "end"},
             "y": {"field": "low", "type": "quantitative", "title": f"address, {unit}"},
             "y2": {"field": "high"},
-            "color": COLOURS[colour_by],
+            "color": COLOURS["use"],
             "opacity": {
                 "condition": {"test": "!search || indexof(lower(datum.text), lower(search)) >= 0", "value": 1},
                 "value": 0.12,
