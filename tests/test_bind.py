@@ -103,6 +103,14 @@ def test_another_shape_is_compiled_by_the_wrapper_and_then_called_without_it() -
     assert bound.ordinary_calls == Counter({NOT_COMPILED: 1})
 
 
+def test_code_that_another_call_has_compiled_is_found() -> None:
+    function = compiled(plain)
+    bound = fxwrap.bind(function, x)
+    function(torch.ones(5, 4))
+    assert torch.equal(bound(torch.ones(5, 4)), function(torch.ones(5, 4)))
+    assert bound.ordinary_calls == Counter()
+
+
 def test_nothing_is_called_where_the_example_is_compiled_already() -> None:
     seen: list[int] = []
     function = compiled(lambda x: x + len(seen))

@@ -177,6 +177,9 @@ def arguments(name: str, make: Callable[[random.Random], tuple[tuple[Any, ...], 
 class _Plain(torch.Tensor):
     """A subclass without behaviour of its own."""
 
+    def __deepcopy__(self, memo: Any) -> _Plain:
+        return self.clone()
+
 
 class _Counting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -426,7 +429,6 @@ mode("no_grad", torch.no_grad)
 mode("inference_mode", torch.inference_mode)
 mode("autocast", lambda: torch.autocast("cpu", torch.bfloat16))
 mode("function_mode", _Counting)
-mode("dispatch_mode", _Watching)
 mode("profiler", lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
 mode("stance_eager", lambda: torch.compiler.set_stance("force_eager"))
 mode("stance_eager_on_recompile", lambda: torch.compiler.set_stance("eager_on_recompile"))
@@ -489,7 +491,15 @@ def garbage(worlds: Worlds, rng: random.Random) -> Change:
     yield
 
 
-RARE = {"reset"}  # everything is compiled anew afterwards
+RARE = {"reset", "dispatch_mode"}  # everything is compiled anew afterwards
+
+
+@kind
+def dispatch_mode(worlds: Worlds, rng: random.Random) -> Change:
+    """Dynamo gives up code that is called in such a mode, for good. A bound function goes on with the code it has."""
+    with _Watching():
+        yield
+    torch._dynamo.reset()
 
 
 @kind

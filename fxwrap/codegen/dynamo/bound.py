@@ -269,7 +269,8 @@ class Binding:
             code = self.code_for(variables)
             if isinstance(code, CompiledCode):
                 self.promote(code)
-                return code.run(*self.target.owner, *args, **kwargs)
+                complete, by_name = self.parameters.complete(variables)
+                return code.run(*complete, **by_name)
             reason = code
         self.ordinary_calls[reason] += 1
         result = self.compiled(*args, **kwargs)
@@ -376,6 +377,12 @@ def _bound({signature}):
 def _variables({signature}):
     return {variables}
 """
+
+    def complete(self, variables: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call of the code, defaults included."""
+        positional = [variables[name] for name in (*self.first, *self.positional)]
+        keywords = {name: variables[name] for name in self.keywords}
+        return [*positional, *variables.get(self.rest, ())], {**keywords, **variables.get(self.more, {})}
 
     def given(
         self, positional: Sequence[Any], rest: Sequence[Any], keywords: Mapping[str, Any], more: Mapping[str, Any]
