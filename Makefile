@@ -96,12 +96,13 @@ cuda-torch: $(VENV)/bin/python
 
 # The longest first; two at a time.
 cuda: cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
-CUDA_PYTEST = -m pytest -p hostcuda.plugin --timeout 300
+# The limits end what hangs; beside other work a check takes several times as long.
+CUDA_PYTEST = -m pytest -p hostcuda.plugin --timeout 900
 FUZZ := tests/fuzz/sweep.py --device gpu --sequences 100000 --minutes 2
 cuda-own: chosen = $(CUDA_PYTEST) hostcuda/tests
 cuda-graphs: chosen = $(CUDA_PYTEST) -m "gpu and not sweep" tests/graphs
 cuda-rest: chosen = $(CUDA_PYTEST) -m "gpu and not sweep" tests --ignore tests/graphs
-cuda-checks: chosen := -m hostcuda benchmarks/gpu.py --small --limit 300
+cuda-checks: chosen := -m hostcuda benchmarks/gpu.py --small --limit 900
 cuda-fuzz cuda-fuzz-lazy: chosen := -m hostcuda $(FUZZ)
 cuda-fuzz-lazy: export HOSTCUDA_LAZY := 1
 cuda-fuzz-lazy: export HOSTCUDA_POISON := 1

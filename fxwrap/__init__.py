@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .devices import CaptureCost, KernelCall, KernelKind, cpp_kernels
 from .eager_rules import EagerRule
 from .errors import (
+    BindError,
     CaptureError,
     CheckError,
     DeviceError,
@@ -26,6 +27,7 @@ from .options import Options
 from .packing import plan_memory
 
 if TYPE_CHECKING:
+    from .api.bind import bind
     from .api.doctor import Diagnosis, doctor
     from .api.explain import explain
     from .api.record import record
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BindError",
     "CaptureCost",
     "CaptureError",
     "CheckError",
@@ -61,6 +64,7 @@ __all__ = [
     "PlanError",
     "StorageError",
     "UnsupportedModelError",
+    "bind",
     "cpp_kernels",
     "doctor",
     "explain",
@@ -82,6 +86,7 @@ _LAZY = {
     "FxwrapCodegen": ".codegen.emit.emission",
     "DeviceRegistration": ".codegen.devices.registration",
     "register_device": ".codegen.devices.registration",
+    "bind": ".api.bind",
     "Diagnosis": ".api.doctor",
     "doctor": ".api.doctor",
     "Explanation": ".api.report",

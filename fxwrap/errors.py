@@ -65,6 +65,10 @@ class MemoryLimitError(FxwrapError):
     """
 
 
+class BindError(FxwrapError):
+    """A compiled function cannot be called without Dynamo's frame evaluation."""
+
+
 class StorageError(FxwrapError):
     """A program cannot be stored, or a stored file is damaged or does not fit this machine."""
 

@@ -17,7 +17,8 @@ def stats(fn: Callable[..., Any] | None = None) -> dict[str, Any]:
 
     Returns:
         ``programs`` and ``replays``; and by reason ``recordings``, ``eager``, ``fallbacks``, ``events`` and
-        ``not_stored`` (graphs that every process compiles, because no cache can hold them).
+        ``not_stored`` (graphs that every process compiles, because no cache can hold them). Of a bound function
+        ``ordinary``, too: calls through what ``torch.compile`` returned.
 
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
@@ -26,4 +27,5 @@ def stats(fn: Callable[..., Any] | None = None) -> dict[str, Any]:
     result = total([graph.program for graph in explanation.graphs])
     for name, reasons in (("fallbacks", explanation.fallbacks), ("not_stored", explanation.not_stored)):
         result[name] = dict(Counter(reason.splitlines()[0] for reason in reasons))
-    return result
+    ordinary = getattr(fn, "ordinary_calls", None)  # of fxwrap.bind
+    return result if ordinary is None else {**result, "ordinary": dict(ordinary)}

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...compilation import Compilation, live_compilations
 from .collection import RESUMED, WRAPPER
 
+# The attribute of a bound function that holds what torch.compile returned.
+BOUND = "_fxwrap_compiled"
 # Modules that call their children without naming them.
 _CONTAINERS = torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict
 # The limit of objects whose attributes are searched: chains of objects may be endless.
@@ -46,6 +48,7 @@ class Search:
         self.is_compiled = False
         self._ids: list[Any] = []
         self._seen: set[Any] = set()
+        compiled = getattr(compiled, BOUND, compiled)
         self._visit(compiled, None, asked=True)
         if isinstance(compiled, torch.nn.Module) and not self.callers:
             for part in compiled.modules():
@@ -111,7 +114,7 @@ class Search:
         elif not asked:
             return
         entries = _debug_get_cache_entry_list(code)
-        serving = [entry for entry in entries if _is_for(entry, caller) and not _is_refused(entry, variables)]
+        serving = [entry for entry in cache_entries(code, caller) if not _is_refused(entry, variables)]
         self._ids += [entry.compile_id for entry in serving]
         self.is_compiled |= bool(entries)
         for runs in [entry.code for entry in serving] if entries else [code]:
@@ -186,14 +189,18 @@ def _attribute(owner: Any, name: str) -> Any:
     return types.MethodType(value, owner) if isinstance(value, types.FunctionType) else None
 
 
-def _is_for(entry: Any, caller: Any) -> bool:
-    """Whether Dynamo considers a cache entry in calls by a caller."""
-    if caller is None:
-        return True
-    regions = (-1, getattr(caller, "_isolate_recompiles_id", -1))
-    return (
-        entry.backend == innermost_backend(caller.callback) and getattr(entry, "isolate_recompiles_id", -1) in regions
-    )
+def cache_entries(code: types.CodeType, caller: Any) -> Iterator[Any]:
+    """The cache entries that Dynamo considers in calls by a wrapper of ``torch.compile``; None for any.
+
+    The most recently used come first.
+    """
+    for entry in _debug_get_cache_entry_list(code):
+        regions = (-1, getattr(caller, "_isolate_recompiles_id", -1))
+        if caller is None or (
+            entry.backend == innermost_backend(caller.callback)
+            and getattr(entry, "isolate_recompiles_id", -1) in regions
+        ):
+            yield entry
 
 
 def _is_refused(entry: Any, variables: dict[str, Any]) -> bool:

@@ -1,0 +1,456 @@
+"""Calls what Dynamo compiled for a function without its frame evaluation: guards first, then the code.
+
+The wrapper that ``torch.compile`` returns switches frame evaluation on. Dynamo then evaluates the guards of the cache
+entries of the function's code, and runs the code of the first entry whose guards pass. A bound function does these
+two things by itself: it makes the dictionary of the frame's variables that guards read, calls the guards (native, and
+the same objects), and calls the code. Whatever it cannot decide so goes through the wrapper.
+
+The bound function is made as text, with the parameters of the original one, as a call through ``*args`` would cost
+more than it saves.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import eval_frame
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.autograd import profiler
+from torch.nn.modules import module as nn_module
+
+from ...errors import BindError
+from .collection import WRAPPER
+from .search import BOUND, cache_entries
+
+# Older versions of torch have none.
+set_guard_complete_hook = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook", None)
+
+# Reasons for calls that go through the wrapper.
+NOT_COMPILED = "no compiled code has guards that pass"
+GRAPH_BREAK = "the compiled code has a graph break"
+DEFAULTS = "a default or a variable of the function's closure is missing"
+
+# A call of a module: what compiled it in place, if anything did, or else hooks and ``forward``.
+_MODULE_CALL, _MODULE_FORWARD = torch.nn.Module.__call__, torch.nn.Module._call_impl
+_GLOBAL_HOOKS = tuple(
+    getattr(nn_module, name)
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+)
+# How often the examples of ``bind`` are called: a call may change what guards look at, such as a counter.
+_CALLS = 4
+
+
+class _Missing:
+    """An argument that the caller leaves out."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What has to hold for a call without the wrapper, apart from guards.
+
+    Attributes:
+        holds: a Python expression over the names of its target.
+        reason: why the call goes through the wrapper where it does not hold.
+    """
+
+    holds: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """The function that Dynamo has compiled, as far as a call of what ``torch.compile`` returned leads to it.
+
+    Attributes:
+        function: its frame is the one that guards read.
+        owner: the object of a method: the first argument of ``function``; empty for others.
+        context: the object behind ``torch.compile``'s wrapper.
+        conditions: what has to hold for that way to be the right one.
+        names: the objects that conditions name.
+    """
+
+    function: types.FunctionType
+    owner: tuple[Any, ...]
+    context: Any
+    conditions: tuple[Condition, ...]
+    names: Mapping[str, Any]
+
+    def code_entries(self) -> Iterator[Any]:
+        """Dynamo's cache entries that calls consider, the most recently used first."""
+        return cache_entries(self.function.__code__, self.context)
+
+
+class _Path:
+    """Follows what ``torch.compile`` returned to the function that Dynamo compiles, and notes the conditions."""
+
+    def __init__(self) -> None:
+        self.conditions: list[Condition] = []
+        self.names: dict[str, Any] = {}
+
+    def require(self, reason: str, *expressions: str, **objects: Any) -> None:
+        """Add conditions. ``{name}`` in an expression is an object."""
+        unique = {name: f"_{name}_{len(self.names) + place}" for place, name in enumerate(objects)}
+        self.names.update({unique[name]: value for name, value in objects.items()})
+        self.conditions += [Condition(expression.format(**unique), reason) for expression in expressions]
+
+    def target(self, compiled: Any) -> Target:
+        """Raises BindError if there is no function that Dynamo compiles by itself."""
+        target: Any = compiled
+        context: Any = None
+        while True:
+            if isinstance(target, OptimizedModule):
+                target = self._optimized(target)
+            elif isinstance(target, torch.nn.Module):
+                target = self._module(target)
+            owner: tuple[Any, ...] = ()
+            if isinstance(target, types.MethodType):
+                target, owner = target.__func__, (target.__self__,)
+            if not isinstance(target, types.FunctionType):
+                raise _not_compiled(compiled, f"{type(target).__name__}, which has no code that Dynamo compiles")
+            if target.__code__ is WRAPPER:
+                variables = inspect.getclosurevars(target).nonlocals
+                context, target = variables["self"], variables["fn"]
+                if owner:  # a method that is decorated
+                    target = types.MethodType(target, *owner)
+            elif owner and target is _MODULE_CALL:
+                target = owner[0]
+            elif owner and target is _MODULE_FORWARD:
+                target = self._forward(owner[0])
+            else:
+                break
+        if context is None or not callable(context.callback):
+            raise _not_compiled(compiled, f"{getattr(compiled, '__qualname__', type(compiled).__name__)}")
+        if target.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+            raise _not_compiled(compiled, "a generator or a coroutine, which Dynamo does not compile")
+        self.require("the code of the function is another", "{f}.__code__ is {c}", f=target, c=target.__code__)
+        self._torch_state()
+        return Target(target, owner, context, tuple(self.conditions), self.names)
+
+    def _torch_state(self) -> None:
+        self.require("a stance of torch.compile", "{m}._stance is {s}", m=eval_frame, s=eval_frame._stance)
+        # A profile shows Dynamo's range of the region.
+        self.require("a profiler is on", "not {p}._is_profiler_enabled", p=profiler)
+        self.require("another frame evaluation is on", "{get}() is None", get=get_eval_frame_callback)
+
+    def _optimized(self, module: OptimizedModule) -> Any:
+        """What a module that ``torch.compile`` returned calls."""
+        forward = module.__dict__["forward"]
+        self._no_hooks(module)
+        self.require("forward is another", "{m}.__dict__['forward'] is {f}", m=module, f=forward)
+        if forward == module._call_lazy_check and not hasattr(module._orig_mod, "_initialize_hook"):
+            return module.__dict__["_forward"]  # a lazy module that has its parameters
+        return forward
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        """What a call of a module calls."""
+        self.require("the class of the module is another", "type({m}) is {c}", m=module, c=type(module))
+        if type(module).__call__ is not _MODULE_CALL:
+            return types.MethodType(type(module).__call__, module)
+        self.require("Module.__call__ is another", "{c}.__call__ is {f}", c=type(module), f=_MODULE_CALL)
+        own = module._compiled_call_impl
+        self.require("compiled in place", "{m}._compiled_call_impl is {f}", m=module, f=own)
+        return own if own is not None else self._forward(module)
+
+    def _forward(self, module: torch.nn.Module) -> Any:
+        """What a call of a module without hooks calls."""
+        self._no_hooks(module)
+        if "forward" in module.__dict__:
+            self.require("forward is another", "{m}.forward == {f}", m=module, f=module.forward)
+        else:
+            self.require("forward is another", "'forward' not in {m}.__dict__", m=module)
+            method = type(module).forward
+            self.require("forward is another", "{c}.forward is {f}", c=type(module), f=method)
+        forward: Any = module.forward
+        return forward
+
+    def _no_hooks(self, module: torch.nn.Module) -> None:
+        own = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        hooks = [f"{{m}}.{name}" for name in own] + [f"{{g{place}}}" for place in range(len(_GLOBAL_HOOKS))]
+        shared = {f"g{place}": table for place, table in enumerate(_GLOBAL_HOOKS)}
+        self.require("hooks", f"not ({' or '.join(hooks)})", m=module, **shared)
+
+
+def _not_compiled(compiled: Any, got: str) -> BindError:
+    return BindError(
+        f"bind of {compiled!r:.200}",
+        expected="a function, a method or a module that torch.compile has returned",
+        got=got,
+        remedy='fxwrap.bind(torch.compile(fn, backend="fxwrap"), *example_args)',
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledCode:
+    """The code of one cache entry of Dynamo's, callable.
+
+    Attributes:
+        manager: Dynamo's guards; its ``cache_entry`` is None once the entry is invalid: an object whose identity they
+            compare is gone, or Dynamo was reset.
+        check: the guards, called with the variables of a frame, by name.
+        run: the code, called with the arguments of the function.
+    """
+
+    manager: Any
+    check: Callable[[dict[str, Any]], bool]
+    run: Callable[..., Any]
+
+
+@dataclass(eq=False)
+class Binding:
+    """What a bound function knows, and what it does where no known code serves a call.
+
+    Attributes:
+        served: code that has served calls, the most recently used first, as Dynamo has it: where the guards of two
+            entries pass, both serve the same one.
+        ordinary_calls: calls that went through ``torch.compile``'s wrapper, by reason.
+    """
+
+    compiled: Callable[..., Any]
+    target: Target
+    served: tuple[CompiledCode, ...] = ()
+    ordinary_calls: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.names: dict[str, Any] = {
+            **self.target.names,
+            "_function": self.target.function,
+            "_owner": self.target.owner[0] if self.target.owner else None,
+            "_cells": self.target.function.__closure__ or (),
+            "_missing": _Missing,
+            "_served": (),
+            "_promote": self.promote,
+            "_otherwise": self.otherwise,
+        }
+        self.parameters = _Parameters(self.target.function.__code__, len(self.target.owner))
+        exec(self.parameters.text(self.target.conditions), self.names)
+        self.function: Any = self.names["_bound"]
+        self.variables: Any = self.names["_variables"]
+
+    def promote(self, code: CompiledCode) -> None:
+        """Make code the most recently used."""
+        with self._lock:
+            others = (other for other in self.served if other is not code and other.manager.cache_entry is not None)
+            self.served = self.names["_served"] = (code, *others)
+
+    def otherwise(
+        self,
+        positional: Sequence[Any],
+        rest: Sequence[Any],
+        keywords: Mapping[str, Any],
+        more: Mapping[str, Any],
+        variables: dict[str, Any] | None,
+    ) -> Any:
+        """A call that no code in ``served`` serves.
+
+        Args:
+            positional: arguments of named parameters, up to those that can be given by name only.
+            keywords: arguments that can be given by name only.
+            rest, more: of ``*args`` and ``**kwargs``.
+            variables: of the frame; None if one has no value.
+        """
+        reason = DEFAULTS if variables is None else self.why_not()
+        args, kwargs = self.parameters.given(positional, rest, keywords, more)
+        if variables is not None and not reason:
+            code = self.code_for(variables)
+            if isinstance(code, CompiledCode):
+                self.promote(code)
+                complete, by_name = self.parameters.complete(variables)
+                return code.run(*complete, **by_name)
+            reason = code
+        self.ordinary_calls[reason] += 1
+        result = self.compiled(*args, **kwargs)
+        if reason == NOT_COMPILED:
+            self._add_newest()
+        return result
+
+    def why_not(self) -> str:
+        """The reason why calls go through the wrapper at this moment, whatever guards say; empty if there is none."""
+        return next((c.reason for c in self.target.conditions if not eval(c.holds, self.names)), "")
+
+    def code_for(self, variables: dict[str, Any]) -> CompiledCode | str:
+        """The code that Dynamo has for a frame, or why none of it can be called."""
+        known = {code.manager: code for code in self.served}
+        for entry in self.target.code_entries():
+            if entry.guard_manager.root.check(variables):
+                return known.get(entry.guard_manager) or self._callable(entry)
+        return NOT_COMPILED
+
+    def _add_newest(self) -> None:
+        """Add the code that has just been compiled, or used through the wrapper: Dynamo has it in front."""
+        entry = next(self.target.code_entries(), None)
+        code = self._callable(entry) if entry is not None else NOT_COMPILED
+        if isinstance(code, CompiledCode) and all(code.manager is not other.manager for other in self.served):
+            self.promote(code)
+
+    def _callable(self, entry: Any) -> CompiledCode | str:
+        """The code of a cache entry, or why it cannot be called without frame evaluation."""
+        code, function = entry.code, self.target.function
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if not all(name in cells for name in code.co_freevars):
+            return "the compiled code needs a variable that the function does not have"
+        # Dynamo runs the rest of a function after a graph break as a function that frame evaluation may compile.
+        if any(str(i.argval).startswith("__resume_at") for i in dis.get_instructions(code)):
+            return GRAPH_BREAK
+        closure = tuple(cells[name] for name in code.co_freevars)
+        run = types.FunctionType(code, function.__globals__, function.__name__, None, closure)
+        return CompiledCode(entry.guard_manager, entry.guard_manager.root.check, run)
+
+
+class _Parameters:
+    """The parameters of a function, as text of the bound one.
+
+    Args:
+        code: of the function.
+        owned: 1 if the first argument is the object of a method, else 0.
+    """
+
+    def __init__(self, code: types.CodeType, owned: int) -> None:
+        count = code.co_argcount
+        names = list(code.co_varnames)
+        self.first = names[:owned] if count >= owned else []
+        self.in_rest = owned and not self.first  # the object is in *args
+        self.positional = names[len(self.first) : count]
+        self.only_positional = max(code.co_posonlyargcount - len(self.first), 0)
+        self.keywords = names[count : count + code.co_kwonlyargcount]
+        starred = names[count + code.co_kwonlyargcount :]
+        self.rest = starred.pop(0) if code.co_flags & inspect.CO_VARARGS else ""
+        self.more = starred.pop(0) if code.co_flags & inspect.CO_VARKEYWORDS else ""
+        self.free = code.co_freevars
+
+    def text(self, conditions: Sequence[Condition]) -> str:
+        """The source of the functions ``_bound`` and ``_variables``, which returns the frame's variables.
+
+        A default is not one of the text: the caller may replace ``__defaults__``.
+        """
+        count = len(self.positional)
+        parameters = [f"{name}=_missing" for name in self.positional]
+        if self.only_positional:
+            parameters.insert(self.only_positional, "/")
+        if self.rest or self.keywords:
+            parameters.append(f"*{self.rest}")
+        parameters += [f"{name}=_missing" for name in self.keywords] + ([f"**{self.more}"] if self.more else [])
+        rest = f"(_owner, *{self.rest})" if self.in_rest else self.rest
+        values = dict.fromkeys(self.first, "_owner")
+        values |= {n: _or_default(n, f"__defaults__[{p - count}]") for p, n in enumerate(self.positional)}
+        values |= {n: _or_default(n, f"__kwdefaults__[{n!r}]") for n in self.keywords}
+        values |= {self.rest: rest} if self.rest else {}
+        values |= {self.more: self.more} if self.more else {}
+        values |= {n: f"_cells[{p}].cell_contents" for p, n in enumerate(self.free)}
+        variables = "{" + ", ".join(f"{name!r}: {value}" for name, value in values.items()) + "}"
+        arguments = [f"_values[{name!r}]" for name in (*self.first, *self.positional)]
+        arguments += [f"*{rest}"] if self.rest else []
+        arguments += [f"{name}=_values[{name!r}]" for name in self.keywords]
+        arguments += [f"**{self.more}"] if self.more else []
+        positional = "".join(f"{name}, " for name in self.positional)
+        keywords = ", ".join(f"{name!r}: {name}" for name in self.keywords)
+        given = f"({positional}), {self.rest or '()'}, {{{keywords}}}, {self.more or '{}'}"
+        signature = ", ".join(parameters)
+        return f"""
+def _bound({signature}):
+    try:
+        _values = {variables}
+    except (TypeError, IndexError, KeyError, ValueError):
+        return _otherwise({given}, None)
+    if {" and ".join(condition.holds for condition in conditions)}:
+        for _code in _served:
+            if _code.manager.cache_entry is not None and _code.check(_values):
+                if _code is not _served[0]:
+                    _promote(_code)
+                return _code.run({", ".join(arguments)})
+    return _otherwise({given}, _values)
+
+def _variables({signature}):
+    return {variables}
+"""
+
+    def complete(self, variables: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call of the code, defaults included."""
+        positional = [variables[name] for name in (*self.first, *self.positional)]
+        keywords = {name: variables[name] for name in self.keywords}
+        return [*positional, *variables.get(self.rest, ())], {**keywords, **variables.get(self.more, {})}
+
+    def given(
+        self, positional: Sequence[Any], rest: Sequence[Any], keywords: Mapping[str, Any], more: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call as the caller gave them."""
+        named = dict(zip(self.positional, positional, strict=True))
+        missing = [place for place, value in enumerate(positional) if value is _Missing]
+        count = missing[0] if missing else len(positional)
+        by_name = {**dict(list(named.items())[count:]), **keywords}
+        return [*positional[:count], *rest], {**{k: v for k, v in by_name.items() if v is not _Missing}, **more}
+
+
+def _or_default(name: str, default: str) -> str:
+    return f"{name} if {name} is not _missing else _function.{default}"
+
+
+def _asks_other_ranks() -> bool:
+    """Whether Dynamo calls a hook after its guards. Torch tells only who replaces the hook."""
+    if set_guard_complete_hook is None:
+        return False
+    hook = set_guard_complete_hook(None)
+    set_guard_complete_hook(hook)
+    return hook is not None
+
+
+def bound_function(compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], strict: bool) -> Any:
+    """A function that calls what Dynamo compiled for ``compiled``; see ``fxwrap.bind``.
+
+    Raises:
+        BindError: ``compiled`` is nothing that ``torch.compile`` returned; or, if ``strict``, its code for these
+            arguments cannot be called without frame evaluation.
+    """
+    binding = Binding(compiled, _Path().target(compiled))
+    if _asks_other_ranks():
+        raise BindError(
+            f"bind of {compiled!r:.200}",
+            expected="guards that this process evaluates by itself",
+            got="torch.compiler.set_enable_guard_collectives is on",
+            remedy="switch it off before bind, and leave it off",
+        )
+    function = binding.function
+    for _ in range(_CALLS):
+        try:
+            code = binding.why_not() or binding.code_for(binding.variables(*args, **kwargs))
+        except (TypeError, IndexError, KeyError, ValueError):
+            compiled(*args, **kwargs)  # raises what wrong arguments raise
+            code = DEFAULTS
+        if code != NOT_COMPILED:
+            break
+        compiled(*args, **kwargs)
+    if isinstance(code, CompiledCode):
+        binding.promote(code)
+    elif strict:
+        raise BindError(
+            f"bind of {compiled!r:.200}",
+            expected="code that Dynamo compiled for the whole function, and guards that pass for the example",
+            got=code,
+            remedy="compile it with fullgraph=True to see where it breaks; or bind(..., strict=False), which calls "
+            "torch.compile's wrapper where it must, and counts that",
+        )
+    function.__name__ = binding.target.function.__name__
+    function.__qualname__ = binding.target.function.__qualname__
+    function.__doc__ = binding.target.function.__doc__
+    setattr(function, BOUND, compiled)
+    function.ordinary_calls = binding.ordinary_calls
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    function._torchdynamo_inline = traced  # what Dynamo traces where a caller is compiled
+    return function
