@@ -7,8 +7,8 @@
     ProgramPlan at concrete sizes --memory--> MemoryPlan
 
 Each stage takes a frozen dataclass that an earlier one returns, so that a wrong order is a type error. ``Stages`` is
-the list. Analysis runs once for a graph. Partitioning runs again when the capture of an operator fails: then that
-operator is eager. Memory planning runs for each set of sizes.
+the list. Analysis runs once for a graph. Partitioning runs again when the capture of an operator fails, with that
+operator eager. Memory planning runs for each set of sizes.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _analyse_storages(emitted: Emitted) -> Aliased:
 
 
 def _measure_workspace(storages: Aliased) -> Mapping[str, int]:
-    """Measure library calls' workspace on the CPU: regions that are allocated per call leave room for it."""
+    """Measure library calls' workspace on the CPU: the planner leaves room for it in regions of each call."""
     if storages.workspace is not None:
         return storages.workspace
     if storages.device.type != "cpu" or freezes_addresses(storages.device):
@@ -439,7 +439,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
     """Run the stages on a host graph and make its program. Memory is planned later, for concrete sizes.
 
     Args:
-        stages: by default, all stages without rewrites.
+        stages: ``Stages()`` by default, which has no rewrites.
 
     Raises:
         PipelineError: a stage returns nothing, or a rewrite leaves an invalid graph.

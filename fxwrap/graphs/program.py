@@ -182,7 +182,7 @@ class Program:
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
         # If the caller is capturing, its graph would keep arena addresses without a reference to the memory.
-        # Stream 0 cannot be captured, so that the slow question to the driver is not needed.
+        # Stream 0 cannot be captured: the driver, which answers slowly, is asked about other streams only.
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
             return _NOT_REPLAYED
         for recording in specialization.recordings:
@@ -276,7 +276,7 @@ class Program:
             return self._run_schedule(prepared, inputs)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
-        # Remember input addresses: if the next call is recorded, it compares them.
+        # Input addresses are remembered: a recording at the next call compares its own with them.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.static_inputs.note(inputs)

@@ -1,7 +1,8 @@
 """EMIT: turns the wrapper lines of one Inductor program into a host graph.
 
-Here is which lines there are and how each is read. What a line becomes is in the file of its kind: ``calls.py``,
-``launches.py``, ``subgraphs.py``; ``values.py`` gives every node its fake value.
+This file decides how each line is read: by a method (``_line_`` and its class), as text, or not at all. The nodes it
+becomes are made in the file of its kind: ``calls.py`` (library calls), ``launches.py`` (kernels), ``subgraphs.py``;
+``values.py`` gives every node its fake value.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
     def _skip(self, line: Any) -> None:
         """A line without an effect of its own in a host graph."""
 
-    # Allocations and kernels have their device: a line that enters one adds nothing.
+    # Allocations and kernels name their device: a line that enters a device's context adds nothing.
     _line_EnterDeviceContextManagerLine = _skip
     _line_ExitDeviceContextManagerLine = _skip
     _line_EnterSubgraphLine = _skip

@@ -110,10 +110,10 @@ class Arena:
         moved, pool = [*self._moved, *((weakref.ref(user), size) for user, size in self.users())], self._pool
         self.clear("the arena moved")
         self._moved, self._pool = moved, pool
-        del pool  # drop the local reference: drop_pool must be able to free the pool
+        del pool  # self._pool is the only reference left, so that drop_pool frees the pool
         if nbytes > _SMALL and self.device.type != "cpu":
-            # An arena lives long. In a part of a cached segment it would keep the rest of that from being given back:
-            # Inductor leaves 50 MiB in the cache when it times a kernel.
+            # In a part of a cached segment an arena, which lives long, would keep the allocator from ever returning
+            # the rest. Inductor leaves a segment of 50 MiB in the cache when it times kernels.
             empty_cache()
         take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
         memory = take_memory(self.device, take, self.drop_pool)
@@ -311,12 +311,14 @@ class ArenaPool:
     def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
         """End recordings, the least recently used first, until ``arena`` may have ``nbytes``.
 
-        Returns whether it may. If ``arena`` has another size, all its recordings end first. Arenas that other calls
-        have locked do not change.
-        An arena without recordings frees its memory.
+        If ``arena`` has another size, all its recordings end first. Another arena frees its memory with its last
+        recording. Arenas that other calls have locked do not change.
 
         Args:
             limit: the bytes that all arenas of the device, and what recordings keep outside of them, may take.
+
+        Returns:
+            Whether it may.
         """
         owner = LockOwner()
         locked = [other for other in self.alive(arena.device) if other is arena or other.lock.acquire(owner)]
@@ -382,9 +384,9 @@ class ArenaPool:
     def pressure(self, short_of: str, device: torch.device) -> int:
         """A measure of shortage, in bytes: a specialization tries again when it falls.
 
-        Out of memory: minus the bytes that can be allocated, including cached ones. More than ``max_memory``, or if
-        the device does not report its memory: the bytes of arenas that are locked now, plus those of live outputs in
-        the others.
+        If memory ran out: minus the bytes that can be allocated, including cached ones. If ``max_memory`` was
+        exceeded, or the device does not report its memory: the bytes of arenas that are locked now, plus those of
+        live outputs in the others.
         """
         with contextlib.suppress(Exception):  # not every device reports its memory
             if short_of == OUT_OF_MEMORY:
@@ -404,7 +406,7 @@ class ArenaPool:
     def end_idle(self, device: torch.device) -> int:
         """End the recordings in arenas that no call uses, and free the arenas' memory; returns how many ended.
 
-        All of them end: an arena is freed with its last recording only, and the needed size is unknown.
+        All of them end: how much the eager run needs is unknown, and an arena is freed with its last recording only.
         """
         ended = 0
         for arena in self.alive(device):

@@ -1,4 +1,8 @@
-"""Which outputs are copied when they are returned: those that were live when a replay needed their memory."""
+"""Which outputs a program copies because they were live when a replay needed their memory.
+
+Others are copied whatever the caller does: all with the option ``copy_outputs`` (``prepared.py``), and those without
+an address or in a graph's pool (``record/outputs.py``).
+"""
 
 from __future__ import annotations
 

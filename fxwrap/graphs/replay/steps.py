@@ -1,8 +1,8 @@
-"""The table of steps, the one executable form of a program: a class for each kind, with all that there is of it.
+"""The table of steps, the only executable form of a program: one class for each kind.
 
-Its fields are what it reads, its ``results`` what it makes; ``call`` is what Python calls, ``native`` its step of the
-helper library and its line of the listing. A new kind is a class here, and one in ``codegen/native/`` if the library
-has it. Which kind a node's step is of, ``record/flat.py`` chooses.
+A step's fields are what it reads, and ``results`` are the locals it makes. ``call`` is the call that Python makes.
+``native`` appends the step of the helper library, with its line of the listing. A new kind is a class here, and one
+in ``codegen/native/`` if the library has it. ``record/flat.py`` (``_step``) chooses the kind of a node's step.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """One step. A kind overrides ``call``, or ``python`` and ``native``.
+    """One step. A kind overrides ``call``, or else ``python``; and ``native`` if the library has it.
 
     Attributes:
         results: the locals that it makes; None for an element that nobody reads.
-        unpacks: whether they are the elements of what it returns.
+        unpacks: the call returns a tuple, and ``results`` are its elements.
         node: the node that it runs; None for what belongs to several.
         repeats: whether it may run again after it was out of memory.
     """
@@ -62,7 +62,7 @@ class Step:
 
     @property
     def result(self) -> Local:
-        """What a step makes that makes one thing."""
+        """The only result."""
         (local,) = self.results
         assert local is not None
         return local
@@ -96,7 +96,7 @@ class Allocate(Step):
     dtype: torch.dtype
     device: torch.device
     pin_memory: bool = False
-    on_cpu: Function | None = None  # (size, stride, dtype): shorter than torch's
+    on_cpu: Function | None = None  # of (size, stride, dtype): takes less time than torch's
 
     def call(self) -> Call:
         if self.on_cpu is not None:
@@ -154,7 +154,7 @@ class Resize(Step):
 
 @dataclass(frozen=True, eq=False)
 class Fill(Step):
-    """Copies inputs to their static buffers, which have one element along repeated dimensions."""
+    """Copies inputs to their static buffers, which have one element along dimensions of stride 0."""
 
     buffers: tuple[torch.Tensor, ...]
     inputs: tuple[Operand, ...]
@@ -214,7 +214,7 @@ class Arithmetic(CallPython):
         number, count = unit.operations.get(self.function, (-1, -1))
         if count != len(self.args) or self.kwargs or not self.results or not all(map(is_number, self.args)):
             return False
-        first, second = unit.values((self.args * 2)[:2])  # of one operand: the second is ignored
+        first, second = unit.values((self.args * 2)[:2])  # a function of one operand ignores the second
         given, python = unit.texts(self.args), unit.python(self, self.call())
         slot = unit.slots[self.result]
         step = unit.library.arithmetic(slot, number, first, second, python)

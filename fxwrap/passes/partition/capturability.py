@@ -92,6 +92,7 @@ def _inherited(node: Node, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, st
 
 
 def _decides_on_the_host(node: Node) -> bool:
+    """Whether a call chooses what runs. (Conditional nodes in device graphs: a method of ``DeviceGraph``.)"""
     return isinstance(node.target, torch._ops.HigherOrderOperator) or control_flow_of(node) is not None
 
 

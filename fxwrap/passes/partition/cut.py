@@ -33,14 +33,14 @@ def cut(
 
     ::
 
-        a(captured)  b(eager)  c(captured)      a, c, b  or  a, b, c      independent work is pulled
-            |           |          |       ->   ------------------   ->   together: [a c] [b]
+        a (captured)   b (eager)   c (captured)    ->    [a c] [b]        a, b, c depend on nothing
 
-    Partitions run in numbered order; their verdicts (captured, eager) alternate. A node's level (the number of its
-    partition) is at least the number of verdict changes on any path to it. Giving every node its least level yields
-    the fewest partitions. So does giving every node its greatest, or any level of its verdict in between that keeps
-    the dependencies. Three of these cuts are tried (earliest, latest, late where memory grows), and program order if
-    it has as few partitions. The lowest peak of memory wins. If that is above the budget, program order is split into
+    Partitions run in numbered order, and their verdicts (captured, eager) alternate. The number of a node's partition
+    is its level. Levels of one verdict are all even or all odd. The least level of a node is the largest number of
+    verdict changes on a path to it; the greatest is bounded likewise by its users and by the number of partitions.
+    Every choice between the two that keeps the dependencies gives the same, fewest partitions. Three are tried (each
+    node early, each late, late where memory grows), and program order if it has as few. The lowest peak of memory
+    wins. If that is above the budget, program order is split into
     2, 4, 8, ... pieces, each cut by itself, until the peak fits; the last resort is program order itself. Nodes of a
     partition keep program order.
 
@@ -154,9 +154,9 @@ def _in_order(dependencies: nx.DiGraph) -> list[Node]:
 
 
 def _earliest(work: _Work, piece: Iterable[int], first: Verdict) -> dict[int, int]:
-    """The least level of each node if level 0 has the verdict ``first``.
+    """The least level of each node of a piece if level 0 has the verdict ``first``.
 
-    Even levels have that verdict, odd ones the other.
+    Even levels have that verdict, odd ones the other. Dependencies on other pieces do not count: those run before.
     """
     levels: dict[int, int] = {}
     for i in piece:
@@ -199,7 +199,7 @@ def _in_pieces(work: _Work, pieces: int) -> list[int]:
 
 
 def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
-    """Cuts with the fewest partitions: all nodes early, all late, and late only those that make memory grow."""
+    """Cuts with the fewest partitions: all nodes early; all late; late only those that make memory grow."""
     early = _fewest(work, range(len(work)))
     yield early
     yield _later(work, early, [True] * len(work))
@@ -216,7 +216,7 @@ def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]
         if work.verdict_at[i] is None:
             levels[i] = limits[i]  # in no partition: it passes on its users' limit
         elif late[i]:
-            levels[i] = limits[i] - (limits[i] - early[i]) % 2  # every other level has its verdict
+            levels[i] = limits[i] - (limits[i] - early[i]) % 2  # one less if it has the other verdict
         for source in work.before[i]:
             limits[source] = min(limits[source], levels[i])
     return levels
