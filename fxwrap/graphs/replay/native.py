@@ -45,11 +45,14 @@ class NativeReplay:
         library: a function for each kind of operand and step, and ``unit``.
         operations: functions of integers that it computes: their numbers there, and how many operands they take.
         kernel_address: where the machine code of a kernel is; None if nobody knows.
+        gemms: where the functions are with which ATen multiplies matrices of float32 and of float64; None if nobody
+            knows.
     """
 
     library: Any
     operations: Mapping[Function, tuple[int, int]]
     kernel_address: Callable[[Kernel], int | None]
+    gemms: tuple[int, int] | None = None
 
     @property
     def missed(self) -> object:
