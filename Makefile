@@ -123,7 +123,8 @@ sanitize: export ASAN_OPTIONS := detect_leaks=0:halt_on_error=1
 sanitize: export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
 sanitize: $(VENV)/.installed-test
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" $(BIN)/python \
-		-m pytest --capture=sys tests/graphs/test_unit*.py tests/graphs/test_partitions_end_to_end.py $(ARGS)
+		-m pytest --capture=sys tests/graphs/test_unit*.py tests/graphs/test_products.py \
+		tests/graphs/test_partitions_end_to_end.py $(ARGS)
 
 # What only a GPU can tell. Where torch is installed already, nothing has to be: make gpu BIN=/usr/bin ARGS="--only memory"
 # A machine without a GPU is told so in one line, and is no error of make's.

@@ -70,7 +70,19 @@ def _load() -> NativeReplay:
     library: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(library)
     operations = {ARITHMETIC[name]: (number, count) for number, (name, count) in enumerate(library.OPERATIONS)}
-    return NativeReplay(library, operations, kernel_address)
+    return NativeReplay(library, operations, kernel_address, _gemms())
+
+
+def _gemms() -> tuple[int, int] | None:
+    """The gemm of the BLAS in torch's library, if it is exported. Elsewhere than on x86 ATen has several."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        first, second = (ctypes.cast(gemm, ctypes.c_void_p).value for gemm in (torch_cpu.sgemm_, torch_cpu.dgemm_))
+    except (OSError, AttributeError):
+        return None
+    return (first, second) if first and second else None
 
 
 def _flags() -> tuple[str, ...]:

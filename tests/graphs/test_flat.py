@@ -57,6 +57,7 @@ _ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
         (operator.add, ("n", 1), {}, {}, steps.Arithmetic),
         (torch.ops.aten.sym_size.int, ("x", 0), {}, {}, steps.CallOperator),
         (torch.ops.aten.mm.default, ("x", "x"), {}, {"call": torch.mm}, steps.CallOperator),
+        (torch.ops.aten.mm.out, ("x", "x"), {"out": "x"}, {"call": torch.mm}, steps.Multiply),
         (torch.mm, ("x", "x"), {}, {"op_overload": torch.ops.aten.mm.default}, steps.CallOperator),
         (torch.mm, ("x", "x"), {}, {}, steps.CallPython),
         (operator.getitem, ("x", 0), {}, {}, steps.CallPython),

@@ -134,6 +134,10 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
         item = steps.Item(B, 1, results=(C,))
         return Example([load(), made, item, steps.Drop((B,))], C)
 
+    def multiply() -> Example:
+        mm, out, given = torch.ops.aten.mm.out, torch.zeros(6, 6), (Bound(torch.ones(6, 2)), Bound(torch.ones(2, 6)))
+        return Example([steps.Multiply(mm, given, {"out": Bound(out)}, overload=mm)], memory=[out])
+
     def condition(value: int) -> Callable[[], Example]:
         def make() -> Example:
             compared = steps.Arithmetic(operator.gt, (B, 2), results=(C,))
@@ -162,6 +166,7 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     yield steps.CallPython, lambda: Example([load(), steps.CallPython(torch.sort, **elements)], C, lines=1)
     unpacked = steps.CallPython(torch.Tensor.split, (A, 3), {"dim": 0}, unpacks=True, results=(B, C))
     yield steps.CallPython, lambda: Example([load(), unpacked], (C, [B], {"b": B}, slice(None, 2)), lines=1)
+    yield steps.Multiply, multiply
     yield (
         steps.Arithmetic,
         lambda: Example([size, steps.Arithmetic(operator.floordiv, (B, 2), results=(C,))], (C, B), **sized),

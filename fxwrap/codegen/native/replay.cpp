@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "guards.h"
+#include "products.h"
 #include "python_steps.h"
 
 namespace fxwrap {
@@ -295,6 +296,8 @@ void define_steps(py::module_& m) {
   m.def("kernel", made<KernelStep, uint64_t, const Parts&, const std::vector<size_t>&, const std::vector<size_t>&>);
   m.def("operator", made<OperatorStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
                          const std::vector<std::optional<size_t>>&>);
+  m.def("product", made<ProductStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
+                        const std::vector<std::optional<size_t>>&, std::pair<uint64_t, uint64_t>>);
   m.def("python", made<PythonStep, py::object, Parts, const py::tuple&, std::vector<size_t>, bool>);
   m.def("empty", [](size_t slot, const Value& size, const Value& stride, const py::object& dtype) {
     TORCH_CHECK(THPDtype_Check(dtype.ptr()));

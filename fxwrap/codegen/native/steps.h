@@ -219,10 +219,13 @@ class OperatorStep : public Step {
     Value value;
     c10::TypePtr type;
   };
-  c10::OperatorHandle operator_;
-  std::vector<c10::IValue> values_, stack_;
+  std::vector<c10::IValue> stack_;
   std::vector<Hole> holes_;
   std::vector<Other> others_;
+
+ protected:
+  c10::OperatorHandle operator_;
+  std::vector<c10::IValue> values_;
   std::vector<long> results_;
 };
 

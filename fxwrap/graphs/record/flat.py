@@ -311,7 +311,8 @@ class FlatBuilder:
         if is_arithmetic(node.target):
             return steps.Arithmetic(function, args, kwargs)
         if (overload := schema_of(node)) is not None:
-            return steps.CallOperator(function, args, kwargs, overload=overload)
+            kind = steps.Multiply if overload in steps.Multiply.OVERLOADS else steps.CallOperator
+            return kind(function, args, kwargs, overload=overload)
         if not kwargs:
             if node.target is reinterpret:
                 return steps.View(function, *args)

@@ -18,6 +18,8 @@ from .steps import Step, Store
 
 # At the end of a listing's line: the step is a call of a Python function.
 PYTHON = "  # Python"
+# The step multiplies matrices with the BLAS that ATen calls, and calls the operator where that may be another thing.
+BLAS = "  # BLAS"
 # As many arguments as the library can give a kernel.
 _MOST_ARGUMENTS = 96
 
@@ -31,6 +33,7 @@ class Lowering:
 
     def __init__(self, native: NativeReplay, steps: Sequence[Step], description: Description) -> None:
         self.library, self.operations, self._kernel_address = native.library, native.operations, native.kernel_address
+        self._gemms = native.gemms
         self._description = description
         self.slots: dict[Local, int] = {}
         self._borrowed = set[Local]()  # in registers that stay when the local goes
@@ -156,8 +159,13 @@ class Lowering:
         step = self.library.kernel(address, self.values(args), read, written)
         return self.add(step, f"{kernel.name}({self.texts(args)})")
 
-    def operator(self, overload: torch._ops.OpOverload, call: Call, results: Sequence[Local | None]) -> bool:
-        """A call through the dispatcher, if the arguments are in the order of the schema."""
+    def operator(
+        self, overload: torch._ops.OpOverload, call: Call, results: Sequence[Local | None], product: bool = False
+    ) -> bool:
+        """A call through the dispatcher, if the arguments are in the order of the schema.
+
+        Of a ``product`` of matrices, the library may call the BLAS itself.
+        """
         schema, args, named = overload._schema, call.args, dict(call.kwargs)
         described, texts = list[Value | None](), list[str]()
         for position, argument in enumerate(schema.arguments):
@@ -180,8 +188,11 @@ class Lowering:
         slots = [None if local is None else self.new(local) for local in results]
         made = ", ".join("_" if slot is None else f"slot {slot}" for slot in slots)
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        step = self.library.operator(schema.name, schema.overload_name, described, slots)
-        return self.add(step, f"{made + ' = ' if made else ''}{name}({', '.join(texts)})")
+        text = f"{made + ' = ' if made else ''}{name}({', '.join(texts)})"
+        described_so = schema.name, schema.overload_name, described, slots
+        if product and self._gemms is not None:
+            return self.add(self.library.product(*described_so, self._gemms), text + BLAS)
+        return self.add(self.library.operator(*described_so), text)
 
     def load(self, local: Local, number: int, empties: bool) -> bool:
         self.slots[local] = number

@@ -48,11 +48,14 @@ class NativeReplay:
         operations: the integer functions that the library computes: for each its number there, and how many operands
             it takes.
         kernel_address: the address of a kernel's machine code; None if it is unknown.
+        gemms: the addresses of the functions with which ATen multiplies matrices of float32 and of float64; None if
+            they are unknown.
     """
 
     library: Any
     operations: Mapping[Function, tuple[int, int]]
     kernel_address: Callable[[Kernel], int | None]
+    gemms: tuple[int, int] | None = None
 
     @property
     def missed(self) -> object:

@@ -207,6 +207,16 @@ class CallOperator(CallPython):
 
 
 @dataclass(frozen=True, eq=False)
+class Multiply(CallOperator):
+    """Multiplies matrices: an operator, in whose place the library calls the BLAS if that computes the same bits."""
+
+    OVERLOADS = (torch.ops.aten.mm.out, torch.ops.aten.addmm.out)
+
+    def native(self, unit: Lowering) -> bool:
+        return unit.operator(self.overload, self.call(), self.results, product=True)
+
+
+@dataclass(frozen=True, eq=False)
 class Arithmetic(CallPython):
     """Computes a number from numbers."""
 

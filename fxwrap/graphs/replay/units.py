@@ -5,7 +5,7 @@
     v0 = r[2]; r[2] = None
     v1 = empty_strided(...)         ->      slot 5 = empty (3, 8)
     r[5] = v1
-    c6(c4, v0, c5, out=v1)          ->      aten::addmm.out(constant, slot 2, constant, 1, 1, slot 5)
+    c6(c4, v0, c5, out=v1)          ->      aten::addmm.out(constant, slot 2, constant, 1, 1, slot 5)  # BLAS
     del v0                          ->      drop slot 2
     c13(c9, v1, c10)                ->      cpp_fused_relu_0 at 0x7f..(constant, slot 5, constant)
 
