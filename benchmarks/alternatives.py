@@ -21,6 +21,8 @@ OURS, BOUND, AHEAD = "fxwrap", "fxwrap bound", "fxwrap ahead of time"
 OWN = (OURS, BOUND, AHEAD)
 AGAIN, REFERENCE = "itself", "inductor"
 Step = Callable[[], Any]
+# A step, and what fxwrap.stats knows of the functions that it calls, or torch.compile returned.
+Prepared = tuple[Step, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -40,32 +42,32 @@ class Alternative:
     compile: Mapping[str, Any] | None = None
     bound: bool = False
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    ahead: Callable[[nn.Module, tuple[Tensor, ...]], Step] | None = None
+    ahead: Callable[[nn.Module, tuple[Tensor, ...]], Prepared] | None = None
     trains: bool = True
     packages: tuple[str, ...] = ()
     cpu_only: bool = False
 
 
-def aotinductor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+def aotinductor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
     """AOTInductor's package, loaded and called from Python."""
     with tempfile.TemporaryDirectory() as folder:
         exported = torch.export.export(module, inputs)
         path = torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/model.pt2")
         package = torch._inductor.aoti_load_package(path)
-    return lambda: package(*inputs)
+    return lambda: package(*inputs), []
 
 
-def fxwrap_ahead(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+def fxwrap_ahead(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
     """fxwrap's program, called without Dynamo; where ``fxwrap.aot_compile`` is not there, by way of a file."""
     import fxwrap
 
     if hasattr(fxwrap, "aot_compile"):
         forward = fxwrap.aot_compile({"forward": (module, inputs)})["forward"]
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            path = fxwrap.save(f"{folder}/model.fxw", {"forward": (module, inputs)})
-            forward = fxwrap.load(path, trust=True)["forward"]
-    return lambda: forward(*inputs)
+        return lambda: forward(*inputs), [forward]
+    with tempfile.TemporaryDirectory() as folder:
+        path = fxwrap.save(f"{folder}/model.fxw", {"forward": (module, inputs)})
+        loaded = fxwrap.load(path, trust=True)["forward"]
+    return lambda: loaded(*inputs), []
 
 
 def _session(module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
@@ -85,14 +87,14 @@ def _session(module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     return onnxruntime.InferenceSession(text, options, providers=["CPUExecutionProvider"])
 
 
-def onnxruntime_run(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+def onnxruntime_run(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
     """``session.run`` with NumPy arrays, which are views of the inputs and made once; its results are arrays, too."""
     session = _session(module, inputs)
     arrays = {expected.name: value.numpy() for expected, value in zip(session.get_inputs(), inputs, strict=True)}
-    return lambda: session.run(None, arrays)[0]
+    return lambda: session.run(None, arrays)[0], []
 
 
-def onnxruntime_bound(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
+def onnxruntime_bound(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
     """``session.run_with_iobinding``: inputs and the result have memory of the caller's, the same at each call."""
     session = _session(module, inputs)
     arrays = {expected.name: value.numpy() for expected, value in zip(session.get_inputs(), inputs, strict=True)}
@@ -107,7 +109,7 @@ def onnxruntime_bound(module: nn.Module, inputs: tuple[Tensor, ...]) -> Step:
         session.run_with_iobinding(binding)
         return result
 
-    return step
+    return step, []
 
 
 _INDUCTOR = {"backend": "inductor"}
@@ -189,16 +191,14 @@ def compiled_with(alternative: Alternative, device: str) -> dict[str, Any]:
     return arguments
 
 
-def prepared(
-    name: str, workload: Workload, module: nn.Module, inputs: tuple[Tensor, ...], device: str
-) -> tuple[Step, list[Any]]:
-    """A step of a model with an alternative, not called yet, and what ``torch.compile`` returned for it."""
+def prepared(name: str, workload: Workload, module: nn.Module, inputs: tuple[Tensor, ...], device: str) -> Prepared:
+    """A step of a model with an alternative; what ``torch.compile`` makes has not been called yet, or by ``bind``."""
     import fxwrap
 
     alternative, functions = ALTERNATIVES[OURS if name == AGAIN else name], list[Any]()
     if alternative.ahead is not None:
         with _without_warnings():
-            return alternative.ahead(module, inputs), functions
+            return alternative.ahead(module, inputs)
 
     def compiled(function: Callable[..., Any]) -> Any:
         if alternative.compile is None:
@@ -208,6 +208,8 @@ def prepared(
         return made
 
     def bound(function: Any) -> Any:
-        return fxwrap.bind(function, *inputs) if alternative.bound else function
+        if alternative.bound:
+            functions[-1] = function = fxwrap.bind(function, *inputs)
+        return function
 
     return step_of(module, inputs, workload.training, compiled, bound), functions

@@ -97,7 +97,7 @@ class Side:
     name: str
     step: Callable[[], Any]
     results: list[Tensor]  # of the first calls
-    functions: list[Any]  # what torch.compile returned
+    functions: list[Any]  # what torch.compile returned, or fxwrap made of it, or made ahead of time
     around: Callable[[], contextlib.AbstractContextManager[Any]]  # what makes the context of timed calls
     us: list[float] = field(default_factory=list)  # a call, by turn
 
@@ -271,7 +271,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                     "us_quartiles": quartiles(side.us),
                     "difference": difference(side.results, reference.results),
                     **ratios(own, side),
-                    **({"not_replayed": not_replayed(side)} if side.name == BOUND else {}),
+                    **({"not_replayed": not_replayed(side)} if side.name in (BOUND, AHEAD) else {}),
                 }
                 for side in sides
             },
@@ -294,12 +294,13 @@ def ratios(own: list[Side], other: Side) -> dict[str, Any]:
 
 
 def not_replayed(side: Side, calls: int = 10) -> dict[str, int]:
-    """What fxwrap does in a few more calls that is no replay, by reason, and what fell back to Inductor."""
+    """What fxwrap does in a few more calls that is no replay, or goes around what is bound, by reason; and what fell
+    back to Inductor."""
     import fxwrap
 
     def counted() -> Counter[str]:
-        found = [fxwrap.stats(function) for function in side.functions]
-        return sum((Counter(one["eager"]) for one in found), Counter())
+        counters = (fxwrap.stats(function) for function in side.functions)
+        return sum((Counter(some["eager"]) + Counter(some.get("ordinary", {})) for some in counters), Counter())
 
     before = counted()
     for _ in range(calls):

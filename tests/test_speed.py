@@ -55,6 +55,8 @@ def test_all_ways_to_call_fxwrap_beside_the_others(tmp_path: Path) -> None:
     for row in (inference, training):
         timed_ways = [name for name in WAYS if name in row["alternatives"]]
         assert all(row["alternatives"][name]["difference"] == 0 for name in timed_ways)
+        assert not row["not_replayed"]
+        assert not any(row["alternatives"][name].get("not_replayed") for name in timed_ways)
         for name, entry in row["alternatives"].items():
             assert ("ratio" in entry) == (name != "fxwrap")
             assert set(entry.get("ratios", {})) == {*timed_ways} - {"fxwrap", name}
