@@ -252,18 +252,23 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def step_of(
-    module: nn.Module, inputs: tuple[Any, ...], training: bool, compiled: Callable[[Callable[..., Any]], Any]
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    training: bool,
+    compiled: Callable[[Callable[..., Any]], Any],
+    bound: Callable[[Any], Any],
 ) -> Callable[[], Any]:
     """A call of a model, or a training step with an optimizer: what it returns is compared.
 
     Args:
         compiled: makes a function of what is given, once for the model and once for the optimizer.
+        bound: makes another function of the compiled model, or of the compiled loss in training.
     """
     if not training:
-        call = compiled(lambda *inputs: module(*inputs))
+        call = bound(compiled(lambda *inputs: module(*inputs)))
         return lambda: call(*inputs)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    loss_of = compiled(lambda *inputs: module(*inputs).square().mean())
+    loss_of = bound(compiled(lambda *inputs: module(*inputs).square().mean()))
     # What is around it breaks the graph, and all that is compiled would hang on one code object of torch's.
     bare: Any = inspect.unwrap(torch.optim.AdamW.step)
     update = torch.no_grad()(compiled(lambda: bare(optimizer)))
