@@ -1,4 +1,4 @@
-"""The signature of a saved method: its inputs, their sizes and ranges. Every call is checked against it."""
+"""The signature of a method: its inputs, their sizes and ranges. Every call is checked against it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 
 from ..codegen.torch_runtime import in_forward_ad, is_plain_memory
 from ..errors import InputError
-from ..host_graph.graph_json import Functions, expression_from_data
 
 # A size: a number, or an expression of symbols.
 Size = Any
@@ -63,7 +62,7 @@ class Signature:
     Attributes:
         ranges: the lowest and highest value of each symbol by name; None for no bound.
         guards: conditions on symbols that the compiled code relies on.
-        arguments: the structure of ``(args, kwargs)``.
+        arguments: the structure of ``(args, kwargs)`` (``structure.structure_of``).
         results: the structure of the results.
     """
 
@@ -181,34 +180,6 @@ class Signature:
     def _range_error(self, name: str, expected: str, got: int) -> InputError:
         where = ", ".join(i.name for i in self.inputs if isinstance(i, TensorInput) and name in map(str, i.size))
         return InputError(f"size {name} of {where or self.method}", expected=expected, got=str(got))
-
-
-def signature_of(name: str, entry: Mapping[str, Any], functions: Functions) -> Signature:
-    """The signature of a method, from its entry in the manifest."""
-
-    def size(data: Any) -> Any:
-        return data if isinstance(data, int) else expression_from_data(data, functions)
-
-    inputs: list[TensorInput | NumberInput] = []
-    for data in entry["inputs"]:
-        if "number" in data:
-            kinds = {"int": int, "float": float, "bool": bool, "str": str, "NoneType": type(None)}
-            value = data["value"] if isinstance(data["value"], (str, float, type(None))) else size(data["value"])
-            inputs.append(NumberInput(data["name"], kinds[data["number"]], value))
-        else:
-            sizes = tuple(map(size, data["size"])), tuple(map(size, data["stride"]))
-            inputs.append(TensorInput(data["name"], dtype_named(data["dtype"]), torch.device(data["device"]), *sizes))
-    ranges = {symbol: (low, high) for symbol, (low, high) in entry["ranges"].items()}
-    guards = tuple(expression_from_data(guard, functions) for guard in entry["guards"])
-    return Signature(name, tuple(inputs), ranges, guards, entry["arguments"], entry["results"])
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name in a file. Raises TypeError for any other name of torch's."""
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return dtype
 
 
 class Checker:
