@@ -59,7 +59,7 @@ class AotMethod(_OfThisProcess):
         self.signature, self.program, self.weights, self.frozen = signature, program, dict(weights), tuple(frozen)
         self._weights = list(self.weights.values())
         functions = torch_functions()
-        self._check = Checker(signature, functions.layout_check)
+        self._check = Checker(signature)
         passed = [place for place, expected in enumerate(signature.inputs) if not _compiled_in(expected)]
         self._passed = passed if len(passed) < len(signature.inputs) else None
         mutated = MutatedInputs.of(program.plan, functions.overlap)
@@ -81,7 +81,10 @@ class AotMethod(_OfThisProcess):
 
     def call_flat(self, inputs: list[Any]) -> Any:
         """Call the method with its inputs as a flat list, in the order of the signature."""
-        look = self._check(inputs)
+        look = self._check.look
+        if look is None or not look(inputs):
+            look = None
+            self._check(inputs)
         if self._passed is not None:
             inputs = [inputs[place] for place in self._passed]
         values = self._weights + inputs

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.autograd import forward_ad
 
-from ..codegen.torch_runtime import in_forward_ad, is_plain_memory
+from ..codegen.torch_runtime import call_check, is_plain_memory
 from ..errors import InputError
 
 # A size: a number, or an expression of symbols.
@@ -183,38 +183,30 @@ class Signature:
 
 
 class Checker:
-    """Checks the inputs of one method. Layouts that passed once are recognized by one fast call of torch's.
+    """Checks the inputs of one method.
 
-    Args:
-        layout_check: ``TorchFunctions.layout_check``.
+    Attributes:
+        look: tells whether inputs have the layouts of some that passed, by one fast call of torch's; None before any.
     """
 
-    def __init__(self, signature: Signature, layout_check: Callable[..., Look]) -> None:
-        self._signature, self._layout_check = signature, layout_check
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        self.look: Look | None = None
         is_tensor = [isinstance(expected, TensorInput) for expected in signature.inputs]
         self._tensors = [place for place, tensor in enumerate(is_tensor) if tensor]
         self._others = [place for place, tensor in enumerate(is_tensor) if not tensor]
-        self._passed: tuple[Look, list[Any]] | None = None
 
-    def __call__(self, values: list[Any]) -> Look | None:
-        """Check inputs.
-
-        Returns:
-            The layout check that the inputs passed, if it is that of an earlier call; else None.
+    def __call__(self, values: list[Any]) -> None:
+        """Check inputs that ``look`` does not know.
 
         Raises:
             InputError: the method may not run on these inputs.
         """
-        # A layout check does not see tangents.
-        if self._passed is not None and not in_forward_ad() and len(values) == len(self._signature.inputs):
-            look, others = self._passed
-            if look(values) and (not others or self._of_others(values) == others):
-                return look
         self._signature.check(values)
         # Whether inputs that require gradients are allowed depends on the mode of autograd: checked at each call.
         if self._tensors and not any(values[place].requires_grad for place in self._tensors):
-            self._passed = self._layout_check(values, self._tensors), self._of_others(values)
-        return None
+            look, others = call_check(values, self._tensors), self._of_others(values)
+            self.look = (lambda now: look(now) and self._of_others(now) == others) if others else look
 
     def _of_others(self, values: Sequence[Any]) -> list[Any]:
         return [(type(values[place]), values[place]) for place in self._others]
