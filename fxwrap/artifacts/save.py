@@ -184,8 +184,7 @@ class _Kernels:
                 args = next((user.args[1:] for user in node.users), ())
                 triton[kernel.name] = self._triton(kernel, args)
             elif kernel.language == "cpp" and self._compiled:
-                data = object_file(kernel.definitions, kernel.name).read_bytes()
-                objects[kernel.name] = self._member(data, "so")
+                objects[kernel.name] = self._member(_library(kernel), "so")
         return {"objects": objects, "triton": triton}
 
     def _triton(self, kernel: Kernel, args: Sequence[Any]) -> dict[str, Any]:
@@ -205,6 +204,20 @@ class _Kernels:
         name = f"kernels/{len(self._members)}.{ending}"
         self._members[name] = data
         return name
+
+
+def _library(kernel: Kernel) -> bytes:
+    """The shared library of a C++ kernel."""
+    path = object_file(kernel.definitions, kernel.name)
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"kernel {kernel.name} cannot be saved as an object",
+            expected=f"its library where Inductor has put it, {path}",
+            got="a cache that was removed after the program was compiled",
+            remedy='compile the program again, or save it with compile="source"',
+        ) from error
 
 
 def _kernels(gm: torch.fx.GraphModule) -> Sequence[tuple[torch.fx.Node, Kernel]]:
