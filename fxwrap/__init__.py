@@ -34,14 +34,16 @@ if TYPE_CHECKING:
     from .api.release import release
     from .api.report import Explanation, report
     from .api.stats import stats
+    from .artifacts.aot_compile import aot_compile
+    from .artifacts.aot_program import AotProgram, LoadedProgram
     from .artifacts.load import load
-    from .artifacts.loaded_program import LoadedProgram
     from .artifacts.save import save
     from .codegen.devices.registration import DeviceRegistration, register_device
     from .codegen.emit.emission import FxwrapCodegen
 
 __version__ = "0.1.0"
 __all__ = [
+    "AotProgram",
     "BindError",
     "CaptureCost",
     "CaptureError",
@@ -64,6 +66,7 @@ __all__ = [
     "PlanError",
     "StorageError",
     "UnsupportedModelError",
+    "aot_compile",
     "bind",
     "cpp_kernels",
     "doctor",
@@ -80,7 +83,9 @@ __all__ = [
 
 # Inductor takes seconds to import, so names that need it are imported at their first use.
 _LAZY = {
-    "LoadedProgram": ".artifacts.loaded_program",
+    "AotProgram": ".artifacts.aot_program",
+    "LoadedProgram": ".artifacts.aot_program",
+    "aot_compile": ".artifacts.aot_compile",
     "load": ".artifacts.load",
     "save": ".artifacts.save",
     "FxwrapCodegen": ".codegen.emit.emission",

@@ -70,7 +70,7 @@ class BindError(FxwrapError):
 
 
 class StorageError(FxwrapError):
-    """A program cannot be stored, or a stored file is damaged or does not fit this machine."""
+    """A method is not compiled ahead of time, a program cannot be stored, or a file is damaged or does not fit."""
 
 
 class CheckError(FxwrapError):

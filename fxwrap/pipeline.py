@@ -19,7 +19,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -470,6 +470,15 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
     verify_schedule(plan.graph, plan.schedule)
     planner = HostGraphPlanner(Stages(), Emitted(plan.graph, request, plan.workspace), {})
     return _add_to_compilation(_program(plan, planner, request), request)
+
+
+def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
+    """The program, where inputs at these positions stay at their addresses. It belongs to no compilation."""
+    planner, static = program.planner, tuple(positions)
+    assert isinstance(planner, HostGraphPlanner)
+    request = dataclasses.replace(planner.emitted.request, static_inputs=static, compilation=None)
+    planner = dataclasses.replace(planner, emitted=dataclasses.replace(planner.emitted, request=request))
+    return _program(dataclasses.replace(program.plan, static_inputs=frozenset(static)), planner, request)
 
 
 def _program(plan: ProgramPlan, planner: HostGraphPlanner, request: CompileRequest) -> Program:

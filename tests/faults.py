@@ -371,7 +371,7 @@ class Faulty:
         self.case.forget()
         for program in self.programs:
             forward = program.recorder._forward, program.recorder._saved_tensors
-            program.__init__(program._planner.partition({}), program._planner, program.options, program.functions)  # type: ignore[misc]
+            program.__init__(program.planner.partition({}), program.planner, program.options, program.functions)  # type: ignore[misc]
             program.recorder._forward, program.recorder._saved_tensors = forward
             program.counters.eager.clear()
         SHARED.arenas = ArenaPool()

@@ -105,7 +105,7 @@ def test_a_stage_that_returns_nothing_is_named(name: str) -> None:
     stage = replace(getattr(STAGES, name), run=lambda before: None)
     with pytest.raises(PipelineError, match=f"stage {stage.name!r} returns nothing"):
         program = compile_host_graph(small_graph(), compile_request(), replace(STAGES, **{name: stage}))
-        program._planner.plan(SizedProgram(program.plan, {}, {}))
+        program.planner.plan(SizedProgram(program.plan, {}, {}))
 
 
 def test_what_a_stage_returns_is_checked() -> None:
@@ -118,7 +118,7 @@ def test_what_a_stage_returns_is_checked() -> None:
     stages = replace(STAGES, memory=replace(STAGES.memory, run=overlapping))
     program = compile_host_graph(small_graph(), compile_request(), stages)
     with pytest.raises(PlanError, match="overlap"):
-        program._planner.plan(SizedProgram(program.plan, {}, {}))
+        program.planner.plan(SizedProgram(program.plan, {}, {}))
 
 
 @pytest.mark.compiler
@@ -162,4 +162,4 @@ def test_a_restored_program_that_is_partitioned_again_measures_nothing(monkeypat
 
     monkeypatch.setattr("fxwrap.pipeline.measure_workspace", measured)
     restored = restore_program(plan, compile_request())
-    assert restored._planner.partition({"mix": "planted"}).workspace == {"mix": 64}
+    assert restored.planner.partition({"mix": "planted"}).workspace == {"mix": 64}

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..artifacts.aot_program import AotProgram
 from ..graphs.memory.shared_state import SHARED
 from .report import report
 
 
-def release(fn: Callable[..., Any] | None = None) -> int:
+def release(fn: Callable[..., Any] | AotProgram | None = None) -> int:
     """End recordings and free their memory. The next call records again, and counts as a recording.
 
     Live outputs keep their memory. Recordings that another thread runs at this moment do not end. On an accelerator
     the memory returns to the caching allocator; ``torch.accelerator.empty_cache()`` returns it to the driver.
 
     Args:
-        fn: what ``torch.compile`` returned; None for all programs. An arena that other functions also use is not
-            freed.
+        fn: what ``torch.compile``, ``fxwrap.aot_compile`` or ``fxwrap.load`` returned; None for all programs. An
+            arena that other functions also use is not freed.
 
     Returns:
         The number of bytes that were freed, including those under live outputs.

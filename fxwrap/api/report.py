@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from ..artifacts.aot_program import AotMethod, AotProgram
 from ..codegen.dynamo.report import DynamoReport, compilations_of
 from ..compilation import Compilation, live_compilations
 from ..errors import FxwrapError
@@ -205,18 +206,23 @@ class Explanation:
     __repr__ = __str__
 
 
-def report(fn: Callable[..., Any] | None = None) -> Explanation:
+def report(fn: Callable[..., Any] | AotProgram | None = None) -> Explanation:
     """Report the decisions about compiled code that is in use. Compiles and runs nothing.
 
     Args:
-        fn: what ``torch.compile`` returned; None for all programs. Functions that ``fn`` calls are included if they
-            were compiled during a call of ``fn`` (an optimizer's step, at which Dynamo breaks the graph).
+        fn: what ``torch.compile`` returned, or ``fxwrap.aot_compile`` or ``fxwrap.load``, or a method of theirs; None
+            for all programs. Functions that ``fn`` calls are included if they were compiled during a call of ``fn``
+            (an optimizer's step, at which Dynamo breaks the graph).
 
     Raises:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
     if fn is None:
         return Explanation.of(live_compilations())
+    if isinstance(fn, AotProgram):
+        return fn.explain()
+    if isinstance(fn, AotMethod):
+        return Explanation([fn.program])
     compilations, story = compilations_of(fn)
     if not compilations:
         raise FxwrapError(

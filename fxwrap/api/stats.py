@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ..artifacts.aot_program import AotProgram
 from .report import report, total
 
 
-def stats(fn: Callable[..., Any] | None = None) -> dict[str, Any]:
+def stats(fn: Callable[..., Any] | AotProgram | None = None) -> dict[str, Any]:
     """The numbers of replays, recordings, eager runs and fallbacks, by reason.
 
     Args:
-        fn: what ``torch.compile`` returned; None for all programs.
+        fn: what ``torch.compile``, ``fxwrap.aot_compile`` or ``fxwrap.load`` returned; None for all programs.
 
     Returns:
         ``programs`` and ``replays``; and by reason ``recordings``, ``eager``, ``fallbacks``, ``events`` and

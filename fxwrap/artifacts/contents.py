@@ -12,7 +12,8 @@ from ..codegen.torch_runtime import size_functions
 from ..host_graph.graph_json import Functions
 from .machine import target_text, versions
 from .package import Package
-from .signature import Signature, signature_of
+from .signature import Signature
+from .stored_signature import signature_from_data
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _method(package: Package, name: str, entry: Mapping[str, Any]) -> MethodCont
     partitions = data["plan"]["cut"]["partitions"]
     verdicts = Counter(partition["verdict"] for partition in partitions)
     launches, externs = (sum(partition[field] for partition in partitions) for field in ("launches", "externs"))
-    signature = signature_of(name, entry, Functions({}, size_functions()))
+    signature = signature_from_data(name, entry, Functions({}, size_functions()))
     kernels = list(_kernels(name, data, data["graph"]["attributes"]))
     return MethodContents(name, signature, verdicts["captured"], verdicts["eager"], launches, externs, kernels)
 

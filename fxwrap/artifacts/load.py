@@ -27,17 +27,15 @@ from ..host_graph.typed_json import from_data
 from ..options import Options
 from ..pipeline import CompileRequest, restore_program
 from ..plan import ProgramPlan
-from .loaded_program import LoadedMethod, LoadedProgram
+from .aot_program import AotMethod, AotProgram
 from .machine import check_machine
 from .package import Package
-from .signature import signature_of
-from .stored_tensors import FrozenWeights, StoredTensors, given_by_entry, names_of_weights
+from .stored_signature import signature_from_data
+from .stored_tensors import StoredTensors, given_by_entry
 from .tensors import overlapping
 
 
-def load(
-    path: str | Path, *, weights: Mapping[str, torch.Tensor] | None = None, trust: bool = False
-) -> LoadedProgram:
+def load(path: str | Path, *, weights: Mapping[str, torch.Tensor] | None = None, trust: bool = False) -> AotProgram:
     """Load a file that ``fxwrap.save`` has written.
 
     The file holds no pickled objects, and a member is used only after its digest was checked. Compiled kernels are
@@ -70,7 +68,7 @@ def load(
         package.close()
 
 
-def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> LoadedProgram:
+def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> AotProgram:
     manifest = package.manifest
     functions = Functions({**wrapper_functions(), **library_functions()}, size_functions())
     tensors = StoredTensors(package, given_by_entry(package, given_weights), functions)
@@ -85,14 +83,15 @@ def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> LoadedP
             plan = from_data(ProgramPlan, data["plan"], graph=graph)
             program = restore_program(plan, CompileRequest(torch_functions(), options))
             weights = {weight: tensors[tensor] for weight, tensor in entry["weights"]}
-            methods[name] = LoadedMethod(signature_of(name, entry, functions), program, weights)
-    names = names_of_weights(manifest["tensors"])
-    weights = {entry: tensors[entry] for entry in dict.fromkeys(names.values())}
+            signature = signature_from_data(name, entry, functions)
+            methods[name] = AotMethod(signature, program, weights, entry["frozen"])
+    loaded = AotProgram(methods, tensors, manifest["tensors"])
+    weights = loaded.weights
     if given_weights and (pair := overlapping([(weights[n], manifest["tensors"][n]["written"]) for n in weights])):
         first, second = (list(weights)[place] for place in pair)
         got = f"weights {first!r} and {second!r} that share memory"
         raise package.error(got, "weights with memory of their own, as far as they are written", "give a clone")
-    return LoadedProgram(methods, weights, names, FrozenWeights.of(manifest))
+    return loaded
 
 
 class _Kernels:

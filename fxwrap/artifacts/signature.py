@@ -1,4 +1,4 @@
-"""The signature of a saved method: its inputs, their sizes and ranges. Every call is checked against it."""
+"""The signature of a method: its inputs, their sizes and ranges. Every call is checked against it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import sympy
 import torch
 from torch.autograd import forward_ad
 
-from ..codegen.torch_runtime import in_forward_ad, is_plain_memory
+from ..codegen.torch_runtime import call_check, is_plain_memory
 from ..errors import InputError
-from ..host_graph.graph_json import Functions, expression_from_data
 
 # A size: a number, or an expression of symbols.
 Size = Any
@@ -63,7 +62,7 @@ class Signature:
     Attributes:
         ranges: the lowest and highest value of each symbol by name; None for no bound.
         guards: conditions on symbols that the compiled code relies on.
-        arguments: the structure of ``(args, kwargs)``.
+        arguments: the structure of ``(args, kwargs)`` (``structure.structure_of``).
         results: the structure of the results.
     """
 
@@ -183,67 +182,31 @@ class Signature:
         return InputError(f"size {name} of {where or self.method}", expected=expected, got=str(got))
 
 
-def signature_of(name: str, entry: Mapping[str, Any], functions: Functions) -> Signature:
-    """The signature of a method, from its entry in the manifest."""
-
-    def size(data: Any) -> Any:
-        return data if isinstance(data, int) else expression_from_data(data, functions)
-
-    inputs: list[TensorInput | NumberInput] = []
-    for data in entry["inputs"]:
-        if "number" in data:
-            kinds = {"int": int, "float": float, "bool": bool, "str": str, "NoneType": type(None)}
-            value = data["value"] if isinstance(data["value"], (str, float, type(None))) else size(data["value"])
-            inputs.append(NumberInput(data["name"], kinds[data["number"]], value))
-        else:
-            sizes = tuple(map(size, data["size"])), tuple(map(size, data["stride"]))
-            inputs.append(TensorInput(data["name"], dtype_named(data["dtype"]), torch.device(data["device"]), *sizes))
-    ranges = {symbol: (low, high) for symbol, (low, high) in entry["ranges"].items()}
-    guards = tuple(expression_from_data(guard, functions) for guard in entry["guards"])
-    return Signature(name, tuple(inputs), ranges, guards, entry["arguments"], entry["results"])
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name in a file. Raises TypeError for any other name of torch's."""
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return dtype
-
-
 class Checker:
-    """Checks the inputs of one method. Layouts that passed once are recognized by one fast call of torch's.
+    """Checks the inputs of one method.
 
-    Args:
-        layout_check: ``TorchFunctions.layout_check``.
+    Attributes:
+        look: tells whether inputs have the layouts of some that passed, by one fast call of torch's; None before any.
     """
 
-    def __init__(self, signature: Signature, layout_check: Callable[..., Look]) -> None:
-        self._signature, self._layout_check = signature, layout_check
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        self.look: Look | None = None
         is_tensor = [isinstance(expected, TensorInput) for expected in signature.inputs]
         self._tensors = [place for place, tensor in enumerate(is_tensor) if tensor]
         self._others = [place for place, tensor in enumerate(is_tensor) if not tensor]
-        self._passed: tuple[Look, list[Any]] | None = None
 
-    def __call__(self, values: list[Any]) -> Look | None:
-        """Check inputs.
-
-        Returns:
-            The layout check that the inputs passed, if it is that of an earlier call; else None.
+    def __call__(self, values: list[Any]) -> None:
+        """Check inputs that ``look`` does not know.
 
         Raises:
             InputError: the method may not run on these inputs.
         """
-        # A layout check does not see tangents.
-        if self._passed is not None and not in_forward_ad() and len(values) == len(self._signature.inputs):
-            look, others = self._passed
-            if look(values) and (not others or self._of_others(values) == others):
-                return look
         self._signature.check(values)
         # Whether inputs that require gradients are allowed depends on the mode of autograd: checked at each call.
         if self._tensors and not any(values[place].requires_grad for place in self._tensors):
-            self._passed = self._layout_check(values, self._tensors), self._of_others(values)
-        return None
+            look, others = call_check(values, self._tensors), self._of_others(values)
+            self.look = (lambda now: look(now) and self._of_others(now) == others) if others else look
 
     def _of_others(self, values: Sequence[Any]) -> list[Any]:
         return [(type(values[place]), values[place]) for place in self._others]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -13,55 +12,9 @@ from ..errors import StorageError
 from ..host_graph.graph_json import Functions, graph_from_data
 from ..host_graph.stand_ins import StandIns
 from .package import Package
-from .signature import dtype_named
+from .stored_signature import dtype_named
 from .tensors import from_stored, same_memory
-
-
-def names_of_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """All names of weights, aliases included, with the name of the entry that each stands for."""
-    aliases_of = {name: entry["aliases"] for name, entry in tensors.items() if entry["kind"] == "weights"}
-    entry_names = {name: name for name in aliases_of}  # last: an entry's name precedes an alias of another
-    return {**{alias: name for name, aliases in aliases_of.items() for alias in aliases}, **entry_names}
-
-
-@dataclass(frozen=True)
-class FrozenWeights:
-    """Weights whose values are compiled into methods, and cannot be replaced.
-
-    Attributes:
-        names: the methods that have frozen a weight, by the weight's name.
-        entries: the methods that have frozen a weight which other methods take as an input, by its name in the file.
-    """
-
-    names: Mapping[str, Sequence[str]]
-    entries: Mapping[str, Sequence[str]]
-
-    @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> FrozenWeights:
-        names: dict[str, list[str]] = {}
-        for method, description in manifest["methods"].items():
-            for name in description["frozen"]:
-                names.setdefault(name, []).append(method)
-        entries = {name: entry["frozen"] for name, entry in manifest["tensors"].items() if entry.get("frozen")}
-        return cls(names, entries)
-
-    def check(self, name: str, entry: str | None) -> None:
-        """Check that a weight may get another value.
-
-        Args:
-            entry: the entry that the name stands for; None if there is none.
-
-        Raises:
-            StorageError: a method has the weight's value compiled in.
-        """
-        methods = self.names.get(name) if entry is None else self.entries.get(entry)
-        if methods:
-            raise StorageError(
-                f"weight {name!r}",
-                expected="a weight that is not frozen",
-                got=f"one whose value was compiled into {', '.join(methods)}",
-                remedy="save the program again, with the other value, or without freezing",
-            )
+from .weight_names import FrozenWeights, names_of_weights
 
 
 def given_by_entry(package: Package, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -70,8 +23,9 @@ def given_by_entry(package: Package, given: Mapping[str, torch.Tensor]) -> dict[
     Raises:
         StorageError: a name is unknown or frozen, or a value is no plain tensor, or one weight gets two tensors.
     """
-    names = names_of_weights(package.manifest["tensors"])
-    frozen = FrozenWeights.of(package.manifest)
+    methods, tensors = package.manifest["methods"], package.manifest["tensors"]
+    names = names_of_weights(tensors)
+    frozen = FrozenWeights.of({name: methods[name]["frozen"] for name in methods}, tensors)
     for name in given:
         frozen.check(name, names.get(name))
     if unknown := sorted(given.keys() - names.keys()):

@@ -1,4 +1,8 @@
-"""The nesting of arguments and results as data: tuples, named tuples, lists and dictionaries, like a pytree spec."""
+"""The nesting of arguments and results: tuples, named tuples, lists, dictionaries, and what pytree knows besides.
+
+A structure is data, except that a named tuple in it has its class or, in a file, the names of its module and of its
+class; and that no file holds what only pytree knows (``structure_to_data`` refuses it).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import itertools
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from torch.utils import _pytree as pytree
 
 from ..errors import InputError, StorageError
 
@@ -31,20 +37,47 @@ def _structure(value: Any, leaves: Iterator[Any]) -> Any:
     if type(value) is tuple:
         return {"tuple": [_structure(item, leaves) for item in value]}
     if (fields := _fields(type(value))) is not None:
-        kind = type(value)
         items = [[name, _structure(item, leaves)] for name, item in zip(fields, value, strict=True)]
-        return {"named tuple": [kind.__module__, kind.__qualname__, items]}
+        return {"named tuple": [type(value), type(value).__qualname__, items]}
     if type(value) is list:
         return {"list": [_structure(item, leaves) for item in value]}
     if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise StorageError("keys of a dictionary", expected="strings", got=", ".join(map(repr, value)))
         return {"dict": [[key, _structure(item, leaves)] for key, item in value.items()]}
-    raise StorageError(
-        f"a value of type {type(value).__name__} among arguments or results",
-        expected="tensors, numbers, tuples, named tuples, lists and dictionaries",
-        remedy="wrap the module in one that takes and returns these",
-    )
+    items, spec = _unpacked(value)
+    return {"other": [spec, [_structure(item, leaves) for item in items]]}
+
+
+def _unpacked(value: Any) -> tuple[list[Any], Any]:
+    """What a container holds, and pytree's description of the container alone."""
+    return pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+
+
+def structure_to_data(structure: Any) -> Any:
+    """A structure as data that JSON can hold.
+
+    Raises:
+        StorageError: it has a container other than tuples, named tuples, lists, and dictionaries of strings.
+    """
+    if structure == LEAF:
+        return structure
+    ((kind, inner),) = structure.items()
+    if kind == "constant":
+        return structure
+    if kind == "named tuple":
+        named, name, items = inner
+        return {kind: [named.__module__, name, [[field, structure_to_data(part)] for field, part in items]]}
+    if kind == "dict":
+        if not all(isinstance(key, str) for key, _ in inner):
+            keys = ", ".join(repr(key) for key, _ in inner)
+            raise StorageError("keys of a dictionary", expected="strings", got=keys)
+        return {kind: [[key, structure_to_data(part)] for key, part in inner]}
+    if kind == "other":
+        raise StorageError(
+            f"a value of type {inner[0].type.__name__} among arguments or results",
+            expected="tensors, numbers, tuples, named tuples, lists and dictionaries",
+            remedy="wrap the module in one that takes and returns these",
+        )
+    return {kind: list(map(structure_to_data, inner))}
 
 
 def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
@@ -72,10 +105,19 @@ def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
         if not isinstance(value, dict) or set(value) != set(keys):
             got = f"keys {', '.join(map(repr, value))}" if isinstance(value, dict) else type(value).__name__
             raise InputError(
-                f"argument{where}", expected=f"a dictionary with {', '.join(keys) or 'nothing'}", got=got
+                f"argument{where}", expected=f"a dictionary with {', '.join(map(str, keys)) or 'nothing'}", got=got
             )
         for key, part in inner:
             yield from flatten(part, value[key], f"{where}[{key!r}]")
+        return
+    if kind == "other":
+        spec, inner = inner
+        items, found = _unpacked(value)
+        if found != spec:
+            expected = f"a value of type {spec.type.__name__} like the one in the example"
+            raise InputError(f"argument{where}", expected=expected, got=type(value).__name__)
+        for position, (part, item) in enumerate(zip(inner, items, strict=True)):
+            yield from flatten(part, item, f"{where}[{position}]")
         return
     if type(value) is not (tuple if kind == "tuple" else list) or len(value) != len(inner):
         got = f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
@@ -85,9 +127,10 @@ def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
 
 
 def with_classes(structure: Any) -> Any:
-    """A structure from a file, with the classes of its named tuples in place of their names.
+    """A structure for ``unflatten``, with the classes of its named tuples.
 
-    If a class cannot be imported, or has other fields now, a new class with the same name and fields is made.
+    If a class of a file cannot be imported, or has other fields now, a new class with the same name and fields is
+    made.
     """
     if structure == LEAF:
         return structure
@@ -95,12 +138,14 @@ def with_classes(structure: Any) -> Any:
     if kind == "named tuple":
         module, name, items = inner
         fields = [field for field, _ in items]
-        named = _imported(module, name)
+        named = module if isinstance(module, type) else _imported(module, name)
         if _fields(named) != fields:
             named = _named_tuple(name.rpartition(".")[2], fields)
         return {"named tuple": [named, [with_classes(part) for _, part in items]]}
     if kind == "dict":
         return {kind: [[key, with_classes(part)] for key, part in inner]}
+    if kind == "other":
+        return {kind: [inner[0], list(map(with_classes, inner[1]))]}
     return {kind: [with_classes(part) for part in inner]} if kind in ("tuple", "list") else structure
 
 
@@ -139,5 +184,8 @@ def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
         return named(*(unflatten(part, leaves) for part in items))
     if kind == "dict":
         return {key: unflatten(part, leaves) for key, part in inner}
+    if kind == "other":
+        spec, parts = inner
+        return pytree.tree_unflatten([unflatten(part, leaves) for part in parts], spec)
     items = [unflatten(part, leaves) for part in inner]
     return tuple(items) if kind == "tuple" else items

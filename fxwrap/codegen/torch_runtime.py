@@ -65,22 +65,33 @@ def layout_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[l
     where the layout is unchanged (another autograd mode, one tensor twice), so that its caller checks again then.
     """
     choose = _chooser(positions)
-    tensors: Sequence[Any] = choose(inputs)
+    check = _layout_guard(choose(inputs))
+    return lambda now: check(*choose(now))
+
+
+def call_check(inputs: Sequence[Any], positions: Sequence[int]) -> Callable[[list[Any]], bool]:
+    """A ``layout_check`` for calls from outside: it also fails for another number of inputs, and in forward AD.
+
+    A layout check does not see tangents.
+    """
+    count, choose = len(inputs), _chooser(positions)
+    check = _layout_guard(choose(inputs))
+    if len(positions) == count:
+        return lambda now: len(now) == count and forward_ad._current_level < 0 and check(*now)
+    return lambda now: len(now) == count and forward_ad._current_level < 0 and check(*choose(now))
+
+
+def _layout_guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     sizes: Any = [list(tensor.size()) for tensor in tensors]
     strides: Any = [list(tensor.stride()) for tensor in tensors]
     guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    return lambda now: guards.check(*choose(now))
+    return guards.check
 
 
 def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors over one storage share an element; True where torch cannot tell."""
     overlapping: Any = getattr(torch._C._dynamo.guards, "compute_overlapping_tensors", None)
     return overlapping is None or bool(overlapping([first, second], symbolic=False))
-
-
-def in_forward_ad() -> bool:
-    """Whether tensors may have tangents (``torch.autograd.forward_ad``)."""
-    return forward_ad._current_level >= 0
 
 
 def empty_graph() -> GraphModule:

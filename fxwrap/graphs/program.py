@@ -47,6 +47,7 @@ class Program:
 
     Attributes:
         name: the program's name in logs, profiles and reports: its number in this process, and its phase.
+        planner: plans its memory, and partitions its graph again.
         recorder: makes recordings, and has the newest plan.
     """
 
@@ -57,7 +58,7 @@ class Program:
         options: Options,
         functions: TorchFunctions,
     ) -> None:
-        self.options, self.functions, self._planner = options, functions, planner
+        self.options, self.functions, self.planner = options, functions, planner
         self.name = f"fxwrap {next(_serial_numbers)} {plan.phase}"
         self.counters = Counters()
         self.specializations = Specializations(options.max_recordings)
@@ -253,7 +254,7 @@ class Program:
     @property
     def stages(self) -> Mapping[str, tuple[int, float]]:
         """How often each stage of the pipeline ran for this program, and its seconds, by the stage's name."""
-        return self._planner.took
+        return self.planner.took
 
     def release(self) -> None:
         """End every recording that no other call uses at this moment; the next call records again."""

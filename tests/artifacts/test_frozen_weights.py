@@ -114,7 +114,7 @@ def saved(path: Path, methods: dict[str, Any], **options: Any) -> Path:
         return fxwrap.save(path / "program.fxw", methods, **{**FROZEN, **options})
 
 
-def loaded(path: Path, methods: dict[str, Any], **options: Any) -> fxwrap.LoadedProgram:
+def loaded(path: Path, methods: dict[str, Any], **options: Any) -> fxwrap.AotProgram:
     return fxwrap.load(saved(path, methods, **options), trust=True)
 
 

@@ -49,7 +49,7 @@ def saved(path: Path, methods: dict[str, Any], **options: Any) -> Path:
     return fxwrap.save(path / "program.fxw", methods, **options)
 
 
-def loaded(path: Path, methods: dict[str, Any]) -> fxwrap.LoadedProgram:
+def loaded(path: Path, methods: dict[str, Any]) -> fxwrap.AotProgram:
     return fxwrap.load(saved(path, methods), trust=True)
 
 

@@ -107,7 +107,7 @@ class Programs:
         fxwrap.release()
         for f in (self.small, self.large, self.huge, self.refused):
             for program in f.programs:
-                program.__init__(program._planner.partition({}), program._planner, program.options, program.functions)
+                program.__init__(program.planner.partition({}), program.planner, program.options, program.functions)
         self.used = [self.small]
 
     def run(self, f: Compiled, n: int, calls: int = 4) -> None:

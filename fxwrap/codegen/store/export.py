@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -18,8 +18,10 @@ from torch.utils._sympy.value_ranges import bound_sympy
 
 from ...compilation import Compilation
 from ...errors import StorageError
+from ...graphs.program import Program
 from ...host_graph.nodes import output_values
 from ...options import Options
+from ...pipeline import with_static_inputs
 from ...plan import ProgramPlan
 from ..inductor import compile_with_inductor
 from ..torch_runtime import is_plain_memory
@@ -64,6 +66,7 @@ class CompiledMethod:
     """A method that is compiled to a program.
 
     Attributes:
+        program: takes the weights, and then the values of ``traced.passed``.
         weights: the weights that the program takes, by name.
         frozen: the other weights, whose values are compiled in.
         packed: the calls that made constants which only a library can read.
@@ -71,11 +74,26 @@ class CompiledMethod:
     """
 
     traced: TracedMethod
-    plan: ProgramPlan
+    program: Program
     weights: Mapping[str, torch.Tensor]
     frozen: Mapping[str, torch.Tensor]
     packed: PackingCalls
     guards: Sequence[sympy.Basic]
+
+    @property
+    def plan(self) -> ProgramPlan:
+        return self.program.plan
+
+    @property
+    def devices(self) -> Sequence[torch.device | None]:
+        """Where the program expects its inputs; None for a number."""
+        return [getattr(node.meta.get("val"), "device", None) for node in self.plan.placeholders]
+
+    @property
+    def written(self) -> Sequence[bool]:
+        """Whether the program writes to an input, for each."""
+        facts, written = self.plan.facts, self.plan.facts.all_written()
+        return [bool(facts.of(node) & written) for node in self.plan.placeholders]
 
 
 def is_constant(value: Any) -> bool:
@@ -159,7 +177,8 @@ def compile_method(traced: TracedMethod, options: Options, patches: dict[str, An
                 got=f"code for {guard.rhs} alone: Inductor has asked for its value",
                 remedy="export the method with that size as a constant, or report it",
             )
-    plan = compilation.programs[0].plan
+    program: Program = compilation.programs.pop()  # this one never runs, and reports need not show it
+    plan = program.plan
     weights = {weight: tensor for weight, tensor in traced.weights.items() if weight not in frozen}
     if len(plan.placeholders) != len(weights) + len(inputs):
         raise _merged(traced)
@@ -169,8 +188,8 @@ def compile_method(traced: TracedMethod, options: Options, patches: dict[str, An
         if is_packed(getattr(plan.graph, str(node.target))):
             node.meta.pop("val", None)  # its layout is no size and stride; nothing plans with it
     # Weights stay at their addresses.
-    plan = replace(plan, static_inputs=frozenset(range(len(weights))))
-    return CompiledMethod(traced, plan, weights, frozen, packed, [*traced.guards, *guards])
+    program = with_static_inputs(program, range(len(weights)))
+    return CompiledMethod(traced, program, weights, frozen, packed, [*traced.guards, *guards])
 
 
 _functorch: Any = torch._functorch.config

@@ -1,52 +1,65 @@
-"""What ``fxwrap.load`` returns: the methods of a saved program, which run in this process."""
+"""What ``fxwrap.load`` and ``fxwrap.aot_compile`` return: methods that are compiled ahead of time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import sympy
 import torch
 
 from ..codegen.torch_runtime import autocast_enabled, torch_functions, without_autocast
+from ..compilation import Compilation
 from ..errors import InputError, StorageError
 from ..graphs.program import Program
 from ..graphs.replay.overlaps import MutatedInputs
 from ..host_graph.nodes import output_values
 from ..plan import ProgramPlan
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
-from .stored_tensors import FrozenWeights
 from .structure import LEAF, flatten, unflatten, with_classes
 from .tensors import same_memory, without_repeats
+from .weight_names import FrozenWeights, names_of_weights
 
 if TYPE_CHECKING:
     from ..api.report import Explanation
+    from .aot_compile import CompiledMethods
 
 
-class _Loaded:
-    """Base of loaded objects, which cannot be copied: their kernels and recordings exist in this process alone."""
+class TensorsByName(Protocol):
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+class _OfThisProcess:
+    """Base of objects that cannot be copied: their kernels and recordings exist in this process alone."""
 
     def __reduce__(self) -> NoReturn:
         raise StorageError(
-            "a loaded program cannot be copied or pickled",
-            expected="the file itself, which any process can load",
-            remedy="load the file again: fxwrap.load(path, trust=True)",
+            "a compiled program cannot be copied or pickled",
+            expected="a file of it, which any process can load",
+            remedy="load the file again (fxwrap.load), or make one of the program (fxwrap.save)",
         )
 
 
-class LoadedMethod(_Loaded):
-    """One method of a saved program: ``method(*args, **kwargs)``. It computes no gradients.
+class AotMethod(_OfThisProcess):
+    """A method that is compiled ahead of time: ``method(*args, **kwargs)``. It computes no gradients.
 
     Attributes:
         signature: what the method takes; print it.
         weights: parameters and buffers by their names in the method's module.
+        frozen: names of the other weights, whose values are compiled in.
     """
 
-    def __init__(self, signature: Signature, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
-        self.signature, self.program, self.weights = signature, program, dict(weights)
+    def __init__(
+        self,
+        signature: Signature,
+        program: Program,
+        weights: Mapping[str, torch.Tensor],
+        frozen: Iterable[str],
+    ) -> None:
+        self.signature, self.program, self.weights, self.frozen = signature, program, dict(weights), tuple(frozen)
         self._weights = list(self.weights.values())
         functions = torch_functions()
-        self._check = Checker(signature, functions.layout_check)
+        self._check = Checker(signature)
         passed = [place for place, expected in enumerate(signature.inputs) if not _compiled_in(expected)]
         self._passed = passed if len(passed) < len(signature.inputs) else None
         mutated = MutatedInputs.of(program.plan, functions.overlap)
@@ -68,7 +81,10 @@ class LoadedMethod(_Loaded):
 
     def call_flat(self, inputs: list[Any]) -> Any:
         """Call the method with its inputs as a flat list, in the order of the signature."""
-        look = self._check(inputs)
+        look = self._check.look
+        if look is None or not look(inputs):
+            look = None
+            self._check(inputs)
         if self._passed is not None:
             inputs = [inputs[place] for place in self._passed]
         values = self._weights + inputs
@@ -140,8 +156,13 @@ def _with_copies(results: Any, places: Sequence[int]) -> Any:
     return copied
 
 
-class LoadedProgram(_Loaded):
-    """The methods of a saved program: ``program["decode"](x)``, or ``program.decode(x)``.
+class AotProgram(_OfThisProcess):
+    """Methods that are compiled ahead of time: ``program["decode"](x)``, or ``program.decode(x)``.
+
+    Args:
+        tensors: the tensors of the methods, by the name of their entry.
+        entries: the entries of tensors, as in a manifest.
+        compiled: what ``fxwrap.save`` needs; None for a program that was loaded from a file.
 
     Attributes:
         methods: the signatures of the methods, by name.
@@ -149,13 +170,15 @@ class LoadedProgram(_Loaded):
 
     def __init__(
         self,
-        methods: Mapping[str, LoadedMethod],
-        weights: Mapping[str, torch.Tensor],
-        names: Mapping[str, str],
-        frozen: FrozenWeights,
+        methods: Mapping[str, AotMethod],
+        tensors: TensorsByName,
+        entries: Mapping[str, Any],
+        compiled: CompiledMethods | None = None,
     ) -> None:
-        self._methods, self._weights, self._names = dict(methods), dict(weights), dict(names)
-        self._frozen = frozen
+        self._methods, self._compiled, self._names = dict(methods), compiled, names_of_weights(entries)
+        self._weights = {name: tensors[name] for name in dict.fromkeys(self._names.values())}
+        self._compilation = Compilation([method.program for method in methods.values()])  # reports find it
+        self._frozen = FrozenWeights.of({name: method.frozen for name, method in methods.items()}, entries)
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -169,23 +192,25 @@ class LoadedProgram(_Loaded):
     def methods(self) -> Mapping[str, Signature]:
         return {name: method.signature for name, method in self._methods.items()}
 
-    def __getitem__(self, name: str) -> LoadedMethod:
+    def __getitem__(self, name: str) -> AotMethod:
         try:
             return self._methods[name]
         except KeyError:
             raise InputError("no such method", expected=", ".join(self._methods), got=repr(name)) from None
 
-    def __getattr__(self, name: str) -> LoadedMethod:
+    def __getattr__(self, name: str) -> AotMethod:
         methods = self.__dict__.get("_methods", {})
         if name in methods:
             return methods[name]  # type: ignore[no-any-return]
-        raise AttributeError(f"a saved program has no method {name!r}: it has {', '.join(methods)}")
+        raise AttributeError(f"the program has no method {name!r}: it has {', '.join(methods)}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._methods)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy new values to weights. Recordings stay valid.
+
+        The weights of ``fxwrap.aot_compile`` are those of the module, which gets the values as well.
 
         Args:
             weights: new values by name; a tied weight has several names, and any of them will do.
@@ -225,3 +250,22 @@ class LoadedProgram(_Loaded):
         from ..api.report import Explanation
 
         return Explanation([method.program for method in self._methods.values()])
+
+
+def compiled_methods_of(program: AotProgram) -> CompiledMethods:
+    """What a program consists of, for ``fxwrap.save``.
+
+    Raises:
+        StorageError: the program was loaded from a file, which has its kernels in another form.
+    """
+    if program._compiled is None:
+        raise StorageError(
+            "a program that was loaded from a file is not saved again",
+            expected="methods, or what fxwrap.aot_compile returned",
+            remedy="copy the file; for other weights, save the methods again, or give weights to fxwrap.load",
+        )
+    return program._compiled
+
+
+# The name of what ``fxwrap.load`` returned before programs could be made in memory.
+LoadedProgram = AotProgram
