@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxwrap
 
-CALLS = 3000
 SOURCE = """
 import torch
 from torch import nn
@@ -58,6 +57,19 @@ class Net(nn.Module):
         if other is not None:
             y = y + (sum(other) if isinstance(other, (list, tuple)) else other)
         return y * self.factor + bias, self.seen * self.count
+
+class Other(Net):
+    def forward(self, x, *args, **kwargs):
+        return x - self.gain, self.seen
+
+def other_forward(self, x, *args, **kwargs):
+    return x * 3 + self.gain, self.seen
+
+def other_call(self, x, *args, **kwargs):
+    return x * 5, self.seen
+
+def instance_forward(x, *args, **kwargs):
+    return x * 2, x + 1
 
 def made():
     shift = torch.full((8,), 0.125)
@@ -304,40 +316,20 @@ def training(worlds: Worlds, rng: random.Random) -> Change:
 @kind
 def forward_on_the_instance(worlds: Worlds, rng: random.Random) -> Change:
     for world in worlds:
-        world.net.forward = lambda x, *args, seen=world.net.seen, **kwargs: (x * 2, seen)
+        world.net.forward = world.scope["instance_forward"]
     yield
     for world in worlds:
         del world.net.forward
 
 
-@kind
-def forward_on_the_class(worlds: Worlds, rng: random.Random) -> Change:
-    before = worlds[0].scope["Net"].forward, worlds[1].scope["Net"].forward
-    for world in worlds:
-        world.scope["Net"].forward = lambda self, x, *args, **kwargs: (x * 3 + self.gain, self.seen)
-    yield
-    for world, forward in zip(worlds, before, strict=True):
-        world.scope["Net"].forward = forward
-
-
-@kind
-def another_class(worlds: Worlds, rng: random.Random) -> Change:
-    for world in worlds:
-        base = world.scope["Net"]
-        forward = lambda self, x, *args, **kwargs: (x - self.gain, self.seen)
-        world.net.__class__ = type("Other", (base,), {"forward": forward})
-    yield
-    for world in worlds:
-        world.net.__class__ = world.scope["Net"]
+attribute("forward_on_the_class", lambda world: world.scope["Net"], "forward", lambda w: w.scope["other_forward"])
+attribute("another_class", net, "__class__", lambda world: world.scope["Other"])
 
 
 @kind
 def call_of_the_class(worlds: Worlds, rng: random.Random) -> Change:
-    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x * 5, self.seen
-
     for world in worlds:
-        world.scope["Net"].__call__ = call
+        world.scope["Net"].__call__ = world.scope["other_call"]
     yield
     for world in worlds:
         del world.scope["Net"].__call__
@@ -428,7 +420,8 @@ def global_hook(worlds: Worlds, rng: random.Random) -> Change:
 mode("no_grad", torch.no_grad)
 mode("inference_mode", torch.inference_mode)
 mode("autocast", lambda: torch.autocast("cpu", torch.bfloat16))
-mode("function_mode", _Counting)
+COUNTING = _Counting()
+mode("function_mode", lambda: COUNTING)
 mode("profiler", lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
 mode("stance_eager", lambda: torch.compiler.set_stance("force_eager"))
 mode("stance_eager_on_recompile", lambda: torch.compiler.set_stance("eager_on_recompile"))
@@ -541,13 +534,14 @@ def compare(worlds: Worlds, change: str, target: str, given: Any) -> None:
     assert same(*outcomes), (change, target, outcomes)
 
 
-def test_changes(worlds: Worlds) -> None:
+@pytest.mark.parametrize("most", [1_000, pytest.param(3_000, marks=pytest.mark.sweep)])
+def test_changes(worlds: Worlds, most: int) -> None:
     """Each kind of change once for the module and for the function, then kinds drawn at random."""
     rng = random.Random(0)
     names = [name for name in KINDS for _ in range(1 if name in RARE else 20)]
     drawn = [(name, target) for name in KINDS for target in ("net", "function")]
     calls = 0
-    while calls < CALLS:
+    while drawn or calls < most:
         name, target = drawn.pop(0) if drawn else (rng.choice(names), rng.choice(["net", "function"]))
         with KINDS[name](worlds, rng) as given:
             for _ in range(3):
