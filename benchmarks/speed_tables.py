@@ -76,7 +76,7 @@ def progress(row: dict[str, Any]) -> str:
 
 def _print(table: Table, columns: int, title: str = "") -> None:
     """As wide as it has to be: what is printed is read by programs, too."""
-    console = Console(width=max(60 + 24 * columns, 120))
+    console = Console(width=max(110 + 24 * columns, 120))
     console.print(*([f"\n{title}"] if title else []), table, highlight=False, sep="\n")
 
 
