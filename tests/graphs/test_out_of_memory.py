@@ -432,7 +432,7 @@ def test_the_rest_of_a_call_needs_what_graphs_and_pools_have(
     compiled: Any, device: torch.device, hardware: Any, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: they keep it."""
-    monkeypatch.setattr(RecordingBuilder, "_clear_arenas", lambda self, why: None)
+    monkeypatch.setattr(RecordingBuilder, "_clear_arenas", lambda self: None)
     short, rest = _in_the_second_graph(hardware, device, compiled)
     with limited(hardware, device, short.eager_peak + 6 * short.bytes), pytest.raises(torch.OutOfMemoryError):
         short.call()

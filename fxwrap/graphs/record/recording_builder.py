@@ -254,6 +254,9 @@ class RecordingBuilder:
         """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
         self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._parts, self._pools = [], [], []
+        self._clear_arenas()
+
+    def _clear_arenas(self) -> None:
         for arena in self.request.arenas.values():
             arena.clear(OUT_OF_MEMORY)
 
