@@ -15,7 +15,7 @@ from ..options import Options
 from .aot_program import AotMethod, AotProgram
 from .signature import NumberInput, Signature, Size, TensorInput, solution
 from .structure import structure_of
-from .tensor_entries import TensorEntries
+from .tensors.entries import TensorEntries
 
 
 def aot_compile(

@@ -17,8 +17,8 @@ from ..host_graph.nodes import output_values
 from ..plan import ProgramPlan
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
 from .structure import LEAF, flatten, unflatten, with_classes
-from .tensors import same_memory, without_repeats
-from .weight_names import FrozenWeights, names_of_weights
+from .tensors.memory import same_memory, without_repeats
+from .tensors.names import FrozenWeights, names_of_weights
 
 if TYPE_CHECKING:
     from ..api.report import Explanation

@@ -31,8 +31,8 @@ from .aot_program import AotMethod, AotProgram
 from .machine import check_machine
 from .package import Package
 from .stored_signature import signature_from_data
-from .stored_tensors import StoredTensors, given_by_entry
-from .tensors import overlapping
+from .tensors.memory import overlapping
+from .tensors.stored import StoredTensors, given_by_entry
 
 
 def load(path: str | Path, *, weights: Mapping[str, torch.Tensor] | None = None, trust: bool = False) -> AotProgram:

@@ -24,7 +24,7 @@ from .aot_program import AotProgram, compiled_methods_of
 from .machine import versions
 from .stored_signature import signature_to_data
 from .structure import structure_of, structure_to_data
-from .tensor_entries import TensorEntries
+from .tensors.entries import TensorEntries
 
 COMPILED = ("object", "source")
 

@@ -18,7 +18,7 @@ from torch._inductor import config
 
 import fxwrap
 from fxwrap.artifacts.contents import Contents
-from fxwrap.artifacts.tensors import content
+from fxwrap.artifacts.tensors.memory import content
 from fxwrap.codegen.store.packed_weights import PackingCalls, packing_calls
 from fxwrap.errors import StorageError
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..codegen.torch_runtime import overlap
-from ..graphs.replay.overlaps import MutatedInputs
+from ...codegen.torch_runtime import overlap
+from ...graphs.replay.overlaps import MutatedInputs
 
 # Dtypes that every version of safetensors knows. Tensors of other dtypes are stored as bytes.
 _NAMED = {

@@ -7,14 +7,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..codegen.torch_runtime import empty_graph, is_plain_memory
-from ..errors import StorageError
-from ..host_graph.graph_json import Functions, graph_from_data
-from ..host_graph.stand_ins import StandIns
-from .package import Package
-from .stored_signature import dtype_named
-from .tensors import from_stored, same_memory
-from .weight_names import FrozenWeights, names_of_weights
+from ...codegen.torch_runtime import empty_graph, is_plain_memory
+from ...errors import StorageError
+from ...host_graph.graph_json import Functions, graph_from_data
+from ...host_graph.stand_ins import StandIns
+from ..package import Package
+from ..stored_signature import dtype_named
+from .memory import from_stored, same_memory
+from .names import FrozenWeights, names_of_weights
 
 
 def given_by_entry(package: Package, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

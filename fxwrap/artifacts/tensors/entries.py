@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..codegen.store.export import CompiledMethod
-from ..codegen.store.packed_weights import is_packed
-from ..codegen.store.stored_program import functions
-from ..errors import StorageError
-from ..host_graph.graph_json import graph_to_data
-from .tensors import content, identity, overlapping, to_stored
+from ...codegen.store.export import CompiledMethod
+from ...codegen.store.packed_weights import is_packed
+from ...codegen.store.stored_program import functions
+from ...errors import StorageError
+from ...host_graph.graph_json import graph_to_data
+from .memory import content, identity, overlapping, to_stored
 
 
 @dataclass

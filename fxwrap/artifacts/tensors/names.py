@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import StorageError
+from ...errors import StorageError
 
 
 def names_of_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
