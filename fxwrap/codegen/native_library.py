@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _MODULE = "fxwrap_replay"
 _SOURCE = Path(__file__).with_name("native") / "replay.cpp"
 # Seconds. It takes a quarter of a minute on an idle machine.
-_PATIENCE = 300
+_PATIENCE = 900
 # Where a call passes pointers and integers of 64 bits alike.
 _MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 
