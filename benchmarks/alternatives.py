@@ -58,16 +58,11 @@ def aotinductor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
 
 
 def fxwrap_ahead(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
-    """fxwrap's program, called without Dynamo; where ``fxwrap.aot_compile`` is not there, by way of a file."""
+    """fxwrap's program, called without Dynamo."""
     import fxwrap
 
-    if hasattr(fxwrap, "aot_compile"):
-        forward = fxwrap.aot_compile({"forward": (module, inputs)})["forward"]
-        return lambda: forward(*inputs), [forward]
-    with tempfile.TemporaryDirectory() as folder:
-        path = fxwrap.save(f"{folder}/model.fxw", {"forward": (module, inputs)})
-        loaded = fxwrap.load(path, trust=True)["forward"]
-    return lambda: loaded(*inputs), []
+    forward = fxwrap.aot_compile({"forward": (module, inputs)})["forward"]
+    return lambda: forward(*inputs), [forward]
 
 
 def _session(module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
@@ -154,16 +149,12 @@ def defaults(device: str, autotune: bool) -> list[str]:
 
 def why_not(name: str, device: str) -> str:
     """Why an alternative cannot run here; empty if it can."""
-    import fxwrap
-
     alternative = ALTERNATIVES[name]
     missing = [package for package in alternative.packages if importlib.util.find_spec(package) is None]
     if missing:
         return f"{' and '.join(missing)} not installed: pip install 'fxwrap[rivals]'"
     if alternative.cpu_only and device != "cpu":
         return "it is timed on the CPU only"
-    if alternative.bound and not hasattr(fxwrap, "bind"):
-        return "this fxwrap has no bind"
     if alternative.ahead is aotinductor and device == "hostsim":
         return "AOTInductor does not know the device"
     return ""

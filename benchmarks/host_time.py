@@ -22,13 +22,12 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import geometric_mean
+from timing import geometric_mean, own
 from torch import Tensor, nn
 
 import fxwrap
@@ -70,8 +69,7 @@ class Blocks(nn.Module):
 
 def compiled(module: Blocks, how: dict[str, Any], *example: Tensor) -> Any:
     """A side's function. Dynamo keeps what it has compiled by code object, so each side's module has its own."""
-    forward = types.FunctionType(Blocks.forward.__code__.replace(), globals(), "forward", Blocks.forward.__defaults__)
-    module.__class__ = type("Blocks", (Blocks,), {"forward": forward})
+    module.__class__ = type("Blocks", (Blocks,), {"forward": own(Blocks.forward)})
     model = torch.compile(module, **{key: value for key, value in how.items() if key != "bound"})
     return fxwrap.bind(model, *example) if "bound" in how else model
 

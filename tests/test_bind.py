@@ -95,6 +95,15 @@ def test_arguments_are_passed_as_python_passes_them() -> None:
             bound(*args, **kwargs)
 
 
+def test_parameters_may_have_any_names() -> None:
+    def function(_values: torch.Tensor, _code: float, _owner: float = 2.0, *_served: float) -> torch.Tensor:
+        return _values * _code + _owner + sum(_served)
+
+    bound = fxwrap.bind(compiled(function), x, 3.0)
+    assert torch.equal(bound(x, 3.0), function(x, 3.0))
+    assert torch.equal(bound(x, 3.0, 4.0, 5.0), function(x, 3.0, 4.0, 5.0))
+
+
 def test_another_shape_is_compiled_by_the_wrapper_and_then_called_without_it() -> None:
     net = Net()
     bound = fxwrap.bind(compiled(net), x)

@@ -18,10 +18,8 @@ import processes
 import pytest
 import torch
 
-import fxwrap
-
 ROOT = Path(__file__).parent.parent
-WAYS = ["fxwrap", *(["fxwrap bound"] if hasattr(fxwrap, "bind") else []), "fxwrap ahead of time"]
+WAYS = ["fxwrap", "fxwrap bound", "fxwrap ahead of time"]
 
 
 @pytest.fixture

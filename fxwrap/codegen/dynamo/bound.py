@@ -11,7 +11,6 @@ more than it saves.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import threading
 import types
@@ -28,8 +27,8 @@ from torch.autograd import profiler
 from torch.nn.modules import module as nn_module
 
 from ...errors import BindError
-from .collection import WRAPPER
-from .search import BOUND, cache_entries
+from .collection import RESUME_CALL, WRAPPER
+from .search import BOUND, cache_entries, closure_of, names_of
 
 # Older versions of torch have none.
 set_guard_complete_hook = getattr(torch._C._dynamo.eval_frame, "set_guard_complete_hook", None)
@@ -103,7 +102,7 @@ class _Path:
 
     def require(self, reason: str, *expressions: str, **objects: Any) -> None:
         """Add conditions. ``{name}`` in an expression is an object."""
-        unique = {name: f"_{name}_{len(self.names) + place}" for place, name in enumerate(objects)}
+        unique = {name: f"_fxw_{name}_{len(self.names) + place}" for place, name in enumerate(objects)}
         self.names.update({unique[name]: value for name, value in objects.items()})
         self.conditions += [Condition(expression.format(**unique), reason) for expression in expressions]
 
@@ -122,7 +121,7 @@ class _Path:
             if not isinstance(target, types.FunctionType):
                 raise _not_compiled(compiled, f"{type(target).__name__}, which has no code that Dynamo compiles")
             if target.__code__ is WRAPPER:
-                variables = inspect.getclosurevars(target).nonlocals
+                variables = closure_of(target)
                 context, target = variables["self"], variables["fn"]
                 if owner:  # a method that is decorated
                     target = types.MethodType(target, *owner)
@@ -214,38 +213,44 @@ class Binding:
     """What a bound function knows, and what it does where no known code serves a call.
 
     Attributes:
-        served: code that has served calls, the most recently used first, as Dynamo has it: where the guards of two
-            entries pass, both serve the same one.
         ordinary_calls: calls that went through ``torch.compile``'s wrapper, by reason.
     """
 
     compiled: Callable[..., Any]
     target: Target
-    served: tuple[CompiledCode, ...] = ()
     ordinary_calls: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.names: dict[str, Any] = {
             **self.target.names,
-            "_function": self.target.function,
-            "_owner": self.target.owner[0] if self.target.owner else None,
-            "_cells": self.target.function.__closure__ or (),
-            "_missing": _Missing,
-            "_served": (),
-            "_promote": self.promote,
-            "_otherwise": self.otherwise,
+            "_fxw_function": self.target.function,
+            "_fxw_owner": self.target.owner[0] if self.target.owner else None,
+            "_fxw_cells": self.target.function.__closure__ or (),
+            "_fxw_missing": _Missing,
+            "_fxw_served": (),
+            "_fxw_promote": self.promote,
+            "_fxw_otherwise": self.otherwise,
         }
         self.parameters = _Parameters(self.target.function.__code__, len(self.target.owner))
         exec(self.parameters.text(self.target.conditions), self.names)
         self.function: Any = self.names["_bound"]
         self.variables: Any = self.names["_variables"]
 
+    @property
+    def served(self) -> tuple[CompiledCode, ...]:
+        """Code that has served calls, the most recently used first.
+
+        Dynamo has the same order: where the guards of two entries pass, both serve the same one.
+        """
+        served: tuple[CompiledCode, ...] = self.names["_fxw_served"]
+        return served
+
     def promote(self, code: CompiledCode) -> None:
         """Make code the most recently used."""
         with self._lock:
             others = (other for other in self.served if other is not code and other.manager.cache_entry is not None)
-            self.served = self.names["_served"] = (code, *others)
+            self.names["_fxw_served"] = (code, *others)
 
     def otherwise(
         self,
@@ -304,7 +309,7 @@ class Binding:
         if not all(name in cells for name in code.co_freevars):
             return "the compiled code needs a variable that the function does not have"
         # Dynamo runs the rest of a function after a graph break as a function that frame evaluation may compile.
-        if any(str(i.argval).startswith("__resume_at") for i in dis.get_instructions(code)):
+        if any(name.startswith(RESUME_CALL) for name in names_of(code)):
             return GRAPH_BREAK
         closure = tuple(cells[name] for name in code.co_freevars)
         run = types.FunctionType(code, function.__globals__, function.__name__, None, closure)
@@ -335,26 +340,27 @@ class _Parameters:
     def text(self, conditions: Sequence[Condition]) -> str:
         """The source of the functions ``_bound`` and ``_variables``, which returns the frame's variables.
 
-        A default is not one of the text: the caller may replace ``__defaults__``.
+        A default is not one of the text: the caller may replace ``__defaults__``. Its own names begin with ``_fxw_``,
+        so that parameters may have any others.
         """
         count = len(self.positional)
-        parameters = [f"{name}=_missing" for name in self.positional]
+        parameters = [f"{name}=_fxw_missing" for name in self.positional]
         if self.only_positional:
             parameters.insert(self.only_positional, "/")
         if self.rest or self.keywords:
             parameters.append(f"*{self.rest}")
-        parameters += [f"{name}=_missing" for name in self.keywords] + ([f"**{self.more}"] if self.more else [])
-        rest = f"(_owner, *{self.rest})" if self.in_rest else self.rest
-        values = dict.fromkeys(self.first, "_owner")
+        parameters += [f"{name}=_fxw_missing" for name in self.keywords] + ([f"**{self.more}"] if self.more else [])
+        rest = f"(_fxw_owner, *{self.rest})" if self.in_rest else self.rest
+        values = dict.fromkeys(self.first, "_fxw_owner")
         values |= {n: _or_default(n, f"__defaults__[{p - count}]") for p, n in enumerate(self.positional)}
         values |= {n: _or_default(n, f"__kwdefaults__[{n!r}]") for n in self.keywords}
         values |= {self.rest: rest} if self.rest else {}
         values |= {self.more: self.more} if self.more else {}
-        values |= {n: f"_cells[{p}].cell_contents" for p, n in enumerate(self.free)}
+        values |= {n: f"_fxw_cells[{p}].cell_contents" for p, n in enumerate(self.free)}
         variables = "{" + ", ".join(f"{name!r}: {value}" for name, value in values.items()) + "}"
-        arguments = [f"_values[{name!r}]" for name in (*self.first, *self.positional)]
+        arguments = [f"_fxw_values[{name!r}]" for name in (*self.first, *self.positional)]
         arguments += [f"*{rest}"] if self.rest else []
-        arguments += [f"{name}=_values[{name!r}]" for name in self.keywords]
+        arguments += [f"{name}=_fxw_values[{name!r}]" for name in self.keywords]
         arguments += [f"**{self.more}"] if self.more else []
         positional = "".join(f"{name}, " for name in self.positional)
         keywords = ", ".join(f"{name!r}: {name}" for name in self.keywords)
@@ -363,16 +369,16 @@ class _Parameters:
         return f"""
 def _bound({signature}):
     try:
-        _values = {variables}
+        _fxw_values = {variables}
     except (TypeError, IndexError, KeyError, ValueError):
-        return _otherwise({given}, None)
+        return _fxw_otherwise({given}, None)
     if {" and ".join(condition.holds for condition in conditions)}:
-        for _code in _served:
-            if _code.manager.cache_entry is not None and _code.check(_values):
-                if _code is not _served[0]:
-                    _promote(_code)
-                return _code.run({", ".join(arguments)})
-    return _otherwise({given}, _values)
+        for _fxw_code in _fxw_served:
+            if _fxw_code.manager.cache_entry is not None and _fxw_code.check(_fxw_values):
+                if _fxw_code is not _fxw_served[0]:
+                    _fxw_promote(_fxw_code)
+                return _fxw_code.run({", ".join(arguments)})
+    return _fxw_otherwise({given}, _fxw_values)
 
 def _variables({signature}):
     return {variables}
@@ -396,7 +402,7 @@ def _variables({signature}):
 
 
 def _or_default(name: str, default: str) -> str:
-    return f"{name} if {name} is not _missing else _function.{default}"
+    return f"{name} if {name} is not _fxw_missing else _fxw_function.{default}"
 
 
 def _asks_other_ranks() -> bool:

@@ -20,6 +20,8 @@ from ...compilation import Compilation
 COLLECTOR = "_fxwrap_compilation"
 # Prefix of the functions that Dynamo makes of the rest of a function after a graph break.
 RESUMED = "torch_dynamo_resume_in_"
+# Prefix of the globals under which compiled code calls them.
+RESUME_CALL = "__resume_at"
 # The code of the wrapper that ``torch.compile`` returns. Its frame's ``self`` identifies the compiled function.
 WRAPPER = next(
     constant

@@ -22,7 +22,7 @@ from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_lis
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...compilation import Compilation, live_compilations
-from .collection import RESUMED, WRAPPER
+from .collection import RESUME_CALL, RESUMED, WRAPPER
 
 # The attribute of a bound function that holds what torch.compile returned.
 BOUND = "_fxwrap_compiled"
@@ -87,7 +87,7 @@ class Search:
         function = target.__func__ if isinstance(target, types.MethodType) else target
         if not isinstance(function, types.FunctionType):
             return
-        variables = _closure(function)
+        variables = closure_of(function)
         if function.__code__ is WRAPPER:
             self.callers.add(variables["self"])
             self._visit(variables["fn"], variables["self"])
@@ -118,12 +118,12 @@ class Search:
         self._ids += [entry.compile_id for entry in serving]
         self.is_compiled |= bool(entries)
         for runs in [entry.code for entry in serving] if entries else [code]:
-            names = [name for name in _names(runs) if not name.startswith("__compiled_fn")]
+            names = [name for name in names_of(runs) if not name.startswith("__compiled_fn")]
             for nested in _nested(runs):
                 shared = {*nested.co_freevars, *(nested.co_varnames if nested.co_name.startswith(RESUMED) else ())}
                 self._follow(nested, scope, {name: variables[name] for name in shared & variables.keys()}, caller)
             for name in names:
-                if name.startswith("__resume_at") and name in scope:
+                if name.startswith(RESUME_CALL) and name in scope:
                     self._follow(scope[name].__code__, scope, variables, caller)
             for value in _values(names, scope, variables):
                 self._visit(value, caller)
@@ -135,7 +135,8 @@ def _in_use(compilation: Compilation) -> bool:
     return any(entry.compile_id is i for i, code in pieces if code for entry in _debug_get_cache_entry_list(code))
 
 
-def _closure(function: types.FunctionType) -> dict[str, Any]:
+def closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of a function's closure that have a value."""
     values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
@@ -147,7 +148,7 @@ def _nested(code: types.CodeType) -> list[types.CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
-def _names(code: types.CodeType) -> list[str]:
+def names_of(code: types.CodeType) -> list[str]:
     """Names of globals, attributes and variables that code reads.
 
     They come from its instructions: Dynamo does not update the code's table of names. Variables that it only passes
