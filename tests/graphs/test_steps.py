@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import operator
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -366,3 +367,19 @@ def test_a_step_that_may_run_again(order: tuple[int, ...]) -> None:
     runs.clear()
     with pytest.raises(torch.OutOfMemoryError):
         as_python(made, None)[0]([])
+
+
+def test_what_a_failed_step_had_allocated_is_gone_before_it_runs_again() -> None:
+    """The error's frames hold it as long as the error is handled."""
+    buffers = list[weakref.ref[Any]]()
+
+    def short() -> None:
+        buffer = torch.empty(1)
+        buffers.append(weakref.ref(buffer))
+        if len(buffers) == 1:
+            raise torch.OutOfMemoryError
+
+    alive = list[bool]()
+    step = steps.CallPython(short, (), repeats=True)
+    as_python([step], None, give_back=lambda: alive.append(buffers[0]() is not None))[0]([])
+    assert alive == [False] and len(buffers) == 2

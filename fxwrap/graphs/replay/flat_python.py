@@ -60,9 +60,11 @@ def as_python(
         code = step.python(text)
         if give_back is not None and step.repeats:
             short, back = text.bound(torch.OutOfMemoryError), text.of(Call(give_back))
-            body += [f"{indent}try: {code}", f"{indent}except {short}: {back}; {code}"]
+            # It runs again after the handler: in it, the error's frames would still hold what the step had allocated.
+            again = [f"except {short}: again = True", "else: again = False", f"if again: {back}; {code}"]
+            body += [indent + line for line in (f"try: {code}", *again)]
             if step.node is not None:
-                nodes[len(body)] = step.node
+                nodes[len(body) - len(again) + 1] = step.node
         else:
             body.append(indent + code)
         if step.node is not None:
