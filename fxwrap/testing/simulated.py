@@ -25,6 +25,7 @@ from ..errors import CaptureError
 from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
 from ..graphs.memory.shared_state import SHARED
+from ..graphs.record.placed_results import ResultCopy
 from ..host_graph.tensors import tensor_over, tensors_in
 
 
@@ -280,14 +281,13 @@ class SimulatedGraph(CPUGraph):
 
 
 class _Memory:
-    """A snapshot of the memory that a call can write, and of the random number generator."""
+    """A snapshot of the memory that a call can write, and of the random number generator.
+
+    Nothing else is restored: a collective that began before may fill its result at the same time.
+    """
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        storages = [tensor.untyped_storage() for value in _works_on(call) for tensor in tensors_in(value)]
-        # A call that copies an operator's result to its planned storage also writes the arena.
-        locked = (arena for arena in SHARED.arenas.alive() if arena.lock.is_this_thread_s())
-        storages += [arena.block for arena in locked if arena.block is not None]
-        unique = {(storage.data_ptr(), storage.nbytes()): storage for storage in storages}
+        unique = {(storage.data_ptr(), storage.nbytes()): storage for storage in _writable(call)}
         self._before = [(storage, storage.clone()) for storage in unique.values()]
         self._random = torch.get_rng_state()
 
@@ -304,12 +304,18 @@ class _Memory:
                     tensor_over(storage, (storage.nbytes(),), (1,), torch.uint8).fill_(255)
 
 
-def _works_on(call: Callable[[], Any]) -> Iterator[Any]:
-    """The values that a call can write: those that its code is bound to, and its registers."""
+def _writable(call: Callable[[], Any]) -> Iterator[torch.UntypedStorage]:
+    """The storages that a call can write: those of its bound tensors, and the places that results are copied to.
+
+    A call of a recording reads no tensor from its registers: captured work has fixed addresses.
+    """
     function = getattr(call, "function", call)
-    yield from getattr(function, "__globals__", {}).values()
-    yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    yield from _registers(call)
+    cells = getattr(function, "__closure__", None) or ()
+    for value in (*getattr(function, "__globals__", {}).values(), *(cell.cell_contents for cell in cells)):
+        if isinstance(value, ResultCopy):
+            yield from value.places.values()
+        else:
+            yield from (tensor.untyped_storage() for tensor in tensors_in(value))
 
 
 def _registers(call: Callable[[], Any]) -> list[Any]:

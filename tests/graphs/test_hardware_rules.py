@@ -8,12 +8,12 @@ counters have to agree.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runt
 from fxwrap.graphs.memory.arenas import Arena, ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.program import Program
+from fxwrap.graphs.record.placed_results import ResultCopy
 from fxwrap.host_graph.tensors import tensor_over
 from fxwrap.testing.simulated import SIMULATED, Rules, SimulatedGraph, SimulatedRuntime, simulated
 
@@ -353,19 +354,30 @@ def test_captured_work_waits_for_a_replay(here: SimulatedRuntime) -> None:
     assert out.eq(3).all() and kinder.runs_while_capturing and not here.runs_while_capturing
 
 
-#   arena   | other values, 7 | where work writes |      work knows the place through an object of its own
-def test_captured_work_leaves_all_of_an_arena_as_it_was(here: SimulatedRuntime, own_arenas: ArenaPool) -> None:
-    """Results of operators are brought to places that other values have until then."""
+#   arena   | a collective fills it meanwhile | a place of the work's result | other values, 7 |
+#           0                                64                            128
+def test_captured_work_leaves_an_arena_as_others_have_it(here: SimulatedRuntime, own_arenas: ArenaPool) -> None:
+    """The place of a result has other values until the first replay. What another thread writes meanwhile stays."""
     call = LockOwner()
     arena = own_arenas.acquire(torch.device("cpu"), None, call, [])
     arena.resize(256)
     assert arena.block is not None
     arena.block.copy_(torch.full((256,), 7, dtype=torch.uint8).untyped_storage())
-    hidden = SimpleNamespace(place=tensor_over(arena.storage(64, 64), (16,), (1,), torch.float32))
-    graph = _capture(here, lambda: hidden.place.fill_(1.0))
-    assert set(arena.block.tolist()) == {7}
+    of_others = tensor_over(arena.storage(0, 64), (64,), (1,), torch.uint8)
+    place = arena.storage(64, 64)
+    to_place = ResultCopy({None: place}, {place.data_ptr()}, set())
+    arrives = [functools.partial(of_others.fill_, 3)]  # during the capture alone
+
+    def work() -> None:
+        to_place([torch.ones(16)])
+        while arrives:
+            arrives.pop()()
+
+    graph = _capture(here, work)
+    assert arena.block.tolist() == [3] * 64 + [7] * 192
     graph.replay()
-    assert hidden.place.eq(1).all() and arena.block.tolist()[:64] == [7] * 64
+    assert tensor_over(place, (16,), (1,), torch.float32).eq(1).all()
+    assert arena.block.tolist()[:64] + arena.block.tolist()[128:] == [3] * 64 + [7] * 128
 
 
 def test_what_is_drawn_in_a_capture_is_drawn_at_replays(here: SimulatedRuntime) -> None:

@@ -44,13 +44,15 @@ class ResultCopy:
     """Copies the results of one operator to their places.
 
     Args:
-        places: by element.
         taken: addresses of all places.
         others: addresses of other storages that do not move.
+
+    Attributes:
+        places: by element.
     """
 
     def __init__(self, places: Mapping[int | None, torch.UntypedStorage], taken: set[int], others: set[int]) -> None:
-        self._places, self._taken = places, taken
+        self.places, self._taken = places, taken
         self._others = others.difference(place.data_ptr() for place in places.values())
         self._tensors: dict[int | None, torch.Tensor] | None = None
 
@@ -72,7 +74,7 @@ class ResultCopy:
 
     def _lay_out(self, results: Mapping[int | None, Any]) -> dict[int | None, torch.Tensor]:
         tensors = {}
-        for element, place in self._places.items():
+        for element, place in self.places.items():
             value = results.get(element)
             if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() in self._others:
                 continue  # the result is a view of existing memory, which its schema does not say
