@@ -79,7 +79,7 @@ class CompileRequest:
 
     Attributes:
         torch: private functions of torch that the running program needs.
-        static_inputs, donated, saved, inputs, phase: AOTAutograd's facts of inputs and outputs; see ``ProgramPlan``.
+        static_inputs, donated, write_only, saved, inputs, phase: facts of inputs and outputs; see ``ProgramPlan``.
         compilation: collects the programs (see ``fxwrap.explain``).
         compile_partition: called with each partition; may return a callable that replaces it.
     """
@@ -88,6 +88,7 @@ class CompileRequest:
     options: Options = field(default_factory=Options)
     static_inputs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
+    write_only: frozenset[int] = frozenset()
     saved: Mapping[int, str] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     phase: str = "inference"
@@ -131,7 +132,7 @@ class Analysed:
     """A host graph with all results of analysis.
 
     Attributes:
-        storages: the graph with its storages.
+        storages: the graph with the storages that alias analysis has found.
         workspace: measured workspace of library calls in bytes, by node.
         dependencies: the dependency graph of its work nodes.
     """
@@ -172,7 +173,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Partitioned:
-    """A plan before ``request.compile_partition`` replaces partitions."""
+    """The plan as it is before ``request.compile_partition`` has replaced any partition."""
 
     plan: ProgramPlan
     request: CompileRequest
@@ -180,7 +181,7 @@ class Partitioned:
 
 @dataclass(frozen=True)
 class Sized:
-    """The input of memory planning: a program at concrete sizes, and the bytes that are taken.
+    """The input of memory planning: a program at concrete sizes, and what live outputs occupy.
 
     Attributes:
         reserved: intervals of arenas that live outputs of other recordings occupy.
@@ -265,7 +266,7 @@ def _analyse_storages(emitted: Emitted) -> Aliased:
 
 
 def _measure_workspace(storages: Aliased) -> Mapping[str, int]:
-    """Measure library calls' workspace on the CPU: the planner leaves room for it in regions of each call."""
+    """Measure the workspace of library calls, on the CPU alone: it counts as memory in use while a call runs."""
     if storages.workspace is not None:
         return storages.workspace
     if storages.device.type != "cpu" or freezes_addresses(storages.device):
@@ -306,6 +307,7 @@ def _apply_cost_model(divided: Divided) -> ProgramPlan:
         static_inputs=frozenset(request.static_inputs),
         phase=request.phase,
         donated=request.donated,
+        write_only=request.write_only,
         saved=request.saved,
         inputs=request.inputs,
         workspace=divided.analysed.workspace,
@@ -439,7 +441,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
     """Run the stages on a host graph and make its program. Memory is planned later, for concrete sizes.
 
     Args:
-        stages: ``Stages()`` by default, which has no rewrites.
+        stages: ``Stages()`` by default, without rewrites; ``FxwrapCodegen.stages`` adds ``REWRITES``.
 
     Raises:
         PipelineError: a stage returns nothing, or a rewrite leaves an invalid graph.
@@ -458,10 +460,9 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
     Raises:
         PlanError: the verifier refused the schedule.
     """
-    static = tuple(sorted(plan.static_inputs))
     request = dataclasses.replace(
         request,
-        static_inputs=static,
+        static_inputs=tuple(sorted(plan.static_inputs)),
         donated=plan.donated,
         saved=plan.saved,
         inputs=plan.inputs,
@@ -473,7 +474,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
 
 
 def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
-    """The program, where inputs at these positions stay at their addresses. It belongs to no compilation."""
+    """Another program with the same plan, to which these inputs are static. No compilation lists it."""
     planner, static = program.planner, tuple(positions)
     assert isinstance(planner, HostGraphPlanner)
     request = dataclasses.replace(planner.emitted.request, static_inputs=static, compilation=None)

@@ -386,6 +386,7 @@ class ProgramPlan:
         static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
         phase: "inference", "forward" or "backward".
         donated: positions of inputs that AOTAutograd marks as donated: not needed after their last use.
+        write_only: positions of inputs whose values are never read, because they are written first.
         saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
         workspace: measured workspace of library calls in bytes, by node.
@@ -400,6 +401,7 @@ class ProgramPlan:
     static_inputs: frozenset[int]
     phase: str
     donated: frozenset[int] = frozenset()
+    write_only: frozenset[int] = frozenset()
     saved: Mapping[int, str] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from ..codegen.store.export import CompiledMethod, TracedMethod, compile_method,
 from ..errors import OptionError, StorageError
 from ..options import Options
 from .aot_program import AotMethod, AotProgram
-from .signature import NumberInput, Signature, Size, TensorInput, solution
+from .signature import NumberInput, Signature, TensorInput, size_of, solution
 from .structure import structure_of
 from .tensors.entries import TensorEntries
 
@@ -24,7 +24,7 @@ def aot_compile(
     options: Mapping[str, Any] | None = None,
     progress: Callable[[str], object] = lambda text: None,
 ) -> AotProgram:
-    """Compile methods, to be called in this process: what ``fxwrap.save`` writes to a file, in memory.
+    """Compile methods and keep them in memory, to be called in this process. ``fxwrap.save`` writes them to a file.
 
     ::
 
@@ -35,10 +35,11 @@ def aot_compile(
         program.decode(token)
         fxwrap.save("model.fxw", program)
 
-    No gradients are computed. Parameters and buffers are the module's own memory, not copies: a method reads what is
-    written to them in place (by ``load_state_dict``, by an optimizer), and what it writes to a buffer, the module and
-    the other methods read. A parameter that the module gets instead of another (``model.to(...)``, ``assign=True``)
-    is not seen. Other tensors of the module, and weights that are frozen, are constants, which must not be written.
+    No gradients are computed. Parameters and buffers are the module's own memory, not copies: a method sees what is
+    written to them in place (by ``load_state_dict``, by an optimizer), and the module and the other methods see what
+    it writes to a buffer. If a parameter is replaced by another tensor (``model.to(...)``, ``assign=True``), methods
+    keep using the old one. Other tensors of the module, and weights whose values Inductor's freezing has compiled in,
+    are constants, which must not be written.
 
     Args:
         methods: exported programs by name (``torch.export.export``), or the arguments of an export as a tuple: a
@@ -56,7 +57,7 @@ def aot_compile(
 
 @dataclass(frozen=True)
 class CompiledMethods:
-    """Methods that are compiled, by name, and what their programs are run with."""
+    """Methods that are compiled, by name, and the options that their programs run with."""
 
     methods: Mapping[str, CompiledMethod]
     options: Options
@@ -141,9 +142,9 @@ def signature_of(method: CompiledMethod) -> Signature:
             return NumberInput(name, type(value), value)
         device: Any = next(devices)
         if isinstance(value, torch.Tensor):
-            sizes = tuple(map(_size, value.size())), tuple(map(_size, value.stride()))
+            sizes = tuple(map(size_of, value.size())), tuple(map(size_of, value.stride()))
             return TensorInput(name, value.dtype, device, *sizes)
-        return NumberInput(name, int, _size(value))
+        return NumberInput(name, int, size_of(value))
 
     inputs = tuple(input_of(name, value) for name, value in traced.inputs)
     ranges = {symbol.name: bounds for symbol, bounds in traced.ranges.items()}
@@ -151,19 +152,12 @@ def signature_of(method: CompiledMethod) -> Signature:
     return Signature(traced.name, inputs, ranges, tuple(method.guards), arguments, results)
 
 
-def _size(number: Any) -> Size:
-    if not isinstance(number, torch.SymInt):
-        return number
-    expression: Any = number.node.expr
-    return int(expression) if expression.is_Integer else expression
-
-
 def program_of(compiled: CompiledMethods) -> AotProgram:
     """The program that runs compiled methods in this process.
 
     Raises:
-        StorageError: a method writes to a weight that another has frozen, or the memory of a weight has other numbers
-            than the weight.
+        StorageError: a method writes to a weight that another has frozen, or a weight is a conjugated or
+            negated view, whose memory cannot be shared.
     """
     tensors, methods = TensorEntries(), {}
     for name, method in compiled.methods.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import sympy
@@ -15,6 +16,7 @@ from ..graphs.program import Program
 from ..graphs.replay.overlaps import MutatedInputs
 from ..host_graph.nodes import output_values
 from ..plan import ProgramPlan
+from .caller_outputs import CallerOutputs
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
 from .structure import LEAF, flatten, unflatten, with_classes
 from .tensors.memory import same_memory, without_repeats
@@ -69,6 +71,7 @@ class AotMethod(_OfThisProcess):
         # Number of arguments if all are positional and none is nested: then they need no flattening; else -1.
         self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
         self._single = signature.results == LEAF
+        self._outputs = CallerOutputs(signature, program, self._variant)
         self._results = with_classes(signature.results)
         self._constant = _constant_results(program.plan)
 
@@ -78,6 +81,42 @@ class AotMethod(_OfThisProcess):
         else:
             inputs = list(flatten(self.signature.arguments, (args, kwargs)))
         return self.call_flat(inputs)
+
+    def run(self, *args: Any, out: Any, **kwargs: Any) -> Any:
+        """Call the method, and write results to tensors of the caller.
+
+        ::
+
+            y = torch.empty(4, 8)
+            program.decode.run(x, out=y)  # returns y
+
+        The last kernel or library call that computes a result writes to the tensor directly. A result is copied if it
+        is an operator's own new tensor, an input, or shares memory with another result; and on accelerators, where
+        recordings keep the addresses they were made with, if the tensor is another one than in earlier calls.
+
+        Args:
+            out: a tensor with the size, the strides, the dtype and the device of the result; for several results
+                what the method returns, with such tensors, and None for each that is to be a new tensor.
+
+        Returns:
+            What a call returns, with the given tensors in it.
+
+        Raises:
+            InputError: an input or a tensor of ``out`` does not fit, or such a tensor shares memory with another or
+                with an input; then nothing has run.
+        """
+        plain = len(args) == self._plain and not kwargs
+        inputs = list(args) if plain else list(flatten(self.signature.arguments, (args, kwargs)))
+        if self._single:
+            (result,) = self._outputs.call(inputs, [out])
+            return result
+        results = self._outputs.call(inputs, list(flatten(self.signature.results, out, " out")))
+        return unflatten(self._results, iter(results))
+
+    def _variant(self, program: Program, signature: Signature) -> Callable[[list[Any]], Any]:
+        rest = len(output_values(program.plan.graph))
+        signature = replace(signature, results={"tuple": [LEAF] * rest})
+        return AotMethod(signature, program, self.weights, self.frozen).call_flat
 
     def call_flat(self, inputs: list[Any]) -> Any:
         """Call the method with its inputs as a flat list, in the order of the signature."""
@@ -101,6 +140,10 @@ class AotMethod(_OfThisProcess):
         if self._single:
             return results
         return unflatten(self._results, iter(results if isinstance(results, (list, tuple)) else [results]))
+
+    def report_to(self, compilation: Compilation) -> None:
+        """Have reports find the programs that ``run`` makes."""
+        self._outputs.compilation = compilation
 
     def _check_apart(self, mutated: MutatedInputs, values: list[Any], look: Look | None) -> None:
         """Check that no tensor that is written shares memory with an input: AOTAutograd assumes so.
@@ -178,6 +221,8 @@ class AotProgram(_OfThisProcess):
         self._methods, self._compiled, self._names = dict(methods), compiled, names_of_weights(entries)
         self._weights = {name: tensors[name] for name in dict.fromkeys(self._names.values())}
         self._compilation = Compilation([method.program for method in methods.values()])  # reports find it
+        for method in methods.values():
+            method.report_to(self._compilation)
         self._frozen = FrozenWeights.of({name: method.frozen for name, method in methods.items()}, entries)
 
     @property
@@ -249,7 +294,7 @@ class AotProgram(_OfThisProcess):
         """The decisions about all methods, as ``fxwrap.explain`` shows them."""
         from ..api.report import Explanation
 
-        return Explanation([method.program for method in self._methods.values()])
+        return Explanation(list(self._compilation.programs))
 
 
 def compiled_methods_of(program: AotProgram) -> CompiledMethods:

@@ -212,6 +212,14 @@ class Checker:
         return [(type(values[place]), values[place]) for place in self._others]
 
 
+def size_of(number: Any) -> Size:
+    """A size of a fake tensor, as it stands in a signature."""
+    if not isinstance(number, torch.SymInt):
+        return number
+    expression: Any = number.node.expr
+    return int(expression) if expression.is_Integer else expression
+
+
 def solution(size: Size) -> tuple[sympy.Symbol, int, int] | None:
     """``(symbol, factor, rest)`` of a size ``factor * symbol + rest``; None for any other size.
 

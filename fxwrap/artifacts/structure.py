@@ -90,6 +90,10 @@ def flatten(structure: Any, value: Any, where: str = "") -> Iterator[Any]:
         yield value
         return
     ((kind, inner),) = structure.items()
+    if kind == "constant":
+        if value is not None:
+            raise InputError(f"argument{where}", expected=f"None: it is always {inner!r}", got=type(value).__name__)
+        return
     if kind == "named tuple":
         # Compared by its fields: if the class cannot be imported here, callers have another one.
         _, name, items = inner

@@ -163,7 +163,7 @@ def check_steps(recording: Recording) -> None:
     written = plan.facts.all_written()
     mutated = {p for p in copied - plan.donated if plan.facts.of(plan.placeholders[p]) & written}
     for fault, forgotten in (
-        ("input not copied in", copied - _registers_in(replay, copies_of_inputs(request.name))),
+        ("input not copied in", copied - plan.write_only - _registers_in(replay, copies_of_inputs(request.name))),
         ("input not copied back", mutated - _registers_in(replay, copies_to_inputs(request.name))),
     ):
         for position in sorted(forgotten):

@@ -5,6 +5,7 @@ Fake tensors would serve as well, but making one imports Dynamo and Inductor, wh
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,11 @@ class StandIn(torch.Tensor):
 
     def storage_offset(self) -> Any:
         return self._layout.offset
+
+    def new_empty_strided(self, size: Any, stride: Any) -> StandIn:  # type: ignore[override]
+        """A value of the same type in a storage of its own, for another result with these elements."""
+        layout = dataclasses.replace(self._layout, size=size, stride=stride, offset=0)
+        return StandIn.of(layout, StorageStandIn(next(_numbers), self._storage.nbytes()))
 
     def untyped_storage(self) -> Any:
         return self._storage

@@ -1,9 +1,9 @@
-"""Calls what Dynamo compiled for a function without its frame evaluation: guards first, then the code.
+"""Calls the code that Dynamo compiled for a function without frame evaluation: it checks guards, then runs the code.
 
 The wrapper that ``torch.compile`` returns switches frame evaluation on. Dynamo then evaluates the guards of the cache
 entries of the function's code, and runs the code of the first entry whose guards pass. A bound function does these
-two things by itself: it makes the dictionary of the frame's variables that guards read, calls the guards (native, and
-the same objects), and calls the code. Whatever it cannot decide so goes through the wrapper.
+two things by itself: it makes the dictionary of the frame's variables that guards read, calls the guards (Dynamo's
+own objects, in C++), and calls the code. A call that it cannot serve this way goes through the wrapper.
 
 The bound function is made as text, with the parameters of the original one, as a call through ``*args`` would cost
 more than it saves.
@@ -38,7 +38,7 @@ NOT_COMPILED = "no compiled code has guards that pass"
 GRAPH_BREAK = "the compiled code has a graph break"
 DEFAULTS = "a default or a variable of the function's closure is missing"
 
-# A call of a module: what compiled it in place, if anything did, or else hooks and ``forward``.
+# ``Module.__call__`` calls what ``module.compile()`` has set, if anything; else ``_call_impl``: hooks, ``forward``.
 _MODULE_CALL, _MODULE_FORWARD = torch.nn.Module.__call__, torch.nn.Module._call_impl
 _GLOBAL_HOOKS = tuple(
     getattr(nn_module, name)
@@ -49,7 +49,7 @@ _GLOBAL_HOOKS = tuple(
         "_global_backward_pre_hooks",
     )
 )
-# How often the examples of ``bind`` are called: a call may change what guards look at, such as a counter.
+# At most how often bind calls the example: a call may change what guards read, such as a counter.
 _CALLS = 4
 
 
@@ -72,13 +72,13 @@ class Condition:
 
 @dataclass(frozen=True)
 class Target:
-    """The function that Dynamo has compiled, as far as a call of what ``torch.compile`` returned leads to it.
+    """The function whose frame Dynamo compiles when what ``torch.compile`` returned is called.
 
     Attributes:
         function: its frame is the one that guards read.
         owner: the object of a method: the first argument of ``function``; empty for others.
         context: the object behind ``torch.compile``'s wrapper.
-        conditions: what has to hold for that way to be the right one.
+        conditions: what has to hold for a call to end at ``function`` still.
         names: the objects that conditions name.
     """
 
@@ -107,7 +107,7 @@ class _Path:
         self.conditions += [Condition(expression.format(**unique), reason) for expression in expressions]
 
     def target(self, compiled: Any) -> Target:
-        """Raises BindError if there is no function that Dynamo compiles by itself."""
+        """Raises BindError if a call does not end at a plain function that ``torch.compile`` wraps."""
         target: Any = compiled
         context: Any = None
         while True:
@@ -141,12 +141,12 @@ class _Path:
 
     def _torch_state(self) -> None:
         self.require("a stance of torch.compile", "{m}._stance is {s}", m=eval_frame, s=eval_frame._stance)
-        # A profile shows Dynamo's range of the region.
+        # Under a profiler the wrapper is used, so that the profile has Dynamo's range.
         self.require("a profiler is on", "not {p}._is_profiler_enabled", p=profiler)
         self.require("another frame evaluation is on", "{get}() is None", get=get_eval_frame_callback)
 
     def _optimized(self, module: OptimizedModule) -> Any:
-        """What a module that ``torch.compile`` returned calls."""
+        """The callable that a module which ``torch.compile`` returned calls."""
         forward = module.__dict__["forward"]
         self._no_hooks(module)
         self.require("forward is another", "{m}.__dict__['forward'] is {f}", m=module, f=forward)
@@ -155,7 +155,7 @@ class _Path:
         return forward
 
     def _module(self, module: torch.nn.Module) -> Any:
-        """What a call of a module calls."""
+        """The callable that a call of a module ends at."""
         self.require("the class of the module is another", "type({m}) is {c}", m=module, c=type(module))
         if type(module).__call__ is not _MODULE_CALL:
             return types.MethodType(type(module).__call__, module)
@@ -165,7 +165,7 @@ class _Path:
         return own if own is not None else self._forward(module)
 
     def _forward(self, module: torch.nn.Module) -> Any:
-        """What a call of a module without hooks calls."""
+        """The callable that ``_call_impl`` ends at, on condition that there are no hooks."""
         self._no_hooks(module)
         if "forward" in module.__dict__:
             self.require("forward is another", "{m}.forward == {f}", m=module, f=module.forward)
@@ -197,8 +197,8 @@ class CompiledCode:
     """The code of one cache entry of Dynamo's, callable.
 
     Attributes:
-        manager: Dynamo's guards; its ``cache_entry`` is None once the entry is invalid: an object whose identity they
-            compare is gone, or Dynamo was reset.
+        manager: Dynamo's guard manager. Its ``cache_entry`` becomes None when the entry is invalidated: an object
+            that guards compare by identity was freed, or Dynamo was reset.
         check: the guards, called with the variables of a frame, by name.
         run: the code, called with the arguments of the function.
     """
@@ -241,7 +241,7 @@ class Binding:
     def served(self) -> tuple[CompiledCode, ...]:
         """Code that has served calls, the most recently used first.
 
-        Dynamo has the same order: where the guards of two entries pass, both serve the same one.
+        Dynamo has the same order: if the guards of two entries pass, it runs the one that the bound function runs.
         """
         served: tuple[CompiledCode, ...] = self.names["_fxw_served"]
         return served
@@ -263,10 +263,10 @@ class Binding:
         """A call that no code in ``served`` serves.
 
         Args:
-            positional: arguments of named parameters, up to those that can be given by name only.
+            positional: values of the parameters that can be given by position; ``_Missing`` where none was given.
             keywords: arguments that can be given by name only.
-            rest, more: of ``*args`` and ``**kwargs``.
-            variables: of the frame; None if one has no value.
+            rest, more: what the caller gave for ``*args`` and ``**kwargs``.
+            variables: the frame's, for the guards; None if a default or a variable of the closure has no value.
         """
         reason = DEFAULTS if variables is None else self.why_not()
         args, kwargs = self.parameters.given(positional, rest, keywords, more)
@@ -317,7 +317,7 @@ class Binding:
 
 
 class _Parameters:
-    """The parameters of a function, as text of the bound one.
+    """The parameters of a function, and the source of a bound function with the same ones.
 
     Args:
         code: of the function.
@@ -338,10 +338,10 @@ class _Parameters:
         self.free = code.co_freevars
 
     def text(self, conditions: Sequence[Condition]) -> str:
-        """The source of the functions ``_bound`` and ``_variables``, which returns the frame's variables.
+        """The source of two functions: ``_bound``, and ``_variables``, which returns the variables of the frame.
 
-        A default is not one of the text: the caller may replace ``__defaults__``. Its own names begin with ``_fxw_``,
-        so that parameters may have any others.
+        Defaults are read from the function at each call, because the caller may replace ``__defaults__``. The text's
+        own names begin with ``_fxw_``, so that they do not clash with parameters.
         """
         count = len(self.positional)
         parameters = [f"{name}=_fxw_missing" for name in self.positional]
@@ -406,7 +406,7 @@ def _or_default(name: str, default: str) -> str:
 
 
 def _asks_other_ranks() -> bool:
-    """Whether Dynamo calls a hook after its guards. Torch tells only who replaces the hook."""
+    """Whether Dynamo calls a hook after its guards. Torch returns the hook only when another is set."""
     if set_guard_complete_hook is None:
         return False
     hook = set_guard_complete_hook(None)
@@ -418,7 +418,7 @@ def bound_function(compiled: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     """A function that calls what Dynamo compiled for ``compiled``; see ``fxwrap.bind``.
 
     Raises:
-        BindError: ``compiled`` is nothing that ``torch.compile`` returned; or, if ``strict``, its code for these
+        BindError: ``torch.compile`` did not return ``compiled``; or, if ``strict``, its code for these
             arguments cannot be called without frame evaluation.
     """
     binding = Binding(compiled, _Path().target(compiled))

@@ -94,7 +94,9 @@ class Layout:
             value = inputs[position]
             buffer = tensor_like(value, self.planned(index))
             self.input_buffers[node] = self.input_tensors[position] = buffer
-            if buffer.is_conj() or buffer.is_neg():  # torch refuses to write to such tensors in a list
+            if position in self._plan.write_only:
+                pass  # nothing reads what the caller has there
+            elif buffer.is_conj() or buffer.is_neg():  # torch refuses to write to such tensors in a list
                 copy = CallPython(copy_tensors, (Register(position), Bound(buffer)))
                 steps.setdefault(buffer.device, []).append(copy)
             else:

@@ -88,7 +88,8 @@ class RecordingBuilder:
     def record(self, inputs: Sequence[Any]) -> Recorded:
         """Capture the program on ``inputs``, and run it once.
 
-        On an error nothing is kept. If memory runs out after the first step, the returned recording has ended.
+        On an error nothing is kept. If memory runs out after the first partition has run, the rest of the call runs
+        eagerly, and the returned recording has already ended.
 
         Raises:
             MemoryLimitError: the device is out of memory, and nothing has run yet.
@@ -179,7 +180,7 @@ class RecordingBuilder:
             flat.function(self._values)
         if checked:
             same = self.request.functions.layout_check(self._values, sorted(checked))
-            run = functools.partial(_unless, same, check_layouts.function)  # which raises if a layout is wrong
+            run = functools.partial(_unless, same, check_layouts.function)  # raises; runs only if not the same
             self._parts.append(Part(run, check_layouts.lines))
         if check_others.lines:
             self._parts.append(Part(check_others.function, check_others.lines))
@@ -224,7 +225,7 @@ class RecordingBuilder:
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
-        # The CPU's graph runs on the same registers.
+        # The CPU's graph calls the flat function on the same registers: a native unit may run its steps instead.
         part = Part.of([ReplayGraph(graph)], partition_range(self.request.name, partition.index))
         if not self._frozen:
             part = dataclasses.replace(part, steps=flat.lines, below_autograd=True)
@@ -299,7 +300,7 @@ class RecordingBuilder:
             self._parts.append(Part.of(steps, name))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
-        """The CPU's graph allocates during capture as at replay: in the caller's inference mode."""
+        """The mode of a capture. The CPU's graph makes new tensors at each replay, in the caller's inference mode."""
         if self._inference and not self._frozen:
             return torch.inference_mode()
         return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
@@ -342,7 +343,7 @@ class RecordingBuilder:
             self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
         )
         builder = FlatBuilder(bound, registers, last, before, after, processing)
-        with self.layout.regions.filled():  # views over regions are made: they need memory
+        with self.layout.regions.filled():  # it makes views of regions, which are empty between calls
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
