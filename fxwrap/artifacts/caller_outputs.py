@@ -18,8 +18,14 @@ from ..pipeline import HostGraphPlanner, compile_host_graph
 from .signature import NumberInput, Signature, Size, TensorInput, size_of
 
 
-def program_with_outputs(program: Program, positions: Collection[int], compilation: Compilation | None) -> Program:
-    """The program that takes tensors for these results after its inputs, and returns its other results."""
+def program_with_outputs(
+    program: Program, positions: Collection[int], compilation: Compilation | None = None
+) -> Program:
+    """The program that takes tensors for these results after its inputs, and returns its other results.
+
+    Args:
+        compilation: where reports find it; by default that of ``program``.
+    """
     planner = program.planner
     assert isinstance(planner, HostGraphPlanner)
     emitted = planner.emitted
@@ -29,7 +35,7 @@ def program_with_outputs(program: Program, positions: Collection[int], compilati
         emitted.request,
         write_only=frozenset(range(count, count + len(positions))),
         static_inputs=tuple(program.plan.static_inputs),
-        compilation=compilation,
+        compilation=compilation or emitted.request.compilation,
     )
     return compile_host_graph(graph, request, dataclasses.replace(planner.stages, rewrites=()))
 
