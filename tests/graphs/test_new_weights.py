@@ -1,0 +1,58 @@
+"""New weights for a compiled model, a hundred times: which ways need a recording.
+
+::
+
+    p.copy_(new), load_state_dict(new)               the address stays       nothing is recorded
+    load_state_dict(new, assign=True), p.data = new  all addresses move      a recording at each of the first moves;
+                                                                             then one that expects them to move
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, assert_same, inductor
+
+WAYS: dict[str, tuple[bool, Callable[[torch.nn.Module, dict[str, torch.Tensor]], object]]] = {
+    "copied": (True, lambda model, new: [p.copy_(new[n]) for n, p in model.named_parameters()]),
+    "load_state_dict": (True, lambda model, new: model.load_state_dict(new)),
+    "assign": (False, lambda model, new: model.load_state_dict(new, assign=True)),
+    "data": (False, lambda model, new: [setattr(p, "data", new[n]) for n, p in model.named_parameters()]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_new_weights(device: torch.device, way: str) -> None:
+    stays, change = WAYS[way]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)).to(device).eval()
+    ours, expected = Compiled(model), inductor(model)
+    theirs: Any = expected._orig_mod  # type: ignore[attr-defined]  # a copy
+    generator = torch.Generator().manual_seed(0)
+    kept: list[Any] = []
+
+    def call() -> None:
+        x = torch.randn(4, 8, generator=generator).to(device)
+        assert_same(ours(x), expected(x))
+
+    with torch.no_grad():
+        for _ in range(3):
+            call()
+        before = sum(ours.program.counters.recordings.values())
+        assert before == 1
+        made = list[int]()
+        for _ in range(100):
+            new = {n: torch.randn(p.shape, generator=generator).to(device) for n, p in model.named_parameters()}
+            kept.append(new)  # so that no new weight gets the address of an old one
+            change(model, new)
+            WAYS["copied"][1](theirs, new)
+            earlier = sum(ours.program.counters.recordings.values())
+            call()
+            call()
+            made.append(sum(ours.program.counters.recordings.values()) - earlier)
+    assert max(made) <= 1, "at most one for a change"
+    assert sum(made) <= (0 if stays else 4), f"no storm: {ours.program.counters.to_dict()}"
+    assert len(ours.compilation.programs) == 1, "nothing is compiled anew"
+    assert ours.program.counters.replays > 180
