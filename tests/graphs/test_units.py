@@ -69,6 +69,33 @@ def test_the_listing_of_a_small_program(compiled: Any) -> None:
 
 
 @native
+def test_views_of_weights_are_made_once(compiled: Any) -> None:
+    """Also outside of captured partitions, where data decides sizes.
+
+    ::
+
+        slot 4 = nonzero(...)                             slot 4 = nonzero(...)
+        slot 7 = slot 1 as (4, 8), strides (1, 4)   ->    (the view of the weight is bound)
+        addmm.out(slot 2, ..., slot 7, ...)               addmm.out(<bias>, ..., <weight>, ...)
+    """
+
+    class Chosen(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (rows,) = torch.nonzero(x[:, 0] > -9, as_tuple=True)
+            return self.linear(x[rows])
+
+    with torch.no_grad():
+        recording = recorded(compiled(Chosen()), lambda: torch.randn(5, 4))
+    text = listing(recording)
+    assert "nonzero" in text and "addmm.out(<float32[8]>" in text
+    assert " as (4, 8)" not in text, text
+
+
+@native
 def test_the_listing_of_sizes_that_depend_on_data(compiled: Any) -> None:
     """
     ::

@@ -334,7 +334,8 @@ class RecordingBuilder:
     def _flat(
         self, partition: Partition, bindings: _Bindings, captured: bool, stores: Sequence[Node]
     ) -> FlatFunction:
-        bound = bindings.captured if captured else bindings.common
+        # Outside of captures, too, the CPU binds static inputs: their views are then made once.
+        bound = bindings.captured if captured or not self._frozen else bindings.common
         last = {node for node, index in self.registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self.registers.by_node.items() if n not in bound}
         work = self.plan.work_in(partition)
