@@ -23,6 +23,7 @@ from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
 from . import torch_versions as versions
+from .buckets import Buckets
 from .emit.emission import FxwrapCodegen
 from .emit.library_calls import prepare
 from .request import requesting
@@ -84,7 +85,8 @@ def compile_with_inductor(
     common.init_backend_registration()  # from torch 2.15 on it calls hooks with which devices register themselves
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
-    key = cache_key(options, devices, shared_storages(example_inputs))
+    buckets = Buckets.of(gm, options)
+    key = cache_key(options, devices, shared_storages(example_inputs), *(buckets.key() if buckets else ()))
     if compilation is not None:
         compilation.lines = UserLines.of(gm)
 
@@ -99,6 +101,8 @@ def compile_with_inductor(
             compilation=compilation,
             torch=torch_functions(),
         )
+        if buckets is not None:
+            buckets.check(gm, request.phase)
         parts = request.phase, sorted(request.donated), request.saved, request.inputs
         with extended_cache_key(cache_key(options, devices, *parts)):
             return _compile_program(gm, example_inputs, args, kwargs, request)
@@ -113,7 +117,7 @@ def compile_with_inductor(
         # ``compile_fx`` branches on these; their values outside are for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
-        return compiled
+        return compiled if buckets is None else buckets.program(compiled, compilation, options)
 
 
 def _compile_program(
