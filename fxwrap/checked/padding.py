@@ -71,7 +71,7 @@ class CheckedBuckets(BucketedGraph):
         return {position: inputs[position].clone() for position in sorted(self.places.written)}
 
     def _fill_padding(self, rows: Sequence[int], padded: Sequence[int], buffers: Sequence[Buffer]) -> None:
-        """Fill rows of padding with changed copies of the caller's rows. Integers stay as they are: indices are valid."""
+        """Fill rows of padding with the caller's rows, changed; but integers, which may be indices, unchanged."""
         for places, buffer in zip(self.places.padded, buffers, strict=True):
             for number, place in enumerate(places):
                 true, bucket, dim = rows[place.size], padded[place.size], place.dim

@@ -46,7 +46,7 @@ class Buckets:
         """The bucketed sizes of a graph; None without the option, and for a graph without marked dimensions.
 
         Raises:
-            OptionError: a mark has a name that the option has not, or one size has two names.
+            OptionError: a mark has a name that the option has not, or sizes of one name differ.
         """
         marks, sizes = (marks_of(gm) if options.buckets else []), dict(options.buckets)
         if not marks:
@@ -62,6 +62,7 @@ class Buckets:
         (output,) = gm.graph.find_nodes(op="output")
         values = torch.fx.map_arg(output.args[0], lambda node: node.meta.get("example_value"))
         varying = [mark for mark in marks if isinstance(mark.size, torch.SymInt)]
+        _make_equal(marks)
         static = sorted({mark.name for mark in marks if not isinstance(mark.size, torch.SymInt)})
         return cls(varying, static, sizes, inputs, list(values))
 
@@ -223,6 +224,24 @@ class Buckets:
                     got="one that is resized, transposed in place, or given other memory",
                 )
         return frozenset(position for position, fact in enumerate(facts) if fact.mutates_data)
+
+
+def _make_equal(marks: Sequence[Mark]) -> None:
+    """Let Dynamo's guards demand that dimensions with one name have one size.
+
+    Raises:
+        OptionError: in this call they differ.
+    """
+    firsts: dict[str, Mark] = {}
+    for mark in marks:
+        first = firsts.setdefault(mark.name, mark)
+        if mark.size != first.size:
+            raise OptionError(
+                f"dimensions marked {mark.name!r}",
+                expected="one size",
+                got=f"different sizes of inputs {first.position} and {mark.position} of the graph",
+                remedy="give them two names",
+            )
 
 
 def _places_in(value: torch.Tensor, position: int, order: list[sympy.Symbol]) -> tuple[Place, ...]:

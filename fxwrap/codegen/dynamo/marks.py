@@ -18,8 +18,8 @@ _NAMES = "_fxwrap_bucket_names"
 def mark_bucket(tensor: torch.Tensor, dim: int, name: str) -> None:
     """Mark a dimension of an input as dynamic, and name it for the option ``buckets``.
 
-    Call it before the compiled function, outside of it, as ``torch._dynamo.mark_dynamic``. Only the call that compiles
-    reads the mark; later calls need none.
+    Call it before the compiled function, outside of it, as ``torch._dynamo.mark_dynamic``. Only a call that compiles
+    reads the mark; other calls need none.
 
     Args:
         tensor: an input of the compiled function, of any shape.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +67,20 @@ class Call:
         args: values of the arguments by the schema's names, defaults included; fake tensors stand for tensors.
         nodes: the same with graph nodes.
         results: the fake tensors that it returns.
+        before: the factor before the rows in the bucketed dimension, which is ``(before, rows, after)`` merged: 1
+            where rows are the outermost factor. None if all rows of the operands are the same, or no operand has
+            rows. A rule changes it for the results.
+
+    Raises:
+        RowsMixed: rows of two operands lie in different orders.
     """
 
-    def __init__(self, node: Node, rows: RowDimension) -> None:
+    def __init__(self, node: Node, rows: RowDimension, before: Mapping[Node, Any]) -> None:
         self.node, self.rows = node, rows
+        orders = {order for operand in node.all_input_nodes if (order := before.get(operand)) is not None}
+        if len(orders) > 1:
+            raise RowsMixed("combines rows that lie in different orders")
+        self.before: Any = orders.pop() if orders else None
         schema = getattr(node.target, "_schema", None)
         names = [argument.name for argument in schema.arguments] if schema is not None else []
         given = dict(zip(names, node.args, strict=False)) if names else dict(enumerate(node.args))

@@ -8,7 +8,7 @@ results have the dimension. An operator without a rule is not trusted.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,14 @@ _DIVISIONS = {"aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod"
 def made(call: Call) -> int | None:
     """New tensors whose rows are the same, or count from the first one."""
     (result,) = call.results
+    call.before = sympy.Integer(1) if _operator(call.node) == "prims::iota" else None
     return call.rows.of(result)
 
 
 def along(call: Call) -> int:
     """Reductions, scans, sorts and the like, along some dimensions."""
-    tensor, result, own = call.args["self"], call.results[0], call.own_dim("self")
+    operand = "self" if call.has("self") else next(iter(call.args))
+    tensor, result, own = call.args[operand], call.results[0], call.own_dim(operand)
     dims = call.args.get("dim", call.args.get("dims"))
     listed = [dims] if isinstance(dims, int) else list(dims or range(tensor.dim()))
     listed = [dim % tensor.dim() for dim in listed]
@@ -88,8 +90,8 @@ def product(out: str, *, added: str = "", **operands: str) -> Callable[[Call], i
 def viewed(call: Call) -> int:
     """The same elements in the same order, in other dimensions.
 
-    Rows stay apart if the dimension has as many elements before it as it had. It may then be merged with later ones,
-    as the outermost factor: (b, t, d) -> (b * t, d).
+    The bucketed dimension may be merged with others and split off again, at any place: in (t, b, d) -> (t * b, d) it
+    is the second factor.
     """
     (result,), tensor, own = call.results, call.args["self"], call.own_dim("self")
     if "dtype" in call.args and "size" not in call.args:  # view(dtype)
@@ -99,12 +101,35 @@ def viewed(call: Call) -> int:
     dim = call.rows.of(result)
     if dim is None:
         raise RowsMixed("loses this dimension")
-    before, after = (sympy.prod(map(expression, t.size()[:d])) for t, d in ((tensor, own), (result, dim)))
-    if sympy.expand(before - after) != 0:
-        raise RowsMixed(
-            f"views {shape_text(tensor)} as {shape_text(result)}, where this dimension is not the outermost factor"
-        )
+    if call.before is None:
+        return dim  # all rows are the same
+    # As many elements as before, one after the other, come before those of the next row.
+    elements = _elements(tensor.size()[:own]) * call.before
+    call.before = sympy.cancel(elements / _elements(result.size()[:dim]))
+    after = sympy.cancel(expression(result.size(dim)) / call.rows.symbol / call.before)
+    if sympy.denom(call.before) != 1 or sympy.denom(after) != 1:
+        raise RowsMixed(f"views {shape_text(tensor)} as {shape_text(result)}, which splits rows")
     return dim
+
+
+def _elements(sizes: Sequence[Any]) -> Any:
+    return sympy.prod(map(expression, sizes))
+
+
+def strided(call: Call) -> int:
+    """``as_strided`` where it is a view of contiguous elements."""
+    tensor, size, stride = call.args["self"], call.args["size"], call.args["stride"]
+    offset = call.args.get("storage_offset") or 0
+    contiguous = _is_contiguous(tensor.size(), tensor.stride()) and _is_contiguous(size, stride)
+    if not contiguous or offset != 0 or expression(tensor.storage_offset()) != 0:
+        raise RowsMixed("takes elements by their place in memory")
+    return viewed(call)
+
+
+def _is_contiguous(size: Sequence[Any], stride: Sequence[Any]) -> bool:
+    steps = [_elements(size[dim + 1 :]) for dim in range(len(size))]
+    pairs = zip(size, stride, steps, strict=True)
+    return all(expression(n) == 1 or sympy.expand(expression(given) - step) == 0 for n, given, step in pairs)
 
 
 def permuted(call: Call) -> int:
@@ -304,6 +329,17 @@ def _same_rows(call: Call, *names: str) -> bool:
     return dims.count(dims[0]) == len(dims) and len({expression(t.size(dims[0])) for t in tensors}) == 1
 
 
+def encoder(call: Call) -> int:
+    """torch's fused layers of a transformer, of (batch, length, width)."""
+    operands = ("src",) if call.has("src") else ("query", "key", "value")
+    dims = {call.dim(name) for name in operands} | ({call.dim("mask")} - {None})
+    weights = [name for name in call.args if name not in (*operands, "mask")]
+    call.without(*weights)
+    if dims != {0} or any(call.args[name].dim() != 3 for name in operands):
+        raise RowsMixed("attends along this dimension, or has it in some operands only")
+    return 0
+
+
 # -- indices --------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +437,8 @@ RULES: Mapping[str, Rule] = {
     ),
     **_rules("aten", "argmax argmin max min median nanmedian mode kthvalue linalg_vector_norm norm", along),
     **_rules("aten", "cumsum cumprod cummax cummin logcumsumexp sort topk flip roll _softmax _log_softmax", along),
+    **_rules("aten", "_fft_r2c _fft_c2r _fft_c2c", along),
+    **_rules("prims", "rev", along),
     **_rules("aten", "_safe_softmax unbind split split_with_sizes glu", along),
     **_rules("aten", "mm _int_mm", product("ij", self="ik", mat2="kj")),
     **_rules("aten", "addmm", product("ij", mat1="ik", mat2="kj", added="self")),
@@ -410,6 +448,7 @@ RULES: Mapping[str, Rule] = {
     **_rules("aten", "addmv", product("i", mat="ik", vec="k", added="self")),
     **_rules("aten", "dot", product("", self="k", tensor="k")),
     **_rules("aten", "view _unsafe_view reshape", viewed, "size shape"),
+    **_rules("aten", "as_strided", strided, "size stride"),
     **_rules("aten", "permute transpose t", permuted),
     **_rules("aten", "unsqueeze", unsqueezed),
     **_rules("aten", "squeeze", squeezed),
@@ -431,10 +470,12 @@ RULES: Mapping[str, Rule] = {
     **_rules("aten", "avg_pool1d upsample_nearest1d upsample_linear1d reflection_pad1d", spatial(1)),
     **_rules("prims", "_low_memory_max_pool_with_offsets", spatial(2)),
     **_rules("aten", "tril triu", spatial(2)),
+    **_rules("aten", "_transformer_encoder_layer_fwd _native_multi_head_attention", encoder),
     **_rules("aten", "native_layer_norm _fused_rms_norm", normalised),
     **_rules(
         "aten",
-        "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_fused_attention_overrideable",
         attention,
