@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -84,10 +86,6 @@ class Buckets:
                 )
         return names
 
-    def key(self) -> tuple[Any, ...]:
-        """What a cached program depends on besides the options."""
-        return tuple((mark.name, mark.position, mark.dim) for mark in self.marks)
-
     def check(self, gm: GraphModule, phase: str) -> None:
         """Check that rows do not see each other in the graph that Inductor gets.
 
@@ -118,8 +116,9 @@ class Buckets:
         """
         counters = compilation.programs[0].counters if compilation is not None and compilation.programs else None
         names = self.names()
-        for name in self.static if counters is not None else ():
-            counters.count("events", f"without a bucket: Dynamo compiles {name!r} for its size alone")
+        for name in self.static:
+            if counters is not None:
+                counters.count("events", f"without a bucket: Dynamo compiles {name!r} for its size alone")
         if not names:
             return compiled
         symbols = _Symbols.of(self.inputs)
@@ -224,6 +223,13 @@ class Buckets:
                     got="one that is resized, transposed in place, or given other memory",
                 )
         return frozenset(position for position, fact in enumerate(facts) if fact.mutates_data)
+
+
+def traced_anew() -> contextlib.AbstractContextManager[Any]:
+    """A context in which AOTAutograd's cache is off, so that there is a graph to check. Inductor's cache stays on."""
+    patch: Any = functorch_config.patch
+    context: contextlib.AbstractContextManager[Any] = patch(enable_autograd_cache=False)
+    return context
 
 
 def _make_equal(marks: Sequence[Mark]) -> None:

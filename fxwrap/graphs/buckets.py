@@ -143,11 +143,11 @@ class BucketedGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         rows = [inputs[size.position].size(size.dim) for size in self.places.sizes]
-        layout = self._layout_of(rows, inputs)
-        if isinstance(layout, str):
-            self._count(f"without a bucket: {layout}")
+        found = self._layout_of(rows, inputs)
+        if isinstance(found, str):
+            self._count(f"without a bucket: {found}")
             return self.compiled(*inputs)
-        padded, layout = layout
+        padded, layout = found
         for size, bucket, true in zip(self.places.sizes, padded, rows, strict=True):
             self._count(f"bucket {bucket} of {size.name!r}")
             if self._counters is not None and bucket > true:

@@ -50,8 +50,11 @@ _DIVISIONS = {"aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod"
 def made(call: Call) -> int | None:
     """New tensors whose rows are the same, or count from the first one."""
     (result,) = call.results
-    call.before = sympy.Integer(1) if _operator(call.node) == "prims::iota" else None
+    call.before = sympy.Integer(1) if _operator(call.node) in _COUNT else None
     return call.rows.of(result)
+
+
+_COUNT = {"prims::iota", "aten::arange"}
 
 
 def along(call: Call) -> int:
@@ -310,6 +313,14 @@ def normalised(call: Call) -> int:
     return own
 
 
+def normalised_by_channel(call: Call) -> int:
+    """Batch normalisation with statistics that are known."""
+    call.without("weight", "bias", "running_mean", "running_var")
+    if call.own_dim("input") == 1:
+        raise RowsMixed("has other statistics for each row")
+    return call.own_dim("input")
+
+
 def attention(call: Call) -> int:
     """Attention of (batch, heads, length, width): a row is a batch or a head."""
     if call.args.get("dropout_p"):
@@ -361,7 +372,8 @@ def _is_valid_for_padding(node: Any, rows: RowDimension) -> bool:
         return True
     if node.target is _GETITEM:
         source, item = node.args
-        return (_operator(source) in _RETURNS_INDICES and item == 1) or _is_valid_for_padding(source, rows)
+        is_index = _operator(source) in _RETURNS_INDICES and item == 1
+        return is_index or _is_valid_for_padding(source, rows)
     name = _operator(node)
     if name in ("aten::argmax", "aten::argmin"):
         return True
@@ -406,7 +418,7 @@ class Rule:
     Attributes:
         place: returns the bucketed dimension of the results.
         sizes: arguments in which the number of rows is a size. Anywhere else it would be used as a number.
-        others: whether results after the first may have no rows (the state of a generator).
+        others: whether results after the first may have no rows (statistics, the state of a generator).
     """
 
     place: Callable[[Call], int | None]
@@ -418,7 +430,7 @@ POINTWISE = Rule(pointwise)
 
 
 def _rules(namespace: str, names: str, place: Callable[[Call], int | None], sizes: str = "") -> Mapping[str, Rule]:
-    rule = Rule(place, frozenset(sizes.split()), others=place is attention)
+    rule = Rule(place, frozenset(sizes.split()), others=place in (attention, normalised_by_channel))
     return {f"{namespace}::{name}": rule for name in names.split()}
 
 
@@ -432,6 +444,7 @@ RULES: Mapping[str, Rule] = {
     **_rules("aten", "new_full new_empty new_zeros new_ones", made, "size"),
     **_rules("aten", "full_like empty_like zeros_like ones_like", made),
     **_rules("prims", "iota", made, "length"),
+    **_rules("aten", "arange", made, "end"),
     **_rules(
         "aten", "sum mean prod amax amin any all var var_mean std std_mean logsumexp nansum count_nonzero", along
     ),
@@ -468,9 +481,10 @@ RULES: Mapping[str, Rule] = {
     **_rules("aten", "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d reflection_pad2d", spatial(2)),
     **_rules("aten", "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d upsample_nearest3d", spatial(3)),
     **_rules("aten", "avg_pool1d upsample_nearest1d upsample_linear1d reflection_pad1d", spatial(1)),
-    **_rules("prims", "_low_memory_max_pool_with_offsets", spatial(2)),
+    **_rules("prims", "_low_memory_max_pool_with_offsets _low_memory_max_pool_offsets_to_indices", spatial(2)),
     **_rules("aten", "tril triu", spatial(2)),
     **_rules("aten", "_transformer_encoder_layer_fwd _native_multi_head_attention", encoder),
+    **_rules("aten", "_native_batch_norm_legit_no_training", normalised_by_channel),
     **_rules("aten", "native_layer_norm _fused_rms_norm", normalised),
     **_rules(
         "aten",
