@@ -25,13 +25,13 @@ class CheckedBuckets(BucketedGraph):
     def __init__(self, *args: Any, checked: bool | int) -> None:
         super().__init__(*args)
         self._every = _EVERY if checked is True else int(checked)
-        self._calls = itertools.count(1)
+        self._call_numbers = itertools.count(1)
         self._seen: set[int] = set()
 
     def _run(
         self, inputs: Sequence[Any], rows: list[int], padded: list[int], layout: BucketLayout, buffers: list[Buffer]
     ) -> Any:
-        due = next(self._calls) % self._every == 0 or id(layout) not in self._seen
+        due = next(self._call_numbers) % self._every == 0 or id(layout) not in self._seen
         if not due or rows == padded:
             return super()._run(inputs, rows, padded, layout, buffers)
         self._seen.add(id(layout))

@@ -114,7 +114,8 @@ class Buckets:
         Raises:
             OptionError: an input cannot be padded, or an output not cut.
         """
-        counters = compilation.programs[0].counters if compilation is not None and compilation.programs else None
+        made = compilation.programs[0] if compilation is not None and compilation.programs else None
+        counters = made.counters if made is not None else None
         names = self.names()
         for name in self.static:
             if counters is not None:
@@ -124,7 +125,7 @@ class Buckets:
         symbols = _Symbols.of(self.inputs)
         places = self._places(names, symbols)
         layouts = _SymbolicLayouts(self, list(names), symbols, places)
-        device = self.inputs[places.padded[0][0].position].device
+        device = made.plan.device if made is not None else self.inputs[places.padded[0][0].position].device
         arguments = compiled, places, layouts, device, counters
         return CheckedBuckets(*arguments, checked=options.checked) if options.checked else BucketedGraph(*arguments)
 

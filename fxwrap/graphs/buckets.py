@@ -18,11 +18,13 @@ from typing import Any, Protocol
 import torch
 
 from .devices.runtime import capture_check, current_stream, freezes_addresses
-from .memory.static_buffers import unexpanded
+from .memory.static_buffers import copy_tensors, unexpanded
 from .policy.counters import Counters
 
 # Layouts that one graph keeps, and with them buffers: one for each bucket, and each value of other sizes that vary.
 _LAYOUTS = 64
+# Sizes of calls for which is remembered what they do.
+_CALLS = 1024
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ class Buffer:
     Attributes:
         tensor: the buffer, of the bucket's size.
         filled: rows along each bucketed dimension that may be other than zero.
+        repeats: whether it has one element along a dimension that repeats it.
     """
 
     tensor: torch.Tensor
     filled: list[int]
+    repeats: bool
 
 
 @dataclass
@@ -87,6 +91,23 @@ class BucketLayout:
     shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     per_row: Sequence[int]
     free: dict[Any, list[list[Buffer]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """What calls of one set of sizes do.
+
+    Attributes:
+        padded: the bucket of each size; the size itself if there is none.
+        layout: the layout for these buckets; None if the call runs without a bucket.
+        reason: then why, as an event.
+        events: otherwise what is counted, and how much.
+    """
+
+    padded: list[int]
+    layout: BucketLayout | None
+    reason: str
+    events: tuple[tuple[str, int], ...]
 
 
 class Layouts(Protocol):
@@ -136,6 +157,7 @@ class BucketedGraph:
         self.compiled, self.places, self.device = compiled, places, device
         self._evaluated, self._counters = layouts, counters
         self._layouts: dict[Any, BucketLayout | str] = {}
+        self._calls: dict[Any, CallSizes] = {}
         self._fixed = freezes_addresses(device)
         self._on_accelerator = device.type != "cpu"
         self._caller_captures = capture_check(device)
@@ -143,16 +165,19 @@ class BucketedGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         rows = [inputs[size.position].size(size.dim) for size in self.places.sizes]
-        found = self._layout_of(rows, inputs)
-        if isinstance(found, str):
-            self._count(f"without a bucket: {found}")
+        key = (*rows, *(inputs[position] for position in self.places.others))
+        sizes = self._calls.get(key) or self._prepare(key, rows, inputs)
+        layout, reason = sizes.layout, sizes.reason
+        if self._on_accelerator and self._caller_captures():
+            reason = "without a bucket: the caller captures"
+        elif self._copied_back and self._written_memory_is_shared(inputs):
+            reason = "without a bucket: an input that is written shares memory with another input"
+        if layout is None or reason:
+            self._count(reason)
             return self.compiled(*inputs)
-        padded, layout = found
-        for size, bucket, true in zip(self.places.sizes, padded, rows, strict=True):
-            self._count(f"bucket {bucket} of {size.name!r}")
-            if self._counters is not None and bucket > true:
-                self._counters.add("events", f"rows of padding of {size.name!r}", bucket - true)
-        if padded == rows and not self._fixed:
+        for event, number in sizes.events:
+            self._count(event, number)
+        if sizes.padded == rows and not self._fixed:
             return self.compiled(*inputs)  # the CPU's programs take inputs where they are
         stream = current_stream(self.device) if self._on_accelerator else None
         free = layout.free.setdefault(stream, [])
@@ -161,32 +186,49 @@ class BucketedGraph:
         except IndexError:
             buffers = self._new_buffers(layout, inputs)
         try:
-            return self._run(inputs, rows, padded, layout, buffers)
+            return self._run(inputs, rows, sizes.padded, layout, buffers)
         finally:
             free.append(buffers)
 
-    def _count(self, event: str) -> None:
-        if self._counters is not None:
+    def _count(self, event: str, number: int = 1) -> None:
+        if self._counters is None:
+            return
+        if number == 1:
             self._counters.count("events", event)
+        else:
+            self._counters.add("events", event, number)
 
-    def _layout_of(self, rows: list[int], inputs: Sequence[Any]) -> tuple[list[int], BucketLayout] | str:
-        padded = []
+    def _prepare(self, key: Any, rows: Sequence[int], inputs: Sequence[Any]) -> CallSizes:
+        """What calls of these sizes do, which is kept."""
+        padded, layout, reason = list[int](), None, ""
         for size, true in zip(self.places.sizes, rows, strict=True):
-            if (bucket := size.bucket_of(true)) is None:
-                return f"{size.name!r} is larger than {size.buckets[-1]}"
-            padded.append(bucket)
-        if self._caller_captures():
-            return "the caller captures"
-        if self._copied_back and self._written_memory_is_shared(inputs):
-            return "an input that is written shares memory with another input"
+            bucket = size.bucket_of(true)
+            reason = reason or (
+                "" if bucket else f"without a bucket: {size.name!r} is larger than {size.buckets[-1]}"
+            )
+            padded.append(bucket or true)
+        if not reason:
+            found = self._layout_of(padded, inputs)
+            layout, reason = (None, f"without a bucket: {found}") if isinstance(found, str) else (found, "")
+        events = []
+        for size, bucket, true in zip(self.places.sizes, padded, rows, strict=True):
+            events.append((f"bucket {bucket} of {size.name!r}", 1))
+            if bucket > true:
+                events.append((f"rows of padding of {size.name!r}", bucket - true))
+        if len(self._calls) >= _CALLS:
+            self._calls.clear()
+        self._calls[key] = sizes = CallSizes(padded, layout, reason, tuple(events))
+        return sizes
+
+    def _layout_of(self, padded: Sequence[int], inputs: Sequence[Any]) -> BucketLayout | str:
         key = (*padded, *(inputs[position] for position in self.places.others))
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._evaluated.layout(padded, inputs)
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)), None)
-            self._layouts[key] = layout
-        return layout if isinstance(layout, str) else (padded, layout)
+                self._calls.clear()  # they hold layouts
+            self._layouts[key] = layout = self._evaluated.layout(padded, inputs)
+        return layout
 
     def _written_memory_is_shared(self, inputs: Sequence[Any]) -> bool:
         """Whether another input shares memory with one that is copied back: buffers would share none."""
@@ -201,7 +243,7 @@ class BucketedGraph:
                 like = inputs[places[0].position]
                 tensor = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
                 unexpanded(tensor).zero_()
-                buffers.append(Buffer(tensor, [0] * len(places)))
+                buffers.append(Buffer(tensor, [0] * len(places), 0 in stride))
         return buffers
 
     def _run(
@@ -227,7 +269,11 @@ class BucketedGraph:
                     unexpanded(target.narrow(_dim(place), true, buffer.filled[number] - true)).zero_()
                 # What is written to rows of padding stays there until the next call.
                 buffer.filled[number] = padded[place.size] if position in self.places.written else true
-            unexpanded(_true_part(target, places, rows)).copy_(unexpanded(inputs[position]))
+            part = _true_part(target, places, rows)
+            if buffer.repeats:
+                copy_tensors(inputs[position], part)
+            else:
+                part.copy_(inputs[position])
             arguments[position] = target
         return arguments
 

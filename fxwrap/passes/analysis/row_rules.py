@@ -372,7 +372,7 @@ def _is_valid_for_padding(node: Any, rows: RowDimension) -> bool:
         return True
     if node.target is _GETITEM:
         source, item = node.args
-        is_index = _operator(source) in _RETURNS_INDICES and item == 1
+        is_index = _operator(source) in _RETURNS_INDICES and isinstance(item, int) and item == 1
         return is_index or _is_valid_for_padding(source, rows)
     name = _operator(node)
     if name in ("aten::argmax", "aten::argmin"):
