@@ -45,14 +45,14 @@ class Buckets:
 
     @classmethod
     def of(cls, gm: GraphModule, options: Options) -> Buckets | None:
-        """The bucketed sizes of a graph; None without the option, and for a graph without marked dimensions.
+        """The bucketed sizes of a graph; None without the option.
 
         Raises:
             OptionError: a mark has a name that the option has not, or sizes of one name differ.
         """
-        marks, sizes = (marks_of(gm) if options.buckets else []), dict(options.buckets)
-        if not marks:
+        if not options.buckets:
             return None
+        marks, sizes = marks_of(gm), dict(options.buckets)
         if unknown := sorted({mark.name for mark in marks} - sizes.keys()):
             raise OptionError(
                 f"a dimension is marked {unknown[0]!r}, and the option 'buckets' has no such name",
@@ -92,7 +92,7 @@ class Buckets:
         Raises:
             OptionError: naming every operator in which they do; or the graph is one for training.
         """
-        if phase != "inference":
+        if self.marks and phase != "inference":
             raise OptionError(
                 "the option 'buckets' is for inference",
                 expected="a call for which no gradients are recorded",
@@ -117,9 +117,12 @@ class Buckets:
         made = compilation.programs[0] if compilation is not None and compilation.programs else None
         counters = made.counters if made is not None else None
         names = self.names()
-        for name in self.static:
-            if counters is not None:
-                counters.count("events", f"without a bucket: Dynamo compiles {name!r} for its size alone")
+        reasons = [f"Dynamo compiles {name!r} for its size alone" for name in self.static]
+        if not self.marks and not self.static:
+            reasons = ["no input of the graph is marked"]
+        if counters is not None:
+            for reason in reasons:
+                counters.count("events", f"without a bucket: {reason}")
         if not names:
             return compiled
         symbols = _Symbols.of(self.inputs)

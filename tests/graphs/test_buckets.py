@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import freezes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import PROPERTY
 from torch import nn
 
 import fxwrap
@@ -107,6 +108,15 @@ def test_only_a_call_that_compiles_needs_the_mark(device: torch.device) -> None:
     for rows in (6, 7, 8):
         fast(torch.randn(rows, 3, device=device))
     assert fxwrap.stats(fast)["events"]["bucket 8 of 'batch'"] == 4
+
+
+def test_a_graph_without_marks_is_counted() -> None:
+    """A call of another length compiles anew: without a mark it has no bucket, and says so."""
+    fast = compiled(lambda x: x * 2 + 1)
+    fast(marked(torch.randn(5, 3)))
+    assert "without a bucket: no input of the graph is marked" not in fxwrap.stats(fast)["events"]
+    assert fast(torch.randn(5, 4)).shape == (5, 4)
+    assert fxwrap.stats(fast)["events"]["without a bucket: no input of the graph is marked"] == 1
 
 
 def test_a_mutated_input_keeps_its_rows_and_no_other_memory_is_written(device: torch.device) -> None:
@@ -363,11 +373,10 @@ def test_checked_mode_accepts_what_is_right(device: torch.device) -> None:
 _FAST = dict[str, Any]()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@PROPERTY
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=6), st.integers(0, 2**31 - 1))
 def test_any_sequence_of_sizes(sizes: list[int], seed: int) -> None:
     """Whatever was called before, a call gets the bits of its own padded input."""
-    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         net = _FAST.setdefault("net", model(torch.device("cpu")))

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_graphs import PROPERTY
 from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -171,7 +172,7 @@ _STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@PROPERTY
 @given(st.lists(st.sampled_from(sorted(_STEPS)), min_size=1, max_size=4))
 def test_what_is_allowed_gives_the_same_rows_with_padding(names: list[str]) -> None:
     """Any function without offenders: its rows are the same, bit for bit, whatever rows of padding hold.
