@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .artifacts.load import load
     from .artifacts.save import save
     from .codegen.devices.registration import DeviceRegistration, register_device
+    from .codegen.dynamo.marks import mark_bucket
     from .codegen.emit.emission import FxwrapCodegen
 
 __version__ = "0.1.0"
@@ -72,6 +73,7 @@ __all__ = [
     "doctor",
     "explain",
     "load",
+    "mark_bucket",
     "plan_memory",
     "record",
     "register_device",
@@ -91,6 +93,7 @@ _LAZY = {
     "FxwrapCodegen": ".codegen.emit.emission",
     "DeviceRegistration": ".codegen.devices.registration",
     "register_device": ".codegen.devices.registration",
+    "mark_bucket": ".codegen.dynamo.marks",
     "bind": ".api.bind",
     "Diagnosis": ".api.doctor",
     "doctor": ".api.doctor",

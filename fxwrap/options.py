@@ -69,6 +69,13 @@ class Options:
         "copy what the caller gets, and would lie in an arena, to memory of torch's allocator: for outputs that "
         "another stream still reads when they are dropped (record_stream)",
     )
+    buckets: tuple[tuple[str, tuple[int, ...]], ...] = _option(
+        (),
+        "sizes by name, such as {'batch': (1, 2, 4, 8)}: dimensions marked with fxwrap.mark_bucket are padded to the "
+        "next of these sizes, so that one recording serves many",
+        minimum=1,
+        compiling=True,
+    )
     checked: bool | int = _option(
         False,
         "compare replays with eager work, bit for bit, and look for what can make them wrong, after each recording "
@@ -144,6 +151,11 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
         if value is not None and not (isinstance(value, type) and hasattr(value, "compile_graph")):
             raise error
         return value
+    if name == "buckets":
+        sizes = {key: _sizes(value[key]) for key in value} if isinstance(value, Mapping) else {}
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) and sizes[key] for key in sizes):
+            raise error
+        return tuple(sorted(sizes.items()))
     if isinstance(default, tuple):
         items = (value,) if isinstance(value, (str, EagerRule)) else value
         if not isinstance(items, (tuple, list, set, frozenset)) or not all(
@@ -165,6 +177,12 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
     return value
 
 
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Sizes of buckets in ascending order; empty if they are none."""
+    sizes = tuple(value) if isinstance(value, (tuple, list, set, frozenset, range)) else ()
+    return tuple(sorted(set(sizes))) if all(type(size) is int and size >= 1 for size in sizes) else ()
+
+
 def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[str, ...]) -> str:
     if choices:
         return "one of " + ", ".join(map(repr, choices))
@@ -172,6 +190,8 @@ def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[st
         return "a subclass of fxwrap.FxwrapCodegen"
     if name == "checked":
         return "a bool, or an int of at least 1"
+    if name == "buckets":
+        return "a dictionary of names and sequences of sizes of at least 1, such as {'batch': (1, 2, 4, 8)}"
     if isinstance(default, tuple):
         return "a string, a fxwrap.EagerRule, or a sequence of these"
     kind = type(default).__name__

@@ -73,11 +73,21 @@ def compile_methods(
 
     Args:
         check: called with each method before it is compiled; may raise.
+
+    Raises:
+        OptionError: there are no methods, a name is none, or an option is unknown, wrong, or needs Dynamo.
     """
     if not isinstance(methods, Mapping) or not methods:
         expected = "a dictionary of names and exported programs"
         raise OptionError("methods to compile", expected=expected, got=repr(methods))
     fxwrap_options, patches = parsed(options)
+    if fxwrap_options.buckets:
+        raise OptionError(
+            "option 'buckets' for a method that is compiled ahead of time",
+            expected='torch.compile(fn, backend="fxwrap", options={"buckets": ...})',
+            got=repr(dict(fxwrap_options.buckets)),
+            remedy="leave it out, and call the method with the sizes of buckets",
+        )
     compiled: dict[str, CompiledMethod] = {}
     for name, method in methods.items():
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):

@@ -23,6 +23,7 @@ from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
 from . import torch_versions as versions
+from .buckets import Buckets, traced_anew
 from .emit.emission import FxwrapCodegen
 from .emit.library_calls import prepare
 from .request import requesting
@@ -84,6 +85,7 @@ def compile_with_inductor(
     common.init_backend_registration()  # from torch 2.15 on it calls hooks with which devices register themselves
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
+    buckets = Buckets.of(gm, options)
     key = cache_key(options, devices, shared_storages(example_inputs))
     if compilation is not None:
         compilation.lines = UserLines.of(gm)
@@ -99,6 +101,8 @@ def compile_with_inductor(
             compilation=compilation,
             torch=torch_functions(),
         )
+        if buckets is not None:
+            buckets.check(gm, request.phase)
         parts = request.phase, sorted(request.donated), request.saved, request.inputs
         with extended_cache_key(cache_key(options, devices, *parts)):
             return _compile_program(gm, example_inputs, args, kwargs, request)
@@ -109,11 +113,11 @@ def compile_with_inductor(
         compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
     # A hit in AOTAutograd's cache loads programs without compiling.
     base = CompileRequest(options=options, compilation=compilation, torch=torch_functions())
-    with requesting(base), extended_cache_key(key):
+    with requesting(base), extended_cache_key(key), traced_anew() if buckets else contextlib.nullcontext():
         # ``compile_fx`` branches on these; their values outside are for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
-        return compiled
+        return compiled if buckets is None else buckets.program(compiled, compilation, options)
 
 
 def _compile_program(

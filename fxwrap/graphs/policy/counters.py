@@ -57,6 +57,12 @@ class Counters:
         counts[key] = count = counts[key] + 1
         return count
 
+    def add(self, kind: str, reason: str, number: int) -> None:
+        """Add a number, such as rows, to what ``count`` counts one by one."""
+        thread = threading.get_ident()
+        counts = self._by_thread.get(thread) or self._by_thread.setdefault(thread, Counter())
+        counts[kind, reason] += number
+
     def cell(self) -> ctypes.c_int64:
         """A new native counter, in which a unit counts its replays."""
         cell = ctypes.c_int64()

@@ -1,0 +1,99 @@
+"""Checks of padding: the rows of a call must be the same, whatever the rows of padding hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CheckError
+from ..graphs.buckets import BucketedGraph, BucketLayout, Buffer
+from .copies import Generators, difference, without_gradients
+
+# With ``checked=True``, every tenth call is checked.
+_EVERY = 10
+
+
+class CheckedBuckets(BucketedGraph):
+    """Runs some calls a second time with other rows of padding, and compares the caller's rows bit for bit.
+
+    The first call of each layout is checked, and every n-th one. The outputs of a checked call are copies.
+    """
+
+    def __init__(self, *args: Any, checked: bool | int) -> None:
+        super().__init__(*args)
+        self._every = _EVERY if checked is True else int(checked)
+        self._call_numbers = itertools.count(1)
+        self._seen: set[int] = set()
+
+    def _run(
+        self, inputs: Sequence[Any], rows: list[int], padded: list[int], layout: BucketLayout, buffers: list[Buffer]
+    ) -> Any:
+        due = next(self._call_numbers) % self._every == 0 or id(layout) not in self._seen
+        if not due or rows == padded:
+            return super()._run(inputs, rows, padded, layout, buffers)
+        self._seen.add(id(layout))
+        with without_gradients():
+            before, generators = self._written(inputs), Generators(self.device)
+            # A second live output would change how outputs are handed out from then on: it is dropped first.
+            outputs = _copied(super()._run(inputs, rows, padded, layout, buffers))
+            after, random = self._written(inputs), Generators(self.device)
+            _restore(inputs, before)
+            generators.set()
+            arguments = self._padded(inputs, rows, padded, buffers)
+            self._fill_padding(rows, padded, buffers)
+            again = _copied(self._cut(self.compiled(*arguments), rows, layout))
+            self._copy_back(inputs, rows, buffers)
+            written_again = self._written(inputs)
+            _restore(inputs, after)
+            random.set()
+        for what, got, expected in (("output", outputs, again), ("input", after, written_again)):
+            items = got.items() if isinstance(got, dict) else enumerate(got)
+            for position, value in items:
+                if text := difference(value, expected[position]):
+                    raise CheckError(
+                        f"{what} {position} of a call with {self._describe(rows, padded)} depends on rows of padding",
+                        fault="rows see each other",
+                        expected="the same numbers for other rows of padding",
+                        got=text,
+                        remedy="leave the option 'buckets' out for this function, and report the operators in it",
+                    )
+        return outputs
+
+    def _describe(self, rows: Sequence[int], padded: Sequence[int]) -> str:
+        sizes = zip(self.places.sizes, rows, padded, strict=True)
+        return ", ".join(f"{true} rows in bucket {bucket} of {size.name!r}" for size, true, bucket in sizes)
+
+    def _written(self, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Copies of the inputs that the graph writes to, by position."""
+        return {position: inputs[position].clone() for position in sorted(self.places.written)}
+
+    def _fill_padding(self, rows: Sequence[int], padded: Sequence[int], buffers: Sequence[Buffer]) -> None:
+        """Fill rows of padding with the caller's rows, changed; but integers, which may be indices, unchanged."""
+        for places, buffer in zip(self.places.padded, buffers, strict=True):
+            for number, place in enumerate(places):
+                true, bucket, dim = rows[place.size], padded[place.size], place.dim
+                if dim is None or not true or true == bucket or buffer.tensor.stride(dim) == 0:
+                    continue
+                numbers = torch.arange(bucket - true, device=buffer.tensor.device) % true
+                buffer.tensor.narrow(dim, true, bucket - true).copy_(
+                    _changed(buffer.tensor.index_select(dim, numbers))
+                )
+                buffer.filled[number] = bucket
+
+
+def _changed(rows: torch.Tensor) -> torch.Tensor:
+    if rows.dtype == torch.bool:
+        return rows.logical_not()
+    return rows.mul(-2).add(1) if rows.is_floating_point() or rows.is_complex() else rows
+
+
+def _copied(outputs: Sequence[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in outputs]
+
+
+def _restore(inputs: Sequence[Any], values: dict[int, torch.Tensor]) -> None:
+    for position, value in values.items():
+        inputs[position].copy_(value)
