@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .devices import CaptureCost, KernelCall, KernelKind, cpp_kernels
+from .devices import CaptureCost, KernelCall, KernelKind, SuspendableMemory, cpp_kernels
 from .eager_rules import EagerRule
 from .errors import (
     BindError,
@@ -21,6 +21,7 @@ from .errors import (
     OptionError,
     PlanError,
     StorageError,
+    SuspendError,
     UnsupportedModelError,
 )
 from .options import Options
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .api.release import release
     from .api.report import Explanation, report
     from .api.stats import stats
+    from .api.suspend import resume, suspend
     from .artifacts.aot_compile import aot_compile
     from .artifacts.aot_program import AotProgram, LoadedProgram
     from .artifacts.load import load
@@ -65,6 +67,8 @@ __all__ = [
     "Options",
     "PlanError",
     "StorageError",
+    "SuspendError",
+    "SuspendableMemory",
     "UnsupportedModelError",
     "aot_compile",
     "bind",
@@ -77,8 +81,10 @@ __all__ = [
     "register_device",
     "release",
     "report",
+    "resume",
     "save",
     "stats",
+    "suspend",
 ]
 
 # Inductor takes seconds to import, so names that need it are imported at their first use.
@@ -100,6 +106,8 @@ _LAZY = {
     "record": ".api.record",
     "release": ".api.release",
     "stats": ".api.stats",
+    "resume": ".api.suspend",
+    "suspend": ".api.suspend",
 }
 
 

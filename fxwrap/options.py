@@ -69,6 +69,11 @@ class Options:
         "copy what the caller gets, and would lie in an arena, to memory of torch's allocator: for outputs that "
         "another stream still reads when they are dropped (record_stream)",
     )
+    suspendable: bool = _option(
+        False,
+        "keep the memory of recordings where fxwrap.suspend can give it back to the device, while graphs and "
+        "addresses stay",
+    )
     checked: bool | int = _option(
         False,
         "compare replays with eager work, bit for bit, and look for what can make them wrong, after each recording "
