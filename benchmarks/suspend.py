@@ -49,8 +49,8 @@ def transformer(width: int) -> Callable[[], Any]:
 
 
 def training(width: int) -> Callable[[], Any]:
-    layers = [torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.LayerNorm(width), torch.nn.Linear(width, width)]
-    model = torch.nn.Sequential(*layers).to(DEVICE)
+    first, last = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+    model = torch.nn.Sequential(first, torch.nn.GELU(), torch.nn.LayerNorm(width), last).to(DEVICE)
     compiled, x = torch.compile(model, backend="fxwrap", options=OPTIONS), torch.randn(64, width, device=DEVICE)
 
     def call() -> Any:
@@ -99,8 +99,8 @@ def measure(name: str, width: int, rounds: int) -> str:
     median = {what: statistics.median(several) * 1e6 for what, several in times.items()}
     return (
         f"{name:12} held {held / 2**20:7.1f} MiB  given back {counted / 2**20:7.1f} ({counted / max(held, 1):.1%}, "
-        f"suspend() says {given / 2**20:.1f})  suspend {median['suspend']:6.0f} us  resume {median['resume']:6.0f} us  "
-        f"call {median['call']:6.0f} us"
+        f"suspend() says {given / 2**20:.1f})  suspend {median['suspend']:6.0f} us  "
+        f"resume {median['resume']:6.0f} us  call {median['call']:6.0f} us"
     )
 
 

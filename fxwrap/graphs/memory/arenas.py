@@ -271,7 +271,7 @@ def _memory_for(device: torch.device) -> SuspendableMemory | None:
     try:
         return suspendable_memory(device)
     except DeviceError as error:
-        log.warning("%s", error)
+        log.warning("%s", str(error))  # the error itself refers to the call's outputs, by its frames
         return None
 
 

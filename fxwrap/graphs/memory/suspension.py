@@ -27,7 +27,7 @@ class Suspension:
     @classmethod
     def of(cls, owner: LockOwner, live: Iterable[OutputStorage]) -> Suspension:
         """Copy live outputs to the host. Waits for the copies."""
-        return cls(owner, [(output, _bytes_of(output).cpu()) for output in live])
+        return cls(owner, [(output, _bytes_of(output).to("cpu", copy=True)) for output in live])
 
     def restore(self) -> None:
         """Copy the outputs back. Waits for the copies, because other streams may read them next."""
