@@ -16,13 +16,16 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, assert_same, freezes, inductor
+from conftest import HOSTCUDA, Compiled, assert_same, freezes, inductor
 from threads import in_threads
 
 import fxwrap
@@ -30,6 +33,7 @@ import fxwrap.api.suspend
 from fxwrap.graphs.devices.runtime import runtime_for, using_runtime
 from fxwrap.graphs.memory.arenas import ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
+from fxwrap.graphs.memory.take_memory import empty_cache
 from fxwrap.testing.simulated import SIMULATED
 
 SUSPENDABLE = {"options": {"suspendable": True}}
@@ -77,7 +81,9 @@ def _held(device: torch.device) -> int:
     """Bytes of suspendable memory that the device counts, or all of its memory."""
     if device.type == "cpu":
         return SIMULATED.simulator.mapped
-    torch.cuda.empty_cache()
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # of eager work, which recordings free as well
+    empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
@@ -394,20 +400,11 @@ def test_inside_of_a_call(device: torch.device, monkeypatch: pytest.MonkeyPatch)
 
 @contextlib.contextmanager
 def _out_of_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Bytes are taken by somebody else; on the simulated device this is only said."""
-    if device.type == "cpu":
-        with monkeypatch.context() as patch:
-            patch.setattr("fxwrap.testing.simulated.SimulatedMemory.resume", _no_memory)
-            yield
-        return
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    kept = torch.empty((free - (3 << 20)) // (2 << 20) * (2 << 20), dtype=torch.uint8, device=device)
-    try:
+    """No bytes can be taken. ``test_out_of_memory_on_the_device`` uses them up for real."""
+    memory = "testing.simulated.SimulatedMemory" if device.type == "cpu" else "graphs.devices.cuda_memory.CudaMemory"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"fxwrap.{memory}.resume", _no_memory)
         yield
-    finally:
-        del kept
-        torch.cuda.empty_cache()
 
 
 def _no_memory(self: object) -> int:
@@ -493,3 +490,49 @@ def test_dropped_while_suspended(device: torch.device) -> None:
     if device.type == "cpu":
         assert _held(device) == before
     assert_same(other(x).clone(), value)
+
+
+# The device has 256 MiB. Somebody takes what a suspended program gave back: all of it, or some, so that the pool fits
+# and the arena does not; then what was taken for the pool is given back.
+ON_THE_DEVICE = """
+import torch
+import fxwrap
+from fxwrap.graphs.memory.take_memory import empty_cache
+
+MIB = 1 << 20
+free = lambda: torch.cuda.mem_get_info()[0]
+model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1024)).cuda()
+compiled = torch.compile(model, backend="fxwrap", options={"suspendable": True, "capture": "always"})
+with torch.no_grad():
+    x = torch.randn(4096, 1024, device="cuda")
+    for _ in range(4):
+        expected = compiled(x).clone()
+    given = fxwrap.suspend(compiled)
+    empty_cache()
+    for left in (1, given // MIB - 2):
+        taken = torch.empty((free() // MIB - left) // 2 * 2 * MIB, dtype=torch.uint8, device="cuda")
+        before = free()
+        try:
+            fxwrap.resume(compiled)
+        except fxwrap.MemoryLimitError as error:
+            print("out of memory" in str(error), free() == before)
+        del taken
+        torch.cuda.empty_cache()
+    print(torch.equal(compiled(x), expected), fxwrap.stats(compiled)["recordings"], given > 32 * MIB)
+"""
+
+
+@pytest.mark.gpu
+def test_out_of_memory_on_the_device(device: torch.device) -> None:
+    if not HOSTCUDA or device.type != "cuda":
+        pytest.skip("a device of 256 MiB is needed: CUDA of host memory")
+    ended = subprocess.run(
+        [sys.executable, "-m", "hostcuda", "-c", ON_THE_DEVICE],
+        env={**os.environ, "HOSTCUDA_MEMORY": "256M"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["True True", "True True", "True {'first': 1} True"]
