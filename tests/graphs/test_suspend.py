@@ -79,9 +79,9 @@ def _warm(call: Callable[[], Any], times: int = 4) -> None:
 
 def _held(device: torch.device) -> int:
     """Bytes of suspendable memory that the device counts, or all of its memory."""
+    gc.collect()
     if device.type == "cpu":
         return SIMULATED.simulator.mapped
-    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # of eager work, which recordings free as well
     empty_cache()
     free, total = torch.cuda.mem_get_info(device)
