@@ -50,13 +50,13 @@ def suspend(fn: Callable[..., Any] | AotProgram | None = None, live: Literal["re
     if live not in ("refuse", "copy"):
         raise InputError("wrong value for live", expected="'refuse' or 'copy'", got=repr(live))
     arenas = [arena for arena in _arenas(fn, "suspend") if arena.suspension is None and arena.memory is not None]
-    with _locked(arenas) as owners:
+    with _locked(arenas) as locked:
         if live == "refuse":
-            _refuse_live_outputs(arenas)
-        for device in {arena.device for arena in arenas}:
+            _refuse_live_outputs(list(locked))
+        for device in {arena.device for arena in locked}:
             if device.type != "cpu":  # the simulated device
                 device_function(device.type, "synchronize")(device)
-        return sum(arena.suspend(owner) for arena, owner in zip(arenas, owners, strict=True))
+        return sum(arena.suspend(owner) for arena, owner in locked.items())
 
 
 def resume(fn: Callable[..., Any] | AotProgram | None = None) -> int:
@@ -111,25 +111,25 @@ def _arenas_of(program: Program) -> Iterator[Arena]:
 
 
 @contextlib.contextmanager
-def _locked(arenas: Sequence[Arena]) -> Iterator[list[LockOwner]]:
+def _locked(arenas: Sequence[Arena]) -> Iterator[dict[Arena, LockOwner]]:
     """Hold the locks of arenas, each for an owner of its own, and their devices' locks of captures.
 
-    An arena that is suspended inside keeps its lock.
+    An arena that is suspended inside keeps its lock. One that another thread suspends meanwhile is left out.
     """
-    owners = [LockOwner(current_stream(arena.device)) for arena in arenas]
+    owners = {arena: LockOwner(current_stream(arena.device)) for arena in arenas}
     capturing = [(SHARED.capturing[device], LockOwner()) for device in {arena.device for arena in arenas}]
     try:
         for lock, owner in capturing:
             if not lock.acquire(owner, _WAIT_S):
                 raise _in_use("a graph is being captured")
-        for arena, owner in zip(arenas, owners, strict=True):
-            if not arena.lock.acquire(owner, _WAIT_S):
+        for arena, owner in owners.items():
+            if not arena.lock.acquire(owner, _WAIT_S) and arena.suspension is None:
                 raise _in_use(f"an arena of {arena.nbytes:,} bytes on {arena.device} is in use")
-        yield owners
+        yield {arena: owner for arena, owner in owners.items() if arena.suspension is None}
     finally:
         for lock, owner in capturing:
             lock.release(owner)
-        for arena, owner in zip(arenas, owners, strict=True):
+        for arena, owner in owners.items():
             if arena.suspension is None or arena.suspension.owner is not owner:
                 arena.lock.release(owner)
 

@@ -387,6 +387,17 @@ def test_while_another_thread_is_in_a_call(device: torch.device, monkeypatch: py
     assert fxwrap.suspend(compiled.call)
 
 
+def test_two_threads_suspend_at_one_time(device: torch.device) -> None:
+    compiled, x = Compiled(_mlp(device), compile_options=SUSPENDABLE), torch.randn(4, 64, device=device)
+    _warm(lambda: compiled(x).clone())
+    given = fxwrap.suspend(compiled.call)
+    for _ in range(5):
+        both = list[int]()
+        fxwrap.resume(compiled.call)
+        in_threads([lambda both=both: both.append(fxwrap.suspend(compiled.call)) for _ in range(2)])
+        assert sorted(both) == [0, given]
+
+
 def test_inside_of_a_call(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, x = _with_a_pause(device)
 

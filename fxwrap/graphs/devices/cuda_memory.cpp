@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <sys/types.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -201,13 +202,16 @@ API int64_t fxwrap_memory_map(int64_t count, const Pointer* addresses) {
   return bytes;
 }
 
-// The number of frees until now.
-API int64_t fxwrap_memory_frees() {
+// The number of the last free that left memory of a device; 0 if there is none.
+API int64_t fxwrap_memory_freed(int device) {
   std::lock_guard<std::mutex> lock(mutex);
-  return frees;
+  int64_t last = 0;
+  for (const auto& [at, segment] : segments)
+    if (segment.device == device) last = std::max(last, segment.freed);
+  return last;
 }
 
-// Returns to the driver what was freed until a number of frees; its work must be done. Returns the bytes.
+// Returns to the driver what was freed until then (fxwrap_memory_freed); its work must be done. Returns the bytes.
 API int64_t fxwrap_memory_reclaim(int device, int64_t until) {
   std::lock_guard<std::mutex> lock(mutex);
   int64_t bytes = 0;

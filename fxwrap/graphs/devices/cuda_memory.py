@@ -80,13 +80,16 @@ class CudaMemory:
         return nbytes
 
     def reclaim(self) -> int:
-        until = self._library.fxwrap_memory_frees()
-        for stream in list(_streams[self.device]):
+        until = self._library.fxwrap_memory_freed(self.device.index or 0)
+        for stream in list(_streams[self.device]) if until else ():
             with torch.cuda.stream(stream):
                 if torch.cuda.is_current_stream_capturing():
                     return 0  # a wait would end the capture
-            stream.synchronize()
-        return int(self._library.fxwrap_memory_reclaim(self.device.index or 0, until))
+            try:
+                stream.synchronize()
+            except RuntimeError:
+                return 0  # a capture of another thread forbids it: at another time
+        return int(self._library.fxwrap_memory_reclaim(self.device.index or 0, until)) if until else 0
 
     def _call(self, function: str, segments: list[int]) -> int:
         result = int(getattr(self._library, function)(len(segments), (ctypes.c_ulonglong * len(segments))(*segments)))
@@ -127,10 +130,11 @@ def _library() -> tuple[ctypes.CDLL, Any]:
         ) from error
     library.fxwrap_memory_tensor.argtypes = (ctypes.c_int64, ctypes.c_int)
     library.fxwrap_memory_tensor.restype = ctypes.c_void_p
+    library.fxwrap_memory_freed.argtypes = (ctypes.c_int,)
     library.fxwrap_memory_reclaim.argtypes = (ctypes.c_int, ctypes.c_int64)
     for name in ("unmap", "map"):
         getattr(library, f"fxwrap_memory_{name}").argtypes = (ctypes.c_int64, ctypes.c_void_p)
-    for name in ("unmap", "map", "frees", "reclaim"):
+    for name in ("unmap", "map", "freed", "reclaim"):
         getattr(library, f"fxwrap_memory_{name}").restype = ctypes.c_int64
     with contextlib.suppress(Exception):
         torch.cuda.init()
