@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .devices import CaptureCost, KernelCall, KernelKind, cpp_kernels
+from .devices import CaptureCost, KernelCall, KernelKind, SuspendableMemory, cpp_kernels
 from .eager_rules import EagerRule
 from .errors import (
     BindError,
@@ -21,6 +21,7 @@ from .errors import (
     OptionError,
     PlanError,
     StorageError,
+    SuspendError,
     UnsupportedModelError,
 )
 from .options import Options
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from .api.bind import bind
     from .api.doctor import Diagnosis, doctor
     from .api.explain import explain
+    from .api.memory.release import release
+    from .api.memory.suspend import resume, suspend
     from .api.record import record
-    from .api.release import release
     from .api.report import Explanation, report
     from .api.stats import stats
     from .artifacts.aot_compile import aot_compile
@@ -66,6 +68,8 @@ __all__ = [
     "Options",
     "PlanError",
     "StorageError",
+    "SuspendError",
+    "SuspendableMemory",
     "UnsupportedModelError",
     "aot_compile",
     "bind",
@@ -79,8 +83,10 @@ __all__ = [
     "register_device",
     "release",
     "report",
+    "resume",
     "save",
     "stats",
+    "suspend",
 ]
 
 # Inductor takes seconds to import, so names that need it are imported at their first use.
@@ -101,8 +107,10 @@ _LAZY = {
     "explain": ".api.explain",
     "report": ".api.report",
     "record": ".api.record",
-    "release": ".api.release",
+    "release": ".api.memory.release",
     "stats": ".api.stats",
+    "resume": ".api.memory.suspend",
+    "suspend": ".api.memory.suspend",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -106,6 +106,45 @@ _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=flo
 RecoverFromFailedCapture = Callable[[torch.device, Any], None]
 
 
+class SuspendableMemory(Protocol):
+    """Memory of one arena whose bytes go back to the device while its addresses stay (``fxwrap.suspend``).
+
+    It is called by one thread at a time, and its bytes need not survive ``suspend``.
+    """
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for the arena. Its bytes return to the device at the first ``reclaim`` after it was freed.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+
+    def new_pool(self) -> Any:
+        """A memory pool for device graphs, which lives as long as the object; its ``id`` is what graphs are given."""
+
+    def allocate_in(self, pool: Any, nbytes: int) -> torch.UntypedStorage:
+        """Memory of a pool, allocated outside of captures. Raises torch.OutOfMemoryError."""
+
+    def note_stream(self, stream: Any) -> None:
+        """Note that a stream works in the memory from now on."""
+
+    def suspend(self, block: torch.UntypedStorage | None) -> int:
+        """Give the bytes of the arena's ``block`` and of all pools back to the device; returns how many.
+
+        No work uses them, and none will before ``resume``.
+        """
+
+    def resume(self) -> int:
+        """Take bytes for all of it again, at the same addresses; returns how many. What they hold is undefined.
+
+        Raises:
+            torch.OutOfMemoryError: there are too few; then nothing was taken.
+        """
+
+    def reclaim(self) -> int:
+        """Return freed memory of the device to it, when the streams that worked in it are done; returns the bytes."""
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceSupport:
     """What is known about one type of device.
@@ -119,6 +158,7 @@ class DeviceSupport:
         config: Inductor's settings while a graph with this device in it is compiled.
         cost: what issuing work costs; None for the default.
         after_failed_capture: restores the device's allocator after a failed capture.
+        suspendable_memory: makes the suspendable memory of an arena; None if the device has none.
     """
 
     device_type: str
@@ -129,6 +169,7 @@ class DeviceSupport:
     config: Mapping[str, Any] = field(default_factory=dict)
     cost: CaptureCost | None = None
     after_failed_capture: RecoverFromFailedCapture | None = None
+    suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}

@@ -65,6 +65,10 @@ class MemoryLimitError(FxwrapError):
     """
 
 
+class SuspendError(FxwrapError):
+    """The memory of recordings cannot be suspended or resumed now."""
+
+
 class BindError(FxwrapError):
     """A compiled function cannot be called without Dynamo's frame evaluation."""
 

@@ -76,6 +76,11 @@ class Options:
         minimum=1,
         compiling=True,
     )
+    suspendable: bool = _option(
+        False,
+        "keep the memory of recordings where fxwrap.suspend can give it back to the device, while graphs and "
+        "addresses stay",
+    )
     checked: bool | int = _option(
         False,
         "compare replays with eager work, bit for bit, and look for what can make them wrong, after each recording "

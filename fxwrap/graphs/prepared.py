@@ -75,7 +75,13 @@ class Prepared:
             frozenset(index for p, index in outputs if options.copy_outputs and p not in plan.saved),
             [p for p in sorted(plan.donated) if frozen or written & plan.facts.of(plan.placeholders[p])],
             aligned_inputs(plan.graph),
-            MemoryProvider(planner, plan, _inputs_counted_from_their_storage(plan), options.max_memory),
+            MemoryProvider(
+                planner,
+                plan,
+                _inputs_counted_from_their_storage(plan),
+                options.max_memory,
+                options.suspendable,
+            ),
         )
 
     def weak_outputs(self, outputs: Any) -> list[tuple[int, StorageWeakRef]]:

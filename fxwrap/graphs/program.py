@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from ..errors import InputError
+from ..errors import InputError, MemoryLimitError, SuspendError
 from ..host_graph.tensors import stands_for_memory
 from ..options import Options
 from ..plan import MemoryPlan, ProgramPlan
 from .devices.runtime import capture_check, current_stream, freezes_addresses
+from .memory.arenas import Arena
 from .memory.locks import LockOwner
 from .memory.memory_provider import Planner
 from .memory.shared_state import SHARED
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _NOT_REPLAYED = object()
 _WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
+_NOT_RESUMED = "suspended, and the device is out of memory"
 _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
 _WAIT_S = 1.0
@@ -202,6 +204,11 @@ class Program:
     def _not_replayed(self, specialization: Specialization, inputs: list[Any]) -> Any:
         specialization.eviction.missed_at.append(next_use())
         prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs)
+        if self._freezes_addresses:
+            suspended, captures = self._suspended_arenas(specialization), reason == _CAPTURED
+            reason = self._resume(suspended, captures) or reason
+            if suspended and not reason and (outputs := self._replay(specialization, inputs)) is not _NOT_REPLAYED:
+                return outputs
         if reason:
             return self._run_eagerly(prepared, inputs, reason, specialization)
         owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
@@ -226,6 +233,36 @@ class Program:
         if decision.replay is not None:
             return self._run_recording(decision.replay, inputs, owner)
         return self._run_eagerly(prepared, inputs, reason, specialization)
+
+    def _suspended_arenas(self, specialization: Specialization) -> list[Arena]:
+        """Suspended arenas that a call needs: its recordings', and those with live outputs, which it may read."""
+        own = [arena for recording in specialization.recordings for arena in recording.suspended_arenas()]
+        return list(dict.fromkeys([*own, *SHARED.arenas.with_suspended_outputs()]))
+
+    def _resume(self, arenas: Sequence[Arena], captures: bool) -> str:
+        """Resume arenas; returns why the call runs eagerly if there is too little memory, or the caller captures.
+
+        Raises:
+            MemoryLimitError, SuspendError: the same, where live outputs are on the host: the call may read them.
+        """
+        try:
+            for arena in arenas:
+                if captures and (arena.suspension is None or not arena.suspension.outputs):
+                    continue  # it runs eagerly, and reads nothing of this
+                if captures:
+                    raise SuspendError(
+                        f"{self.name} called while the caller captures, after fxwrap.suspend",
+                        expected="live outputs on the device, which the call may read",
+                        got="they are on the host",
+                        remedy="call fxwrap.resume() before the capture",
+                    )
+                if arena.resume():
+                    self._count("events", "a call resumed suspended memory")
+        except MemoryLimitError:
+            if self.options.strict or SHARED.arenas.with_suspended_outputs():
+                raise
+            return _NOT_RESUMED
+        return ""
 
     def _run_recording(self, recording: Recording, inputs: list[Any], owner: LockOwner) -> Any:
         try:
@@ -263,6 +300,8 @@ class Program:
     def release(self) -> None:
         """End every recording that no other call uses at this moment; the next call records again."""
         for recording in self.specializations.recordings():
+            if any(arena.end_suspended([recording], "released") for arena in recording.suspended_arenas()):
+                continue
             owner = LockOwner()
             try:
                 if recording.acquire(owner):

@@ -13,6 +13,7 @@ import torch
 import fxwrap
 
 from ..codegen.devices.for_testing import numbers_in_graphs
+from ..graphs.devices.runtime import runtime_for
 from .contract import Device, GraphSuite
 
 _serial = itertools.count()  # each operator needs a new name: a registration is permanent
@@ -63,6 +64,23 @@ class Programs(GraphSuite):
         outputs = [f(x.to(registered.first)) for x in inputs]
         registered.assert_close(outputs, [(x @ x).sin() for x in inputs])
         assert fxwrap.stats(f)["replays"] > 0
+
+    def test_suspended_memory_comes_back(self, registered: Device) -> None:
+        """For a device with ``suspendable_memory``: bytes go and come, and the same graphs replay."""
+        if runtime_for(registered.first).suspendable_memory is None:
+            pytest.skip("the device has no suspendable memory")
+        f = torch.compile(
+            lambda x, w: (x @ w).relu() @ w, options={**CAPTURED["options"], "suspendable": True}, backend="fxwrap"
+        )
+        w = torch.randn(8, 8)
+        w_there, given = w.to(registered.first), list[int]()
+        for turn in range(8):
+            x = torch.randn(8, 8)
+            registered.assert_close(f(x.to(registered.first), w_there), (x @ w).relu() @ w)
+            given.append(fxwrap.suspend(f) if turn > 2 else 0)
+        assert all(given[3:]) and len(set(given[3:])) == 1
+        assert fxwrap.resume(f) == given[-1]
+        assert sum(fxwrap.stats(f)["recordings"].values()) == 1
 
     def test_inputs_are_updated_in_place(self, registered: Device) -> None:
         def function(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

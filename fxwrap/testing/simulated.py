@@ -80,17 +80,24 @@ class Simulator:
     rules: Rules = Rules()
     captures: int = 0
     replays: int = 0
+    _mapped: dict[int, int] = field(default_factory=dict)  # bytes of suspendable memory, by address
     _pools: Iterator[int] = field(default_factory=functools.partial(itertools.count, 1))
     _graphs_in: Counter[Any] = field(default_factory=Counter)  # by pool; a dead pool has 0
     _recorded_to: set[Any] = field(default_factory=set)
     _spoiled: set[Any] = field(default_factory=set)
     _capturing: weakref.ref[SimulatedGraph] | None = None  # an interrupted capture ends when its graph is freed
     _generators_held: bool = False
+    _suspended: set[Any] = field(default_factory=set)  # pools
     # Reentrant: a graph may be collected, and call ``leave``, at any point of its own thread.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def new_pool(self) -> tuple[int, int]:
         return (0, next(self._pools))
+
+    @property
+    def mapped(self) -> int:
+        """Bytes of suspendable memory that are not suspended."""
+        return sum(self._mapped.values())
 
     def capturing(self) -> SimulatedGraph | None:
         return self._capturing() if self._capturing is not None else None
@@ -138,8 +145,10 @@ class Simulator:
             if pool in self._recorded_to:
                 self.abandon(pool)
 
-    def count_replay(self) -> None:
+    def count_replay(self, pool: Any) -> None:
         with self._lock:
+            if pool in self._suspended:
+                raise CaptureError("simulated graph: replay() into memory that is suspended")
             self.replays += 1
 
     def empty_cache(self) -> None:
@@ -161,6 +170,8 @@ class Simulator:
             )
 
 
+# Bytes. Kernels of the CPU expect it of memory.
+_ALIGNMENT = 64
 # The methods that read a tensor's values on the host.
 _WAITS = ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
@@ -257,7 +268,7 @@ class SimulatedGraph(CPUGraph):
             raise CaptureError("simulated graph: replay() in a capture: a graph cannot be part of another one")
         if not self._captured:
             super().replay()  # raises
-        self._simulator.count_replay()
+        self._simulator.count_replay(self._pool)
         for call, captured in zip(self._calls, self._captured_with, strict=True):
             registers = _registers(call)
             saved = list(registers)
@@ -331,6 +342,70 @@ def _nothing() -> None:
     """The ``_leave`` of a graph without a pool."""
 
 
+@dataclass(eq=False)
+class SimulatedPool:
+    """A memory pool of suspendable memory.
+
+    Attributes:
+        buffers: what was allocated in it outside of captures; it lives as long as the pool.
+    """
+
+    id: Any
+    buffers: list[torch.UntypedStorage] = field(default_factory=list)
+
+
+class SimulatedMemory:
+    """Suspendable memory of the simulated device. Suspended memory is filled with 0xff, which is NaN.
+
+    It stays accessible, but no graph of its pools can be replayed.
+    """
+
+    def __init__(self, simulator: Simulator, device: torch.device) -> None:
+        self._simulator, self._device = simulator, device
+        self._pools = weakref.WeakSet[SimulatedPool]()
+        self._suspended: list[torch.UntypedStorage] = []
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        storage = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8).untyped_storage()
+        begin = -storage.data_ptr() % _ALIGNMENT
+        return self._counted(storage[begin : begin + nbytes])
+
+    def _counted(self, storage: Any) -> torch.UntypedStorage:
+        mapped, address = self._simulator._mapped, storage.data_ptr()
+        mapped[address] = storage.nbytes()
+        weakref.finalize(storage, mapped.pop, address, None).atexit = False
+        return storage  # type: ignore[no-any-return]
+
+    def new_pool(self) -> SimulatedPool:
+        pool = SimulatedPool(self._simulator.new_pool())
+        self._pools.add(pool)
+        return pool
+
+    def allocate_in(self, pool: SimulatedPool, nbytes: int) -> torch.UntypedStorage:
+        pool.buffers.append(self._counted(torch.empty(nbytes, dtype=torch.uint8).untyped_storage()))
+        return pool.buffers[-1]
+
+    def note_stream(self, stream: Any) -> None:
+        """Nothing to note: the CPU has no streams."""
+
+    def suspend(self, block: torch.UntypedStorage | None) -> int:
+        pools = list(self._pools)
+        self._suspended = [*([block] if block is not None else []), *(b for pool in pools for b in pool.buffers)]
+        self._simulator._suspended.update(pool.id for pool in pools)
+        for storage in self._suspended:
+            tensor_over(storage, (storage.nbytes(),), (1,), torch.uint8).fill_(255)
+        return sum(self._simulator._mapped.pop(storage.data_ptr(), 0) for storage in self._suspended)
+
+    def resume(self) -> int:
+        self._simulator._suspended.difference_update(pool.id for pool in self._pools)
+        suspended, self._suspended = self._suspended, []
+        self._simulator._mapped.update((storage.data_ptr(), storage.nbytes()) for storage in suspended)
+        return sum(storage.nbytes() for storage in suspended)
+
+    def reclaim(self) -> int:
+        return 0
+
+
 @dataclass(frozen=True)
 class SimulatedRuntime(DeviceRuntime):
     """The runtime of a simulated device."""
@@ -349,6 +424,7 @@ def simulated(rules: Rules = Rules()) -> SimulatedRuntime:
         implementation="simulated graph",
         new_pool=simulator.new_pool,
         after_failed_capture=simulator.recover,
+        suspendable_memory=functools.partial(SimulatedMemory, simulator),
         simulator=simulator,
     )
 

@@ -22,6 +22,7 @@ from ...devices import (
     DeviceSupport,
     KernelKind,
     RecoverFromFailedCapture,
+    SuspendableMemory,
     device_function,
     registered_devices,
 )
@@ -86,6 +87,7 @@ def register_device(
     kernels: KernelKind | Iterable[KernelKind] = (),
     cost: CaptureCost | None = None,
     after_failed_capture: RecoverFromFailedCapture | None = None,
+    suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 
@@ -108,6 +110,8 @@ def register_device(
         cost: time that issuing work takes the host, for the cost model of captures.
         after_failed_capture: ``after_failed_capture(device, pool)`` restores the device's allocator after
             ``capture_end`` has raised. A device needs it if its allocator then still records to the pool, as CUDA's.
+        suspendable_memory: ``suspendable_memory(device)`` makes a ``SuspendableMemory`` for an arena; without it
+            ``fxwrap.suspend`` raises on this device.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.
@@ -127,6 +131,7 @@ def register_device(
         {**_settings(scheduling), **(config or {})},
         cost,
         after_failed_capture,
+        suspendable_memory,
     )
     _check(support, scheduling)
     with DEVICE_TABLES, Patches() as patches:

@@ -12,9 +12,16 @@ from typing import Any
 
 import torch
 
-from ...devices import DeviceSupport, RecoverFromFailedCapture, device_function, device_support
-from ...errors import CaptureError
+from ...devices import (
+    DeviceSupport,
+    RecoverFromFailedCapture,
+    SuspendableMemory,
+    device_function,
+    device_support,
+)
+from ...errors import CaptureError, DeviceError
 from .cpu_graph import CPUGraph, capturing_graph
+from .cuda_memory import CudaMemory
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
 
 
@@ -33,6 +40,8 @@ class GraphPool:
         spoiled: whether a capture failed in the pool, which accepts no other then: the allocator of pinned memory
             goes on recording to it. Source: ATen/core/CachingHostAllocator.h, begin_allocate_to_pool (torch 2.11 to
             2.13).
+        memory, memory_pool: the suspendable memory that the pool is a part of, and its pool there; None if its
+            memory cannot be suspended.
     """
 
     runtime: DeviceRuntime
@@ -41,6 +50,14 @@ class GraphPool:
     recover: RecoverFromFailedCapture | None = None
     keeper: Any = None
     spoiled: bool = False
+    memory: SuspendableMemory | None = None
+    memory_pool: Any = None
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Memory outside of captures, which is suspended with the pool's."""
+        if self.memory is not None and device == self.runtime.device:
+            return self.memory.allocate_in(self.memory_pool, nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,7 @@ class DeviceRuntime:
         runs_while_capturing: whether a capture also computes, so that no replay is needed for the first result.
         implementation: the name of the graph's class, for reports.
         after_failed_capture: restores the allocator after a failed capture; None if torch's own functions do.
+        suspendable_memory: makes the suspendable memory of an arena; None if the device has none.
     """
 
     device: torch.device
@@ -65,14 +83,21 @@ class DeviceRuntime:
     implementation: str
     new_pool: Callable[[], Any] = lambda: None
     after_failed_capture: RecoverFromFailedCapture | None = None
+    suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None
 
-    def make_pool(self, recover: RecoverFromFailedCapture | None = None) -> GraphPool:
+    def make_pool(
+        self, recover: RecoverFromFailedCapture | None = None, memory: SuspendableMemory | None = None
+    ) -> GraphPool:
         """A memory pool that lives as long as the object.
 
         Args:
             recover: torch's own ``after_failed_capture``, for devices that have none.
+            memory: the suspendable memory that the pool is to be a part of.
         """
-        pool = GraphPool(self, self.new_pool(), _side_stream(self.device), self.after_failed_capture or recover)
+        memory_pool = memory.new_pool() if memory is not None else None
+        identifier = memory_pool.id if memory_pool is not None else self.new_pool()
+        pool = GraphPool(self, identifier, _side_stream(self.device), self.after_failed_capture or recover)
+        pool.memory, pool.memory_pool = memory, memory_pool
         if pool.id is not None:
             pool.keeper = self._capture_little(pool)
         _pools.add(pool)
@@ -188,6 +213,37 @@ def freezes_addresses(device: torch.device) -> bool:
         return False
 
 
+def suspendable_memory(device: torch.device) -> SuspendableMemory:
+    """New suspendable memory for an arena on a device.
+
+    Raises:
+        DeviceError: the device has none, or it cannot be had in this process.
+        CaptureError: no device graph exists for the device.
+    """
+    make = runtime_for(device).suspendable_memory
+    if make is None:
+        raise DeviceError(
+            f"memory of recordings on {device} cannot be suspended",
+            expected="a device whose memory can be unmapped while its addresses stay (CUDA), or suspendable_memory= "
+            "of fxwrap.register_device",
+            got="none was registered",
+            remedy="fxwrap.release() gives the memory back, too; the next call records again",
+        )
+    memory = _reclaiming[device] = make(device)
+    return memory
+
+
+def reclaim_memory() -> None:
+    """Return freed suspendable memory to its devices. Waits for the streams that worked in it."""
+    for memory in list(_reclaiming.values()):
+        with contextlib.suppress(Exception):  # as emptying a cache does
+            memory.reclaim()
+
+
+# One for each device that has had any, to reclaim memory of arenas that are gone.
+_reclaiming: dict[torch.device, SuspendableMemory] = {}
+
+
 def capture_check(device: torch.device) -> Callable[[], bool]:
     """A function that tells whether the caller captures: the device's current stream, or a CPU graph on this thread.
 
@@ -218,7 +274,10 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
             failures.append(f"{name}: {error}")
             continue
         new_pool = functools.partial(_new_pool, device)
-        return DeviceRuntime(device, make, True, False, name, new_pool, support.after_failed_capture)
+        memory = support.suspendable_memory
+        if memory is None and device.type == "cuda" and torch.version.hip is None:
+            memory = CudaMemory
+        return DeviceRuntime(device, make, True, False, name, new_pool, support.after_failed_capture, memory)
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "

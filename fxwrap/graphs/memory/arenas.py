@@ -6,19 +6,25 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
-from ...devices import RecoverFromFailedCapture
-from ...errors import MemoryLimitError
+from ...devices import RecoverFromFailedCapture, SuspendableMemory
+from ...errors import DeviceError, MemoryLimitError
 from ...host_graph.tensors import tensor_over
-from ..devices.runtime import DeviceRuntime, GraphPool
+from ..devices.runtime import DeviceRuntime, GraphPool, reclaim_memory, suspendable_memory
 from .live_outputs import OutputStorage, WatchedOutputs
 from .locks import LockOwner, TryLock
+from .suspension import Suspension
+from .take_memory import empty_cache, take_memory
+
+log = logging.getLogger(__name__)
 
 # Bytes. Torch's CPU allocator aligns to this; that of a custom build may not.
 _CPU_ALIGNMENT = 64
@@ -30,38 +36,6 @@ _SMALL = 1 << 20
 TOO_LARGE, OUT_OF_MEMORY = "more than max_memory", "out of memory"
 # Why a recording has ended.
 NEEDED_ELSEWHERE = "an eager run needed its memory"
-Value = TypeVar("Value")
-
-
-def empty_cache() -> None:
-    """Return the cached memory of the accelerator's allocator to the driver. Waits for the device."""
-    with contextlib.suppress(Exception):  # it raises during another capture, and without an accelerator
-        torch.accelerator.empty_cache()
-
-
-def take_memory(device: torch.device, take: Callable[[], Value], release: Callable[[], object]) -> Value:
-    """Return ``take()``. If the device is out of memory, empty the allocator's cache and try once more.
-
-    Allocators do not empty their caches themselves while a graph is captured.
-
-    Args:
-        release: frees what a failed ``take`` has left; called before the second attempt.
-
-    Raises:
-        MemoryLimitError: the device is out of memory.
-    """
-    with contextlib.suppress(torch.OutOfMemoryError):
-        return take()
-    release()
-    empty_cache()
-    try:
-        return take()
-    except torch.OutOfMemoryError as error:
-        raise MemoryLimitError(
-            f"{device} is out of memory",
-            got=str(error),
-            remedy="set max_memory, so that less is kept for recordings, or free what is kept elsewhere",
-        ) from error
 
 
 @dataclass(eq=False)
@@ -77,6 +51,9 @@ class Arena:
         stream: the stream that last worked in the arena; None on devices without streams.
         stream_id: the identifier of that stream; -1 without a stream.
         block: its memory; None if it has none.
+        suspendable: whether its recordings are of programs with the option ``suspendable``.
+        memory: where its memory comes from; None for torch's allocator.
+        suspension: what is kept while its memory is suspended; None while it is not.
     """
 
     device: torch.device
@@ -86,6 +63,11 @@ class Arena:
     stream_id: ctypes.c_int64 = field(default_factory=lambda: ctypes.c_int64(-1))
     lock: TryLock = field(default_factory=TryLock)
     block: torch.UntypedStorage | None = None
+    suspendable: bool = False
+    memory: SuspendableMemory | None = None
+    suspension: Suspension | None = None
+    # Held while memory is suspended or resumed, for milliseconds. Reentrant: a signal handler may make a call.
+    _changing: threading.RLock = field(default_factory=threading.RLock)
     _stream: Any = None
     _begin: int = 0
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
@@ -115,6 +97,10 @@ class Arena:
             # In a part of a cached segment an arena, which lives long, would keep the allocator from ever returning
             # the rest. Inductor leaves a segment of 50 MiB in the cache when it times kernels.
             empty_cache()
+        if self.memory is not None and nbytes:
+            take_block = functools.partial(self.memory.allocate, nbytes)
+            self.block, self.nbytes = take_memory(self.device, take_block, self.drop_pool), nbytes
+            return
         take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
         memory = take_memory(self.device, take, self.drop_pool)
         if self.device.type == "cpu" and memory.data_ptr() % _CPU_ALIGNMENT:
@@ -129,6 +115,8 @@ class Arena:
     @stream.setter
     def stream(self, stream: Any) -> None:
         self._stream, self.stream_id.value = stream, getattr(stream, "stream_id", -1)
+        if self.memory is not None and stream is not None:
+            self.memory.note_stream(stream)
 
     def is_idle_for(self, stream: Any) -> bool:
         """Whether work on ``stream`` may begin now: no other stream still works in the arena."""
@@ -156,7 +144,7 @@ class Arena:
             recover: as for ``DeviceRuntime.make_pool``.
         """
         if self._pool is None or self._pool.spoiled or self._pool.runtime is not runtime:
-            self._pool = runtime.make_pool(recover)
+            self._pool = runtime.make_pool(recover, self.memory if runtime.device == self.device else None)
         return self._pool
 
     def drop_pool(self) -> None:
@@ -170,6 +158,54 @@ class Arena:
         self._users, self._moved, self.watched_outputs, self.block, self.nbytes = [], [], [], None, 0
         self.drop_pool()
         self.changed()
+
+    def suspend(self, owner: LockOwner) -> int:
+        """Give its physical memory back. Its lock stays held until it is resumed, and live outputs are on the host.
+
+        Args:
+            owner: has the arena's lock; it is the suspension's from now on.
+
+        Returns:
+            The number of bytes.
+        """
+        assert self.memory is not None
+        with self._changing:
+            self.suspension = Suspension.of(owner, self.live())
+            self.changed()  # a unit asks Python before its next replay
+            return self.memory.suspend(self.block)
+
+    def resume(self) -> int:
+        """Take physical memory again; returns its bytes, 0 if it is not suspended. Other threads wait meanwhile.
+
+        Raises:
+            MemoryLimitError: the device is out of memory. The arena stays suspended.
+        """
+        with self._changing:
+            suspension = self.suspension
+            if suspension is None or self.memory is None:
+                return 0
+            nbytes = take_memory(self.device, self.memory.resume, lambda: None)
+            suspension.restore()
+            self.suspension = None
+            self.lock.release(suspension.owner)
+            return nbytes
+
+    def end_suspended(self, users: Iterable[ArenaUser], why: str) -> bool:
+        """End some of its recordings if it is suspended; returns whether it is.
+
+        Without recordings it has no memory to resume, and is an empty arena again.
+        """
+        with self._changing:
+            suspension = self.suspension
+            if suspension is None:
+                return False
+            for user in users:
+                user.end(why)
+            if not self.users() and not suspension.outputs:
+                self.clear("")
+                self.suspension = None
+                self.lock.release(suspension.owner)
+            return True
 
     def users(self) -> list[tuple[ArenaUser, int]]:
         """The arena's recordings that have not ended, each with the bytes of the arena that it needs."""
@@ -230,6 +266,15 @@ class ArenaUser(Protocol):
         """End the recording for good and drop its references. The caller holds the arena's lock."""
 
 
+def _memory_for(device: torch.device) -> SuspendableMemory | None:
+    """Suspendable memory; None where there is none: programs run all the same, and ``fxwrap.suspend`` says why."""
+    try:
+        return suspendable_memory(device)
+    except DeviceError as error:
+        log.warning("%s", str(error))  # the error itself refers to the call's outputs, by its frames
+        return None
+
+
 class ArenaPool:
     """The arenas of all devices.
 
@@ -249,25 +294,31 @@ class ArenaPool:
         owner: LockOwner,
         locked: list[Arena],
         exclude: Callable[[Arena], bool] = lambda arena: False,
+        suspendable: bool = False,
     ) -> Arena:
         """Lock an arena for ``owner`` and append it to ``locked``. A new one is made if none is free.
 
         Args:
             stream: the stream to which the call issues its work.
             exclude: returns whether an arena must not be used.
+            suspendable: whether its memory is to be suspendable, where the device has such memory.
+
+        Raises:
+            MemoryLimitError: the device is out of memory, and an arena stays suspended.
         """
-        alive = self.alive(device)
+        alive = [arena for arena in self.alive(device) if arena.suspendable == suspendable]
         busy = [arena for arena in alive if not arena.is_idle_for(stream)]
         for arena in alive:
             if exclude(arena) or (arena in busy and len(busy) < AT_ONE_TIME):
                 continue
+            arena.resume()
             # Appended first, so that after an interrupt the caller knows what to release.
             locked.append(arena)
             if arena.lock.acquire(owner):
                 arena.follow(stream)
                 return arena
             locked.pop()
-        arena = Arena(device)
+        arena = Arena(device, suspendable=suspendable, memory=_memory_for(device) if suspendable else None)
         arena.stream = stream
         locked.append(arena)
         arena.lock.acquire(owner)
@@ -376,6 +427,10 @@ class ArenaPool:
         lists = [arenas for key, arenas in list(self._arenas.items()) if device in (None, key)]
         return [arena for arenas in lists for ref in list(arenas) if (arena := ref()) is not None]
 
+    def with_suspended_outputs(self) -> list[Arena]:
+        """Suspended arenas with live outputs, whose bytes are on the host."""
+        return [arena for arena in self.alive() if arena.suspension is not None and arena.suspension.outputs]
+
     def owns(self, address: int) -> bool:
         """Whether an address lies in an arena. An input at such an address is an output of a recording."""
         blocks = [arena.block for arena in self.alive() if arena.block is not None]
@@ -423,6 +478,9 @@ class ArenaPool:
         """Free the memory of arenas without recordings."""
         for arena in self.alive():
             owner = LockOwner()
+            if arena.end_suspended((), ""):
+                continue
             if arena.lock.acquire(owner) and not arena.users():
                 arena.clear("")
             arena.lock.release(owner)
+        reclaim_memory()

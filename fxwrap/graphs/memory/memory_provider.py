@@ -119,12 +119,14 @@ class MemoryProvider:
     Attributes:
         whole_storage: inputs of which an operator may read bytes before their first element, with that operator.
         max_memory: the option, in bytes.
+        suspendable: the option.
     """
 
     planner: Planner
     program: ProgramPlan
     whole_storage: Mapping[Node, str]
     max_memory: int
+    suspendable: bool = False
 
     def estimate(self, inputs: Sequence[Any], previous: MemoryPlan | None, saved: Saved | None) -> Estimate:
         """Plan ahead during a call that runs eagerly: the next one may be recorded.
@@ -189,7 +191,7 @@ class MemoryProvider:
         stream = current_stream(self.program.device)
         # The program's own device always has an arena: operators allocate in its pool during a capture.
         arenas = {
-            device: SHARED.arenas.acquire(device, stream, owner, locked, exclude)
+            device: SHARED.arenas.acquire(device, stream, owner, locked, exclude, self.suspendable)
             for device in dict.fromkeys([*self.planner.devices(planned), self.program.device])
         }
         while True:

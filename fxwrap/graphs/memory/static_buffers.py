@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ def fill_buffers(buffers: list[torch.Tensor], *inputs: torch.Tensor) -> None:
     torch._foreach_copy_(buffers, list(map(unexpanded, inputs)))
 
 
+def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
 class StaticBuffers:
     """Memory that stays, for values that eager work allocates at every call.
 
@@ -22,10 +26,13 @@ class StaticBuffers:
 
     Args:
         stable: addresses of storages that stay where they are.
+        allocate: allocates so many bytes on a device.
     """
 
-    def __init__(self, stable: set[int]) -> None:
-        self._stable = stable
+    def __init__(
+        self, stable: set[int], allocate: Callable[[int, torch.device], torch.UntypedStorage] = _allocate
+    ) -> None:
+        self._stable, self._allocate = stable, allocate
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def buffer_of(self, value: Any) -> Any:
@@ -38,8 +45,7 @@ class StaticBuffers:
         if storage.data_ptr() in self._stable:
             return value
         if storage.data_ptr() not in self._storages:
-            new = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
-            self._storages[storage.data_ptr()] = new.untyped_storage()
+            self._storages[storage.data_ptr()] = self._allocate(storage.nbytes(), value.device)
         memory, offset = self._storages[storage.data_ptr()], int(value.storage_offset()) * value.dtype.itemsize
         buffer = tensor_like(value, memory, offset)
         copy_tensors(value, buffer)

@@ -103,9 +103,10 @@ class Specializations:
                 return False
             why = "max_recordings: the least recently used"
             try:
-                if not oldest.acquire(owner):
-                    continue
-                oldest.end(why)
+                if not any(arena.end_suspended([oldest], why) for arena in oldest.suspended_arenas()):
+                    if not oldest.acquire(owner):
+                        continue
+                    oldest.end(why)
             finally:
                 oldest.release(owner)
             holder.ended_because = why

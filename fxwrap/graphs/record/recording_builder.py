@@ -23,8 +23,9 @@ from ...plan import Partition, Verdict
 from ..devices.cpu_graph import BoundCall
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import GraphPool
-from ..memory.arenas import OUT_OF_MEMORY, take_memory
+from ..memory.arenas import OUT_OF_MEMORY
 from ..memory.static_buffers import StaticBuffers, copy_tensors
+from ..memory.take_memory import take_memory
 from ..replay.flat_python import Part
 from ..replay.operands import Bound, Register
 from ..replay.ranges import copies_after, copies_to_inputs, partition_range
@@ -267,6 +268,14 @@ class RecordingBuilder:
         arena = self.request.arenas.get(runtime.device)
         return arena.pool(runtime, self.request.functions.after_failed_capture) if arena is not None else None
 
+    def _allocate_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Memory for a static buffer. Where the arena can be suspended, it comes from the pool, and is, too."""
+        arena = self.request.arenas.get(device)
+        if arena is None or arena.memory is None or (pool := self._pool()) is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._pools.append(pool)
+        return pool.allocate(nbytes, device)
+
     def _add_eager(self, partition: Partition, bindings: _Bindings) -> None:
         stores = self.registers.stores.get(partition.index, [])
         flat = self._flat(partition, bindings, False, stores)
@@ -278,7 +287,8 @@ class RecordingBuilder:
             return
         # Graphs read fixed addresses. Results of eager work that the plan does not place are copied to static
         # buffers.
-        static_buffers, r = StaticBuffers(self._fixed_addresses(bindings.inputs)), self._values
+        stable, r = self._fixed_addresses(bindings.inputs), self._values
+        static_buffers = StaticBuffers(stable, self._allocate_buffer)
         nodes = [node for node in self.registers.complete.get(partition.index, ()) if self._needs_fixed_address(node)]
         registers = [self.registers.by_node[node] for node in nodes]
         try:

@@ -186,7 +186,11 @@ class Recording:
         for lock in self._locks:
             if not lock.acquire(owner):
                 return False
-        return not self.ended
+        return not self.ended and not self.suspended_arenas()
+
+    def suspended_arenas(self) -> list[Arena]:
+        """Its arenas whose memory is suspended: it cannot run before they are resumed."""
+        return [arena for arena in self._arenas if arena.suspension is not None]
 
     def release(self, owner: LockOwner) -> None:
         """Release the locks that ``owner`` holds."""

@@ -25,6 +25,29 @@ std::map<uintptr_t, Mapping>& mappings() {
   static auto* one = new std::map<uintptr_t, Mapping>;
   return *one;
 }
+std::map<uintptr_t, size_t>& reservations() {
+  static auto* one = new std::map<uintptr_t, size_t>;
+  return *one;
+}
+bool is_reserved(uintptr_t p, size_t size) {
+  auto it = reservations().upper_bound(p);
+  return it != reservations().begin() && p + size <= (--it)->first + it->second;
+}
+bool touches_mapping(uintptr_t p, size_t size) {
+  auto it = mappings().lower_bound(p + size);
+  return it != mappings().begin() && (--it)->first + it->second.size > p;
+}
+// Whether a range consists of whole mappings, without a gap.
+bool is_mapped(uintptr_t p, size_t size) {
+  uintptr_t end = p;
+  for (auto it = mappings().find(p); it != mappings().end() && it->first == end && end < p + size; ++it)
+    end += it->second.size;
+  return size > 0 && end == p + size;
+}
+CUresult refuse_range(const char* call) {
+  refuse(call, cudaErrorInvalidValue);
+  return CUDA_ERROR_INVALID_VALUE;
+}
 
 // "The memory is released when it is unmapped everywhere" and its handle, too (cuMemRelease).
 void drop(Physical* physical) {
@@ -59,10 +82,18 @@ API CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationP
 API CUresult cuMemAddressReserve(CUdeviceptr* p, size_t size, size_t, CUdeviceptr, unsigned long long) {
   Lock lock(mutex());
   *p = take_addresses(size);
+  reservations()[*p] = size;
   TRACE("cuMemAddressReserve(%zu) -> %llx", size, *p);
   return CUDA_SUCCESS;
 }
-API CUresult cuMemAddressFree(CUdeviceptr, size_t) { return CUDA_SUCCESS; } // never used again
+API CUresult cuMemAddressFree(CUdeviceptr p, size_t size) { // the addresses are never used again
+  Lock lock(mutex());
+  auto it = reservations().find(p);
+  if (it == reservations().end() || it->second != size || touches_mapping(p, size))
+    return refuse_range("cuMemAddressFree");
+  reservations().erase(it);
+  return CUDA_SUCCESS;
+}
 API CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp*,
                          unsigned long long) {
   TRACE("cuMemCreate(%zu)", size);
@@ -82,6 +113,8 @@ API CUresult cuMemMap(CUdeviceptr p, size_t size, size_t offset, CUmemGenericAll
   Lock lock(mutex());
   auto* physical = reinterpret_cast<Physical*>(handle);
   TRACE("cuMemMap(%llx, %zu, %zu, %p)", p, size, offset, static_cast<void*>(physical));
+  if (!is_reserved(p, size) || touches_mapping(p, size) || offset + size > physical->size)
+    return refuse_range("cuMemMap");
   // No access before cuMemSetAccess.
   void* at = mmap(reinterpret_cast<void*>(p), size, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, memory_file(),
                   physical->offset + offset);
@@ -93,6 +126,7 @@ API CUresult cuMemMap(CUdeviceptr p, size_t size, size_t offset, CUmemGenericAll
 API CUresult cuMemSetAccess(CUdeviceptr p, size_t size, const CUmemAccessDesc*, size_t) {
   TRACE("cuMemSetAccess(%llx, %zu)", p, size);
   Lock lock(mutex());
+  if (!is_mapped(p, size)) return refuse_range("cuMemSetAccess");
   if (mprotect(reinterpret_cast<void*>(p), size, PROT_READ | PROT_WRITE) != 0) return CUDA_ERROR_INVALID_VALUE;
   if (kPoison) memset(reinterpret_cast<void*>(p), 0xff, size);
   join_blocks();
@@ -102,6 +136,7 @@ API CUresult cuMemSetAccess(CUdeviceptr p, size_t size, const CUmemAccessDesc*, 
 API CUresult cuMemUnmap(CUdeviceptr p, size_t size) {
   run_all();
   Lock lock(mutex());
+  if (!is_mapped(p, size)) return refuse_range("cuMemUnmap");
   for (auto it = mappings().lower_bound(p); it != mappings().end() && it->first < p + size;) {
     unmap(it->first, it->second.size);
     drop(it->second.physical);

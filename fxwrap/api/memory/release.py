@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..artifacts.aot_program import AotProgram
-from ..graphs.memory.shared_state import SHARED
-from .report import report
+from ...artifacts.aot_program import AotProgram
+from ...graphs.memory.shared_state import SHARED
+from ..report import report
 
 
 def release(fn: Callable[..., Any] | AotProgram | None = None) -> int:

@@ -1,0 +1,238 @@
+// Device memory whose physical part is given back and taken again while its addresses stay: CUDA's driver,
+// "Virtual Memory Management". cuda_memory.py is its only caller.
+//
+// The driver is looked up at run time, and what is used of its interface is declared here, so that neither CUDA's
+// headers nor its libraries are needed to compile. Every function may be called from any thread.
+
+#include <dlfcn.h>
+#include <sys/types.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// cuda.h. These are the versions "_v1" of the structures, which do not change.
+using Pointer = unsigned long long;
+using Handle = unsigned long long;
+struct Location {
+  int type, id;
+};
+struct Properties {
+  int type, handle_types;
+  Location location;
+  void* windows;
+  struct {
+    unsigned char compression, rdma;
+    unsigned short usage;
+    unsigned char reserved[4];
+  } flags;
+};
+struct Access {
+  Location location;
+  int flags;
+};
+constexpr int kPinned = 1, kOnDevice = 1, kReadAndWrite = 3, kMinimum = 0, kSuccess = 0;
+
+struct {
+  int (*granularity)(size_t*, const Properties*, int);
+  int (*reserve)(Pointer*, size_t, size_t, Pointer, unsigned long long);
+  int (*free)(Pointer, size_t);
+  int (*create)(Handle*, size_t, const Properties*, unsigned long long);
+  int (*release)(Handle);
+  int (*map)(Pointer, size_t, size_t, Handle, unsigned long long);
+  int (*access)(Pointer, size_t, const Access*, size_t);
+  int (*unmap)(Pointer, size_t);
+} driver;
+
+// dlpack.h, "DLManagedTensor".
+struct Tensor {
+  void* data;
+  int32_t device_type, device;
+  int32_t dimensions;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *sizes, *strides;
+  uint64_t offset;
+};
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+};
+constexpr int kDeviceCUDA = 2, kUnsigned = 1;
+
+// One span of addresses. With physical memory: mapped. Freed: its owner is gone; work may still use it.
+struct Segment {
+  size_t bytes;
+  int device;
+  Handle handle;
+  bool mapped;
+  int64_t freed;  // 0, or the number of the free
+};
+std::mutex mutex;
+std::map<Pointer, Segment> segments;
+int64_t frees = 0;
+
+Properties properties(int device) {
+  Properties made{};
+  made.type = kPinned;
+  made.location = {kOnDevice, device};
+  return made;
+}
+
+// The mutex is held by whoever calls these.
+int take(Pointer at, Segment& segment) {
+  const auto wanted = properties(segment.device);
+  if (const int error = driver.create(&segment.handle, segment.bytes, &wanted, 0)) return error;
+  if (const int error = driver.map(at, segment.bytes, 0, segment.handle, 0)) {
+    driver.release(segment.handle);
+    return error;
+  }
+  const Access access{{kOnDevice, segment.device}, kReadAndWrite};
+  const int error = driver.access(at, segment.bytes, &access, 1);
+  if (error) {
+    driver.unmap(at, segment.bytes);
+    driver.release(segment.handle);
+    return error;
+  }
+  segment.mapped = true;
+  return kSuccess;
+}
+
+int give_back(Pointer at, Segment& segment) {
+  if (const int error = driver.unmap(at, segment.bytes)) return error;
+  segment.mapped = false;
+  return driver.release(segment.handle);
+}
+
+void delete_tensor(ManagedTensor* managed);
+
+}  // namespace
+
+#define API extern "C" __attribute__((visibility("default")))
+
+// Looks the driver up; returns the name of the first function that is missing, or null.
+API const char* fxwrap_memory_open(const char* library) {
+  void* opened = dlopen(library, RTLD_NOW | RTLD_GLOBAL);
+  if (opened == nullptr) return library;
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(opened, name));
+    return function == nullptr ? name : nullptr;
+  };
+  const char* missing = nullptr;
+  (missing = find(driver.granularity, "cuMemGetAllocationGranularity")) ||
+      (missing = find(driver.reserve, "cuMemAddressReserve")) || (missing = find(driver.free, "cuMemAddressFree")) ||
+      (missing = find(driver.create, "cuMemCreate")) || (missing = find(driver.release, "cuMemRelease")) ||
+      (missing = find(driver.map, "cuMemMap")) || (missing = find(driver.access, "cuMemSetAccess")) ||
+      (missing = find(driver.unmap, "cuMemUnmap"));
+  return missing;
+}
+
+// Torch's signature of an allocator's function (CUDAPluggableAllocator). Null if there is no memory.
+API void* fxwrap_memory_allocate(ssize_t bytes, int device, void*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto wanted = properties(device);
+  size_t unit = 0;
+  if (driver.granularity(&unit, &wanted, kMinimum) != kSuccess || unit == 0) return nullptr;
+  Segment segment{(static_cast<size_t>(bytes) + unit - 1) / unit * unit, device, 0, false, 0};
+  Pointer at = 0;
+  if (driver.reserve(&at, segment.bytes, 0, 0, 0) != kSuccess) return nullptr;
+  if (take(at, segment) != kSuccess) {
+    driver.free(at, segment.bytes);
+    return nullptr;
+  }
+  segments[at] = segment;
+  return reinterpret_cast<void*>(at);
+}
+
+// The same. Unlike cudaFree, cuMemUnmap does not wait for work, and nothing can be waited for here: the caller may
+// hold the allocator's lock, or a graph may be captured. So the memory stays until fxwrap_memory_reclaim.
+API void fxwrap_memory_free(void* at, size_t, int, void*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = segments.find(reinterpret_cast<Pointer>(at));
+  if (found != segments.end()) found->second.freed = ++frees;
+}
+
+// A DLPack tensor over memory of its own, which is freed with it. Null if there is no memory.
+API void* fxwrap_memory_tensor(int64_t bytes, int device) {
+  void* data = fxwrap_memory_allocate(bytes, device, nullptr);
+  if (data == nullptr) return nullptr;
+  auto* managed = new ManagedTensor{};
+  auto* layout = new int64_t[2]{bytes, 1};
+  managed->tensor = {data, kDeviceCUDA, device, 1, kUnsigned, 8, 1, layout, layout + 1, 0};
+  managed->deleter = delete_tensor;
+  return managed;
+}
+
+// Gives back the physical memory of these segments; their work must be done. Returns its bytes, or minus an error.
+API int64_t fxwrap_memory_unmap(int64_t count, const Pointer* addresses) {
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t bytes = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const auto found = segments.find(addresses[i]);
+    if (found == segments.end() || !found->second.mapped) continue;
+    if (const int error = give_back(found->first, found->second)) return -error;
+    bytes += static_cast<int64_t>(found->second.bytes);
+  }
+  return bytes;
+}
+
+// Takes physical memory for those segments that have none: for all of them, or for none. Returns its bytes, or minus
+// an error. Segments that were freed meanwhile stay as they are.
+API int64_t fxwrap_memory_map(int64_t count, const Pointer* addresses) {
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t bytes = 0;
+  std::vector<std::pair<const Pointer, Segment>*> taken;
+  for (int64_t i = 0; i < count; i++) {
+    const auto found = segments.find(addresses[i]);
+    if (found == segments.end() || found->second.mapped || found->second.freed) continue;
+    if (const int error = take(found->first, found->second)) {
+      for (auto* entry : taken) give_back(entry->first, entry->second);
+      return -error;
+    }
+    taken.push_back(&*found);
+    bytes += static_cast<int64_t>(found->second.bytes);
+  }
+  return bytes;
+}
+
+// The number of the last free that left memory of a device; 0 if there is none.
+API int64_t fxwrap_memory_freed(int device) {
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t last = 0;
+  for (const auto& [at, segment] : segments)
+    if (segment.device == device) last = std::max(last, segment.freed);
+  return last;
+}
+
+// Returns to the driver what was freed until then (fxwrap_memory_freed); its work must be done. Returns the bytes.
+API int64_t fxwrap_memory_reclaim(int device, int64_t until) {
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t bytes = 0;
+  for (auto it = segments.begin(); it != segments.end();) {
+    auto& [at, segment] = *it;
+    const bool goes = segment.device == device && segment.freed && segment.freed <= until;
+    if (!goes || (segment.mapped && give_back(at, segment) != kSuccess)) {
+      ++it;
+      continue;
+    }
+    driver.free(at, segment.bytes);
+    bytes += static_cast<int64_t>(segment.bytes);
+    it = segments.erase(it);
+  }
+  return bytes;
+}
+
+namespace {
+void delete_tensor(ManagedTensor* managed) {
+  fxwrap_memory_free(managed->tensor.data, 0, 0, nullptr);
+  delete[] managed->tensor.sizes;
+  delete managed;
+}
+}  // namespace
