@@ -170,6 +170,29 @@ def test_wrong_tensors_are_refused(net: Net, calls: int) -> None:
     assert_same(call.run(x, out=y), call(x))
 
 
+def test_a_padded_result_is_copied_from() -> None:
+    """
+    ::
+
+        rows   bucket   the program's result        y
+        8      8        8 rows                <-    a copy
+        5      8        8 rows, cut to 5      <-    a copy
+    """
+    torch._dynamo.reset()
+    model = compiled(nn.Linear(8, 8), options={"buckets": {"batch": (8,)}})
+
+    def rows(count: int) -> Tensor:
+        x = torch.randn(count, 8)
+        fxwrap.mark_bucket(x, 0, "batch")
+        return x
+
+    call = fxwrap.bind(model, rows(8))
+    for count in (8, 5, 8, 3, 12, 8):
+        x, y = rows(count), torch.empty(count, 8)
+        assert call.run(x, out=y) is y
+        assert_same(y, model(x))
+
+
 def test_threads(net: Net) -> None:
     model = compiled(net)
     call = fxwrap.bind(model, torch.randn(4, 8))

@@ -1,8 +1,8 @@
 """``bound.run(x, out=y)``: the results of a bound function are written to tensors of the caller.
 
-A bound function calls Dynamo's code, that calls AOTAutograd's, and that calls a program. None of them takes tensors
-for results: so the tensors wait for the program beside the call (``graphs/program.py``, ``REQUESTS``). Which result
-of the program is which of the function's is found out in a first call, by the memory that results lie in.
+A bound function calls Dynamo's code, that calls AOTAutograd's, and that calls a program. None of them has a parameter
+for results: so the tensors are left in ``REQUESTS`` (``graphs/program.py``), where the program takes them from. The
+first call matches the results of the function with those of its program, by the memory that they lie in.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class BoundOutputs:
             What a call returns, with the given tensors in it.
 
         Raises:
-            InputError: a tensor does not fit, shares memory with an input, or gradients are on. Nothing has run then,
-                except in the first calls of compiled code, which find out how results are made.
+            InputError: a tensor does not fit, shares memory with an input, or gradients are on. Nothing has run then;
+                except that the first call of a program runs, to learn how results are made.
         """
         given, structure = pytree.tree_flatten(out)
         for tensor in given:
@@ -80,7 +80,7 @@ class BoundOutputs:
         if made != structure:
             raise _refused(f"the structure of the results, {made}", str(structure))
         if request.program is not None and sum(self.ordinary_calls.values()) == ordinary:
-            # One program has made all results: the code of a bound call has no graph break.
+            # No call went through torch.compile's wrapper: the code has no graph break, and one program made all.
             self.ways[request.program] = Way.of(request.program, request.outputs, leaves)
         for place, tensor in enumerate(given):
             if tensor is not None and leaves[place] is not tensor:
@@ -115,7 +115,8 @@ class _Request:
 
     Attributes:
         given: the caller's tensors, or None, in the order of the function's results.
-        program, outputs: the program that ran without them, because nothing is known of it, and its results.
+        program: the one that ran without them, because it has no ``Way`` yet.
+        outputs: its results.
     """
 
     ways: weakref.WeakKeyDictionary[Program, Way]
@@ -138,7 +139,7 @@ class Way:
     """How the results of one program get to the caller's tensors.
 
     Args:
-        places: the position of the program's result by the position of the function's; the others are copied.
+        places: the position of a result in the program's, by its position in the function's. Others are copied.
     """
 
     def __init__(self, program: Program, places: dict[int, int]) -> None:

@@ -21,7 +21,7 @@ from .signature import NumberInput, Signature, Size, TensorInput, size_of
 def program_with_outputs(
     program: Program, positions: Collection[int], compilation: Compilation | None = None
 ) -> Program:
-    """The program that takes tensors for these results after its inputs, and returns its other results.
+    """A variant of a program: it takes a tensor for each of these results after its inputs, and returns the others.
 
     Args:
         compilation: where reports find it; by default that of ``program``.
@@ -48,7 +48,7 @@ def signature_with_outputs(signature: Signature, program: Program, names: Mappin
         names: how errors call the tensors, by position of the result.
 
     Raises:
-        InputError: a result is no tensor, or has a size that is not told by those of the inputs.
+        InputError: a result is no tensor, or its size does not follow from those of the inputs.
     """
     values = output_values(program.plan.graph)
     symbols = {symbol.name: symbol for symbol in _symbols(signature.inputs)}
@@ -75,7 +75,7 @@ def _symbols(inputs: Sequence[TensorInput | NumberInput]) -> set[Any]:
 
 
 def _in_symbols(size: Size, symbols: Mapping[str, Any]) -> Size | None:
-    """A size in the symbols of a signature, which a file names as the graph does. None if a symbol is unknown."""
+    """The size with a signature's symbols in place of the graph's, by name. None if one is missing."""
     if isinstance(size, int):
         return size
     if not all(symbol.name in symbols for symbol in size.free_symbols):
@@ -90,7 +90,7 @@ class CallerOutputs:
     """The variants of one method that write to tensors of the caller, made when they are first asked for.
 
     Args:
-        make: makes the function that calls a variant with a flat list of inputs, of its program and its signature.
+        make: makes, of a variant's program and signature, the function that calls it with a flat list of inputs.
 
     Attributes:
         compilation: where reports find the programs of the variants.

@@ -11,6 +11,7 @@ The compiled graph only ever sees the bucket's size. That rows of padding change
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ import torch
 from .devices.runtime import capture_check, current_stream, freezes_addresses
 from .memory.static_buffers import copy_tensors, unexpanded
 from .policy.counters import Counters
+from .program import REQUESTS
 
 # Layouts that one graph keeps, and with them buffers: one for each bucket, and each value of other sizes that vary.
 _LAYOUTS = 64
@@ -164,6 +166,9 @@ class BucketedGraph:
         self._copied_back = [p for p in (dims[0].position for dims in places.padded) if p in places.written]
 
     def __call__(self, *inputs: Any) -> Any:
+        if REQUESTS:
+            # Its program has padded results: the caller's tensors are copied to.
+            REQUESTS.pop(threading.get_ident(), None)
         rows = [inputs[size.position].size(size.dim) for size in self.places.sizes]
         key = (*rows, *(inputs[position] for position in self.places.others))
         sizes = self._calls.get(key) or self._prepare(key, rows, inputs)

@@ -26,7 +26,7 @@ def suspend(fn: Callable[..., Any] | AotProgram | None = None, live: Literal["re
     It is for programs with the option ``suspendable``: arenas with their static input buffers, memory that graphs
     allocate, and static buffers between partitions. No bytes are needed between calls, so none are kept, except those
     of live outputs. The next call of a program resumes what it needs by itself; ``fxwrap.resume`` does so ahead of
-    time. Suspended recordings cannot run: their arena is locked as by a call. If nothing is left to suspend, nothing
+    time. Until then its arena is locked, as if a call ran in it. If nothing is left to suspend, nothing
     happens. Waits up to a second for calls of other threads, and for the device, as ``torch.cuda.synchronize`` does.
 
     Args:
@@ -44,7 +44,7 @@ def suspend(fn: Callable[..., Any] | AotProgram | None = None, live: Literal["re
             arena, outputs are live with ``live="refuse"``, or the programs were not compiled with ``suspendable``.
             Nothing is suspended then.
         DeviceError: the device has no suspendable memory, or its driver fails.
-        InputError: ``live`` is neither.
+        InputError: ``live`` is neither "refuse" nor "copy".
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
     if live not in ("refuse", "copy"):
@@ -60,7 +60,7 @@ def suspend(fn: Callable[..., Any] | AotProgram | None = None, live: Literal["re
 
 
 def resume(fn: Callable[..., Any] | AotProgram | None = None) -> int:
-    """Take the memory of suspended recordings again. What is not suspended (any more) stays as it is.
+    """Take the memory of suspended recordings again. Arenas that are not suspended are left alone.
 
     Args:
         fn: as for ``suspend``.
@@ -70,7 +70,7 @@ def resume(fn: Callable[..., Any] | AotProgram | None = None) -> int:
 
     Raises:
         MemoryLimitError: the device is out of memory. What could not be resumed stays suspended, and can be resumed
-            later. Until then calls run eagerly; with ``strict``, or if live outputs are on the host, they raise this.
+            later. Until then calls run eagerly, or, with ``strict`` or live outputs on the host, raise this, too.
         SuspendError: the caller's stream captures, or the programs were not compiled with ``suspendable``.
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """

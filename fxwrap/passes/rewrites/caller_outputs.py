@@ -21,9 +21,9 @@ class CallerOutput:
 
     Attributes:
         position: of the result among the graph's results.
-        allocation: the allocation that the caller's tensor takes the place of. None if the result is copied: it is
-            no new buffer (an operator's own result, an input, a constant), or another result shares its memory.
-        relayout: whether the allocation has another layout over the same elements than the result.
+        allocation: the allocation that the caller's tensor replaces. None: the result is copied, because it is no new
+            buffer (an operator's own result, an input), another result shares its memory, or its layout has gaps.
+        relayout: whether the result views the allocation in another layout.
     """
 
     position: int
@@ -59,7 +59,7 @@ def _decision(position: int, values: list[Any], facts: StorageFacts) -> CallerOu
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether a value has no gaps: bytes between its elements may belong to the caller's other data."""
+    """Whether a value has no gaps. In a gap the caller may keep other data."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
@@ -101,7 +101,7 @@ def with_caller_outputs(gm: GraphModule, decisions: Collection[CallerOutput]) ->
         if decision.allocation is None:
             copy = graph.call_function(torch.ops.aten.copy_.default, (given, result))
             if value is not None:
-                # Fake values in one storage would mean that the result lies in the caller's tensor.
+                # A fake value of its own: that of the result would say that the result lies in the caller's tensor.
                 given.meta["val"] = copy.meta["val"] = value.new_empty_strided(value.size(), value.stride())
         else:
             if value is not None:
@@ -122,7 +122,8 @@ def _replace(allocation: Node, given: Node, view: Node | None) -> None:
     """Put the caller's tensor in the place of an allocation.
 
     Args:
-        view: the result, if it is a view of the allocation with another layout; then so is the caller's tensor.
+        view: the result, if it views the allocation in another layout: kernels get the caller's tensor in the
+            allocation's layout then.
     """
     value = given
     if view is not None:
