@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import pytest
 import torch
 from conftest import assert_same
+from threads import in_threads
 from torch import Tensor, nn
 
 import fxwrap
@@ -200,18 +200,47 @@ def test_threads(net: Net) -> None:
 
     def work(seed: int) -> None:
         maker = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for _ in range(50):
-                x, y = torch.randn(4, 8, generator=maker), torch.empty(4, 8)
-                if call.run(x, out=y) is not y or not torch.equal(y, call(x)):
-                    wrong.append(seed)
+        for _ in range(50):
+            x, y = torch.randn(4, 8, generator=maker), torch.empty(4, 8)
+            if call.run(x, out=y) is not y or not torch.equal(y, call(x)):
+                wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([functools.partial(work, seed) for seed in range(3)])
     assert not wrong
+
+
+def test_another_size_at_the_same_addresses_is_checked_again() -> None:
+    """
+    ::
+
+        base   0 1 2 3 4 5 6 7 8 9 ...
+        4      x x x x y y y y            apart
+        6      x x x x x x                y begins where it began, in the memory of x
+                       y y y y y y
+    """
+    torch._dynamo.reset()
+    call, base = (
+        fxwrap.bind(torch.compile(lambda x: x * 2, backend="fxwrap", dynamic=True), torch.ones(5)),
+        torch.ones(32),
+    )
+    for _ in range(3):
+        call.run(base[:4], out=base[4:8])
+        call.run(torch.ones(6), out=torch.empty(6))
+    with pytest.raises(InputError, match="shares memory"):
+        call.run(base[:6], out=base[4:10])
+
+
+def test_a_result_whose_size_the_data_decides_is_copied() -> None:
+    torch._dynamo.reset()
+
+    def f(x: Tensor) -> Tensor:
+        return torch.nonzero(x) * 2
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call = fxwrap.bind(compiled(f, fullgraph=True), torch.ones(4))
+        for _ in range(4):
+            y = torch.empty(4, 1, dtype=torch.int64)
+            assert_same(call.run(torch.ones(4), out=y), torch.arange(4)[:, None] * 2)
 
 
 def test_the_error_of_a_call_leaves_nothing_behind(net: Net) -> None:

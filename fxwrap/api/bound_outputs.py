@@ -21,13 +21,13 @@ from ..artifacts.caller_outputs import program_with_outputs
 from ..errors import InputError
 from ..graphs.prepared import DynamicSizes
 from ..graphs.program import REQUESTS, Program
-from ..graphs.replay.overlaps import MutatedInputs
+from ..graphs.replay.overlaps import MutatedInputs, RememberedCalls
 from ..host_graph.nodes import output_node, output_values
 from ..host_graph.sizes import evaluate_sizes, layout_at, symbols_at
 from ..host_graph.tensors import has_address
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-# How many combinations of addresses and layouts are remembered. Allocators return the same few addresses repeatedly.
+# Sizes for which the layouts of results are remembered.
 _MOST = 64
 
 
@@ -146,8 +146,7 @@ class Way:
         self._program, self._places = weakref.ref(program), places
         self._sizes = DynamicSizes.of(program.plan.placeholders)
         self._expected = dict[Any, dict[int, Layout]]()
-        self._variants = dict[tuple[int, ...], tuple[Program, MutatedInputs | None]]()
-        self._apart = set[tuple[Any, ...]]()
+        self._variants = dict[tuple[int, ...], tuple[Program, RememberedCalls | None]]()
 
     @classmethod
     def of(cls, program: Program, outputs: Sequence[Any], results: Sequence[Any]) -> Way:
@@ -166,8 +165,12 @@ class Way:
         """Run the program with the caller's tensors. ``inputs`` is emptied."""
         program = self._program()
         assert program is not None
+        key = self._sizes.key(inputs)
+        expected = self._layouts_at(key, program, inputs)
         wanted = {
-            self._places[n]: tensor for n, tensor in enumerate(given) if tensor is not None and n in self._places
+            position: tensor
+            for n, tensor in enumerate(given)
+            if tensor is not None and (position := self._places.get(n)) in expected
         }
         if not wanted:
             return program.run(inputs)
@@ -175,11 +178,14 @@ class Way:
         if (known := self._variants.get(positions)) is None:
             known = self._variants[positions] = _variant(program, positions)
         variant, mutated = known
-        self._check(program, inputs, wanted)
+        for position, tensor in wanted.items():
+            if expected[position] != (got := _layout(tensor)):
+                raise _refused(_text(expected[position]), _text(got))
         values = [*inputs, *(wanted[position] for position in positions)]
         inputs.clear()
-        if mutated is not None:
-            self._check_apart(mutated, values)
+        # Where no size varies, the key is None.
+        if mutated is not None and not mutated.are_apart(values, (key,)):
+            raise _refused("tensors with memory of their own", "one that shares memory with an input or another")
         others = iter(variant.run(values))
         torch.autograd.graph.increment_version(list(wanted.values()))
         count = len(output_values(program.plan.graph))
@@ -187,31 +193,20 @@ class Way:
         returns_several = isinstance(output_node(program.plan.graph).args[0], (list, tuple))
         return outputs if returns_several else outputs[0]
 
-    def _check(self, program: Program, inputs: Sequence[Any], wanted: dict[int, torch.Tensor]) -> None:
-        key = self._sizes.key(inputs)
+    def _layouts_at(self, key: Any, program: Program, inputs: Sequence[Any]) -> dict[int, Layout]:
+        """The layouts of results at these sizes. Those whose size the data decides are missing: they are copied."""
         expected = self._expected.get(key)
         if expected is None:
+            if len(self._expected) >= _MOST:
+                self._expected.clear()
             expected = self._expected[key] = _layouts(program, inputs)
-            if len(self._expected) > _MOST:
-                self._expected.pop(next(iter(self._expected)))
-        for position, tensor in wanted.items():
-            if expected.get(position) != (got := _layout(tensor)):
-                raise _refused(_text(expected[position]), _text(got))
-
-    def _check_apart(self, mutated: MutatedInputs, values: list[Any]) -> None:
-        addresses = tuple(values[place].data_ptr() for place, _ in mutated.moving)
-        if addresses in self._apart:
-            return
-        if not mutated.are_apart(values):
-            raise _refused("tensors with memory of their own", "one that shares memory with an input or another")
-        if len(self._apart) >= _MOST:
-            self._apart.clear()
-        self._apart.add(addresses)
+        return expected
 
 
-def _variant(program: Program, positions: tuple[int, ...]) -> tuple[Program, MutatedInputs | None]:
+def _variant(program: Program, positions: tuple[int, ...]) -> tuple[Program, RememberedCalls | None]:
     variant = program_with_outputs(program, positions)
-    return variant, MutatedInputs.of(variant.plan, variant.functions.overlap)
+    mutated = MutatedInputs.of(variant.plan, variant.functions.overlap)
+    return variant, RememberedCalls(mutated) if mutated else None
 
 
 def _layouts(program: Program, inputs: Sequence[Any]) -> dict[int, Layout]:

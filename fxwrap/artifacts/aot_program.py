@@ -13,7 +13,7 @@ from ..codegen.torch_runtime import autocast_enabled, torch_functions, without_a
 from ..compilation import Compilation
 from ..errors import InputError, StorageError
 from ..graphs.program import Program
-from ..graphs.replay.overlaps import MutatedInputs
+from ..graphs.replay.overlaps import MutatedInputs, RememberedCalls
 from ..host_graph.nodes import output_values
 from ..plan import ProgramPlan
 from .caller_outputs import CallerOutputs
@@ -65,8 +65,8 @@ class AotMethod(_OfThisProcess):
         passed = [place for place, expected in enumerate(signature.inputs) if not _compiled_in(expected)]
         self._passed = passed if len(passed) < len(signature.inputs) else None
         mutated = MutatedInputs.of(program.plan, functions.overlap)
-        self._mutated = mutated.with_static(self._weights, range(len(self._weights))) if mutated else None
-        self._unshared = set[tuple[Any, ...]]()  # layouts and addresses of inputs that were found to share no memory
+        mutated = mutated.with_static(self._weights, range(len(self._weights))) if mutated else None
+        self._mutated = RememberedCalls(mutated) if mutated else None
         args, kwargs = signature.arguments["tuple"]
         # Number of arguments if all are positional and none is nested: then they need no flattening; else -1.
         self._plain = len(args["tuple"]) if all(a == LEAF for a in args["tuple"]) and not kwargs["dict"] else -1
@@ -145,20 +145,13 @@ class AotMethod(_OfThisProcess):
         """Have reports find the programs that ``run`` makes."""
         self._outputs.compilation = compilation
 
-    def _check_apart(self, mutated: MutatedInputs, values: list[Any], look: Look | None) -> None:
+    def _check_apart(self, mutated: RememberedCalls, values: list[Any], look: Look | None) -> None:
         """Check that no tensor that is written shares memory with an input: AOTAutograd assumes so.
 
         Raises:
             InputError: one does.
         """
-        addresses = (look, *[values[place].data_ptr() for place, _ in mutated.moving])
-        if look is not None and addresses in self._unshared:
-            return
-        if mutated.are_apart(values):
-            if len(self._unshared) >= _MAX_ADDRESSES:
-                self._unshared.clear()
-            if look is not None:
-                self._unshared.add(addresses)
+        if mutated.are_apart(values, look):
             return
         facts, nodes = self.program.plan.facts, self.program.plan.placeholders
         inputs = [expected.name for expected in self.signature.inputs if not _compiled_in(expected)]
@@ -171,10 +164,6 @@ class AotMethod(_OfThisProcess):
             got="an input that shares memory with one that is written",
             remedy="pass a clone of one of them",
         )
-
-
-# How many combinations of addresses a method remembers. Allocators return the same few addresses repeatedly.
-_MAX_ADDRESSES = 64
 
 
 def _compiled_in(expected: TensorInput | NumberInput) -> bool:

@@ -34,7 +34,6 @@ def program_with_outputs(
     request = dataclasses.replace(
         emitted.request,
         write_only=frozenset(range(count, count + len(positions))),
-        static_inputs=tuple(program.plan.static_inputs),
         compilation=compilation or emitted.request.compilation,
     )
     return compile_host_graph(graph, request, dataclasses.replace(planner.stages, rewrites=()))

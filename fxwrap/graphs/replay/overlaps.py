@@ -15,7 +15,7 @@ that does not hold, the unit misses, and the rule itself is checked here.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,31 @@ class MutatedInputs:
         """Whether two tensors whose spans overlap share an element. Two columns of a matrix do not."""
         same = first.untyped_storage()._cdata == second.untyped_storage()._cdata
         return not same or first.dtype != second.dtype or self.overlap(first, second)
+
+
+class RememberedCalls:
+    """``MutatedInputs.are_apart``, which remembers calls for which it holds, by layouts and addresses."""
+
+    def __init__(self, mutated: MutatedInputs) -> None:
+        self._mutated = mutated
+        self._apart = set[tuple[Hashable, ...]]()
+
+    def are_apart(self, inputs: Sequence[Any], layouts: Hashable | None) -> bool:
+        """Args: layouts: stands for the layouts of all inputs; None: the call is not remembered."""
+        call = (layouts, *[inputs[place].data_ptr() for place, _ in self._mutated.moving])
+        if layouts is not None and call in self._apart:
+            return True
+        if not self._mutated.are_apart(inputs):
+            return False
+        if layouts is not None:
+            if len(self._apart) >= _MAX_CALLS:
+                self._apart.clear()
+            self._apart.add(call)
+        return True
+
+
+# How many calls are remembered. Allocators return the same few addresses repeatedly.
+_MAX_CALLS = 64
 
 
 def _lies_on(device: torch.device, value: Any) -> bool:
