@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .api.bind import bind
     from .api.doctor import Diagnosis, doctor
     from .api.explain import explain
+    from .api.memory.bill import Bill
     from .api.memory.release import release
     from .api.memory.suspend import resume, suspend
     from .api.record import record
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AotProgram",
+    "Bill",
     "BindError",
     "CaptureCost",
     "CaptureError",
@@ -106,6 +108,7 @@ _LAZY = {
     "Explanation": ".api.report",
     "explain": ".api.explain",
     "report": ".api.report",
+    "Bill": ".api.memory.bill",
     "record": ".api.record",
     "release": ".api.memory.release",
     "stats": ".api.stats",

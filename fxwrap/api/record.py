@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Literal, overload
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -11,14 +11,21 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..checked.copies import Copies
 from ..codegen.dynamo.report import compilations_of
 from ..errors import FxwrapError, InputError
+from ..graphs.memory.take_memory import empty_cache
 from ..host_graph.tensors import has_address
+from .memory.bill import Bill
+from .memory.rehearsal import Rehearsal
 from .report import report, total
 
 # The largest number of calls of one example: a recording may lead to another, and some programs always run eagerly.
 _CALLS = 16
 
 
-def record(fn: Callable[..., Any], *examples: Any) -> int:
+@overload
+def record(fn: Callable[..., Any], *examples: Any, dry_run: Literal[False] = False) -> int: ...
+@overload
+def record(fn: Callable[..., Any], *examples: Any, dry_run: Literal[True]) -> Bill: ...
+def record(fn: Callable[..., Any], *examples: Any, dry_run: bool = False) -> int | Bill:
     """Call ``fn`` with examples until no call makes a recording. The largest comes first, so that arenas grow once.
 
     ::
@@ -35,9 +42,12 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
             copies, so that no example is taken for an input whose address stays. An input whose address does stay,
             such as a cache, should be held by ``fn`` itself. Copies have the strides of the examples, and share
             memory where the examples do.
+        dry_run: find out what recordings would keep, without a capture. The calls compile, warm up and compute as
+            usual, and need the memory that recordings would keep, until this returns. What is recorded already is
+            left alone, and is not in the bill. An operator whose capture fails is only found by a capture.
 
     Returns:
-        The number of recordings that were made.
+        The number of recordings that were made; with ``dry_run`` the bill.
 
     Raises:
         FxwrapError: ``fn`` calls nothing that was compiled with fxwrap, or runs through Inductor's own wrapper.
@@ -49,22 +59,47 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
     devices = {
         tensor.device for call in calls for tensor in _tensors(call) if tensor.device.type not in ("cpu", "meta")
     }
+    if dry_run:
+        return _rehearse(fn, calls, devices)
     alive = report()  # keeps all programs alive until the end, because their counters are compared
     recordings, ran = _recordings(), _calls()
-    device_type = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
-        for call in sorted(calls, key=_bytes, reverse=True):
-            example = _Example(call)
-            for _ in range(_CALLS):
-                before = _recordings(), _warm_ups()
-                fn(*example.copied())
-                if (_recordings(), _warm_ups()) == before:
-                    break
+    _call(fn, calls, devices, lambda: (_recordings(), _warm_ups()))
     if _calls() == ran:
         raise _no_program(fn)
     recordings = _recordings() - recordings
     del alive
     return recordings
+
+
+def _rehearse(fn: Callable[..., Any], calls: list[tuple[Any, ...]], devices: Collection[torch.device]) -> Bill:
+    rehearsal = Rehearsal()
+    try:
+        with rehearsal.under_way():
+            _call(fn, calls, devices, lambda: rehearsal.progress)
+        if not rehearsal.rehearsed:
+            raise _no_program(fn)
+        return rehearsal.bill()
+    finally:
+        rehearsal.end()
+        empty_cache()
+
+
+def _call(
+    fn: Callable[..., Any],
+    calls: list[tuple[Any, ...]],
+    devices: Collection[torch.device],
+    progress: Callable[[], object],
+) -> None:
+    """Make each call, the largest first, until it makes no progress."""
+    device_type = next((device.type for device in devices), "cuda")
+    with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
+        for call in sorted(calls, key=_bytes, reverse=True):
+            example = _Example(call)
+            for _ in range(_CALLS):
+                before = progress()
+                fn(*example.copied())
+                if progress() == before:
+                    break
 
 
 def _recordings() -> int:

@@ -43,5 +43,6 @@ def through_capture(runtime: DeviceRuntime) -> DeviceRuntime:
         new_graph=lambda pool: IssuedAgain(),
         new_pool=lambda: None,
         runs_while_capturing=True,
+        repeats_calls=True,
         implementation=f"none, in the place of {runtime.implementation}",
     )

@@ -34,7 +34,7 @@ from .torch_functions import TorchFunctions
 log = logging.getLogger(__name__)
 
 _NOT_REPLAYED = object()
-_WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
+WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
 _NOT_RESUMED = "suspended, and the device is out of memory"
 _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
@@ -42,6 +42,8 @@ _WAIT_S = 1.0
 _serial_numbers = itertools.count()
 # What the next program that a thread runs is called with instead, by thread: set for one call (``bound.run``).
 REQUESTS: dict[int, Callable[[Program, list[Any]], Any]] = {}
+# What the programs that a thread runs are called with instead, by thread, until it is removed (a dry run).
+REHEARSALS: dict[int, Callable[[Program, list[Any]], Any]] = {}
 
 
 class Program:
@@ -113,6 +115,8 @@ class Program:
         """Run the program on a list of inputs, which is emptied."""
         if REQUESTS and (request := REQUESTS.pop(threading.get_ident(), None)) is not None:
             return request(self, inputs)
+        if REHEARSALS and (rehearse := REHEARSALS.get(threading.get_ident())) is not None:
+            return rehearse(self, inputs)
         for unit in self.specializations.units or self._units_for(inputs):
             try:
                 outputs = unit(inputs)
@@ -285,11 +289,11 @@ class Program:
         # One-time work cannot be captured: kernels are loaded and tuned, libraries make a handle for each thread.
         # Therefore each thread warms up first.
         if self._on_accelerator and not getattr(self._thread, "warm", False):
-            return _WARM_UP
+            return WARM_UP
         if specialization.recordings:
             return ""
         if specialization.eager_runs < self._warm_ups:
-            return _WARM_UP
+            return WARM_UP
         return self._no_room if specialization.eviction.waits_for_room() else ""
 
     @property
@@ -316,7 +320,7 @@ class Program:
 
     def _run_eagerly(self, prepared: Prepared, inputs: list[Any], reason: str, specialization: Specialization) -> Any:
         self._count("eager", reason)
-        if reason != _WARM_UP:
+        if reason != WARM_UP:
             return self._run_schedule(prepared, inputs)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
@@ -347,6 +351,10 @@ class Program:
         specialization = self.specializations.get(key) or self.specializations.add(key)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
+
+    def sizes_of(self, inputs: Sequence[Any]) -> tuple[Any, Mapping[str, Any]]:
+        """The key of a call's specialization, and the sizes that vary, by symbol."""
+        return self._sizes.key(inputs), self._sizes.by_symbol(self.plan.placeholders, inputs)
 
     def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
         """Link this backward program to its forward: see ``Recorder.follow``."""

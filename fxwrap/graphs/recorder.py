@@ -120,11 +120,16 @@ class Recorder:
         placeholders = enumerate(self.prepared.plan.placeholders)
         self._saved_tensors = frozenset(position for position, node in placeholders if node.name in names)
 
+    @property
+    def forward(self) -> tuple[Recorder | None, Mapping[int, Sequence[str]]]:
+        """What ``follow`` has linked: the forward's recorder, and the inputs."""
+        recorder, inputs = self._forward or (lambda: None, {})
+        return recorder(), inputs
+
     def _saved(self) -> Saved | None:
         if self._forward is None:
             return None
-        recorder, inputs = self._forward
-        forward = recorder()
+        forward, inputs = self.forward
         return Saved(forward.newest_estimate if forward is not None else None, inputs)
 
     # -- recording --------------------------------------------------------------------------------------

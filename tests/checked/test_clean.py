@@ -105,6 +105,17 @@ def test_through_capture(compiled: Any, device: torch.device, own_arenas: Any) -
     assert recording.request.runtime.implementation.startswith("none, in the place of") == freezes(device)
 
 
+def test_training_through_capture(compiled: Any, device: torch.device, own_arenas: Any) -> None:
+    """What repeats the calls of the backward keeps no saved tensor of the forward, which would look live."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)).to(device)
+    f: Compiled = compiled(model, options={"through_capture": True})
+    for _ in range(5):
+        f(torch.randn(4, 8, device=device)).square().sum().backward()
+        model.zero_grad(set_to_none=True)
+    for program in f.programs:
+        assert program.counters.replays == 3 and not program.counters.events
+
+
 def test_options() -> None:
     for wrong in (0, -1, "yes", 1.5):
         with pytest.raises(fxwrap.OptionError, match="at least 1"):

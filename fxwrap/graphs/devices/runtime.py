@@ -72,6 +72,7 @@ class DeviceRuntime:
             graph repeats its calls, and uses new tensors.
         runs_while_capturing: whether a capture also computes, so that no replay is needed for the first result.
         implementation: the name of the graph's class, for reports.
+        repeats_calls: whether a replay makes the captured calls again; the graph keeps what these refer to.
         after_failed_capture: restores the allocator after a failed capture; None if torch's own functions do.
         suspendable_memory: makes the suspendable memory of an arena; None if the device has none.
     """
@@ -84,6 +85,7 @@ class DeviceRuntime:
     new_pool: Callable[[], Any] = lambda: None
     after_failed_capture: RecoverFromFailedCapture | None = None
     suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None
+    repeats_calls: bool = False
 
     def make_pool(
         self, recover: RecoverFromFailedCapture | None = None, memory: SuspendableMemory | None = None

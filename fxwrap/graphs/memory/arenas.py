@@ -147,6 +147,11 @@ class Arena:
             self._pool = runtime.make_pool(recover, self.memory if runtime.device == self.device else None)
         return self._pool
 
+    @property
+    def graph_pool(self) -> GraphPool | None:
+        """The pool that its device graphs have used; None before the first."""
+        return self._pool
+
     def drop_pool(self) -> None:
         """Use a new pool for the next graph; the present one is freed with its graphs."""
         self._pool = None

@@ -113,15 +113,16 @@ class Layout:
     def static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Static inputs, without a reference to them: the caller may free them, or count references.
 
-        A hardware graph keeps only addresses. The CPU's graph keeps tensors, so these are made over the same memory
-        without owning it. There a custom operator may keep its operands, so it gets the caller's own tensor.
+        A hardware graph keeps only addresses. A graph that repeats its calls keeps tensors, so these are made over
+        the same memory without owning it. On the CPU a custom operator may keep its operands, so it gets the caller's
+        own tensor.
         """
         may_keep = self._plan.replaced_work
         tensors: dict[Node, Any] = {}
         for position in self._request.static_inputs:
             value = inputs[position]
             self.static_addresses[position] = value.data_ptr()
-            if value.device.type == "cpu":
+            if value.device.type == "cpu" or self._request.runtime.repeats_calls:
                 users = effective_users(self._plan.placeholders[position])
                 if not self._frozen and any(
                     user in may_keep or not (user.op == "output" or only_computes(user)) for user in users

@@ -243,14 +243,16 @@ class Recording:
         return ""
 
     @property
-    def own_bytes(self) -> int:
-        """Bytes that it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
+    def own_storages(self) -> list[torch.UntypedStorage]:
+        """What it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
         if self._resources is None:
-            return 0
+            return []
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(self._resources.kept)}
-        return sum(
-            storage.nbytes() for handle, storage in storages.items() if handle not in self._resources.in_arenas
-        )
+        return [storage for handle, storage in storages.items() if handle not in self._resources.in_arenas]
+
+    @property
+    def own_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.own_storages)
 
     def is_at(self, position: int, value: Any) -> bool:
         """Whether a static input is at its recorded address."""
