@@ -90,11 +90,16 @@ def _call(
     devices: Collection[torch.device],
     progress: Callable[[], object],
 ) -> None:
-    """Make each call, the largest first, until it makes no progress."""
+    """Make each call, the largest first, until it makes no progress.
+
+    Before that, each is made once. Code with dynamic sizes that one compiles is preferred by Dynamo for the others.
+    """
     device_type = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
-        for call in sorted(calls, key=_bytes, reverse=True):
-            example = _Example(call)
+        examples = list(map(_Example, sorted(calls, key=_bytes, reverse=True)))
+        for example in examples if len(examples) > 1 else ():
+            fn(*example.copied())
+        for example in examples:
             for _ in range(_CALLS):
                 before = progress()
                 fn(*example.copied())

@@ -178,6 +178,20 @@ def test_sizes_that_max_recordings_leaves_out_are_named(device: torch.device) ->
     assert kept == {recording.request.memory.size for recording in f.program.specializations.recordings()}
 
 
+def test_code_with_dynamic_sizes_is_what_later_calls_run(device: torch.device) -> None:
+    """The first size compiles for itself, the second for all sizes. Dynamo prefers what is newer: so does record."""
+    f = Compiled(_mlp(device))
+    inputs = _inputs(device, (32, 16, 8))
+    assert len(fxwrap.record(f.call, *inputs, dry_run=True).recordings) == 3
+    assert fxwrap.record(f.call, *inputs) == 3
+    first, for_all = f.programs
+    assert not first.counters.recordings and sum(for_all.counters.recordings.values()) == 3
+    before = for_all.counters.replays
+    for x in inputs:
+        f(x)
+    assert for_all.counters.replays == before + 3 and set(first.counters.eager) <= {"warm-up"}
+
+
 def test_other_threads_call_as_usual(device: torch.device) -> None:
     f, x = Compiled(_mlp(device)), _inputs(device, (4,))[0]
     own, before = list[Any](), list[Any]()
