@@ -6,6 +6,7 @@ follows the general rules; CUDA and XPU need none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,9 @@ class SuspendableMemory(Protocol):
 
     def new_pool(self) -> Any:
         """A memory pool for device graphs, which lives as long as the object; its ``id`` is what graphs are given."""
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Entered by a thread while it captures work that allocates in a pool."""
 
     def allocate_in(self, pool: Any, nbytes: int) -> torch.UntypedStorage:
         """Memory of a pool, allocated outside of captures. Raises torch.OutOfMemoryError."""

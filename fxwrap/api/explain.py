@@ -22,6 +22,9 @@ def explain(
 ) -> Explanation:
     """Compile ``fn`` anew, run it on the arguments, and report every decision.
 
+    Its memory is that of one call. ``fxwrap.record(fn, *examples, dry_run=True)`` tells what recordings of several
+    sizes would keep.
+
     Args:
         fn: a function or module; a compiled one is unwrapped.
         fxwrap_options: options as for ``torch.compile(..., options=...)``.

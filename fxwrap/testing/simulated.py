@@ -381,6 +381,9 @@ class SimulatedMemory:
         self._pools.add(pool)
         return pool
 
+    def allocating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def allocate_in(self, pool: SimulatedPool, nbytes: int) -> torch.UntypedStorage:
         pool.buffers.append(self._counted(torch.empty(nbytes, dtype=torch.uint8).untyped_storage()))
         return pool.buffers[-1]

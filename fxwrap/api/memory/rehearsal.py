@@ -207,13 +207,16 @@ class Rehearsal:
     def _device_bill(self, device: torch.device) -> DeviceBill:
         arenas = self.arenas.alive(device)
         pools = [pool for arena in arenas if (pool := arena.graph_pool) is not None]
-        segments = [s for pool in pools if pool.memory_pool is not None for s in pool.memory_pool.snapshot()]
+        # All of them: torch must not be asked about one pool (graphs/devices/cuda_memory.py says why).
+        snapshot: list[dict[str, Any]] = getattr(torch.get_device_module(device), "memory_snapshot", list)()
+        identifiers = {pool.memory_pool.id for pool in pools if pool.memory_pool is not None}
+        segments = [s for s in snapshot if tuple(s.get("segment_pool_id", ())) in identifiers]
         in_pools = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
         recordings = [recording for calls in self.rehearsed.values() for recording in calls.recordings]
         own = {s._cdata: s for recording in recordings for s in recording.own_storages if s.device == device}
         outside = [s for s in own.values() if not any(s.data_ptr() in segment for segment in in_pools)]
         workspaces = self._runtimes[device].workspaces if device in self._runtimes else {}
-        blocks = _blocks(device)
+        blocks = {block["address"]: block["size"] for segment in snapshot for block in segment["blocks"]}
         return DeviceBill(
             device,
             sum(
@@ -228,12 +231,10 @@ class Rehearsal:
         )
 
 
-def _blocks(device: torch.device) -> Mapping[int, int]:
-    """The bytes that each allocation takes in torch's allocator, by address. Empty if the device does not tell."""
-    snapshot = getattr(torch.get_device_module(device), "memory_snapshot", list)
-    return {block["address"]: block["size"] for segment in snapshot() for block in segment["blocks"]}
-
-
 def _taken(storage: torch.UntypedStorage, blocks: Mapping[int, int], rounded_to: int) -> int:
-    """The bytes that an allocation takes. A rest of a segment that is too small for others is a part of it."""
+    """The bytes that an allocation takes. A rest of a segment that is too small for others is a part of it.
+
+    Args:
+        blocks: the bytes of each block of torch's allocator, by address.
+    """
     return blocks.get(storage.data_ptr(), -(-storage.nbytes() // rounded_to) * rounded_to)

@@ -67,10 +67,11 @@ struct ManagedTensor {
 };
 constexpr int kDeviceCUDA = 2, kUnsigned = 1;
 
-// One span of addresses. With physical memory: mapped. Freed: its owner is gone; work may still use it.
+// One span of addresses. With physical memory: mapped. Freed: its tensors are gone; work may still use it.
 struct Segment {
   size_t bytes;
   int device;
+  int64_t owner;
   Handle handle;
   bool mapped;
   int64_t freed;  // 0, or the number of the free
@@ -78,6 +79,8 @@ struct Segment {
 std::mutex mutex;
 std::map<Pointer, Segment> segments;
 int64_t frees = 0;
+// Whose memory this thread allocates.
+thread_local int64_t current_owner = 0;
 
 Properties properties(int device) {
   Properties made{};
@@ -134,13 +137,16 @@ API const char* fxwrap_memory_open(const char* library) {
   return missing;
 }
 
+// Sets whose memory this thread allocates from now on; returns whose it was before.
+API int64_t fxwrap_memory_owner(int64_t owner) { return std::exchange(current_owner, owner); }
+
 // Torch's signature of an allocator's function (CUDAPluggableAllocator). Null if there is no memory.
 API void* fxwrap_memory_allocate(ssize_t bytes, int device, void*) {
   std::lock_guard<std::mutex> lock(mutex);
   const auto wanted = properties(device);
   size_t unit = 0;
   if (driver.granularity(&unit, &wanted, kMinimum) != kSuccess || unit == 0) return nullptr;
-  Segment segment{(static_cast<size_t>(bytes) + unit - 1) / unit * unit, device, 0, false, 0};
+  Segment segment{(static_cast<size_t>(bytes) + unit - 1) / unit * unit, device, current_owner, 0, false, 0};
   Pointer at = 0;
   if (driver.reserve(&at, segment.bytes, 0, 0, 0) != kSuccess) return nullptr;
   if (take(at, segment) != kSuccess) {
@@ -170,34 +176,33 @@ API void* fxwrap_memory_tensor(int64_t bytes, int device) {
   return managed;
 }
 
-// Gives back the physical memory of these segments; their work must be done. Returns its bytes, or minus an error.
-API int64_t fxwrap_memory_unmap(int64_t count, const Pointer* addresses) {
+// Gives back an owner's physical memory; its work must be done. Returns the bytes, or minus an error.
+API int64_t fxwrap_memory_unmap(int64_t owner) {
   std::lock_guard<std::mutex> lock(mutex);
   int64_t bytes = 0;
-  for (int64_t i = 0; i < count; i++) {
-    const auto found = segments.find(addresses[i]);
-    if (found == segments.end() || !found->second.mapped) continue;
-    if (const int error = give_back(found->first, found->second)) return -error;
-    bytes += static_cast<int64_t>(found->second.bytes);
+  for (auto& [at, segment] : segments) {
+    if (segment.owner != owner || !segment.mapped) continue;
+    if (const int error = give_back(at, segment)) return -error;
+    bytes += static_cast<int64_t>(segment.bytes);
   }
   return bytes;
 }
 
-// Takes physical memory for those segments that have none: for all of them, or for none. Returns its bytes, or minus
-// an error. Segments that were freed meanwhile stay as they are.
-API int64_t fxwrap_memory_map(int64_t count, const Pointer* addresses) {
+// Takes physical memory for an owner's segments that have none: for all of them, or for none. Returns the bytes, or
+// minus an error. Segments that were freed meanwhile stay as they are.
+API int64_t fxwrap_memory_map(int64_t owner) {
   std::lock_guard<std::mutex> lock(mutex);
   int64_t bytes = 0;
   std::vector<std::pair<const Pointer, Segment>*> taken;
-  for (int64_t i = 0; i < count; i++) {
-    const auto found = segments.find(addresses[i]);
-    if (found == segments.end() || found->second.mapped || found->second.freed) continue;
-    if (const int error = take(found->first, found->second)) {
-      for (auto* entry : taken) give_back(entry->first, entry->second);
+  for (auto& entry : segments) {
+    auto& [at, segment] = entry;
+    if (segment.owner != owner || segment.mapped || segment.freed) continue;
+    if (const int error = take(at, segment)) {
+      for (auto* other : taken) give_back(other->first, other->second);
       return -error;
     }
-    taken.push_back(&*found);
-    bytes += static_cast<int64_t>(found->second.bytes);
+    taken.push_back(&entry);
+    bytes += static_cast<int64_t>(segment.bytes);
   }
   return bytes;
 }

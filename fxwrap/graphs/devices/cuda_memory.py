@@ -3,6 +3,10 @@
 An arena's memory comes from the driver directly (``cuda_memory.cpp``). What graphs allocate comes from a
 ``torch.cuda.MemPool``, whose segments torch's allocator asks the same library for. So all of it consists of segments
 that this library knows, and can unmap and map again.
+
+The library notes whose memory a thread allocates. Torch could be asked which segments a pool has, but that frees
+Python's objects: ``memory_snapshot(pool)`` drops a reference of the pool's identifier that it does not own (torch
+2.14.1), and identifiers above 256 are objects of their own.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import subprocess
-import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ _PATIENCE = 120
 _DRIVER = b"libcuda.so.1"
 # CUDA_ERROR_OUT_OF_MEMORY
 _OUT_OF_MEMORY = 2
+_owners = itertools.count(1)
 # Streams that have worked in suspendable memory, by device. Torch hands out few, again and again.
 _streams: defaultdict[torch.device, set[Any]] = defaultdict(set)
 
@@ -42,42 +48,41 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._library, self._allocator = _library()
-        self._pools = weakref.WeakSet[Any]()
-        self._suspended: list[int] = []  # addresses of segments
+        self._owner = next(_owners)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         self.reclaim()
-        managed = self._library.fxwrap_memory_tensor(nbytes, self.device.index or 0)
+        with self.allocating():
+            managed = self._library.fxwrap_memory_tensor(nbytes, self.device.index or 0)
         if not managed:
             raise torch.OutOfMemoryError(f"{self.device}: no {nbytes:,} bytes of suspendable memory")
         return torch.from_dlpack(_capsule(managed, b"dltensor", None)).untyped_storage()
 
     def new_pool(self) -> Any:
         with torch.cuda.device(self.device):
-            pool = torch.cuda.MemPool(self._allocator)
-        self._pools.add(pool)
-        return pool
+            return torch.cuda.MemPool(self._allocator)
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        before = self._library.fxwrap_memory_owner(self._owner)
+        try:
+            yield
+        finally:
+            self._library.fxwrap_memory_owner(before)
 
     def allocate_in(self, pool: Any, nbytes: int) -> torch.UntypedStorage:
-        with torch.cuda.use_mem_pool(pool, self.device):
+        with self.allocating(), torch.cuda.use_mem_pool(pool, self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def note_stream(self, stream: Any) -> None:
         _streams[self.device].add(stream)
 
     def suspend(self, block: torch.UntypedStorage | None) -> int:
-        segments = [segment["address"] for pool in list(self._pools) for segment in pool.snapshot()]
-        if block is not None and block.nbytes():
-            segments.append(block.data_ptr())
-        # Before the first one goes: if the driver fails, ``resume`` takes again what is gone.
-        self._suspended = segments
         self.reclaim()
-        return self._call("fxwrap_memory_unmap", segments)
+        return self._call("fxwrap_memory_unmap")
 
     def resume(self) -> int:
-        nbytes = self._call("fxwrap_memory_map", self._suspended)
-        self._suspended = []
-        return nbytes
+        return self._call("fxwrap_memory_map")
 
     def reclaim(self) -> int:
         until = self._library.fxwrap_memory_freed(self.device.index or 0)
@@ -91,8 +96,8 @@ class CudaMemory:
                 return 0  # a capture of another thread forbids it: at another time
         return int(self._library.fxwrap_memory_reclaim(self.device.index or 0, until)) if until else 0
 
-    def _call(self, function: str, segments: list[int]) -> int:
-        result = int(getattr(self._library, function)(len(segments), (ctypes.c_ulonglong * len(segments))(*segments)))
+    def _call(self, function: str) -> int:
+        result = int(getattr(self._library, function)(self._owner))
         if result == -_OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(f"{self.device}: out of memory when recordings take theirs again")
         if result < 0:
@@ -134,9 +139,9 @@ def _library() -> tuple[ctypes.CDLL, Any]:
     library.fxwrap_memory_tensor.restype = ctypes.c_void_p
     library.fxwrap_memory_freed.argtypes = (ctypes.c_int,)
     library.fxwrap_memory_reclaim.argtypes = (ctypes.c_int, ctypes.c_int64)
-    for name in ("unmap", "map"):
-        getattr(library, f"fxwrap_memory_{name}").argtypes = (ctypes.c_int64, ctypes.c_void_p)
-    for name in ("unmap", "map", "freed", "reclaim"):
+    for name in ("unmap", "map", "owner"):
+        getattr(library, f"fxwrap_memory_{name}").argtypes = (ctypes.c_int64,)
+    for name in ("unmap", "map", "owner", "freed", "reclaim"):
         getattr(library, f"fxwrap_memory_{name}").restype = ctypes.c_int64
     with contextlib.suppress(Exception):
         torch.cuda.init()

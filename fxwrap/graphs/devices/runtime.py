@@ -120,7 +120,8 @@ class DeviceRuntime:
         This is no context manager, because an interrupt between ``__enter__`` and the block would skip ``__exit__``.
         """
         ending = False
-        with self.capture_stream(pool.stream if pool is not None else None):
+        stream, memory = (pool.stream, pool.memory) if pool is not None else (None, None)
+        with self.capture_stream(stream), memory.allocating() if memory is not None else contextlib.nullcontext():
             try:
                 graph.capture_begin()
                 work()
