@@ -27,8 +27,9 @@ from ...graphs.replay.recording import Recording
 from ...plan import Verdict
 from .bill import Bill, DeviceBill, RecordingBill
 
-# Bytes that allocators round up to: torch's (c10/core/AllocatorConfig.h, kMinBlockSize), and virtual memory of CUDA.
-_BLOCK, _PAGE = 512, 2 << 20
+# Bytes (c10/core/AllocatorConfig.h): what allocators round up to; from what size on an allocation has a segment of
+# its own, what that is rounded up to, and how large a rest must be to become another block.
+_BLOCK, _LARGE, _PAGE, _REST = 512, 10 << 20, 2 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -216,25 +217,21 @@ class Rehearsal:
         own = {s._cdata: s for recording in recordings for s in recording.own_storages if s.device == device}
         outside = [s for s in own.values() if not any(s.data_ptr() in segment for segment in in_pools)]
         workspaces = self._runtimes[device].workspaces if device in self._runtimes else {}
-        blocks = {block["address"]: block["size"] for segment in snapshot for block in segment["blocks"]}
         return DeviceBill(
             device,
-            sum(
-                _taken(a.block, blocks, _PAGE if a.memory is not None else _BLOCK)
-                for a in arenas
-                if a.block is not None
-            ),
+            sum(_rounded(a.nbytes, _PAGE) if a.memory is not None else _taken(a.nbytes) for a in arenas),
             sum(segment["total_size"] for segment in segments),
             sum(workspaces.get(pool, 0) for pool in pools),
-            sum(_taken(storage, blocks, _BLOCK) for storage in outside),
+            sum(_taken(storage.nbytes()) for storage in outside),
             temporaries_known=all(pool.memory_pool is not None for pool in pools),
         )
 
 
-def _taken(storage: torch.UntypedStorage, blocks: Mapping[int, int], rounded_to: int) -> int:
-    """The bytes that an allocation takes. A rest of a segment that is too small for others is a part of it.
+def _taken(nbytes: int) -> int:
+    """The bytes that an allocation takes from new segments. A rest that is too small for others belongs to it."""
+    segment, block = _rounded(nbytes, _PAGE), _rounded(nbytes, _BLOCK)
+    return segment if nbytes >= _LARGE and segment - block <= _REST else block
 
-    Args:
-        blocks: the bytes of each block of torch's allocator, by address.
-    """
-    return blocks.get(storage.data_ptr(), -(-storage.nbytes() // rounded_to) * rounded_to)
+
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
