@@ -22,6 +22,7 @@ from ...graphs.devices.device_graph import DeviceGraph
 from ...graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, using_runtime
 from ...graphs.memory.arenas import ArenaPool
 from ...graphs.memory.shared_state import SHARED
+from ...graphs.policy.specialization import Specialization
 from ...graphs.program import REHEARSALS, WARM_UP, Program
 from ...graphs.replay.recording import Recording
 from ...plan import Verdict
@@ -91,20 +92,23 @@ class Rehearsed:
     took: RecordingBill | None = None
 
     @property
+    def _specialization(self) -> Specialization:
+        # One without recordings may have been forgotten.
+        return self.understudy.specializations.get(self.key) or Specialization()
+
+    @property
     def recordings(self) -> list[Recording]:
         """Those that can be replayed."""
-        specialization = self.understudy.specializations.get(self.key)
-        recordings = specialization.recordings if specialization is not None else ()
-        return [recording for recording in recordings if not recording.ended and not recording.superseded]
+        return [r for r in self._specialization.recordings if not r.ended and not r.superseded]
 
     @property
     def bill(self) -> RecordingBill:
         if self.recordings:
-            return self.took or self._bill()
-        specialization = self.understudy.specializations.get(self.key)
-        ended = [recording.ended for recording in specialization.recordings] if specialization is not None else []
-        why = next(filter(None, ended), "") or (specialization.ended_because if specialization is not None else "")
-        return dataclasses.replace(self.took or self._bill(), not_kept=why or self.eager or "not called often enough")
+            return self._bill()
+        made = self._specialization
+        reasons = [*(recording.ended for recording in made.recordings), made.ended_because, self.eager]
+        why = next(filter(None, reasons), "not called often enough")
+        return dataclasses.replace(self.took or self._bill(), not_kept=why)
 
     def note(self, eager: Collection[str]) -> None:
         """Args: eager: why programs ran eagerly in a call."""
