@@ -13,7 +13,6 @@ what is counted, or more than 2% above it.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 from typing import Any
@@ -30,20 +29,10 @@ MOST = 1.02
 STATIC = {("mamba", "training")}
 
 
-def counted() -> int:
-    """Bytes by the allocator's snapshot."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # of eager work
-    torch.cuda.empty_cache()
-    return sum(
-        segment["total_size"] if tuple(segment["segment_pool_id"]) != (0, 0) else segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
-    )
-
-
 def measure(name: str, mode: str) -> dict[str, Any]:
     """Bills and counts, of each size alone and of all, in this process."""
+    from cuda_memory import kept_bytes  # memory_peak has tests/ on the path
+
     torch.manual_seed(0)
     training = mode == "training"
     model, fresh = MODELS[name]()
@@ -69,9 +58,9 @@ def measure(name: str, mode: str) -> dict[str, Any]:
 
         examples = [(rows[batch],) for batch in sizes]
         bill = fxwrap.record(step, *examples, dry_run=True)
-        before = counted()
+        before = kept_bytes()
         fxwrap.record(step, *examples)
-        found.append((sizes, bill.total, counted() - before))
+        found.append((sizes, bill.total, kept_bytes() - before))
         fxwrap.release()
         del compiled, step, compute
     return {"found": found}

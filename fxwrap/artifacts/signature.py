@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ..codegen.torch_runtime import call_check, is_plain_memory
 from ..errors import InputError
+from ..host_graph.sizes import expression
 
 # A size: a number, or an expression of symbols.
 Size = Any
@@ -214,10 +215,8 @@ class Checker:
 
 def size_of(number: Any) -> Size:
     """A size of a fake tensor, as it stands in a signature."""
-    if not isinstance(number, torch.SymInt):
-        return number
-    expression: Any = number.node.expr
-    return int(expression) if expression.is_Integer else expression
+    size = expression(number)
+    return int(size) if isinstance(size, sympy.Integer) else size
 
 
 def solution(size: Size) -> tuple[sympy.Symbol, int, int] | None:

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..checked.padding import CheckedBuckets
 from ..errors import OptionError
 from ..graphs.buckets import BucketedGraph, BucketedSize, BucketLayout, GraphPlaces, Place
+from ..host_graph.sizes import expression
 from ..options import Options
-from ..passes.analysis.row_calls import RowDimension, expression
+from ..passes.analysis.row_calls import RowDimension
 from ..passes.analysis.rows import row_mixers
 from .dynamo.marks import Mark, marks_of
 

@@ -68,8 +68,13 @@ def number_at(value: Any, symbols: Mapping[Any, int]) -> int | None:
     """A size at concrete values of symbols; None if it depends on other symbols."""
     if isinstance(value, int):
         return value
-    expression = value.node.expr.xreplace(symbols)
-    return int(expression) if expression.is_Integer else None
+    number = value.node.expr.xreplace(symbols)
+    return int(number) if number.is_Integer else None
+
+
+def expression(number: Any) -> Any:
+    """The sympy expression of a symbolic number; any other number itself."""
+    return number.node.expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
 
 
 def hint(number: Any) -> int | None:

@@ -26,6 +26,7 @@ from ..errors import InputError
 from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
 from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, module_path, operator_name, user_line
+from ..host_graph.sizes import expression
 from ..host_graph.typed_json import from_data, to_data
 from ..plan import Origin, ProgramPlan
 from .memory_map import MemoryData, memory_data
@@ -446,9 +447,5 @@ def outside_the_plan(plan: ProgramPlan) -> dict[str, str]:
 def bytes_expression(value: torch.Tensor) -> str:
     """The bytes that a fake tensor spans, as an expression in its symbols: ``32*s77``."""
     steps = zip(value.size(), value.stride(), strict=True)
-    elements = 1 + sum((_expression(extent) - 1) * _expression(step) for extent, step in steps)
+    elements = 1 + sum((expression(extent) - 1) * expression(step) for extent, step in steps)
     return str(sympy.expand(elements * value.dtype.itemsize))
-
-
-def _expression(number: Any) -> Any:
-    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)

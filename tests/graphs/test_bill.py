@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled, assert_same, freezes, inductor
+from cuda_memory import kept_bytes
 
 import fxwrap
 from fxwrap.api.memory.bill import DeviceBill, RecordingBill
@@ -76,19 +77,13 @@ def _inputs(device: torch.device, rows: tuple[int, ...] = ROWS) -> list[torch.Te
 
 
 def _counted(device: torch.device, arenas: ArenaPool) -> int:
-    """Bytes by the device's own count: what the pools of graphs hold, and what is allocated outside of them."""
+    """Bytes by the device's own count; on other devices, of arenas and of storages that recordings own."""
+    if device.type == "cuda":
+        return kept_bytes()
     gc.collect()
-    if device.type != "cuda":
-        kept = {s._cdata: s for a in arenas.alive() for r, _ in a.users() for s in r.own_storages}
-        blocks = [arena.nbytes for arena in arenas.alive()] + [storage.nbytes() for storage in kept.values()]
-        return sum(-(-nbytes // 512) * 512 for nbytes in blocks)
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # of eager work
-    torch.cuda.empty_cache()
-    return sum(
-        segment["total_size"] if tuple(segment["segment_pool_id"]) != (0, 0) else segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
-    )
+    kept = {s._cdata: s for a in arenas.alive() for r, _ in a.users() for s in r.own_storages}
+    blocks = [arena.nbytes for arena in arenas.alive()] + [storage.nbytes() for storage in kept.values()]
+    return sum(-(-nbytes // 512) * 512 for nbytes in blocks)
 
 
 # bill of each size, and of all, == counted afterwards

@@ -10,14 +10,11 @@ import sympy
 import torch
 from torch.fx import Node
 
+from ...host_graph.sizes import expression
+
 
 class RowsMixed(Exception):
     """A row of a result can depend on other rows; the message says how, as the end of a sentence."""
-
-
-def expression(size: Any) -> Any:
-    """The sympy expression of a size; a number itself."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
 
 
 @dataclass(frozen=True)

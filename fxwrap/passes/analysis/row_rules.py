@@ -16,7 +16,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .row_calls import Call, RowDimension, RowsMixed, expression, shape_text, tensors_in
+from ...host_graph.sizes import expression
+from .row_calls import Call, RowDimension, RowsMixed, shape_text, tensors_in
 
 # Reading to the end of a dimension: torch has several large numbers for it.
 _END = 2**31 - 1

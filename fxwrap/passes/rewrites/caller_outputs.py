@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...host_graph.nodes import Kind, kind_of, output_values, reinterpret
+from ...host_graph.sizes import expression
 from ...plan import Origin, StorageFacts
 from ..analysis.aliasing import analyse_storages
 
@@ -63,7 +64,7 @@ def _is_dense(node: Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
-    last = sum((_expression(n) - 1) * _expression(step) for n, step in zip(value.size(), value.stride(), strict=True))
+    last = sum((expression(n) - 1) * expression(step) for n, step in zip(value.size(), value.stride(), strict=True))
     return bool(sympy.expand(last + 1 - _elements(value)) == 0)
 
 
@@ -73,11 +74,7 @@ def _same_elements(first: Node, second: Node) -> bool:
 
 
 def _elements(value: torch.Tensor) -> Any:
-    return sympy.prod(map(_expression, value.size()))
-
-
-def _expression(number: Any) -> Any:
-    return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
+    return sympy.prod(map(expression, value.size()))
 
 
 def with_caller_outputs(gm: GraphModule, decisions: Collection[CallerOutput]) -> GraphModule:
