@@ -12,6 +12,7 @@ from ..checked.copies import Copies
 from ..codegen.dynamo.report import compilations_of
 from ..errors import FxwrapError, InputError
 from ..graphs.memory.take_memory import empty_cache
+from ..graphs.program import compiles_only
 from ..host_graph.tensors import has_address
 from .memory.bill import Bill
 from .memory.rehearsal import Rehearsal
@@ -92,13 +93,17 @@ def _call(
 ) -> None:
     """Make each call, the largest first, until it makes no progress.
 
-    Before that, each is made once. Code with dynamic sizes that one compiles is preferred by Dynamo for the others.
+    Before that, each is made once, to compile: code with dynamic sizes that one compiles is preferred by Dynamo for
+    the others. Nothing is recorded then, and no arena grows for code that is not called again.
     """
     device_type = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
         examples = list(map(_Example, sorted(calls, key=_bytes, reverse=True)))
-        for example in examples if len(examples) > 1 else ():
-            fn(*example.copied())
+        if len(examples) > 1:
+            # Backward programs have to run on this thread.
+            with compiles_only(), torch.autograd.set_multithreading_enabled(False):
+                for example in examples:
+                    fn(*example.copied())
         for example in examples:
             for _ in range(_CALLS):
                 before = progress()

@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from .torch_functions import TorchFunctions
 log = logging.getLogger(__name__)
 
 _NOT_REPLAYED = object()
-WARM_UP, _CAPTURED = "warm-up", "called while the caller captures"
+WARM_UP, COMPILES = "warm-up", "fxwrap.record compiles for all examples first"
+_CAPTURED = "called while the caller captures"
 _NOT_RESUMED = "suspended, and the device is out of memory"
 _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
@@ -44,6 +46,17 @@ _serial_numbers = itertools.count()
 REQUESTS: dict[int, Callable[[Program, list[Any]], Any]] = {}
 # What the programs that a thread runs are called with instead, by thread, until it is removed (a dry run).
 REHEARSALS: dict[int, Callable[[Program, list[Any]], Any]] = {}
+_compiles_only: ContextVar[bool] = ContextVar("fxwrap_compiles_only", default=False)
+
+
+@contextlib.contextmanager
+def compiles_only() -> Iterator[None]:
+    """Programs that this thread calls are replayed if they can be. Else they run eagerly, without a warm-up."""
+    token = _compiles_only.set(True)
+    try:
+        yield
+    finally:
+        _compiles_only.reset(token)
 
 
 class Program:
@@ -282,6 +295,8 @@ class Program:
     def _eager_reason(self, specialization: Specialization, inputs: Sequence[Any]) -> str:
         if self._caller_captures():
             return _CAPTURED
+        if _compiles_only.get():
+            return COMPILES
         if self.recorder.never_recorded:
             return self.recorder.never_recorded
         if self._mutated_inputs is not None and not self._mutated_inputs.are_apart(inputs):

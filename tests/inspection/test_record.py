@@ -12,6 +12,7 @@ from conftest import Compiled
 
 import fxwrap
 from fxwrap.compilation import live_compilations
+from fxwrap.graphs.program import COMPILES
 
 
 def _model(device: torch.device) -> torch.nn.Module:
@@ -38,7 +39,19 @@ def test_the_largest_comes_first(compiled: Any, device: torch.device) -> None:
     with torch.no_grad():
         made = fxwrap.record(f.call, *[torch.randn(rows, 8, device=device) for rows in (3, 50, 7)])
     assert made == 3
-    assert f.program.counters.recordings == {"new shape": 3}  # all have warmed up before the first
+    assert f.program.counters.recordings == {"new shape": 3}  # all have been called before the first
+
+
+# f(50 rows)   code for 50 rows alone      called once, to compile
+# f(3 rows)    code for any number of rows
+# f(50 rows)                               Dynamo takes this one: it is recorded
+def test_code_that_is_not_called_again_neither_plans_nor_warms_up(compiled: Any, device: torch.device) -> None:
+    f: Compiled = compiled(lambda x: (x.sin() @ x.t()).cos() @ x)
+    with torch.no_grad():
+        assert fxwrap.record(f.call, *[torch.randn(rows, 8, device=device) for rows in (50, 3)]) == 2
+    static, dynamic = f.programs
+    assert static.counters.eager == {COMPILES: 1} and static.newest_plan is None
+    assert sum(dynamic.counters.recordings.values()) == 2 and dynamic.counters.eager["warm-up"] == 2
 
 
 def test_what_is_collected_meanwhile_is_not_taken_off(compiled: Any, device: torch.device) -> None:

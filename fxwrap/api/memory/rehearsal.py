@@ -23,7 +23,7 @@ from ...graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, usi
 from ...graphs.memory.arenas import ArenaPool
 from ...graphs.memory.shared_state import SHARED
 from ...graphs.policy.specialization import Specialization
-from ...graphs.program import REHEARSALS, WARM_UP, Program
+from ...graphs.program import COMPILES, REHEARSALS, WARM_UP, Program
 from ...graphs.replay.recording import Recording
 from ...plan import Verdict
 from .bill import Bill, DeviceBill, RecordingBill
@@ -168,7 +168,7 @@ class Rehearsal:
         """What the recordings keep at this moment."""
         devices = dict.fromkeys(arena.device for arena in self.arenas.alive())
         # Code with dynamic sizes can take the place of code that has only warmed up.
-        called = [calls for calls in self.rehearsed.values() if calls.took or calls.eager != WARM_UP]
+        called = [calls for calls in self.rehearsed.values() if calls.took or calls.eager not in (WARM_UP, COMPILES)]
         return Bill(tuple(map(self._device_bill, devices)), tuple(calls.bill for calls in called))
 
     def end(self) -> None:
