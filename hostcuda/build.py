@@ -164,9 +164,10 @@ def libraries() -> Path:
     wanted = _libraries(torch)
     headers = [path for pattern in ("*.h", "*.map") for path in sorted(SOURCES.rglob(pattern))]
     common = _digest([torch.version, _version(command), *(path.read_text() for path in headers)])
-    objects = {source: _object(source, library.compile, common) for library in wanted for source in library.sources}
-    links = [text for library in wanted for text in (library.name, *library.link)]
-    folder = cache() / f"lib-{_digest([*map(str, objects.values()), *links])}"
+    flags = {source: _portable(library.compile, torch) for library in wanted for source in library.sources}
+    objects = {source: _object(source, text, common) for source, text in flags.items()}
+    links = [text for library in wanted for text in (library.name, *_portable(library.link, torch))]
+    folder = cache() / f"lib-{_digest([*(path.name for path in objects.values()), *links])}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / "lock", "w") as lock:
@@ -178,6 +179,11 @@ def libraries() -> Path:
 
 def _object(source: Path, flags: Sequence[str], common: str) -> Path:
     return cache() / "objects" / f"{source.stem}-{_digest([common, source.read_text(), *flags])}.o"
+
+
+def _portable(flags: Sequence[str], torch: Torch) -> list[str]:
+    """Flags that say nothing of where a checkout and an environment lie: all of these share what was built."""
+    return [flag.replace(str(SOURCES), "src").replace(str(torch.packages), "packages") for flag in flags]
 
 
 def _digest(texts: Sequence[str]) -> str:
