@@ -38,7 +38,7 @@ def measure(name: str, mode: str) -> dict[str, Any]:
     model, fresh = MODELS[name]()
     model = model.train(training).cuda()
     given = {key: value.cuda() for key, value in fresh().items()}
-    given = {key: torch.cat([value] * (SIZES[0] // value.shape[0])) for key, value in given.items()}
+    given = {key: torch.cat([value] * max(1, SIZES[0] // value.shape[0])) for key, value in given.items()}
     rows = {batch: {key: value[:batch].contiguous() for key, value in given.items()} for batch in SIZES}
     found = []
     for sizes in (*((batch,) for batch in SIZES), SIZES):

@@ -78,6 +78,7 @@ class Recorder:
         self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.newest_plan: MemoryPlan | None = None
         self.newest_sized: SizedProgram | None = None
+        self._newest_estimate: weakref.ref[Estimate] | None = None
         self._forward: tuple[weakref.ref[Recorder], Mapping[int, Sequence[str]]] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
 
@@ -85,8 +86,8 @@ class Recorder:
 
     @property
     def newest_estimate(self) -> Estimate | None:
-        estimates = [specialization.estimate for specialization in self._specializations.values()]
-        return next((estimate for estimate in reversed(estimates) if estimate is not None), None)
+        """The newest that a specialization still has."""
+        return self._newest_estimate() if self._newest_estimate is not None else None
 
     def estimate(self, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before a recording, for reports and so that arenas are large enough."""
@@ -94,12 +95,15 @@ class Recorder:
             return
         try:
             estimate = self.prepared.provider.estimate(inputs, self.newest_plan, self._saved())
-            specialization.estimate = estimate
+            self._keep_estimate(specialization, estimate)
             self._note_plan(estimate.planned, estimate.memory)
         except PlanError as error:
             if self._options.strict:
                 raise
             self.never_recorded = str(error.subject)
+
+    def _keep_estimate(self, specialization: Specialization, estimate: Estimate) -> None:
+        specialization.estimate, self._newest_estimate = estimate, weakref.ref(estimate)
 
     def _note_plan(self, planned: SizedProgram, memory: MemoryPlan) -> None:
         if self.newest_plan is None:
@@ -174,7 +178,7 @@ class Recorder:
                 inputs, static, estimate, self.newest_plan, owner, locked, decision.excludes
             )
             self._note_plan(memory.planned, memory.memory)
-            specialization.estimate = estimate or Estimate(memory.planned, memory.memory)
+            self._keep_estimate(specialization, estimate or Estimate(memory.planned, memory.memory))
             request = self._request_for(prepared, specialization, inputs, static, memory)
             with record_function(recording_range(self._name)):
                 recorded = RecordingBuilder(request).record(inputs)

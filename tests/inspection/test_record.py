@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled
+from conftest import Compiled, freezes
 
 import fxwrap
 from fxwrap.compilation import live_compilations
-from fxwrap.graphs.program import COMPILES
+from fxwrap.graphs.program import COMPILES, compiles_only
 
 
 def _model(device: torch.device) -> torch.nn.Module:
@@ -90,6 +90,28 @@ def test_training_is_recorded_by_a_function_that_runs_the_backward(compiled: Any
     for program, counters in zip(f.programs, before, strict=True):
         assert program.counters.recordings == counters["recordings"]
         assert program.counters.replays == counters["replays"] + 4
+
+
+# called once:   2, 4, 8 rows         one specialization each, in this order
+# recorded:      8: forward, backward   4: forward, backward   2: forward, backward   each pair is planned together
+def test_the_forward_and_the_backward_of_one_size_are_planned_together(compiled: Any, device: torch.device) -> None:
+    if not freezes(device):
+        pytest.skip("recordings on this device have no arena")
+    model = torch.nn.Sequential(*[layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())])
+    model.to(device)
+    f: Compiled = compiled(model, dynamic=True)
+
+    def step(x: torch.Tensor) -> None:
+        f(x).square().sum().backward()
+
+    with compiles_only(), torch.autograd.set_multithreading_enabled(False):
+        for rows in (2, 4, 8):
+            step(torch.randn(rows, 64, device=device))
+    fxwrap.record(step, *[torch.randn(rows, 64, device=device) for rows in (2, 4, 8)])
+    forward, backward = (program.specializations.recordings() for program in f.programs)
+    sizes = [[recording.request.memory.size for recording in several] for several in (forward, backward)]
+    pairs = set(zip(*sizes, strict=True))
+    assert len(pairs) == 3 and all(first == second for first, second in pairs), pairs
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_recorded(compiled: Any) -> None:
