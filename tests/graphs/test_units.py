@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, assert_same, tensors_in
+from conftest import Compiled, assert_same, inductor, tensors_in
 from hypothesis import given
 from models import MODELS, SMALLER
 from native_calls import (
@@ -170,6 +170,37 @@ def test_the_listing_where_addresses_are_frozen(compiled: Any, own_arenas: Any) 
         with natively(f.program):
             f(torch.randn(4, 4), counter)
         assert torch.equal(counter, torch.ones(4))
+
+
+@native
+def test_the_listing_of_copied_outputs(compiled: Any, own_arenas: Any) -> None:
+    """Python copies only what ``clone`` would lay out in another way: here an output with a gap.
+
+    ::
+
+        static buffer <- x                    fill static buffers with slot 0
+        graph                             ->  replay()  # Python
+        a copy of x.sin() @ x                 slot 1 = aten::clone(<float32[4, 4]>, default)
+        a copy of the output with a gap       slot 2 = copies_out(<float32[4, 2]>)  # Python
+    """
+
+    def g(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gapped = torch.empty_strided((4, 2), (4, 1), device=x.device).copy_(x[:, :2] * 2)
+        return x.sin() @ x, gapped
+
+    with using_runtime(SIMULATED):
+        f: Compiled = compiled(g, options={"copy_outputs": True})
+        recording = recorded(f, lambda: torch.randn(4, 4))
+        assert listing(recording) == drawn("""
+        fill static buffers with slot 0
+        replay()  # Python
+        slot 1 = aten::clone(<float32[4, 4]>, default)
+        slot 2 = copies_out(<float32[4, 2]>)  # Python
+        return (slot 1, slot 2)
+        """)
+        x = torch.randn(4, 4)
+        with natively(f.program):
+            assert_same(f(x), inductor(g)(x))
 
 
 # -- the same numbers ----------------------------------------------------------------------------------------

@@ -72,6 +72,17 @@ def relay_shared(seen: torch.Tensor, value: Any, base: torch.Tensor) -> Any:
     return relay(views_of(value, seen.data_ptr()), base) if shares_storage(seen, value) else value
 
 
+def clones_alike(value: Any) -> bool:
+    """Whether ``clone`` copies a value as ``copy_out`` does: a plain tensor without gaps and pending bits."""
+    plain = type(value) is torch.Tensor and has_address(value) and not (value.is_conj() or value.is_neg())
+    return plain and torch.empty_like(value, device="meta").stride() == value.stride()
+
+
+def copies_out(value: Any) -> Any:
+    """``copy_out`` of a tensor, or of each of a tuple."""
+    return each(copy_out, value)
+
+
 def copy_out(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor with the same strides and pending bits."""
     if not has_address(tensor):

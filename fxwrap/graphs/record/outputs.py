@@ -16,11 +16,11 @@ from torch.fx import Node
 from ...host_graph.nodes import Kind, kind_of, output_node
 from ...host_graph.tensors import has_address, tensors_in
 from ..memory.live_outputs import OutputStorage
-from ..memory.output_views import copy_out, each, relay, relay_shared, shares_storage, views_of
+from ..memory.output_views import clones_alike, copies_out, each, relay, relay_shared, shares_storage, views_of
 from ..replay.flat_python import Part
 from ..replay.operands import Bound, Register
 from ..replay.recording import RecordingRequest
-from ..replay.steps import CallPython, View
+from ..replay.steps import CallOperator, CallPython, View
 from .flat import FlatBuilder
 from .layout import Layout
 
@@ -92,7 +92,7 @@ class Outputs:
             has_no_address = isinstance(fake, torch.Tensor) and not has_address(fake)
             copy = bool(indices & self._request.copied) or node in self._pooled or has_no_address
             if copy:
-                builder.assign(node, CallPython(functools.partial(each, copy_out), (value,)))
+                builder.assign(node, _copy(value))
             elif planned and all(user.meta.get("call") is lay_out for user in users):
                 builder.stand_for(node, value)  # every user makes a new tensor over it
             elif planned:
@@ -176,6 +176,14 @@ def _views_in(node: Node, output: Node) -> list[Node]:
         if not needed.isdisjoint(value.users):
             needed.add(value)
     return [view for view in values[1:] if view in needed]
+
+
+def _copy(value: Bound | Register) -> CallPython:
+    """Copies a value, with its strides and pending bits. The dispatcher's ``clone`` needs no Python."""
+    clone = torch.ops.aten.clone.default
+    if isinstance(value, Bound) and clones_alike(value.value):
+        return CallOperator(clone, (value,), overload=clone)
+    return CallPython(copies_out, (value,))
 
 
 def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
