@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from .api.memory.release import release
     from .api.memory.suspend import resume, suspend
     from .api.record import record
-    from .api.report import Explanation, report
+    from .api.report import report
     from .api.stats import stats
     from .artifacts.aot_compile import aot_compile
-    from .artifacts.aot_program import AotProgram, LoadedProgram
+    from .artifacts.aot_program import AotProgram
     from .artifacts.load import load
     from .artifacts.save import save
     from .codegen.devices.registration import DeviceRegistration, register_device
     from .codegen.dynamo.marks import mark_bucket
     from .codegen.emit.emission import FxwrapCodegen
+    from .inspection.explanation import Explanation
 
 __version__ = "0.1.0"
 __all__ = [
@@ -64,7 +65,6 @@ __all__ = [
     "InputError",
     "KernelCall",
     "KernelKind",
-    "LoadedProgram",
     "MemoryLimitError",
     "OptionError",
     "Options",
@@ -94,7 +94,6 @@ __all__ = [
 # Inductor takes seconds to import, so names that need it are imported at their first use.
 _LAZY = {
     "AotProgram": ".artifacts.aot_program",
-    "LoadedProgram": ".artifacts.aot_program",
     "aot_compile": ".artifacts.aot_compile",
     "load": ".artifacts.load",
     "save": ".artifacts.save",
@@ -105,7 +104,7 @@ _LAZY = {
     "bind": ".api.bind",
     "Diagnosis": ".api.doctor",
     "doctor": ".api.doctor",
-    "Explanation": ".api.report",
+    "Explanation": ".inspection.explanation",
     "explain": ".api.explain",
     "report": ".api.report",
     "Bill": ".api.memory.bill",

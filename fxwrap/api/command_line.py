@@ -27,7 +27,7 @@ from .doctor import doctor as examine
 
 if TYPE_CHECKING:
     from ..artifacts.signature import Signature
-    from .report import Explanation
+    from ..inspection.explanation import Explanation
 
 app = typer.Typer(
     add_completion=False,

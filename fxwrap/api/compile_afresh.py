@@ -17,7 +17,7 @@ from ..codegen.torch_runtime import allocations
 from ..codegen.torch_versions import own_caches
 from ..compilation import Compilation
 from ..inspection.document import CallData
-from .report import Explanation
+from ..inspection.explanation import Explanation
 
 
 def compile_afresh(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..inspection.explanation import Explanation
 from .compile_afresh import compile_afresh
-from .report import Explanation
 from .target import explain_for
 
 

@@ -11,7 +11,8 @@ from types import TracebackType
 from unittest import mock
 
 from ..compilation import all_kept
-from .report import Explanation, report
+from ..inspection.explanation import Explanation
+from .report import report
 
 
 def explain_script(script: str, arguments: Sequence[str]) -> tuple[Explanation, SystemExit | None]:

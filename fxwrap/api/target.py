@@ -34,8 +34,8 @@ from ..codegen.dynamo.collection import with_own_code
 from ..compilation import Compilation
 from ..devices import registered_devices
 from ..errors import DeviceError, FxwrapError, UnsupportedModelError
+from ..inspection.explanation import Explanation
 from .compile_afresh import compile_afresh
-from .report import Explanation
 
 if TYPE_CHECKING:
     from ..codegen.devices.cross_target import Machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ import torch
 from ..backend import parsed
 from ..codegen.store.export import CompiledMethod, TracedMethod, compile_method, is_constant, traced_method
 from ..errors import OptionError, StorageError
-from ..options import Options
-from .aot_program import AotMethod, AotProgram
+from .aot_program import AotMethod, AotProgram, CompiledMethods
 from .signature import NumberInput, Signature, TensorInput, size_of, solution
 from .structure import structure_of
 from .tensors.entries import TensorEntries
@@ -53,14 +51,6 @@ def aot_compile(
         OptionError: an option, a method or its name is wrong.
     """
     return program_of(compile_methods(methods, options, progress))
-
-
-@dataclass(frozen=True)
-class CompiledMethods:
-    """Methods that are compiled, by name, and the options that their programs run with."""
-
-    methods: Mapping[str, CompiledMethod]
-    options: Options
 
 
 def compile_methods(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import sympy
@@ -15,6 +15,7 @@ from ..errors import InputError, StorageError
 from ..graphs.program import Program
 from ..graphs.replay.overlaps import MutatedInputs, RememberedCalls
 from ..host_graph.nodes import output_values
+from ..options import Options
 from ..plan import ProgramPlan
 from .caller_outputs import CallerOutputs
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
@@ -23,8 +24,8 @@ from .tensors.memory import same_memory, without_repeats
 from .tensors.names import FrozenWeights, names_of_weights
 
 if TYPE_CHECKING:
-    from ..api.report import Explanation
-    from .aot_compile import CompiledMethods
+    from ..codegen.store.export import CompiledMethod
+    from ..inspection.explanation import Explanation
 
 
 class TensorsByName(Protocol):
@@ -188,6 +189,14 @@ def _with_copies(results: Any, places: Sequence[int]) -> Any:
     return copied
 
 
+@dataclass(frozen=True)
+class CompiledMethods:
+    """Methods that are compiled, by name, and the options that their programs run with."""
+
+    methods: Mapping[str, CompiledMethod]
+    options: Options
+
+
 class AotProgram(_OfThisProcess):
     """Methods that are compiled ahead of time: ``program["decode"](x)``, or ``program.decode(x)``.
 
@@ -281,7 +290,7 @@ class AotProgram(_OfThisProcess):
 
     def explain(self) -> Explanation:
         """The decisions about all methods, as ``fxwrap.explain`` shows them."""
-        from ..api.report import Explanation
+        from ..inspection.explanation import Explanation
 
         return Explanation(list(self._compilation.programs))
 
@@ -299,7 +308,3 @@ def compiled_methods_of(program: AotProgram) -> CompiledMethods:
             remedy="copy the file; for other weights, save the methods again, or give weights to fxwrap.load",
         )
     return program._compiled
-
-
-# The name of what ``fxwrap.load`` returned before programs could be made in memory.
-LoadedProgram = AotProgram

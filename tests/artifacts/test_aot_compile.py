@@ -636,7 +636,3 @@ def test_what_is_no_program_to_save_or_no_method_to_compile(tmp_path: Path) -> N
     ):
         with pytest.raises(OptionError):
             fxwrap.aot_compile(methods, options=options)  # type: ignore[arg-type]
-
-
-def test_the_former_name_is_that_of_the_class() -> None:
-    assert fxwrap.LoadedProgram is fxwrap.AotProgram

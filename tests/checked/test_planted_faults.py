@@ -16,10 +16,10 @@ import fxwrap
 import fxwrap.codegen.torch_runtime
 import fxwrap.passes.memory.planner
 import fxwrap.pipeline
-from fxwrap.graphs.memory.live_outputs import LivenessGuard
 from fxwrap.graphs.memory.static_buffers import StaticBuffers
 from fxwrap.graphs.record.layout import Layout
 from fxwrap.graphs.record.recording_builder import RecordingBuilder
+from fxwrap.graphs.replay.liveness_guard import LivenessGuard
 from fxwrap.graphs.replay.operands import Call
 from fxwrap.graphs.replay.recording import Replay
 from fxwrap.graphs.replay.steps import Copy

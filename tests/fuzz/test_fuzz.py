@@ -35,8 +35,8 @@ from sequences import (
 )
 
 from fxwrap.api import record as record_module
-from fxwrap.graphs.memory.live_outputs import LivenessGuard
 from fxwrap.graphs.program import Program
+from fxwrap.graphs.replay.liveness_guard import LivenessGuard
 from fxwrap.graphs.replay.recording import Recording, Replay
 
 # Of the sample in every run: compiling them takes most of its time.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fxwrap.codegen.torch_runtime import use_counter
-from fxwrap.graphs.memory.live_outputs import LivenessGuard, OutputStorage, WatchedOutputs
+from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
+from fxwrap.graphs.replay.liveness_guard import LivenessGuard
 
 CPU = torch.device("cpu")
 

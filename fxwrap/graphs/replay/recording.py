@@ -19,13 +19,14 @@ from ...host_graph.tensors import tensors_in
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import DeviceRuntime, GraphPool
 from ..memory.arenas import Arena
-from ..memory.live_outputs import LivenessGuard, OutputStorage, WatchedOutputs
+from ..memory.live_outputs import OutputStorage, WatchedOutputs
 from ..memory.locks import LockOwner, TryLock
 from ..memory.memory_provider import RecordingMemory
 from ..memory.regions import Regions
 from ..torch_functions import TorchFunctions, Traces
 from .flat_python import Part
 from .guards import Description, Guards
+from .liveness_guard import LivenessGuard
 from .native import CannotReplay, Unit
 from .overlaps import MutatedInputs
 from .units import make_unit
