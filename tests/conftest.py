@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from typing import Any
 
 from kernel_cache import kernel_cache, remove_halves
 
+# A shell starts what runs in the background with interrupts ignored; tests raise some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What torch reads when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernel_cache()))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

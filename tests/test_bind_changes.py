@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import random
+import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,11 +95,17 @@ def made():
 """
 
 
+_worlds = itertools.count()
+
+
 class World:
     """Everything that a change may reach: a module, a function, their source's globals, and how they are called."""
 
     def __init__(self, how: Callable[..., Any]) -> None:
-        self.scope: dict[str, Any] = {"__name__": "world"}
+        # A module, for torch 2.11 imports those whose names are in guards.
+        module = types.ModuleType(f"world{next(_worlds)}")
+        sys.modules[module.__name__] = module
+        self.scope = vars(module)
         exec(compile(SOURCE, "<world>", "exec"), self.scope)
         torch.manual_seed(0)
         self.net = self.scope["Net"]()

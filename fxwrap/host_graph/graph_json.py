@@ -169,6 +169,8 @@ class _Writer:
     def value(self, value: Any) -> Data:
         if value is None or type(value) in (bool, int, str):
             return value
+        if isinstance(value, sympy.Integer):
+            return int(value)  # torch 2.11 has some in graphs that freezing has folded
         if type(value) is float:
             return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, Node):

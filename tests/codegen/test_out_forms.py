@@ -198,6 +198,7 @@ def test_results_that_inductor_predicts_otherwise_stay_outside(monkeypatch: pyte
     assert set(graph["outside_the_plan"].values()) == {"aten::topk: Inductor predicts no results like these"}
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "out"), reason="torch 2.11 knows no custom out= forms")
 def test_a_custom_out_form_must_fill_what_its_fake_kernel_predicts() -> None:
     """Inductor returns the tensor that the operator has resized, with numbers that no kernel has written."""
     with torch.library._scoped_library("test_out_forms", "FRAGMENT") as library:
