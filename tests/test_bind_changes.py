@@ -531,7 +531,10 @@ def called(compiled: Any, *example: Any) -> Any:
 def worlds() -> Iterator[Worlds]:
     limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 10000}
     with torch._dynamo.config.patch(limits):
-        yield [World(fxwrap.bind), World(called)]
+        made = [World(fxwrap.bind), World(called)]
+        yield made
+    for world in made:
+        del sys.modules[world.scope["__name__"]]
 
 
 def test_there_are_at_least_forty_kinds_of_change() -> None:

@@ -100,8 +100,7 @@ def _call(
     with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
         examples = list(map(_Example, sorted(calls, key=_bytes, reverse=True)))
         if len(examples) > 1:
-            # Backward programs have to run on this thread.
-            with compiles_only(), torch.autograd.set_multithreading_enabled(False):
+            with compiles_only():
                 for example in examples:
                     fn(*example.copied())
         for example in examples:

@@ -54,7 +54,8 @@ def compiles_only() -> Iterator[None]:
     """Programs that this thread calls are replayed if they can be. Else they run eagerly, without a warm-up."""
     token = _compiles_only.set(True)
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):  # backward programs run on this thread, too
+            yield
     finally:
         _compiles_only.reset(token)
 

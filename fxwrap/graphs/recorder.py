@@ -86,7 +86,7 @@ class Recorder:
 
     @property
     def newest_estimate(self) -> Estimate | None:
-        """The newest that a specialization still has."""
+        """The newest, by the time at which it was made or recorded; None where its specialization was forgotten."""
         return self._newest_estimate() if self._newest_estimate is not None else None
 
     def estimate(self, inputs: Sequence[Any], specialization: Specialization) -> None:

@@ -104,7 +104,7 @@ def test_the_forward_and_the_backward_of_one_size_are_planned_together(compiled:
     def step(x: torch.Tensor) -> None:
         f(x).square().sum().backward()
 
-    with compiles_only(), torch.autograd.set_multithreading_enabled(False):
+    with compiles_only():
         for rows in (2, 4, 8):
             step(torch.randn(rows, 64, device=device))
     fxwrap.record(step, *[torch.randn(rows, 64, device=device) for rows in (2, 4, 8)])
