@@ -1,4 +1,7 @@
-"""Every error that fxwrap raises. A message says its subject, what was expected, what was found, and what to do."""
+"""The errors that fxwrap raises. A message says its subject, what was expected, what was found, and what to do.
+
+``packing``, which stands by itself, raises ValueError and RuntimeError.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ class Options:
     strict: bool = _option(False, "raise instead of falling back when a graph cannot be emitted, planned or captured")
     warmup: int = _option(1, "eager runs of each new shape before it is recorded", minimum=0)
     max_recordings: int = _option(
-        64, "recordings one program may keep; for more, the least recently used one ends", minimum=1
+        64,
+        "recordings one program may keep; at the limit, a new shape that is called more often replaces the least "
+        "recently used one, and others run eagerly",
+        minimum=1,
     )
     max_memory: int = _option(
         0,

@@ -6,9 +6,9 @@
     Analysed --capturability--> Judged --cut--> Divided --cost model, partitions compiled elsewhere--> ProgramPlan
     ProgramPlan at concrete sizes --memory--> MemoryPlan
 
-Each stage takes a frozen dataclass that an earlier one returns, so that a wrong order is a type error. ``Stages`` is
-the list. Analysis runs once for a graph. Partitioning runs again when the capture of an operator fails, with that
-operator eager. Memory planning runs for each set of sizes.
+After the rewrites, each stage takes a frozen dataclass made of what earlier stages return, so that a wrong order is a
+type error. ``Stages`` is the list. Analysis runs once for a graph. Partitioning runs again when the capture of an
+operator fails, with that operator eager. Memory planning runs at concrete sizes, for each recording.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class CompileRequest:
     """Everything besides the graph that compiling needs.
 
     Attributes:
-        torch: private functions of torch that the running program needs.
+        functions: private functions of torch that the running program needs.
         static_inputs, donated, write_only, saved, inputs, phase: facts of inputs and outputs; see ``ProgramPlan``.
         compilation: collects the programs (see ``fxwrap.explain``).
         compile_partition: called with each partition; may return a callable that replaces it.
     """
 
-    torch: TorchFunctions
+    functions: TorchFunctions
     options: Options = field(default_factory=Options)
     static_inputs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
@@ -132,12 +132,12 @@ class Analysed:
     """A host graph with all results of analysis.
 
     Attributes:
-        storages: the graph with the storages that alias analysis has found.
+        aliased: the graph with the storages that alias analysis has found.
         workspace: measured workspace of library calls in bytes, by node.
         dependencies: the dependency graph of its work nodes.
     """
 
-    storages: Aliased
+    aliased: Aliased
     workspace: Mapping[str, int]
     dependencies: nx.DiGraph
 
@@ -180,7 +180,7 @@ class Partitioned:
 
 
 @dataclass(frozen=True)
-class Sized:
+class MemoryInput:
     """The input of memory planning: a program at concrete sizes, and what live outputs occupy.
 
     Attributes:
@@ -189,7 +189,7 @@ class Sized:
         previous: this program's plan for other sizes; its order of offsets is also tried.
     """
 
-    planned: SizedProgram
+    sized: SizedProgram
     reserved: Reservations = field(default_factory=dict)
     hint: PlacementHint | None = None
     previous: MemoryPlan | None = None
@@ -265,45 +265,45 @@ def _analyse_storages(emitted: Emitted) -> Aliased:
     )
 
 
-def _measure_workspace(storages: Aliased) -> Mapping[str, int]:
+def _measure_workspace(aliased: Aliased) -> Mapping[str, int]:
     """Measure the workspace of library calls, on the CPU alone: it counts as memory in use while a call runs."""
-    if storages.workspace is not None:
-        return storages.workspace
-    if storages.device.type != "cpu" or freezes_addresses(storages.device):
+    if aliased.workspace is not None:
+        return aliased.workspace
+    if aliased.device.type != "cpu" or freezes_addresses(aliased.device):
         return {}
-    work = (node for node in storages.graph.graph.nodes if node.op == "call_function")
-    with storages.request.torch.without_modes():
-        return measure_workspace(work, storages.request.torch.allocations)
+    work = (node for node in aliased.graph.graph.nodes if node.op == "call_function")
+    with aliased.request.functions.without_modes():
+        return measure_workspace(work, aliased.request.functions.allocations)
 
 
-def _find_dependencies(storages: Aliased) -> nx.DiGraph:
-    return build_dependency_graph(storages.graph, storages.facts)
+def _find_dependencies(aliased: Aliased) -> nx.DiGraph:
+    return build_dependency_graph(aliased.graph, aliased.facts)
 
 
 def _judge(uncut: Uncut) -> Mapping[str, NodeVerdict]:
-    storages = uncut.analysed.storages
-    fixed = FIXED_ADDRESSES if freezes_addresses(storages.device) else ()
-    eager_ops = (*storages.request.options.eager_ops, *device_support(storages.device.type).eager_ops, *fixed)
-    return judge(storages.graph, eager_ops, uncut.refused)
+    aliased = uncut.analysed.aliased
+    fixed = FIXED_ADDRESSES if freezes_addresses(aliased.device) else ()
+    eager_ops = (*aliased.request.options.eager_ops, *device_support(aliased.device.type).eager_ops, *fixed)
+    return judge(aliased.graph, eager_ops, uncut.refused)
 
 
 def _cut(judged: Judged) -> Cut:
-    storages = judged.analysed.storages
-    graph, facts, sizes = storages.graph, storages.facts, storages.sizes
+    aliased = judged.analysed.aliased
+    graph, facts, sizes = aliased.graph, aliased.facts, aliased.sizes
     inner_sizes = {index: sizes[index] for index in inner_storages(graph, facts) if index in sizes}
-    budget = storages.request.options.peak_budget
-    return cut(judged.analysed.dependencies, judged.verdicts, storages.device, facts, inner_sizes, budget)
+    budget = aliased.request.options.peak_budget
+    return cut(judged.analysed.dependencies, judged.verdicts, aliased.device, facts, inner_sizes, budget)
 
 
 def _apply_cost_model(divided: Divided) -> ProgramPlan:
-    storages = divided.analysed.storages
-    request, options = storages.request, storages.request.options
+    aliased = divided.analysed.aliased
+    request, options = aliased.request, aliased.request.options
     plan = ProgramPlan(
-        storages.graph,
-        storages.facts,
+        aliased.graph,
+        aliased.facts,
         divided.verdicts,
         divided.cut,
-        storages.device,
+        aliased.device,
         static_inputs=frozenset(request.static_inputs),
         phase=request.phase,
         donated=request.donated,
@@ -312,8 +312,8 @@ def _apply_cost_model(divided: Divided) -> ProgramPlan:
         inputs=request.inputs,
         workspace=divided.analysed.workspace,
     )
-    cost = capture_cost(storages.device.type)
-    return apply_cost_model(plan, cost, storages.sizes, options.capture, options.min_launches)
+    cost = capture_cost(aliased.device.type)
+    return apply_cost_model(plan, cost, aliased.sizes, options.capture, options.min_launches)
 
 
 def _replace_partitions(partitioned: Partitioned) -> ProgramPlan:
@@ -329,18 +329,18 @@ def _replace_partitions(partitioned: Partitioned) -> ProgramPlan:
     return dataclasses.replace(plan, compiled=compiled)
 
 
-def _plan_memory(sized: Sized) -> MemoryPlan:
-    return plan_program(sized.planned, sized.reserved, sized.hint, sized.previous)
+def _plan_memory(given: MemoryInput) -> MemoryPlan:
+    return plan_program(given.sized, given.reserved, given.hint, given.previous)
 
 
 def _check_schedule(divided: Divided, plan: ProgramPlan) -> None:
     verify_schedule(plan.graph, plan.schedule)
 
 
-def _check_memory(sized: Sized, memory: MemoryPlan) -> None:
-    planned, program = sized.planned, sized.planned.program
+def _check_memory(given: MemoryInput, memory: MemoryPlan) -> None:
+    sized, program = given.sized, given.sized.program
     replaced = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
-    verify_memory(program.graph, program.schedule, program.facts, memory, planned.symbol_values, replaced)
+    verify_memory(program.graph, program.schedule, program.facts, memory, sized.symbol_values, replaced)
 
 
 REWRITES = (
@@ -361,7 +361,7 @@ class Stages:
     cut: Stage[Judged, Cut] = Stage("cut", _cut)
     cost_model: Stage[Divided, ProgramPlan] = Stage("cost model", _apply_cost_model, _check_schedule)
     compiled_elsewhere: Stage[Partitioned, ProgramPlan] = Stage("partitions compiled elsewhere", _replace_partitions)
-    memory: Stage[Sized, MemoryPlan] = Stage("memory", _plan_memory, _check_memory)
+    memory: Stage[MemoryInput, MemoryPlan] = Stage("memory", _plan_memory, _check_memory)
 
 
 # -- running stages -------------------------------------------------------------------------------------------
@@ -383,9 +383,9 @@ class HostGraphPlanner:
 
     @functools.cached_property
     def _analysed(self) -> Analysed:
-        storages = self._run(self.stages.aliasing, self.emitted)
-        workspace = self._run(self.stages.workspace, storages)
-        return Analysed(storages, workspace, self._run(self.stages.dependencies, storages))
+        aliased = self._run(self.stages.aliasing, self.emitted)
+        workspace = self._run(self.stages.workspace, aliased)
+        return Analysed(aliased, workspace, self._run(self.stages.dependencies, aliased))
 
     def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
         stages, analysed = self.stages, self._analysed
@@ -396,20 +396,20 @@ class HostGraphPlanner:
 
     def plan(
         self,
-        planned: SizedProgram,
+        sized: SizedProgram,
         reserved: Reservations = MappingProxyType({}),
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        return self._run(self.stages.memory, Sized(planned, reserved, hint, previous))
+        return self._run(self.stages.memory, MemoryInput(sized, reserved, hint, previous))
 
     def plan_pair(
         self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
         return plan_pair(first, second, saved_as)
 
-    def devices(self, planned: SizedProgram) -> Collection[torch.device]:
-        return Requirements.of(planned).planned.keys()
+    def devices(self, sized: SizedProgram) -> Collection[torch.device]:
+        return Requirements.of(sized).planned.keys()
 
     def _run(self, stage: Stage[Before, After], before: Before) -> After:
         return run_stage(stage, before, self.took)
@@ -484,10 +484,10 @@ def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
 
 def _program(plan: ProgramPlan, planner: HostGraphPlanner, request: CompileRequest) -> Program:
     if not (request.options.checked or request.options.through_capture):
-        return Program(plan, planner, request.options, request.torch)
+        return Program(plan, planner, request.options, request.functions)
     from .checked.program import CheckedProgram  # imported only if an option asks for it
 
-    return CheckedProgram(plan, planner, request.options, request.torch)
+    return CheckedProgram(plan, planner, request.options, request.functions)
 
 
 def _add_to_compilation(program: Program, request: CompileRequest) -> Program:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 
-from .imports import install, is_on, runtime
+from .imports import install, is_on
+from .library import runtime
 
 __all__ = ["clear_sticky", "counter", "install", "is_on", "missing", "refusals", "runtime", "skipped"]
 

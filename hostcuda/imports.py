@@ -6,7 +6,6 @@ anybody's Python.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -16,11 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import build
+from . import build, operators
+from .kernels import registry
+from .library import runtime
 
 STARTUP = Path(__file__).absolute().parent / "startup"
 _TRITON = "triton.compiler.compiler"
-_runtime: Any = None
 
 
 def is_on() -> bool:
@@ -60,24 +60,6 @@ def environment(given: Any) -> dict[str, str]:
     }
 
 
-def runtime() -> Any:
-    """The device's library, in the global scope before any of torch's: found first, by name and by symbol."""
-    global _runtime  # noqa: PLW0603
-    if _runtime is None:
-        folder = build.libraries()
-        # Triton links its launchers with it.
-        os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-        loaded = ctypes.CDLL(f"{folder}/{build.RUNTIME}", mode=ctypes.RTLD_GLOBAL)
-        for name in (build.DRIVER, build.LIBRARIES, build.NVML):
-            ctypes.CDLL(f"{folder}/{name}", mode=ctypes.RTLD_GLOBAL)
-        loaded.hostcuda_counter.restype = ctypes.c_longlong
-        loaded.hostcuda_identity.restype = ctypes.c_char_p
-        loaded.hostcuda_identity.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
-        loaded.hostcuda_set_callback.argtypes = [ctypes.c_void_p]
-        _runtime = loaded
-    return _runtime
-
-
 def _before_torch() -> None:
     try:
         runtime()
@@ -87,21 +69,9 @@ def _before_torch() -> None:
         raise ImportError(str(error)) from None
 
 
-def _after_torch(torch: ModuleType) -> None:
-    from . import operators
-
-    operators.install(torch)
-
-
-def _after_triton(module: ModuleType) -> None:
-    from . import kernels
-
-    kernels.after_triton(module)
-
-
 _HOOKS: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]]] = {
-    "torch": (_before_torch, _after_torch),
-    _TRITON: (None, _after_triton),
+    "torch": (_before_torch, operators.install),
+    _TRITON: (None, registry.after_triton),
 }
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import build
-from .imports import runtime
+from .kernels import launches
+from .library import runtime
 
 # What stays torch's own.
 _KEPT = """
@@ -43,9 +44,7 @@ def install(torch: Any) -> None:
     torch._C._set_sdp_use_cudnn(False)
     # benchmarks/gpu.py asks a device for its own count of launches by this name.
     torch.cuda.graph_counters = _graph_counters
-    from . import kernels
-
-    kernels.install()
+    launches.install()
 
 
 def computed(torch: Any) -> set[str]:

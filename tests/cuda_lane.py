@@ -490,12 +490,12 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
         elif saved is not None and forward is not None:
             first, before = forward
             provider_before = first.recorder.prepared.provider
-            hint = provider_before._with_successor(before.planned, before)
-            for own, planned, hinted in (
-                (provider_before, before.planned, hint),
-                (provider, estimate.planned, estimate.hint),
+            hint = provider_before._with_successor(before.sized, before)
+            for own, sized, hinted in (
+                (provider_before, before.sized, hint),
+                (provider, estimate.sized, estimate.hint),
             ):
-                _note_plan(own.planner.plan(planned, {}, hinted, before.memory), outcome)
+                _note_plan(own.planner.plan(sized, {}, hinted, before.memory), outcome)
             forward = None
 
 

@@ -28,7 +28,7 @@ from fxwrap.pipeline import (
     REWRITES,
     Aliased,
     Emitted,
-    Sized,
+    MemoryInput,
     Stage,
     Stages,
     compile_host_graph,
@@ -85,7 +85,7 @@ def test_a_stage_in_the_wrong_place_is_a_type_error(tmp_path: Path, monkeypatch:
         ("aliasing", "Emitted", "Aliased"): True,
         ("aliasing", "Judged", "Aliased"): False,
         ("cut", "Uncut", "Cut"): False,
-        ("memory", "Sized", "ProgramPlan"): False,
+        ("memory", "MemoryInput", "ProgramPlan"): False,
     }
     lines = ["from fxwrap.pipeline import *", "from fxwrap.plan import *"]
     for number, (field, before, after) in enumerate(cases):
@@ -111,8 +111,8 @@ def test_a_stage_that_returns_nothing_is_named(name: str) -> None:
 def test_what_a_stage_returns_is_checked() -> None:
     """By code that shares nothing with it."""
 
-    def overlapping(sized: Sized) -> MemoryPlan:
-        memory = plan_program(sized.planned)
+    def overlapping(given: MemoryInput) -> MemoryPlan:
+        memory = plan_program(given.sized)
         return moved(memory, dict.fromkeys(located(memory), 0))
 
     stages = replace(STAGES, memory=replace(STAGES.memory, run=overlapping))

@@ -38,6 +38,12 @@ def test_the_figures_of_the_readme_were_measured(monkeypatch: pytest.MonkeyPatch
     assert (ROOT / "docs" / "speed-overhead.svg").read_text() == drawn
 
 
+def test_the_host_time_of_the_readme_is_that_of_the_table() -> None:
+    (row,) = re.findall(r"^\| 12 blocks \|(.*)\|$", (ROOT / "docs" / "speed.md").read_text(), re.MULTILINE)
+    trees_over, fxwrap_over = (cell.strip() for cell in row.split("|")[5:7])
+    assert f"| {trees_over} µs | {fxwrap_over} µs (12 blocks," in (ROOT / "README.md").read_text()
+
+
 def test_the_smallest_program_prints_what_the_guide_shows() -> None:
     text = (ROOT / "docs" / "explain.md").read_text()
     code, shown = re.search(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)\n```", text, re.DOTALL).groups()

@@ -93,8 +93,8 @@ def _call(
 ) -> None:
     """Make each call, the largest first, until it makes no progress.
 
-    Before that, each is made once, to compile: code with dynamic sizes that one compiles is preferred by Dynamo for
-    the others. Nothing is recorded then, and no arena grows for code that is not called again.
+    Before that, each is made once, to compile: if one of them compiles code with dynamic sizes, Dynamo prefers that
+    for the others. Nothing is recorded then, and no arena grows for code that is not called again.
     """
     device_type = next((device.type for device in devices), "cuda")
     with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):

@@ -63,10 +63,11 @@ def explain_for(
     """``explain`` for a device that this machine may lack.
 
     Args:
-        target: "cuda:<capability>" (``cuda:90``), "xpu", or a device of this machine.
+        target: "cuda:<capability>" (``cuda:90``), "xpu", "cpu", or a device that is registered with fxwrap.
 
     Raises:
-        DeviceError: the target is unknown, or this machine has it, or lacks what compiling for it needs.
+        DeviceError: the target is unknown, is a CUDA or XPU device that this machine has, or needs for compiling what
+            the machine lacks.
         UnsupportedModelError: the model cannot be copied to the device, or its tensors are not on the CPU.
         FxwrapError: compiling failed.
     """

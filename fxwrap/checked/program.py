@@ -134,7 +134,7 @@ class CheckedProgram(Program):
             self._checking.active = False
 
     def _in_place(self) -> contextlib.AbstractContextManager[Any]:
-        return self._guard() if self._on_accelerator else contextlib.nullcontext()
+        return self._on_device() if self._on_accelerator else contextlib.nullcontext()
 
     def live_outputs(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
         """The live outputs of earlier calls, each with a copy of its bytes, without those among ``inputs``."""
@@ -248,11 +248,9 @@ class _Check:
     def _check_memory(self, recording: Recording) -> None:
         request = recording.request
         self._before.set()
-        planned = request.planned
+        sized = request.sized
         try:
-            check_memory(
-                planned.program, planned.symbol_values, request.memory, self._copies.make(), self._copies.make()
-            )
+            check_memory(sized.program, sized.symbol_values, request.memory, self._copies.make(), self._copies.make())
         except CheckError:
             if not self._differs_from_itself(recording):
                 raise
@@ -373,15 +371,15 @@ class _Check:
         Raises:
             CheckError: the operator that differs is captured, is not torch's own, and the device freezes addresses.
         """
-        planned = recording.request.planned
+        sized = recording.request.sized
         self._before.set()
         first, second = self._copies.make(), self._copies.make()
-        walks = [Walk(planned.program, planned.symbol_values, inputs, OwnMemory()) for inputs in (first, second)]
-        difference = first_difference(walks[0], walks[1], planned.program.device)
+        walks = [Walk(sized.program, sized.symbol_values, inputs, OwnMemory()) for inputs in (first, second)]
+        difference = first_difference(walks[0], walks[1], sized.program.device)
         if difference is None:
             return False
         node, program = walks[0].schedule[difference.step], self._program
-        if node in planned.program.captured_work and not only_computes(node) and program._freezes_addresses:
+        if node in sized.program.captured_work and not only_computes(node) and program._freezes_addresses:
             raise walks[0].fault(
                 node,
                 "not the same twice",

@@ -144,7 +144,7 @@ def check_steps(recording: Recording) -> None:
     """
     replay, request = recording._replay, recording.request
     assert replay is not None
-    plan = request.planned.program
+    plan = request.sized.program
     expected = [partition_range(request.name, partition.index) for partition in plan.partitions]
     steps = [part.name for part in replay.parts if part.name in expected]
     remedy = "this is a bug of fxwrap, or of who changes its recordings: please report it"
@@ -159,7 +159,7 @@ def check_steps(recording: Recording) -> None:
             got=", ".join(steps),
             remedy=remedy,
         )
-    copied = {p for p, node in enumerate(plan.placeholders) if node.name in request.planned.input_buffers}
+    copied = {p for p, node in enumerate(plan.placeholders) if node.name in request.sized.input_buffers}
     written = plan.facts.all_written()
     mutated = {p for p in copied - plan.donated if plan.facts.of(plan.placeholders[p]) & written}
     for fault, forgotten in (
@@ -250,9 +250,9 @@ def locate(
             is the other way round.
     """
     request = recording.request
-    plan, where = in_single_steps(request.planned.program)
-    planned = dataclasses.replace(request.planned, program=plan)
-    request = dataclasses.replace(request, planned=planned, guards=None)
+    plan, where = in_single_steps(request.sized.program)
+    sized = dataclasses.replace(request.sized, program=plan)
+    request = dataclasses.replace(request, sized=sized, guards=None)
     everything = [p for p in range(len(copies)) if p not in statics]
     first = copies.make(() if changed else everything, statics)
     inputs = copies.make(changed, statics)
@@ -263,7 +263,7 @@ def locate(
         if made.ended or made.eager_reasons:
             return None
         with without_gradients():
-            walk = Walk(plan, planned.symbol_values, twins, OwnMemory())
+            walk = Walk(plan, sized.symbol_values, twins, OwnMemory())
             steps = _Stepwise(builder, made, where, inputs)
             steps.start(walk)
             difference = first_difference(walk, steps, plan.device)

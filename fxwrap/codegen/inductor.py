@@ -99,7 +99,7 @@ def compile_with_inductor(
             inputs=tuple(node.name for node in gm.graph.nodes if node.op == "placeholder"),
             phase=_phase(kwargs),
             compilation=compilation,
-            torch=torch_functions(),
+            functions=torch_functions(),
         )
         if buckets is not None:
             buckets.check(gm, request.phase)
@@ -112,7 +112,7 @@ def compile_with_inductor(
         name = getattr(options.codegen, "__name__", "")
         compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
     # A hit in AOTAutograd's cache loads programs without compiling.
-    base = CompileRequest(options=options, compilation=compilation, torch=torch_functions())
+    base = CompileRequest(options=options, compilation=compilation, functions=torch_functions())
     with requesting(base), extended_cache_key(key), traced_anew() if buckets else contextlib.nullcontext():
         # ``compile_fx`` branches on these; their values outside are for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}

@@ -22,12 +22,12 @@ from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)
 
-# The eager run at which a native unit is made for eager runs. Most programs run eagerly only once.
+# The eager run that makes a native unit for those after it. Most programs run eagerly only once.
 _RUNS_BEFORE_UNIT = 3
 
 
 class EagerRuns:
-    """Runs the whole schedule eagerly: in Python at first, natively from the ``_RUNS_BEFORE_UNIT``-th run on."""
+    """Runs the whole schedule eagerly: in Python at first, natively after the ``_RUNS_BEFORE_UNIT``-th run."""
 
     def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
         self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
@@ -49,7 +49,7 @@ class EagerRuns:
         native = self._functions.native()
         if isinstance(native, str):
             return
-        parts = [Part(self._flat.function, self._flat.lines, self._flat.result)]
+        parts = [Part(self._flat.function, self._flat.steps, self._flat.result)]
         try:
             description = Description(self._inputs, True, give_back=self._flat.give_back)
             unit = make_unit(native, parts, self._inputs, description)

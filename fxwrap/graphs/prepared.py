@@ -62,7 +62,7 @@ class Prepared:
             counts = partition.verdict.value, partition.launches, partition.externs
             reason = partition.reason or partition.benefit
             log.info(
-                "%s: %s, %d launches, %d extern calls; %s", partition_range(name, partition.index), *counts, reason
+                "%s: %s, %d launches, %d library calls; %s", partition_range(name, partition.index), *counts, reason
             )
         written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         outputs = _tensor_outputs(plan)

@@ -42,16 +42,17 @@ _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
 _WAIT_S = 1.0
 _serial_numbers = itertools.count()
-# What the next program that a thread runs is called with instead, by thread: set for one call (``bound.run``).
+# By thread: a function that is called once, with the program and its inputs, in place of the next program that the
+# thread runs (api/bound_outputs.py sets it for ``bound.run``).
 REQUESTS: dict[int, Callable[[Program, list[Any]], Any]] = {}
-# What the programs that a thread runs are called with instead, by thread, until it is removed (a dry run).
+# By thread: the same, in place of every program that the thread runs, until it is removed (a dry run).
 REHEARSALS: dict[int, Callable[[Program, list[Any]], Any]] = {}
 _compiles_only: ContextVar[bool] = ContextVar("fxwrap_compiles_only", default=False)
 
 
 @contextlib.contextmanager
 def compiles_only() -> Iterator[None]:
-    """Programs that this thread calls are replayed if they can be. Else they run eagerly, without a warm-up."""
+    """Programs that this thread calls replay if they can. Else they run eagerly, and that is no warm-up."""
     token = _compiles_only.set(True)
     try:
         with torch.autograd.set_multithreading_enabled(False):  # backward programs run on this thread, too
@@ -82,7 +83,7 @@ class Program:
         self.name = f"fxwrap {next(_serial_numbers)} {plan.phase}"
         self.counters = Counters()
         self.specializations = Specializations(options.max_recordings)
-        self._inputs = len(plan.placeholders)
+        self._input_count = len(plan.placeholders)
         self._sizes = DynamicSizes.of(plan.placeholders)
         self._freezes_addresses = freezes_addresses(plan.device)
         self._mutated_inputs = MutatedInputs.of(plan, functions.overlap) if self._freezes_addresses else None
@@ -141,19 +142,20 @@ class Program:
                 return outputs
         inputs, emptied = list(inputs), inputs
         emptied.clear()
-        if len(inputs) != self._inputs:
+        if len(inputs) != self._input_count:
             raise InputError(
                 "program called with the wrong number of inputs",
-                expected=str(self._inputs),
+                expected=str(self._input_count),
                 got=str(len(inputs)),
             )
         try:
+            # Hooks of saved tensors may keep these inputs: they are copied before the program overwrites them.
             if overwritten := self.recorder.prepared.overwritten:
                 SHARED.packed.copy_from(inputs, overwritten)
             key = self._sizes.key(inputs)
             run = self._run_in_range if self._profiling() else self._run
             if self._on_accelerator:
-                with self._guard():
+                with self._on_device():
                     outputs = run(key, inputs)
             else:
                 outputs = run(key, inputs)
@@ -166,7 +168,7 @@ class Program:
 
     def _units_for(self, inputs: Sequence[Any]) -> tuple[Unit, ...]:
         by_key = self.specializations.units_by_key
-        return by_key.get(self._sizes.key(inputs), ()) if by_key and len(inputs) == self._inputs else ()
+        return by_key.get(self._sizes.key(inputs), ()) if by_key and len(inputs) == self._input_count else ()
 
     def _failed(self, error: BaseException, unit: Unit | None = None) -> None:
         self._count("events", f"a call raised {type(error).__name__}")
@@ -253,15 +255,20 @@ class Program:
         return self._run_eagerly(prepared, inputs, reason, specialization)
 
     def _suspended_arenas(self, specialization: Specialization) -> list[Arena]:
-        """Suspended arenas that a call needs: its recordings', and those with live outputs, which it may read."""
+        """Suspended arenas that a call needs: those of its specialization's recordings, and all others that have live
+        outputs, which the call may read.
+        """
         own = [arena for recording in specialization.recordings for arena in recording.suspended_arenas()]
         return list(dict.fromkeys([*own, *SHARED.arenas.with_suspended_outputs()]))
 
     def _resume(self, arenas: Sequence[Arena], captures: bool) -> str:
-        """Resume arenas; returns why the call runs eagerly if there is too little memory, or the caller captures.
+        """Resume arenas; returns why the call must run eagerly (too little memory), empty if it need not.
+
+        While the caller captures, the call runs eagerly, and nothing is resumed.
 
         Raises:
-            MemoryLimitError, SuspendError: the same, where live outputs are on the host: the call may read them.
+            MemoryLimitError: there is too little memory, and ``strict`` is set or live outputs are on the host.
+            SuspendError: the caller captures, and live outputs are on the host.
         """
         try:
             for arena in arenas:
@@ -329,7 +336,7 @@ class Program:
             finally:
                 recording.release(owner)
 
-    def _guard(self) -> contextlib.AbstractContextManager[Any]:
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return torch.get_device_module(self.plan.device).device(self.plan.device)
 
     # -- eager ------------------------------------------------------------------------------------------
@@ -340,7 +347,7 @@ class Program:
             return self._run_schedule(prepared, inputs)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
-        # Input addresses are remembered: a recording at the next call compares its own with them.
+        # Input addresses are remembered: inputs that have not moved until the next call are recorded as static.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.static_inputs.note(inputs)

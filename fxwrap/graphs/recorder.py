@@ -96,7 +96,7 @@ class Recorder:
         try:
             estimate = self.prepared.provider.estimate(inputs, self.newest_plan, self._saved())
             self._keep_estimate(specialization, estimate)
-            self._note_plan(estimate.planned, estimate.memory)
+            self._note_plan(estimate.sized, estimate.memory)
         except PlanError as error:
             if self._options.strict:
                 raise
@@ -105,13 +105,13 @@ class Recorder:
     def _keep_estimate(self, specialization: Specialization, estimate: Estimate) -> None:
         specialization.estimate, self._newest_estimate = estimate, weakref.ref(estimate)
 
-    def _note_plan(self, planned: SizedProgram, memory: MemoryPlan) -> None:
+    def _note_plan(self, sized: SizedProgram, memory: MemoryPlan) -> None:
         if self.newest_plan is None:
             self._traces.planned(self.prepared.plan, memory)
         if self.newest_plan is not memory:
             sizes = memory.size, memory.peak, memory.lower_bound
             log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self._name, *sizes)
-        self.newest_sized, self.newest_plan = planned, memory
+        self.newest_sized, self.newest_plan = sized, memory
 
     def follow(self, forward: Recorder, inputs: Mapping[int, Sequence[str]]) -> None:
         """Link a backward program's recorder to that of its forward.
@@ -177,8 +177,8 @@ class Recorder:
             memory = prepared.provider.provide(
                 inputs, static, estimate, self.newest_plan, owner, locked, decision.excludes
             )
-            self._note_plan(memory.planned, memory.memory)
-            self._keep_estimate(specialization, estimate or Estimate(memory.planned, memory.memory))
+            self._note_plan(memory.sized, memory.memory)
+            self._keep_estimate(specialization, estimate or Estimate(memory.sized, memory.memory))
             request = self._request_for(prepared, specialization, inputs, static, memory)
             with record_function(recording_range(self._name)):
                 recorded = RecordingBuilder(request).record(inputs)
@@ -235,7 +235,7 @@ class Recorder:
         memory: RecordingMemory,
     ) -> RecordingRequest:
         return RecordingRequest(
-            planned=memory.planned,
+            sized=memory.sized,
             memory=memory.memory,
             arenas=memory.arenas,
             reused_inputs=memory.reused_inputs,
@@ -301,7 +301,7 @@ class Recorder:
         recording, request = recorded.recording, recorded.recording.request
         copied = request.copied if request.memory.arenas else ()  # without arenas outputs are new tensors, not copies
         copied_out = sum(request.memory.sizes.get(index, 0) for index in copied)
-        copied_in = sum(nbytes for _, nbytes in request.planned.input_buffers.values())
+        copied_in = sum(nbytes for _, nbytes in request.sized.input_buffers.values())
         sizes = self._sizes.by_symbol(self.prepared.plan.placeholders, inputs)
         facts = sizes, len(recording.graphs), request.memory.size, copied_in, copied_out
         self.history.append(RecordingMade(time.time(), why, seconds, *facts))

@@ -318,7 +318,7 @@ def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryDat
 
 def graph_data(program: Program) -> GraphData:
     """The data of a program in its present state. Its plan is read once, because other threads may run it."""
-    plan, planned, memory = program.plan, program.recorder.newest_sized, program.newest_plan
+    plan, sized, memory = program.plan, program.recorder.newest_sized, program.newest_plan
     return {
         "name": program.name,
         "phase": plan.phase,
@@ -337,7 +337,7 @@ def graph_data(program: Program) -> GraphData:
             "peak_budget": plan.cut.peak_budget,
         },
         "kernels": _kernels(plan.graph),
-        "memory": None if memory is None else memory_data(program, plan, planned, memory),
+        "memory": None if memory is None else memory_data(program, plan, sized, memory),
         "sizes": sizes_in_symbols(plan),
         "outside_the_plan": outside_the_plan(plan),
         "unit": unit_of(program),

@@ -119,22 +119,22 @@ def predictions(program: Program) -> list[Prediction]:
     if estimate is None or estimate.follows:
         return []
     if estimate.successor is None or (backward := estimate.successor[0]()) is None:
-        return predict_memory([estimate.planned], {})
-    return predict_memory([estimate.planned, backward.planned], estimate.successor[1])
+        return predict_memory([estimate.sized], {})
+    return predict_memory([estimate.sized, backward.sized], estimate.successor[1])
 
 
-def memory_data(program: Program, plan: ProgramPlan, planned: SizedProgram | None, memory: MemoryPlan) -> MemoryData:
+def memory_data(program: Program, plan: ProgramPlan, sized: SizedProgram | None, memory: MemoryPlan) -> MemoryData:
     """The data of a program's newest memory plan.
 
     Args:
-        plan, planned, memory: read from the program at the same time, because another thread may plan.
+        plan, sized, memory: read from the program at the same time, because another thread may plan.
     """
     estimate = program.recorder.newest_estimate
-    if planned is None or planned.program is not plan:
+    if sized is None or sized.program is not plan:
         storages, operators, inductor_peak = list[StorageData](), 0, 0  # the plan is of older partitions
     else:
-        storages, operators = _storages(planned, memory)
-        inductor_peak = _peak_in_order_of_lines(planned)
+        storages, operators = _storages(sized, memory)
+        inductor_peak = _peak_in_order_of_lines(sized)
     predicted_with = "alone"
     if estimate is not None and (estimate.follows or estimate.successor is not None):
         predicted_with = "forward" if estimate.follows else "backward"
@@ -164,13 +164,13 @@ def memory_data(program: Program, plan: ProgramPlan, planned: SizedProgram | Non
         "steps": len(plan.schedule),
         "storages": storages,
         "peak": _peak(storages, plan.schedule),
-        "copies": _copies(program, planned, memory),
+        "copies": _copies(program, sized, memory),
     }
 
 
-def _storages(planned: SizedProgram, memory: MemoryPlan) -> tuple[list[StorageData], int]:
+def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[list[StorageData], int]:
     """The data of all storages, and the peak of what operators allocate, in bytes."""
-    program, requirements = planned.program, Requirements.of(planned)
+    program, requirements = sized.program, Requirements.of(sized)
     partitions = [partition.index for partition in program.partitions for _ in partition.nodes]
     saved = _saved(program)
     rectangles = list[StorageData]()
@@ -271,11 +271,11 @@ def _peak(storages: Sequence[StorageData], schedule: Sequence[Node]) -> PeakData
     return {"step": step, "node": node.name, "bytes": most, "storages": names, "user_line": user_line(node)}
 
 
-def _peak_in_order_of_lines(planned: SizedProgram) -> int:
+def _peak_in_order_of_lines(sized: SizedProgram) -> int:
     """The peak of planned allocations in bytes, if each exists from its line in the host graph to its last use."""
-    program, sizes = planned.program, Requirements.of(planned).sizes
+    program, sizes = sized.program, Requirements.of(sized).sizes
     position = {node: number for number, node in enumerate(program.graph.graph.nodes)}
-    handed_out = Requirements.of(planned).handed_out
+    handed_out = Requirements.of(sized).handed_out
     last: dict[int, int] = {}
     for node, number in position.items():
         for index in program.facts.of(node) | program.facts.touched(node):
@@ -289,10 +289,10 @@ def _peak_in_order_of_lines(planned: SizedProgram) -> int:
     return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
-def _copies(program: Program, planned: SizedProgram | None, memory: MemoryPlan) -> list[CopyData]:
+def _copies(program: Program, sized: SizedProgram | None, memory: MemoryPlan) -> list[CopyData]:
     """The copies that each replay of the newest plan makes, largest first."""
     copies: list[CopyData] = []
-    for name, (_, nbytes) in (planned.input_buffers if planned is not None else {}).items():
+    for name, (_, nbytes) in (sized.input_buffers if sized is not None else {}).items():
         copies.append({"what": "input", "name": name, "bytes": nbytes})
     for recording in program.specializations.recordings():
         if recording.request.memory is memory and memory.arenas:  # without arenas outputs are new tensors

@@ -85,7 +85,7 @@ def _graph(number: int, graph: GraphData) -> RenderableType:
 
 
 def _partitions(partitions: Sequence[PartitionData]) -> Table:
-    table = Table("partition", "verdict", "launches", "extern calls", "reason", box=None, pad_edge=False)
+    table = Table("partition", "verdict", "launches", "library calls", "reason", box=None, pad_edge=False)
     for p in partitions:
         reason = p["reason"] or (
             f"estimate: {CaptureBenefit(**p['benefit_us'])}" if p["benefit_us"] is not None else "-"

@@ -154,7 +154,7 @@ def test_a_tensor_that_stays_is_written_by_captured_work() -> None:
         assert variant.counters.recordings == {"first": 1}
         (recording,) = variant.specializations.recordings()
         assert len(variant.plan.placeholders) - 1 in recording.request.static_inputs
-        assert not recording.request.planned.input_buffers
+        assert not recording.request.sized.input_buffers
 
         for _ in range(8):
             y = torch.empty(4, 8)

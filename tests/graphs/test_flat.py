@@ -92,7 +92,7 @@ def test_the_kind_of_a_node(
 def _last_step(node: Node, registers: dict[Node, int]) -> steps.Step:
     builder = FlatBuilder({}, registers)
     builder.run([node])
-    return [step for step in builder.build().lines if not isinstance(step, steps.Drop)][-1]
+    return [step for step in builder.build().steps if not isinstance(step, steps.Drop)][-1]
 
 
 #   a, b, a again, a = sort(x)[0, 1, 0, -2]
@@ -107,7 +107,7 @@ def test_a_tuple_that_is_taken_apart() -> None:
     builder = FlatBuilder({}, {x: 0})
     builder.run([sorted_, parts])
     flat = builder.build([by_name(gm)[node.name] for node in gm.graph.find_nodes(op="output")[0].args[0]])
-    load, sort, split, item = (step for step in flat.lines if not isinstance(step, steps.Drop))
+    load, sort, split, item = (step for step in flat.steps if not isinstance(step, steps.Drop))
     assert isinstance(load, steps.Load) and isinstance(item, steps.Item)
     assert len(sort.results) == 2 and sort.results[1] is None and sort.unpacks
     assert flat.result[:3] == [sort.results[0]] * 3 and flat.result[3] == item.result
@@ -129,8 +129,8 @@ def test_a_launch_and_what_it_needs() -> None:
     builder.run([node for node in gm.graph.nodes if node.target is launch])
     flat = builder.build(nodes["out"])
     kinds = [steps.Load, steps.View, steps.Allocate, steps.Launch, steps.Drop]
-    assert [type(step) for step in flat.lines] == kinds
-    load, view, allocate, run, drop = flat.lines
+    assert [type(step) for step in flat.steps] == kinds
+    load, view, allocate, run, drop = flat.steps
     assert isinstance(load, steps.Load) and load.empties
     assert isinstance(run, steps.Launch) and run.kernel is KERNELS["mix"] and run.node is not None
     assert run.args == (*view.results, *load.results, *allocate.results)

@@ -17,7 +17,7 @@ from conftest import Compiled, freezes
 
 import fxwrap
 from fxwrap.graphs.memory.arenas import Arena, ArenaPool
-from fxwrap.graphs.memory.live_outputs import WatchedOutputs
+from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
 from fxwrap.graphs.memory.locks import LockOwner
 
 CPU = torch.device("cpu")
@@ -365,6 +365,27 @@ def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_aren
     assert own_arenas.fit(arena, 32 << 10, 80 << 10) and arena.nbytes == 32 << 10
     del user
     assert arena.needed_again() == 0
+
+
+def test_an_arena_grows_to_what_is_needed_and_then_doubles(own_arenas: ArenaPool) -> None:
+    """Around live outputs a plan needs more: a backward beside what its forward saved, often a little, and once.
+
+    ::
+
+        needed   100   104   110   200   230
+        arena    100   104   208   208   400       KiB
+    """
+    arena = own_arenas.acquire(CPU, None, LockOwner(), [])
+    users, needed = list[User](), [100, 104, 110, 200, 230]
+    for kib, size in zip(needed, [100, 104, 208, 208, 400], strict=True):
+        before = arena.nbytes
+        assert own_arenas.fit(arena, kib << 10, 0) is (size << 10 != before)
+        assert arena.nbytes == size << 10
+        output = OutputStorage(arena.storage(0, 64), frozenset({0}), CPU)
+        held = WatchedOutputs([output], lambda storages: lambda: [2], {output.storage._cdata: 1})
+        users.append(User(len(users)))
+        arena.enter(users[-1], held, kib << 10)
+        assert arena.live()
 
 
 def _pool(sizes: list[int]) -> tuple[ArenaPool, list[Arena]]:

@@ -114,7 +114,7 @@ def test_in_training_outputs_are_copied_and_saved_activations_are_not(
     assert len(forward.watched_outputs) == (1 if copies else 2)
     assert len(backward.watched_outputs) == (0 if copies else 1)
     # Nothing that forward computes is copied to a place of backward: only what comes in, x and the gradient.
-    assert len(backward.request.planned.input_buffers) == 2
+    assert len(backward.request.sized.input_buffers) == 2
     assert f.replays() == [3, 3]
 
 

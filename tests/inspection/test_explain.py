@@ -38,8 +38,8 @@ buf4 = allocate (8, 8), strides (8, 1), float32, cpu
 aten.mm.out(buf2, arg1_1, out=buf4)
 return buf4
 
-partition  verdict   launches  extern calls  reason
-0          captured  2         3             estimate: saves 8 us of calls for 0 us of replay and 0 us of copies
+partition  verdict   launches  library calls  reason
+0          captured  2         3              estimate: saves 8 us of calls for 0 us of replay and 0 us of copies
 
 memory                         storages  bytes        lower bound  without reuse
 comes and goes with each call  3         512          512          768

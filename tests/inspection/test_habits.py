@@ -206,7 +206,7 @@ def test_the_log_has_each_decision_once(compiled: Any, told: Any) -> None:
         assert head == "fxwrap ? inference: 3 partition(s) on cpu"
         assert first.startswith("fxwrap ? inference, partition 0: captured, ")
         assert second.startswith(
-            "fxwrap ? inference, partition 1: eager, 0 launches, 1 extern calls; fxwrap_habits::ordered"
+            "fxwrap ? inference, partition 1: eager, 0 launches, 1 library calls; fxwrap_habits::ordered"
         )
         assert third.startswith("fxwrap ? inference, partition 2: captured, ")
         assert warm_up == "fxwrap ? inference: runs eagerly: warm-up"

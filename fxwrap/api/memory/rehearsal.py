@@ -120,12 +120,12 @@ class Rehearsed:
         plan, recordings = self.understudy.plan, self.recordings
         eager = frozenset[int]().union(*(recording.eager_reasons for recording in recordings))
         captured = [p for p in plan.partitions if p.verdict is Verdict.CAPTURED and p.index not in eager]
-        planned = [recording.request.planned for recording in recordings]
+        sized = [recording.request.sized for recording in recordings]
         return RecordingBill(
             program=self.program.name,
             sizes=self.sizes,
             arena=max((recording.request.memory.size for recording in recordings), default=0),
-            copied_in=sum(nbytes for one in planned for _, nbytes in one.input_buffers.values()),
+            copied_in=sum(nbytes for one in sized for _, nbytes in one.input_buffers.values()),
             own=sum(recording.own_bytes for recording in recordings),
             graphs=sum(len(recording.graphs) for recording in recordings),
             kernels=len(recordings) * sum(partition.launches for partition in captured),

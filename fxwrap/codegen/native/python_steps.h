@@ -246,7 +246,7 @@ class DropStep : public Step {
 class BelowAutogradStep : public Step {
  public:
   explicit BelowAutogradStep(bool below) : below_(below) {}
-  void join(Shared& unit) override { state_ = &unit.below; }
+  void join(Shared& unit) override { state_ = &unit.below_autograd; }
   void run(Slots&) override {
     if (below_)
       state_->emplace();

@@ -94,7 +94,7 @@ class Call {
       struct Below {  // wherever the call ends
         std::optional<at::AutoDispatchBelowAutograd>& state;
         ~Below() { state.reset(); }
-      } below{state_.shared.below};
+      } below{state_.shared.below_autograd};
       auto run_until = [&](size_t end) {
         for (; at < end; ++at) {
           auto& step = state_.steps[at];

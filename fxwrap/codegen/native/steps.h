@@ -1,4 +1,4 @@
-// Steps that need no Python: kernels, operators, memory.
+// Steps that call no function of Python: kernels, operators, memory.
 
 #pragma once
 
@@ -20,22 +20,22 @@ namespace fxwrap {
 
 class ResizeStep;
 
-// What steps of one unit have in common.
+// State of one unit that several steps use: regions, which are emptied after an error, and whether steps skip autograd.
 struct Shared {
   std::vector<ResizeStep*> regions;
-  std::optional<at::AutoDispatchBelowAutograd> below;
+  std::optional<at::AutoDispatchBelowAutograd> below_autograd;
 };
 
 class Step {
  public:
   virtual ~Step() = default;
   virtual void run(Slots& slots) = 0;
-  // It belongs to a unit from now on.
+  // Called when a unit takes the step.
   virtual void join(Shared&) {}
-  // Whether it needs the interpreter's lock, works so long that others should have it, or neither.
+  // Needed: it holds the interpreter's lock. InTheWay: it works long, and the lock is released. Either: it stays as it is.
   enum class Lock { Needed, InTheWay, Either };
   virtual Lock lock() const { return Lock::Either; }
-  // For Python's garbage collection: every object of Python's that it refers to, slots aside.
+  // For Python's garbage collection: every object of Python's that it refers to, except those in slots.
   virtual int traverse(visitproc, void*) const { return 0; }
 };
 
@@ -131,19 +131,19 @@ class OperatorStep : public Step {
       auto type = declared.type();
       if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
       if (value.is_slot() && (type->kind() == c10::TypeKind::TensorType || type->kind() == c10::TypeKind::IntType))
-        holes_.push_back({i, value.slot(), std::move(type)});
+        slot_arguments_.push_back({i, value.slot(), std::move(type)});
       else
-        others_.push_back({i, value, declared.type()});
+        python_arguments_.push_back({i, value, declared.type()});
     }
     for (auto result : results) results_.push_back(result ? static_cast<long>(*result) : -1);
     TORCH_CHECK(results_.empty() || results_.size() == schema.returns().size());
     stack_.reserve(std::max(values_.size(), schema.returns().size()));
   }
 
-  Lock lock() const override { return others_.empty() ? Lock::InTheWay : Lock::Needed; }
+  Lock lock() const override { return python_arguments_.empty() ? Lock::InTheWay : Lock::Needed; }
   int traverse(visitproc visit, void* arg) const override {
-    for (const auto& other : others_)
-      if (auto stop = other.value.traverse(visit, arg)) return stop;
+    for (const auto& argument : python_arguments_)
+      if (auto stop = argument.value.traverse(visit, arg)) return stop;
     return 0;
   }
 
@@ -154,7 +154,7 @@ class OperatorStep : public Step {
     return wrapped(torch::jit::toIValue(value, c10::NumberType::get()).toScalar());
   }
 
-  // A number where a tensor is declared takes the other operand's dtype, as in torch's own functions.
+  // A number where a tensor is declared is a wrapped number: type promotion treats it as in torch's own functions.
   static at::Tensor wrapped(const at::Scalar& number) {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto tensor = at::scalar_to_tensor(number);
@@ -187,12 +187,12 @@ class OperatorStep : public Step {
       ~Emptied() { stack.clear(); }
     } emptied{stack_};
     stack_.assign(values_.begin(), values_.end());
-    for (const auto& [position, slot, type] : holes_) stack_[position] = in_slot(slots[slot], type);
-    for (const auto& [position, value, type] : others_)
+    for (const auto& [position, slot, type] : slot_arguments_) stack_[position] = in_slot(slots[slot], type);
+    for (const auto& [position, value, type] : python_arguments_)
       stack_[position] = torch::jit::toIValue(value.make(slots), type);
     {
-      std::optional<py::gil_scoped_release> others;  // may run, as in Python's own call of an operator
-      if (lock() == Lock::Needed) others.emplace();
+      std::optional<py::gil_scoped_release> unlocked;  // other threads run, as in Python's own call of an operator
+      if (lock() == Lock::Needed) unlocked.emplace();
       operator_.callBoxed(&stack_);
     }
     for (size_t i = 0; i < results_.size(); ++i) {
@@ -210,18 +210,18 @@ class OperatorStep : public Step {
   }
 
  private:
-  struct Hole {
+  struct SlotArgument {
     size_t position, slot;
     c10::TypePtr type;
   };
-  struct Other {
+  struct PythonArgument {
     size_t position;
     Value value;
     c10::TypePtr type;
   };
   std::vector<c10::IValue> stack_;
-  std::vector<Hole> holes_;
-  std::vector<Other> others_;
+  std::vector<SlotArgument> slot_arguments_;
+  std::vector<PythonArgument> python_arguments_;
 
  protected:
   c10::OperatorHandle operator_;
@@ -296,14 +296,14 @@ class FillStep : public Step {
       std::vector<at::Tensor>& tensors;
       ~Emptied() { tensors.clear(); }
     } emptied{sources_};
-    sources_.clear();  // a fork may have left some
+    sources_.clear();  // a child that was forked while the parent copied has some
     for (const auto& input : inputs_) sources_.push_back(unexpanded(input.in(slots)));
     at::AutoDispatchBelowAutograd below;
     at::_foreach_copy_(buffers_, sources_);
   }
 
  private:
-  // One element along dimensions that repeat it.
+  // The tensor with one element along dimensions of stride 0.
   static at::Tensor unexpanded(at::Tensor tensor) {
     for (int64_t i = 0; i < tensor.dim(); ++i)
       if (tensor.stride(i) == 0 && tensor.size(i) > 1) tensor = tensor.narrow(i, 0, 1);

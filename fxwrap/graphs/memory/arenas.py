@@ -47,13 +47,15 @@ class Arena:
     Attributes:
         nbytes: its size in bytes.
         watched_outputs: the outputs that each recording returned without a copy.
-        version: changes whenever ``watched_outputs`` does.
+        version: changes when outputs are added, a recording ends, or the arena is cleared or suspended. Native units
+            compare it, and ask Python when it is another.
         stream: the stream that last worked in the arena; None on devices without streams.
         stream_id: the identifier of that stream; -1 without a stream.
         block: its memory; None if it has none.
         suspendable: whether its recordings are of programs with the option ``suspendable``.
         memory: where its memory comes from; None for torch's allocator.
         suspension: what is kept while its memory is suspended; None while it is not.
+        grown: whether it has grown around live outputs.
     """
 
     device: torch.device
@@ -66,12 +68,13 @@ class Arena:
     suspendable: bool = False
     memory: SuspendableMemory | None = None
     suspension: Suspension | None = None
+    grown: bool = False
     # Held while memory is suspended or resumed, for milliseconds. Reentrant: a signal handler may make a call.
     _changing: threading.RLock = field(default_factory=threading.RLock)
     _stream: Any = None
     _begin: int = 0
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
-    _moved: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
+    _ended_by_move: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _pool: GraphPool | None = None
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -89,13 +92,14 @@ class Arena:
             MemoryLimitError: the device is out of memory; the arena has no memory then.
         """
         # Keep the pool: recordings that end now will be captured again and reuse its memory.
-        moved, pool = [*self._moved, *((weakref.ref(user), size) for user, size in self.users())], self._pool
+        moved, pool = [*self._ended_by_move, *((weakref.ref(user), size) for user, size in self.users())], self._pool
         self.clear("the arena moved")
-        self._moved, self._pool = moved, pool
+        self._ended_by_move, self._pool = moved, pool
         del pool  # self._pool is the only reference left, so that drop_pool frees the pool
         if nbytes > _SMALL and self.device.type != "cpu":
-            # In a part of a cached segment an arena, which lives long, would keep the allocator from ever returning
-            # the rest. Inductor leaves a segment of 50 MiB in the cache when it times kernels.
+            # An arena cut from a cached segment would keep the allocator from returning the rest for as long as it
+            # lives. Inductor leaves a segment in the cache when it times kernels: as large as the L2 cache, which it
+            # clears.
             empty_cache()
         if self.memory is not None and nbytes:
             take_block = functools.partial(self.memory.allocate, nbytes)
@@ -160,7 +164,7 @@ class Arena:
         """End all recordings in the arena; its memory is freed when none of their outputs is live."""
         for user, _ in self.users():
             user.end(why)
-        self._users, self._moved, self.watched_outputs, self.block, self.nbytes = [], [], [], None, 0
+        self._users, self._ended_by_move, self.watched_outputs, self.block, self.nbytes = [], [], [], None, 0
         self.drop_pool()
         self.changed()
 
@@ -168,7 +172,7 @@ class Arena:
         """Give its physical memory back. Its lock stays held until it is resumed, and live outputs are on the host.
 
         Args:
-            owner: has the arena's lock; it is the suspension's from now on.
+            owner: holds the arena's lock. The suspension keeps it until ``resume``.
 
         Returns:
             The number of bytes.
@@ -176,7 +180,7 @@ class Arena:
         assert self.memory is not None
         with self._changing:
             self.suspension = Suspension.of(owner, self.live())
-            self.changed()  # a unit asks Python before its next replay
+            self.changed()  # native units miss: the call goes through Python, which resumes
             return self.memory.suspend(self.block)
 
     def resume(self) -> int:
@@ -196,9 +200,9 @@ class Arena:
             return nbytes
 
     def end_suspended(self, users: Iterable[ArenaUser], why: str) -> bool:
-        """End some of its recordings if it is suspended; returns whether it is.
+        """End some of its recordings if it is suspended; returns whether it was.
 
-        Without recordings it has no memory to resume, and is an empty arena again.
+        If it then has neither recordings nor live outputs, it is an empty arena again, and its lock is released.
         """
         with self._changing:
             suspension = self.suspension
@@ -223,8 +227,8 @@ class Arena:
 
     def needed_again(self) -> int:
         """The bytes needed by the largest recording that ended when the arena moved, and may be made again."""
-        self._moved = [(user, nbytes) for user, nbytes in self._moved if user() is not None]
-        return max((nbytes for _, nbytes in self._moved), default=0)
+        self._ended_by_move = [(user, nbytes) for user, nbytes in self._ended_by_move if user() is not None]
+        return max((nbytes for _, nbytes in self._ended_by_move), default=0)
 
     def enter(self, user: ArenaUser, outputs: WatchedOutputs, nbytes: int) -> None:
         """Add a recording, its outputs, and the bytes of the arena that it needs."""
@@ -276,16 +280,16 @@ def _memory_for(device: torch.device) -> SuspendableMemory | None:
     try:
         return suspendable_memory(device)
     except DeviceError as error:
-        log.warning("%s", str(error))  # the error itself refers to the call's outputs, by its frames
+        log.warning("%s", str(error))  # a handler that keeps the error itself would keep its frames, and the outputs
         return None
 
 
 class ArenaPool:
     """The arenas of all devices.
 
-    Recordings of all programs share one arena on each device. If it is busy (another thread, a program that runs
-    inside of another, a stream that still works in it), they share a second one, and so on. An arena lives as long as
-    a recording uses it.
+    Recordings of all programs share one arena on each device; those with the option ``suspendable`` share another. If
+    it is busy (another thread, a program that runs inside of another, a stream that still works in it), they share a
+    second one, and so on. An arena lives as long as a recording uses it.
     """
 
     def __init__(self) -> None:
@@ -405,9 +409,10 @@ class ArenaPool:
         Raises:
             MemoryLimitError: the limit would be exceeded, or the device is out of memory.
         """
-        # A plan around live outputs may need more next time: grow in few steps, so that few recordings end.
-        again = arena.needed_again()
-        room = _SLACK * max(arena.needed(), again) if nbytes > arena.nbytes and arena.live() else 0
+        again, grows = arena.needed_again(), nbytes > arena.nbytes and bool(arena.live())
+        # Around live outputs a plan needs more, in most training steps once and a little. From the second time on the
+        # arena doubles: what needs more again and again should end few recordings.
+        room = _SLACK * max(arena.needed(), again) if grows and arena.grown else 0
         for expected in (max(room, again, self.largest_announced(arena.device)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed
@@ -420,6 +425,7 @@ class ArenaPool:
                     if not expected:
                         raise
                     continue  # again, without the expected need of others
+                arena.grown = arena.grown or grows
                 return True
         raise MemoryLimitError(
             f"recording needs {nbytes:,} bytes on {arena.device}",
@@ -445,8 +451,8 @@ class ArenaPool:
         """A measure of shortage, in bytes: a specialization tries again when it falls.
 
         If memory ran out: minus the bytes that can be allocated, including cached ones. If ``max_memory`` was
-        exceeded, or the device does not report its memory: the bytes of arenas that are locked now, plus those of
-        live outputs in the others.
+        exceeded, or the device does not report its memory: the bytes of arenas that are locked now, and what their
+        recordings keep outside of them, plus the bytes of live outputs in the other arenas.
         """
         with contextlib.suppress(Exception):  # not every device reports its memory
             if short_of == OUT_OF_MEMORY:

@@ -35,14 +35,14 @@ class Planner(Protocol):
 
     def plan(
         self,
-        planned: SizedProgram,
+        sized: SizedProgram,
         reserved: Reservations = MappingProxyType({}),
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
         """Plan the memory of one recording (``passes.memory.planner.plan_program``), and verify the plan."""
 
-    def devices(self, planned: SizedProgram) -> Collection[torch.device]:
+    def devices(self, sized: SizedProgram) -> Collection[torch.device]:
         """The devices on which a plan of a program has storages."""
 
     def plan_pair(
@@ -62,7 +62,7 @@ class Estimate:
     Reports make a ``Prediction`` (plan.py) of it.
 
     Attributes:
-        planned: the program at these sizes.
+        sized: the program at these sizes.
         memory: its first plan.
         static_inputs: bytes of inputs whose addresses stay.
         follows: whether this is the estimate of a backward program whose forward is known.
@@ -70,16 +70,16 @@ class Estimate:
         hint: offsets from a joint plan of this program and its forward.
     """
 
-    planned: SizedProgram
+    sized: SizedProgram
     memory: MemoryPlan
     static_inputs: int = 0
     follows: bool = False
     successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
     hint: PlacementHint | None = None
 
-    def is_for(self, planned: SizedProgram) -> bool:
+    def is_for(self, sized: SizedProgram) -> bool:
         """Whether the estimate is the plan of a recording at the same sizes, on a device without frozen addresses."""
-        return self.planned.program is planned.program and self.planned.donated == planned.donated
+        return self.sized.program is sized.program and self.sized.donated == sized.donated
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class RecordingMemory:
             after their last use.
     """
 
-    planned: SizedProgram
+    sized: SizedProgram
     memory: MemoryPlan
     arenas: Mapping[torch.device, Arena] = field(default_factory=dict)
     reused_inputs: tuple[int, ...] = ()
@@ -139,12 +139,12 @@ class MemoryProvider:
             PlanError: the program cannot be recorded at all.
         """
         try:
-            planned = self._planned(inputs, self.program.static_inputs)
+            sized = self._sized(inputs, self.program.static_inputs)
         except CaptureError:
-            planned = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
-        memory = self.planner.plan(planned, previous=previous)
+            sized = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
+        memory = self.planner.plan(sized, previous=previous)
         static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.static_inputs])))
-        estimate = Estimate(planned, memory, static_inputs, follows=saved is not None)
+        estimate = Estimate(sized, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
             SHARED.arenas.withdraw(saved.estimate)  # the need of both together is known when the first is recorded
@@ -178,26 +178,26 @@ class MemoryProvider:
             MemoryLimitError: more than ``max_memory`` would be kept, or the device is out of memory.
             PlanError: the verifier refused the plan.
         """
-        planned = self._planned(inputs, static)
-        if not planned.frozen:
+        sized = self._sized(inputs, static)
+        if not sized.frozen:
             # Such a plan does not depend on addresses: the one made ahead is still right.
-            if estimate is not None and estimate.is_for(planned):
-                return RecordingMemory(planned, estimate.memory)
-            return RecordingMemory(planned, self.planner.plan(planned))
+            if estimate is not None and estimate.is_for(sized):
+                return RecordingMemory(sized, estimate.memory)
+            return RecordingMemory(sized, self.planner.plan(sized))
         if estimate is not None:
-            estimate.planned = planned  # by now it is known which inputs stay
-        hint = self._with_successor(planned, estimate)
+            estimate.sized = sized  # by now it is known which inputs stay
+        hint = self._with_successor(sized, estimate)
         donated = self._donated_positions(inputs, static)
         stream = current_stream(self.program.device)
         # The program's own device always has an arena: operators allocate in its pool during a capture.
         arenas = {
             device: SHARED.arenas.acquire(device, stream, owner, locked, exclude, self.suspendable)
-            for device in dict.fromkeys([*self.planner.devices(planned), self.program.device])
+            for device in dict.fromkeys([*self.planner.devices(sized), self.program.device])
         }
         while True:
             live = {device: self._live_outputs(arena, donated) for device, arena in arenas.items()}
             reserved = {device: [interval for interval, _ in outputs] for device, outputs in live.items()}
-            memory = self.planner.plan(planned, reserved, hint, previous)
+            memory = self.planner.plan(sized, reserved, hint, previous)
             sizes = {arenas[device]: region.size for device, region in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
@@ -205,7 +205,7 @@ class MemoryProvider:
             moved = any([SHARED.arenas.fit(arena, nbytes, self.max_memory) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
                 reused = {position for outputs in live.values() for _, last in outputs for position in last}
-                return RecordingMemory(planned, memory, arenas, tuple(sorted(reused)))
+                return RecordingMemory(sized, memory, arenas, tuple(sorted(reused)))
 
     def _donated_positions(self, inputs: Sequence[Any], static: Collection[int]) -> Mapping[int, Sequence[int]]:
         """Positions of donated inputs that are not copied, by the handle of their storage."""
@@ -226,14 +226,14 @@ class MemoryProvider:
             outputs.append((Reserved(output.low, output.high, nodes=names), last))
         return outputs
 
-    def _with_successor(self, planned: SizedProgram, estimate: Estimate | None) -> PlacementHint | None:
+    def _with_successor(self, sized: SizedProgram, estimate: Estimate | None) -> PlacementHint | None:
         """The hint from a joint plan with the backward program, whose estimate gets its hint as well."""
         if estimate is None or estimate.successor is None or (backward := estimate.successor[0]()) is None:
             return estimate.hint if estimate is not None else None
-        hint, backward.hint = self.planner.plan_pair(planned, backward.planned, estimate.successor[1])
+        hint, backward.hint = self.planner.plan_pair(sized, backward.sized, estimate.successor[1])
         return hint
 
-    def _planned(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
+    def _sized(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
         runtime = runtime_for(self.program.device)
         if runtime.frozen_addresses:
             return SizedProgram(self.program, self._numbers(inputs), self._input_buffers(inputs, static))

@@ -66,13 +66,13 @@ class FlatFunction:
     """
 
     def __init__(self, steps: Sequence[Step], result: Operand, give_back: Callable[[], object] | None = None) -> None:
-        self.lines, self.result, self.give_back = steps, result, give_back
+        self.steps, self.result, self.give_back = steps, result, give_back
         self.function, self.source, self._nodes = as_python(steps, result, give_back=give_back)
 
     @functools.cached_property
     def profiled(self) -> Callable[[list[Any]], Any]:
         """The function with its ranges."""
-        return as_python(self.lines, self.result, profiled=True, give_back=self.give_back)[0]
+        return as_python(self.steps, self.result, profiled=True, give_back=self.give_back)[0]
 
     def node_at(self, error: BaseException) -> Node | None:
         """The node whose call raised ``error``."""

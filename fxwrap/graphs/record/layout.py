@@ -36,8 +36,8 @@ class Layout:
     """
 
     def __init__(self, request: RecordingRequest) -> None:
-        self._request, self._plan = request, request.planned.program
-        self._frozen = request.runtime.frozen_addresses
+        self._request, self._plan = request, request.sized.program
+        self._freezes_addresses = request.runtime.frozen_addresses
         self.tensors: dict[Node, torch.Tensor] = {}
         self.regions = Regions(self._plan, request.memory)
         self.placed = PlacedResults()
@@ -80,7 +80,7 @@ class Layout:
         return storage
 
     def _layout(self, node: Node) -> Any:
-        return torch.fx.map_arg(node.args[:2], self._request.planned.symbol_values.__getitem__)
+        return torch.fx.map_arg(node.args[:2], self._request.sized.symbol_values.__getitem__)
 
     def fill_input_buffers(self, inputs: Sequence[Any]) -> list[Part]:
         """Lay out static input buffers. Returns the parts that fill them at each call."""
@@ -88,7 +88,7 @@ class Layout:
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         steps: dict[torch.device, list[Step]] = {}
         for position, node in enumerate(self._plan.placeholders):
-            if node.name not in self._request.planned.input_buffers:
+            if node.name not in self._request.sized.input_buffers:
                 continue
             (index,) = self._plan.facts.of(node)
             value = inputs[position]
@@ -124,7 +124,7 @@ class Layout:
             self.static_addresses[position] = value.data_ptr()
             if value.device.type == "cpu" or self._request.runtime.repeats_calls:
                 users = effective_users(self._plan.placeholders[position])
-                if not self._frozen and any(
+                if not self._freezes_addresses and any(
                     user in may_keep or not (user.op == "output" or only_computes(user)) for user in users
                 ):
                     continue

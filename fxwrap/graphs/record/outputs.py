@@ -47,7 +47,8 @@ class Outputs:
         pooled: frozenset[Node],
     ) -> None:
         self._request, self._layout, self._registers, self._values = request, layout, registers, values
-        self._pooled, self._plan, self._frozen = pooled, request.planned.program, request.runtime.frozen_addresses
+        self._pooled, self._plan = pooled, request.sized.program
+        self._freezes_addresses = request.runtime.frozen_addresses
         self.storages: list[OutputStorage] = []
 
     def part(self, builder: FlatBuilder, common: Mapping[Node, Any]) -> Part:
@@ -73,14 +74,14 @@ class Outputs:
                 # The result aliases an input: the output is a view of the caller's own tensor.
                 given = builder.register(self._plan.placeholders[position])
                 seen = self._layout.input_tensors[position]
-                if self._frozen:
+                if self._freezes_addresses:
                     views = views_of(self._values[self._registers[node]], seen.data_ptr())
                     builder.assign(node, CallPython(functools.partial(relay, views), (given,)))
                 else:
                     shared = functools.partial(relay_shared, seen)
                     builder.assign(node, CallPython(shared, (builder.register(node), given)))
                 continue
-            elif self._frozen and node in common:
+            elif self._freezes_addresses and node in common:
                 # At a fixed address: a static buffer, a placed result, or the pool.
                 value, owned = Bound(common[node]), tensors_in(common[node])
             elif memory:
@@ -102,10 +103,10 @@ class Outputs:
                 builder.assign(node, CallPython(alias, (value,)))
             if not copy:
                 self._watch(owned, indices)
-                if self._frozen and isinstance(value, Bound):
+                if self._freezes_addresses and isinstance(value, Bound):
                     self._lay_out_views(builder, node, value.value, output)
         flat = builder.build(output.args[0])
-        return Part(flat.function, flat.lines, flat.result)
+        return Part(flat.function, flat.steps, flat.result)
 
     def _like(self, value: Bound | Register, tensor: torch.Tensor) -> View:
         """A new tensor over the memory of ``value``, laid out as ``tensor``."""

@@ -45,7 +45,7 @@ class Recorded:
     Attributes:
         outputs: outputs of that call.
         refused: operators whose capture failed, with the error: the program can be partitioned again around them.
-        not_native: why the recording replays in Python although native replay was wanted; empty otherwise.
+        not_native: why the native unit could not be made; empty if it was made, or none was to be made.
     """
 
     recording: Recording
@@ -65,11 +65,11 @@ class RecordingBuilder:
 
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
-        self.plan = request.planned.program
-        self._frozen = request.runtime.frozen_addresses
+        self.plan = request.sized.program
+        self._freezes_addresses = request.runtime.frozen_addresses
         self._placeholders = self.plan.placeholders
         self._constants = constants(self.plan.graph)
-        self.registers = Registers.of(self.plan, request.memory, self._frozen)
+        self.registers = Registers.of(self.plan, request.memory, self._freezes_addresses)
         self._values: list[Any] = [None] * len(self.registers.by_node)
         self._inputs_end = len(self._placeholders)
         # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
@@ -105,12 +105,12 @@ class RecordingBuilder:
             made = Outputs(self.request, self.layout, self.registers.by_node, self._values, frozenset(self._pooled))
             last = [*self._copies_back(), made.part(FlatBuilder(*self._from_registers()), common)]
             *copies_back, collect = last
-            replay = Replay(self._values, self._inputs_end, not self._frozen, (*self._parts, *last))
+            replay = Replay(self._values, self._inputs_end, not self._freezes_addresses, (*self._parts, *last))
             recording = self._make_recording(replay)
             for part in copies_back:
                 part.run(self._values)
             outputs = collect.run(self._values)
-            if self._inference and self._frozen:
+            if self._inference and self._freezes_addresses:
                 outputs = made.in_inference_mode(outputs, inputs)
             self._forget_inputs()
             if self._gave_up_because:
@@ -121,7 +121,8 @@ class RecordingBuilder:
         finally:
             self._forget_inputs()
             self.layout.regions.empty()
-        return Recorded(recording, outputs, self._refused, "" if self._refused else recording.make_unit())
+        not_native = "" if self._refused else recording.make_unit()
+        return Recorded(recording, outputs, self._refused, not_native)
 
     def _forget_inputs(self) -> None:
         self.layout.input_tensors.clear()
@@ -135,13 +136,13 @@ class RecordingBuilder:
         return Recording(self.request, replay, resources, self.layout.static_addresses)
 
     def _capture_all(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        """Capture every partition, and run it once. Returns the values that are the same at every call."""
+        """Run every partition once, captured or eagerly. Returns the values that are the same at every call."""
         self._values[: self._inputs_end] = inputs
         self._add_input_checks()
         for part in self.layout.fill_input_buffers(inputs):
             self._parts.append(part)
             part.run(self._values)
-        known = {**self._constants, **self.request.planned.symbol_values}
+        known = {**self._constants, **self.request.sized.symbol_values}
         common = {**known, **self.layout.tensors, **self.layout.input_buffers}
         bindings = _Bindings(inputs, common, {**common, **self.layout.static_inputs(inputs)})
         for partition in self.plan.partitions:
@@ -182,13 +183,13 @@ class RecordingBuilder:
         if checked:
             same = self.request.functions.layout_check(self._values, sorted(checked))
             run = functools.partial(_unless, same, check_layouts.function)  # raises; runs only if not the same
-            self._parts.append(Part(run, check_layouts.lines))
-        if check_others.lines:
-            self._parts.append(Part(check_others.function, check_others.lines))
+            self._parts.append(Part(run, check_layouts.steps))
+        if check_others.steps:
+            self._parts.append(Part(check_others.function, check_others.steps))
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
-        """Bind only numbers and constants. Everything else comes from registers."""
-        bound = {**self._constants, **self.request.planned.symbol_values}
+        """The bound values (numbers and constants only) and the registers of a flat function."""
+        bound = {**self._constants, **self.request.sized.symbol_values}
         return bound, {n: i for n, i in self.registers.by_node.items() if n not in bound}
 
     def _capture(self, partition: Partition, bindings: _Bindings) -> None:
@@ -228,10 +229,10 @@ class RecordingBuilder:
         self._graphs.append(graph)
         # The CPU's graph calls the flat function on the same registers: a native unit may run its steps instead.
         part = Part.of([ReplayGraph(graph)], partition_range(self.request.name, partition.index))
-        if not self._frozen:
-            part = dataclasses.replace(part, steps=flat.lines, below_autograd=True)
+        if not self._freezes_addresses:
+            part = dataclasses.replace(part, steps=flat.steps, below_autograd=True)
         self._parts.append(part)
-        if self._frozen:
+        if self._freezes_addresses:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The
             # recording holds them: otherwise a later capture could get their memory.
             stable = self._fixed_addresses(bindings.inputs)
@@ -253,7 +254,7 @@ class RecordingBuilder:
             self._values[register] = None
 
     def _give_up(self, partition: Partition) -> None:
-        """Out of memory: drop graphs and pools, so that the rest of this call can run eagerly."""
+        """Out of memory: drop graphs and pools, and clear the arenas; the rest of this call can then run eagerly."""
         self._gave_up_because = self._eager_reasons[partition.index] = OUT_OF_MEMORY
         self._graphs, self._parts, self._pools = [], [], []
         self._clear_arenas()
@@ -269,7 +270,7 @@ class RecordingBuilder:
         return arena.pool(runtime, self.request.functions.after_failed_capture) if arena is not None else None
 
     def _allocate_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """Memory for a static buffer. Where the arena can be suspended, it comes from the pool, and is, too."""
+        """Memory for a static buffer. If the arena can be suspended, it comes from the pool: both go together."""
         arena = self.request.arenas.get(device)
         if arena is None or arena.memory is None or (pool := self._pool()) is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -280,10 +281,10 @@ class RecordingBuilder:
         stores = self.registers.stores.get(partition.index, [])
         flat = self._flat(partition, bindings, False, stores)
         name = partition_range(self.request.name, partition.index)
-        self._parts.append(Part(flat.function, flat.lines, name=name))
+        self._parts.append(Part(flat.function, flat.steps, name=name))
         with self._as_replayed():
             flat.function(self._values)
-        if not self._frozen or self._gave_up_because:
+        if not self._freezes_addresses or self._gave_up_because:
             return
         # Graphs read fixed addresses. Results of eager work that the plan does not place are copied to static
         # buffers.
@@ -310,8 +311,8 @@ class RecordingBuilder:
             self._parts.append(Part.of(steps, name))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
-        """The mode of a capture. The CPU's graph makes new tensors at each replay, in the caller's inference mode."""
-        if self._inference and not self._frozen:
+        """The inference mode in which a partition is captured, or first run: the caller's if replays make tensors."""
+        if self._inference and not self._freezes_addresses:
             return torch.inference_mode()
         return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
 
@@ -345,14 +346,14 @@ class RecordingBuilder:
         self, partition: Partition, bindings: _Bindings, captured: bool, stores: Sequence[Node]
     ) -> FlatFunction:
         # Outside of captures, too, the CPU binds static inputs: their views are then made once.
-        bound = bindings.captured if captured or not self._frozen else bindings.common
+        bound = bindings.captured if captured or not self._freezes_addresses else bindings.common
         last = {node for node, index in self.registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self.registers.by_node.items() if n not in bound}
         work = self.plan.work_in(partition)
         before, after = (_resizes(memory) for memory in (self.layout.regions.before, self.layout.regions.after))
-        processing: PostProcessing = (
-            self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs)) if self._frozen else {}
-        )
+        processing: PostProcessing = {}
+        if self._freezes_addresses:
+            processing = self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs))
         builder = FlatBuilder(bound, registers, last, before, after, processing)
         with self.layout.regions.filled():  # it makes views of regions, which are empty between calls
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
@@ -366,7 +367,8 @@ class _Bindings:
     Attributes:
         inputs: the inputs of the recorded call.
         common: values that are the same at every call.
-        captured: values that captured partitions may bind: ``common``, and static inputs.
+        captured: values that captured partitions may bind, and all partitions where addresses are not frozen:
+            ``common``, and static inputs.
     """
 
     inputs: Sequence[Any]

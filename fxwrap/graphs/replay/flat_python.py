@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .operands import LITERALS, Bound, Call, Local, Operand, Register
+from .operands import Call, Operand, Text
 from .steps import Range, Step
 
 
@@ -74,51 +73,3 @@ def as_python(
     exec(compile(source, "<fxwrap flat function>", "exec"), text.namespace)
     # Removed from its own namespace: in a cycle, bound values would live until the next garbage collection.
     return text.namespace.pop("flat"), source, nodes
-
-
-class Text:
-    """The text of one function, in whose ``namespace`` bound values are ``c0``, ``c1``, ..."""
-
-    def __init__(self) -> None:
-        # An operator in C may import a module, and uses the builtins of the Python code that called it.
-        self.namespace: dict[str, Any] = {"__builtins__": builtins}
-        self._names: dict[Any, str] = {}
-
-    def assigned(self, step: Step, code: str) -> str:
-        """``results = code``"""
-        names = ["_" if local is None else local.name for local in step.results]
-        target = f"({', '.join(names)},)" if step.unpacks else names[0] if names else ""
-        return f"{target} = {code}{'; del _' * ('_' in names)}" if target else code
-
-    def of(self, value: object) -> str:
-        """The text of an operand, or of a call."""
-        match value:
-            case Local(name):
-                return name
-            case Register(number):
-                return f"r[{number}]"
-            case Bound(bound):
-                return self.bound(bound)
-            case Call(function, args, kwargs):
-                parts = [*map(self.of, args), *(f"{name}={self.of(part)}" for name, part in kwargs.items())]
-                return f"{self.bound(function)}({', '.join(parts)})"
-            case tuple():
-                return f"({', '.join(map(self.of, value))}{',' if len(value) == 1 else ''})"
-            case list():
-                return f"[{', '.join(map(self.of, value))}]"
-            case slice():
-                bounds = ", ".join(map(self.of, (value.start, value.stop, value.step)))
-                return f"{self.bound(slice)}({bounds})"
-            case dict():
-                return "{" + ", ".join(f"{name!r}: {self.of(part)}" for name, part in value.items()) + "}"
-        return repr(value)
-
-    def bound(self, value: object) -> str:
-        """The name of a value in the namespace."""
-        if type(value) in LITERALS:
-            return repr(value)
-        # Equal sizes share a name; other values share one only if they are the same object.
-        sizes = type(value) is tuple and all(type(item) is int for item in value)
-        name = self._names.setdefault(value if sizes else id(value), f"c{len(self._names)}")
-        self.namespace[name] = value
-        return name

@@ -13,7 +13,7 @@ from ..memory.live_outputs import OutputStorage, UseCounter, WatchedOutputs
 
 
 class LivenessGuard:
-    """Checks that no output is live that a replay overwrites: its own ones, and others in the bytes that it uses."""
+    """Checks that no live output, of this recording or another one, lies in bytes that a replay overwrites."""
 
     def __init__(
         self,

@@ -5,8 +5,7 @@ Registers are slots, and a local that is stored in one, or read from one, is tha
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,7 +13,6 @@ from ...host_graph.nodes import Kernel
 from .guards import Description
 from .native import CannotReplay, NativeReplay, NativeStep, Value
 from .operands import LITERALS, Bound, Call, Local, Moved, Operand, Register, is_number, known
-from .steps import Step, Store
 
 # At the end of a listing's line: the step is a call of a Python function.
 PYTHON = "  # Python"
@@ -27,21 +25,20 @@ _MOST_ARGUMENTS = 96
 class Lowering:
     """What has been made of the steps of one part.
 
+    Args:
+        stored: the registers in which locals are stored.
+
     Attributes:
         slots: of locals.
     """
 
-    def __init__(self, native: NativeReplay, steps: Sequence[Step], description: Description) -> None:
+    def __init__(self, native: NativeReplay, stored: Mapping[Local, int], description: Description) -> None:
         self.library, self.operations, self._kernel_address = native.library, native.operations, native.kernel_address
         self._gemms = native.gemms
         self._description = description
         self.slots: dict[Local, int] = {}
         self._borrowed = set[Local]()  # in registers that stay when the local goes
-        self._stored = {
-            step.value: step.register.number
-            for step in steps
-            if isinstance(step, Store) and isinstance(step.value, Local)
-        }
+        self._stored = stored
         self._temporaries = 0
 
     # -- operands -------------------------------------------------------------------------------------
@@ -126,21 +123,23 @@ class Lowering:
         """Steps skip autograd's layer of the dispatcher from here on, or do so no more."""
         self.add(self.library.below_autograd(below), f"{'below' if below else 'through'} autograd:")
 
-    def python(self, step: Step, call: Call) -> NativeStep:
+    def python(self, call: Call, results: Sequence[Local | None] = (), unpacks: bool = False) -> NativeStep:
         """A call of Python."""
         args = self.values((*call.args, *call.kwargs.values()))
-        slots = [self.new(local) for local in step.results if local is not None]
-        return self.library.python(call.function, args, tuple(call.kwargs), slots, step.unpacks)
+        slots = [self.new(local) for local in results if local is not None]
+        return self.library.python(call.function, args, tuple(call.kwargs), slots, unpacks)
 
-    def call_python(self, step: Step, call: Call, name: str = "") -> bool:
+    def call_python(
+        self, call: Call, results: Sequence[Local | None] = (), unpacks: bool = False, name: str = ""
+    ) -> bool:
         """Append a call of Python."""
         named = [f"{name}={self.text(value)}" for name, value in call.kwargs.items()]
         given = ", ".join([*map(self.text, call.args), *named])
-        made: list[Local] = [local or self.temporary() for local in step.results]
-        native = self.python(dataclasses.replace(step, results=tuple(made)), call)
+        made: list[Local] = [local or self.temporary() for local in results]
+        native = self.python(call, made, unpacks)
         name = name or getattr(call.function, "__name__", None) or type(call.function).__name__
         self.add(native, f"{f'{self.texts(made)} = ' if made else ''}{name}({given}){PYTHON}")
-        return self.drop([local for local in made if local not in step.results])
+        return self.drop([local for local in made if local not in results])
 
     def kernel(self, kernel: Kernel, args: Sequence[Operand]) -> bool:
         """A call of a kernel by its address, if it takes pointers and integers of 64 bits."""

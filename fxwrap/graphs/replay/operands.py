@@ -1,4 +1,4 @@
-"""Operands of steps: locals, registers and bound values.
+"""Operands of steps: locals, registers and bound values; and their text in Python (``Text``).
 
 ``Local`` and ``Register`` name values that change from call to call; other values are ``Bound``. Numbers, strings,
 tuples, lists, slices and dictionaries stand for themselves.
@@ -6,7 +6,8 @@ tuples, lists, slices and dictionaries stand for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import builtins
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -87,3 +88,51 @@ def are_sizes(*operands: Sizes) -> bool:
     """Whether every operand is a tuple of integers, or may hold one at a call."""
     values = map(known, operands)
     return all(isinstance(value, tuple) and all(map(is_number, value)) for value in values)
+
+
+class Text:
+    """The text of one function, in whose ``namespace`` bound values are ``c0``, ``c1``, ..."""
+
+    def __init__(self) -> None:
+        # An operator in C may import a module, and uses the builtins of the Python code that called it.
+        self.namespace: dict[str, Any] = {"__builtins__": builtins}
+        self._names: dict[Any, str] = {}
+
+    def assigned(self, results: Sequence[Local | None], unpacks: bool, code: str) -> str:
+        """``results = code``"""
+        names = ["_" if local is None else local.name for local in results]
+        target = f"({', '.join(names)},)" if unpacks else names[0] if names else ""
+        return f"{target} = {code}{'; del _' * ('_' in names)}" if target else code
+
+    def of(self, value: object) -> str:
+        """The text of an operand, or of a call."""
+        match value:
+            case Local(name):
+                return name
+            case Register(number):
+                return f"r[{number}]"
+            case Bound(bound):
+                return self.bound(bound)
+            case Call(function, args, kwargs):
+                parts = [*map(self.of, args), *(f"{name}={self.of(part)}" for name, part in kwargs.items())]
+                return f"{self.bound(function)}({', '.join(parts)})"
+            case tuple():
+                return f"({', '.join(map(self.of, value))}{',' if len(value) == 1 else ''})"
+            case list():
+                return f"[{', '.join(map(self.of, value))}]"
+            case slice():
+                bounds = ", ".join(map(self.of, (value.start, value.stop, value.step)))
+                return f"{self.bound(slice)}({bounds})"
+            case dict():
+                return "{" + ", ".join(f"{name!r}: {self.of(part)}" for name, part in value.items()) + "}"
+        return repr(value)
+
+    def bound(self, value: object) -> str:
+        """The name of a value in the namespace."""
+        if type(value) in LITERALS:
+            return repr(value)
+        # Equal sizes share a name; other values share one only if they are the same object.
+        sizes = type(value) is tuple and all(type(item) is int for item in value)
+        name = self._names.setdefault(value if sizes else id(value), f"c{len(self._names)}")
+        self.namespace[name] = value
+        return name

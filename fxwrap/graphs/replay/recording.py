@@ -134,7 +134,7 @@ class Recording:
     def __init__(
         self, request: RecordingRequest, replay: Replay, resources: RecordingResources, static_addresses: list[Any]
     ) -> None:
-        self.request, self.plan = request, request.planned.program
+        self.request, self.plan = request, request.sized.program
         self._profiling = request.functions.profiling
         self._replay: Replay | None = replay
         self._resources: RecordingResources | None = resources

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -19,6 +18,7 @@ from torch.profiler import record_function
 from ...host_graph.nodes import Kernel
 from ..devices.device_graph import DeviceGraph
 from ..memory.static_buffers import fill_buffers
+from .lowering import Lowering
 from .operands import (
     Bound,
     Call,
@@ -29,15 +29,12 @@ from .operands import (
     Operand,
     Register,
     Sizes,
+    Text,
     are_sizes,
     is_number,
     known,
     operands_in,
 )
-
-if TYPE_CHECKING:
-    from .flat_python import Text
-    from .lowering import Lowering
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +69,7 @@ class Step:
 
     def python(self, text: Text) -> str:
         """The step as Python."""
-        return text.assigned(self, text.of(self.call()))
+        return text.assigned(self.results, self.unpacks, text.of(self.call()))
 
     def native(self, unit: Lowering) -> bool:
         """Append the step to a unit. False where the library cannot do it: then it is a call of Python."""
@@ -81,7 +78,7 @@ class Step:
     def lower(self, unit: Lowering) -> None:
         """Append the step to a unit."""
         if not self.native(unit):
-            unit.call_python(self, self.call())
+            unit.call_python(self.call(), self.results, self.unpacks)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------
@@ -225,7 +222,7 @@ class Arithmetic(CallPython):
         if count != len(self.args) or self.kwargs or not self.results or not all(map(is_number, self.args)):
             return False
         first, second = unit.values((self.args * 2)[:2])  # a function of one operand ignores the second
-        given, python = unit.texts(self.args), unit.python(self, self.call())
+        given, python = unit.texts(self.args), unit.python(self.call(), self.results)
         slot = unit.slots[self.result]
         step = unit.library.arithmetic(slot, number, first, second, python)
         return unit.add(step, f"slot {slot} = {self.function.__name__}({given})")
@@ -242,7 +239,7 @@ class Launch(Step):
         return Call(self.kernel.call, self.args)
 
     def native(self, unit: Lowering) -> bool:
-        return unit.kernel(self.kernel, self.args) or unit.call_python(self, self.call(), self.kernel.name)
+        return unit.kernel(self.kernel, self.args) or unit.call_python(self.call(), name=self.kernel.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,12 +263,13 @@ class PostProcess(Step):
         return self.step.reads()
 
     def python(self, text: Text) -> str:
-        return text.assigned(self, f"{text.bound(self.function)}([{text.of(self.step.call())}])")
+        code = f"{text.bound(self.function)}([{text.of(self.step.call())}])"
+        return text.assigned(self.results, self.unpacks, code)
 
     def native(self, unit: Lowering) -> bool:
         result = unit.temporary()
         dataclasses.replace(self.step, results=(result,)).lower(unit)
-        return unit.call_python(self, Call(self.function, ([Moved(result)],)))
+        return unit.call_python(Call(self.function, ([Moved(result)],)), self.results, self.unpacks)
 
 
 # -- checks: where one does not hold, Python says so --------------------------------------------------------------
@@ -294,7 +292,7 @@ class CheckLayout(Step):
         if not are_sizes(self.size, self.stride):
             return False
         operands = self.tensor, self.size, self.stride
-        step = unit.library.layout(*unit.values(operands), unit.python(self, self.call()))
+        step = unit.library.layout(*unit.values(operands), unit.python(self.call()))
         tensor, size, stride = map(unit.text, operands)
         return unit.add(step, f"assert {tensor} is {size}, strides {stride}")
 
@@ -312,7 +310,7 @@ class CheckAlignment(Step):
         return Call(self.function, (self.tensor, self.nbytes, *([self.name] if self.name else [])))
 
     def native(self, unit: Lowering) -> bool:
-        python = unit.python(self, self.call())
+        python = unit.python(self.call())
         step = unit.library.alignment(unit.value(self.tensor), self.nbytes, python)
         return unit.add(step, f"assert {unit.text(self.tensor)} is at a multiple of {self.nbytes}")
 
@@ -331,7 +329,7 @@ class CheckCondition(Step):
     def native(self, unit: Lowering) -> bool:
         if not isinstance(self.condition, Local):
             return False
-        step = unit.library.condition(unit.value(self.condition), unit.python(self, self.call()))
+        step = unit.library.condition(unit.value(self.condition), unit.python(self.call()))
         return unit.add(step, f"assert {unit.text(self.condition)}: {known(self.message)}")
 
 

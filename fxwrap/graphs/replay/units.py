@@ -21,6 +21,8 @@ from .flat_python import Part
 from .guards import Description
 from .lowering import Lowering
 from .native import CannotReplay, NativeReplay, Unit
+from .operands import Local
+from .steps import Store
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,9 @@ def _make_unit(native: NativeReplay, parts: Sequence[Part], registers: int, desc
     below = False
     last: Lowering | None = None
     for part in parts:
-        last = Lowering(native, part.steps, description)
+        stores = [step for step in part.steps if isinstance(step, Store)]
+        stored = {store.value: store.register.number for store in stores if isinstance(store.value, Local)}
+        last = Lowering(native, stored, description)
         if part.below_autograd is not below:
             below = part.below_autograd
             last.below_autograd(below)

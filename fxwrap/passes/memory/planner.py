@@ -35,7 +35,7 @@ _ALIGNMENT, _ACCELERATOR_ALIGNMENT = 64, 512
 
 
 def plan_program(
-    planned: SizedProgram,
+    sized: SizedProgram,
     reserved: Reservations = MappingProxyType({}),
     hint: PlacementHint | None = None,
     previous: MemoryPlan | None = None,
@@ -50,8 +50,8 @@ def plan_program(
     Raises:
         PlanError: a communication is in flight when the program begins or ends.
     """
-    requirements = Requirements.of(planned)
-    if planned.frozen:
+    requirements = Requirements.of(sized)
+    if sized.frozen:
         return _plan_arenas(requirements, reserved, hint, previous)
     return _plan_calls(requirements)
 

@@ -1,6 +1,6 @@
 """PLAN: works out the memory that a program needs at concrete sizes.
 
-This is which storages are live in which steps, their sizes, and whether the plan or an operator allocates them.
+That is: which storages are live in which steps, their sizes, and whether the plan or an operator allocates them.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Requirements:
             index, workspace with None.
         unknown: steps in which memory of unknown size is in use, too: data-dependent results, and workspace that was
             not measured at these sizes.
-        sizes: bytes of allocated storages of known size, by storage.
-        outputs: storages that the plan places and the caller gets.
+        sizes: bytes of every storage that an allocation node makes or the plan places, if its size is known.
+        outputs: storages that the caller gets: of allocation nodes, and results of operators that the plan places.
         handed_out: storages that the caller gets, or gets back.
         ranges: the steps ``[begin, end)`` in which a storage is touched, by storage.
         temporaries: allocated storages of known size that are never live after a call, in the steps that name them;
             none where addresses are frozen.
-        unshared: temporaries that need a region of their own: an operator counts from the start of their storage.
+        unshared: temporaries that need a region of their own (``_counted_from`` has the reasons).
         donated: inputs that are freed after their last use.
         copies: bytes that are copied because eager work returns them and captured work reads them.
-        end: the step after the last; what is live then is live after the call.
+        end: the end of live ranges that outlast the call; the step ``end - 1`` is the time after the last node.
     """
 
     facts: StorageFacts
@@ -73,9 +73,10 @@ class Requirements:
         return index in self.handed_out and self.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN)
 
     def end_of(self, names: Iterable[str]) -> int:
-        """The first step in which the program may overwrite another program's output that it gets as these inputs.
+        """The step after the last use of these inputs, which are another program's output: from then on the program
+        may overwrite its bytes.
 
-        It is after the last step if ``names`` is empty, or if the program returns the output itself.
+        It is ``end`` if ``names`` is empty, or if the program returns the output itself.
         """
         indices = self.facts.behind_named(names)
         if not indices or indices & self.handed_out:
@@ -83,29 +84,29 @@ class Requirements:
         return max(self.ranges.get(index, (0, 0))[1] for index in indices)
 
     @classmethod
-    def of(cls, planned: SizedProgram) -> Requirements:
-        """The requirements of a program. They are computed once, and cached as long as ``planned`` lives."""
-        if planned not in _CACHE:
-            _CACHE[planned] = cls._of(planned)
-        return _CACHE[planned]
+    def of(cls, sized: SizedProgram) -> Requirements:
+        """The requirements of a program. They are computed once, and cached as long as ``sized`` lives."""
+        if sized not in _CACHE:
+            _CACHE[sized] = cls._of(sized)
+        return _CACHE[sized]
 
     @classmethod
-    def _of(cls, planned: SizedProgram) -> Requirements:
-        program = planned.program
+    def _of(cls, sized: SizedProgram) -> Requirements:
+        program = sized.program
         _check_communications(program.facts)
-        ranges, results, handed_out = live_ranges(program), _placed_results(planned), _handed_out(program)
+        ranges, results, handed_out = live_ranges(program), _placed_results(sized), _handed_out(program)
         outputs = output_storages(program) | (handed_out & results.keys())
         end = len(program.schedule) + 1
-        sizes, buffers = _planned_buffers(planned, ranges, results, handed_out, outputs, end)
+        sizes, buffers = _planned_buffers(sized, ranges, results, handed_out, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
-        symbols = symbols_at(planned.symbol_values)
+        symbols = symbols_at(sized.symbol_values)
         results_at = _sizes_of_results(program, symbols)
         workspace = _workspace_at(program, symbols)
-        unplanned = _unplanned(planned, ranges, handed_out, end, placed, results_at, workspace)
+        unplanned = _unplanned(sized, ranges, handed_out, end, placed, results_at, workspace)
         unknown = _unknown_steps(program, ranges, {**sizes, **results_at}, workspace)
         temporaries = {
             index: Buffer(program.facts.storages[index].name, sizes[index], *steps)
-            for index, steps in (_temporaries(program).items() if not planned.frozen else ())
+            for index, steps in (_temporaries(program).items() if not sized.frozen else ())
             if index in placed
         }
         return cls(
@@ -119,8 +120,8 @@ class Requirements:
             ranges=ranges,
             temporaries=temporaries,
             unshared=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
-            donated=_donated(planned, ranges, handed_out, end),
-            copies=_copies(program, placed, results_at) if planned.frozen else 0,
+            donated=_donated(sized, ranges, handed_out, end),
+            copies=_copies(program, placed, results_at) if sized.frozen else 0,
             end=end,
         )
 
@@ -130,7 +131,8 @@ _CACHE = weakref.WeakKeyDictionary[SizedProgram, Requirements]()
 
 def _check_communications(facts: StorageFacts) -> None:
     if facts.in_flight:
-        # Other programs use an arena between calls, and an input or output would be copied before it is complete.
+        # Between calls other programs use the arena. And inputs or outputs would be copied before the communication
+        # is complete.
         names = sorted(facts.storages[index].name for index in facts.in_flight)
         raise PlanError(
             f"a communication on {', '.join(names)} is in flight when a call begins or ends",
@@ -140,7 +142,7 @@ def _check_communications(facts: StorageFacts) -> None:
 
 
 def _planned_buffers(
-    planned: SizedProgram,
+    sized: SizedProgram,
     ranges: Mapping[int, tuple[int, int]],
     results: Mapping[int, int],
     handed_out: frozenset[int],
@@ -152,7 +154,7 @@ def _planned_buffers(
     Args:
         results: bytes of operators' results that the plan places, by storage.
     """
-    program = planned.program
+    program = sized.program
     written = program.facts.all_written()
     step_of = {node: step for step, node in enumerate(program.schedule)}
     sizes: dict[int, int] = {}
@@ -164,7 +166,7 @@ def _planned_buffers(
             continue  # the compiled partition allocates it itself
         first, last = ranges.get(storage.index, (0, 1))
         if storage.origin is Origin.ALLOCATION:
-            layout = concrete(node.args[:2], planned.symbol_values)
+            layout = concrete(node.args[:2], sized.symbol_values)
             if layout is None:
                 continue  # its size is data-dependent: allocated when it is known
             kwargs: Mapping[str, Any] = node.kwargs
@@ -177,9 +179,9 @@ def _planned_buffers(
             ):
                 continue
             begin, stop = first, end if storage.index in outputs else last
-        elif storage.node in planned.input_buffers:
-            device, sizes[storage.index] = planned.input_buffers[storage.node]
-            # Filled before the first step; a mutated one is copied back after the last.
+        elif storage.node in sized.input_buffers:
+            device, sizes[storage.index] = sized.input_buffers[storage.node]
+            # Filled before the first step. One that is mutated or returned lives to the end.
             begin, stop = 0, end if storage.index in written | handed_out else last
         elif storage.index in results:
             device, sizes[storage.index] = program.device, results[storage.index]
@@ -234,23 +236,23 @@ def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
 
 
 def output_storages(program: ProgramPlan) -> frozenset[int]:
-    """Storages that the program allocates and the caller gets."""
+    """Storages of allocation nodes that the caller gets."""
     storages = program.facts.storages
     return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)
 
 
-def _placed_results(planned: SizedProgram) -> dict[int, int]:
+def _placed_results(sized: SizedProgram) -> dict[int, int]:
     """Bytes of the operators' results that are copied to planned memory, by storage.
 
     These are results of eager work that device graphs read, and results of captured work that the caller gets.
     """
-    program = planned.program
-    if not planned.frozen:
+    program = sized.program
+    if not sized.frozen:
         return {}
     work = set(program.schedule) - program.replaced_work
     captured = program.captured_work - program.replaced_work
     read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
-    results = placeable_results(program.facts, program.graph, program.device, planned.symbol_values)
+    results = placeable_results(program.facts, program.graph, program.device, sized.symbol_values)
     placed = {}
     for index, nbytes in results.items():
         node = program.maker(index)
@@ -284,7 +286,7 @@ def _workspace_at(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[str,
 
 
 def _unplanned(
-    planned: SizedProgram,
+    sized: SizedProgram,
     ranges: Mapping[int, tuple[int, int]],
     handed_out: frozenset[int],
     end: int,
@@ -300,7 +302,7 @@ def _unplanned(
         sizes: bytes of results, by storage.
         workspace: bytes, by node.
     """
-    program = planned.program
+    program = sized.program
     steps = {node.name: step for step, node in enumerate(program.schedule)}
     unplanned: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
     for name, nbytes in workspace.items():
@@ -354,15 +356,15 @@ def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, i
 
 
 def _donated(
-    planned: SizedProgram, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
+    sized: SizedProgram, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
 ) -> list[Buffer]:
     """Inputs whose memory is freed after their last use, because the caller keeps no reference.
 
     Several inputs may share one storage. An input that is never used is freed with the call.
     """
     buffers = []
-    for nbytes, nodes in planned.donated:
-        indices = planned.program.facts.behind_named(nodes)
+    for nbytes, nodes in sized.donated:
+        indices = sized.program.facts.behind_named(nodes)
         if indices.isdisjoint(handed_out):
             stop = max((ranges.get(index, (0, end))[1] for index in indices), default=end)
             buffers.append(Buffer(nodes[0], nbytes, 0, stop))
@@ -387,7 +389,7 @@ def _counted_from(program: ProgramPlan) -> frozenset[int]:
     """Storages that must not share memory with others.
 
     An operator may count elements from the start of the storage, or take two values in one storage for views of one
-    tensor.
+    tensor. What control flow takes may be used so in a branch.
     """
     facts = program.facts
     nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]

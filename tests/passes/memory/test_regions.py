@@ -482,7 +482,7 @@ def test_donated_inputs_are_let_go_of_after_their_last_use() -> None:
         program.run(inputs)
     assert gone[-2:] == [[True, False]] * 2  # replays
     (recording,) = recordings(program)
-    planned = recording.request.planned
+    planned = recording.request.sized
     assert sorted(planned.donated, key=str) == [(64, (name,)) for name in ("s", "u")]
     assert [(b.size, b.begin, b.end) for b in Requirements.of(planned).donated] == [(64, 0, 1), (64, 0, 4)]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .functions import interpretable
+
 
 def _combined(self: Any, first: Sequence[Any], second: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     """The arrays that combining two lists of arrays gives."""
     import numpy as np
-
-    from . import kernels_interpreter
 
     shape = first[0].shape
 
@@ -21,7 +21,7 @@ def _combined(self: Any, first: Sequence[Any], second: Sequence[Any], types: Seq
         flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
         return [self.to_tensor(array, dtype) for array, dtype in zip(flat, types, strict=True)]
 
-    combine = kernels_interpreter.interpretable(self.combine_fn.fn)
+    combine = interpretable(self.combine_fn.fn)
     found = combine(*tensors(first), *tensors(second))
     if not isinstance(found, tuple):
         found = tuple(found) if hasattr(found, "values") else (found,)

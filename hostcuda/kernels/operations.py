@@ -1,6 +1,6 @@
 """What the interpreter does element by element in Python, done for whole blocks.
 
-Changes Triton's copy of the interpreter (kernels_language.py) only.
+Changes Triton's copy of the interpreter (language.py) only.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ import functools
 import math
 from typing import Any
 
+from . import language, scans
+from .functions import interpretable, interpreting
 
-def improve(interpreter: Any) -> None:
-    """Replace what is slow."""
-    from . import kernels_scans
 
+@functools.cache
+def interpreter() -> Any:
+    """The copy of Triton's interpreter, in which what is slow is replaced."""
+    module = language.interpreter()
+    _improve(module)
+    return module
+
+
+def _improve(interpreter: Any) -> None:
     builder = interpreter.InterpreterBuilder
     builder.cast_impl = _faster_casts(interpreter, builder.cast_impl)
     builder.create_erf = _erf(interpreter)
@@ -23,9 +31,9 @@ def improve(interpreter: Any) -> None:
     interpreter.TensorHandle.__post_init__ = lambda self: None
     # Parts of blocks, which scans combine, have any size.
     interpreter.tl.core.validate_block_shape = math.prod
-    interpreter.ReduceOps.generic_reduce = kernels_scans.reduced
-    interpreter.ReduceOps.sum = kernels_scans.summed
-    interpreter.ScanOps.generic_scan = kernels_scans.scanned
+    interpreter.ReduceOps.generic_reduce = scans.reduced
+    interpreter.ReduceOps.sum = scans.summed
+    interpreter.ScanOps.generic_scan = scans.scanned
     _less_by_operation(interpreter)
     _call_device_functions()
 
@@ -133,13 +141,11 @@ def _call_device_functions() -> None:
     """A kernel that is interpreted calls functions that are compiled otherwise."""
     from triton.runtime.jit import JITFunction
 
-    from . import kernels_interpreter
-
     usual = JITFunction.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kernels_interpreter.interpreting():
+        if not interpreting():
             return usual(self, *args, **kwargs)
-        return kernels_interpreter.interpretable(self.fn)(*args, **kwargs)
+        return interpretable(self.fn)(*args, **kwargs)
 
     JITFunction.__call__ = call

@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from . import language
+
 _AS_IN_TORCH = """
 abs acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor fmax fmin fmod
 hypot isinf isnan ldexp lgamma log log10 log1p log2 nextafter pow round rsqrt signbit sin sinh sqrt tan tanh trunc
@@ -54,9 +56,7 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     import numpy as np
     import torch
 
-    from . import kernels_language
-
-    interpreter = kernels_language.interpreter()
+    interpreter = language.interpreter()
     tl = interpreter.tl
 
     def operand(arg: Any) -> Any:

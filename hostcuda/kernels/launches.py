@@ -1,7 +1,7 @@
-"""Triton's kernels, which the device launches: computed by Triton's interpreter over the same memory.
+"""Called by the device for each launch of a Triton kernel.
 
 Triton compiles them for sm_90 with its own ptxas and loads the cubin with the driver; a hash of the cubin tells which
-function it is (kernels_registry.py).
+function it is (registry.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 import traceback
 from typing import Any
 
-from . import kernels_registry
-from .imports import runtime
+from ..library import runtime
+from . import interpreter, registry
 
 _COMPUTED, _SKIPPED, _FAILED = 0, 1, 2
 # name, hash, grid, block, bytes of shared memory, parameters, their places and their number
@@ -36,15 +36,12 @@ def install() -> None:
     runtime().hostcuda_set_callback(ctypes.cast(_callback, ctypes.c_void_p))
 
 
-after_triton = kernels_registry.after_triton
-
-
 @_CALLBACK
 def _callback(name, image, gx, gy, gz, bx, by, bz, shared, params, layout, count):  # type: ignore[no-untyped-def]
     """Called by the device when a launch's turn comes, in whichever thread runs the work."""
     kernel = name.decode()
     try:
-        found = kernels_registry.find(image.decode())
+        found = registry.find(image.decode())
         if found is None:
             reasons[kernel] = "nothing tells which function it was compiled from"
             return _SKIPPED
@@ -52,9 +49,7 @@ def _callback(name, image, gx, gy, gz, bx, by, bz, shared, params, layout, count
         begin = time.perf_counter()
         try:
             with _uncompiled():
-                from . import kernels_interpreter
-
-                kernels_interpreter.run(found, (gx, gy, gz), params, places)
+                interpreter.run(found, (gx, gy, gz), params, places)
         finally:
             seconds[kernel] = seconds.get(kernel, 0.0) + time.perf_counter() - begin
         return _COMPUTED

@@ -6,8 +6,9 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import kernels_language
-from .kernels_registry import Kernel
+from . import language
+from .names import mapped
+from .registry import Kernel
 
 Places = Sequence[tuple[int, int]]
 
@@ -30,11 +31,11 @@ def read(kernel: Kernel, address: int, places: Places) -> dict[str, Any]:
 
 
 def _argument(constants: dict[str, Any], name: str, kind: Any, raw: bytes, given: Iterator[tuple[int, int]]) -> Any:
-    tl = kernels_language.interpreter().tl
+    tl = language.interpreter().tl
     if isinstance(kind, (tuple, list)):
         return tl.tuple([_argument(constants, f"{name}.{i}", part, raw, given) for i, part in enumerate(kind)])
     if kind == "constexpr":
-        return kernels_language.mapped(constants.get(name))
+        return mapped(constants.get(name))
     if kind.startswith("tensordesc"):
         raise NotImplementedError("a tensor descriptor is an argument")
     offset, size = next(given)
@@ -44,7 +45,7 @@ def _argument(constants: dict[str, Any], name: str, kind: Any, raw: bytes, given
 def _tensor(kind: str, data: bytes) -> Any:
     import numpy as np
 
-    interpreter = kernels_language.interpreter()
+    interpreter = language.interpreter()
     ty = interpreter.tl.str_to_ty(kind, None)
     dtype = interpreter._get_np_dtype(ty)
     value = np.frombuffer(data[: dtype.itemsize], dtype=dtype).copy()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import threading
-import types
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from . import kernels_language, kernels_parameters
-from .kernels_registry import Kernel
+from . import operations, parameters
+from .functions import interpretable, running
+from .registry import Kernel
 
 Grid = tuple[int, int, int]
 # Elements of a block that is computed at once: the interpreter's own time does not count then, and a cache has them.
@@ -22,15 +21,9 @@ _BLOCKS = ("XBLOCK", "YBLOCK", "ZBLOCK")
 # Kernels of Inductor's that look at nothing but their block sizes.
 _SIZED = ("triton_poi_", "triton_per_", "triton_red_")
 _LOCK = threading.RLock()
-_running = threading.local()
 
 
-def interpreting() -> bool:
-    """Whether this thread runs a kernel."""
-    return getattr(_running, "depth", 0) > 0
-
-
-def run(kernel: Kernel, grid: Grid, address: int, places: kernels_parameters.Places) -> None:
+def run(kernel: Kernel, grid: Grid, address: int, places: parameters.Places) -> None:
     """Run a launch.
 
     Raises:
@@ -38,25 +31,21 @@ def run(kernel: Kernel, grid: Grid, address: int, places: kernels_parameters.Pla
     """
     import numpy as np
 
-    interpreter = kernels_language.interpreter()
+    interpreter = operations.interpreter()
     prepared = _prepared(kernel)
-    arguments = kernels_parameters.read(kernel, address, places)
+    arguments = parameters.read(kernel, address, places)
     grid = prepared.enlarged(grid, arguments)
     for name in prepared.as_tensors:
         arguments[name] = interpreter._implicit_cvt(arguments[name])
     # The interpreter has one place for the number of the program that runs.
-    with _LOCK, np.errstate(all="ignore"):
+    with _LOCK, np.errstate(all="ignore"), running():
         builder, function = interpreter.interpreter_builder, prepared.function
         builder.set_grid_dim(*grid)
-        _running.depth = getattr(_running, "depth", 0) + 1
-        try:
-            for x in range(grid[0]):
-                for y in range(grid[1]):
-                    for z in range(grid[2]):
-                        builder.grid_idx = (x, y, z)
-                        function(**arguments)
-        finally:
-            _running.depth -= 1
+        for x in range(grid[0]):
+            for y in range(grid[1]):
+                for z in range(grid[2]):
+                    builder.grid_idx = (x, y, z)
+                    function(**arguments)
 
 
 class _Prepared:
@@ -128,30 +117,3 @@ def _prepared(kernel: Kernel) -> _Prepared:
     if found is None:
         found = _all_prepared[kernel] = _Prepared(kernel)
     return found
-
-
-@functools.cache
-def interpretable(function: Any) -> Any:
-    """A function rewritten for the interpreter, in globals of its own, which name the copy of the language."""
-    interpreter = kernels_language.interpreter()
-    if function.__module__ is not None and function.__module__.startswith("triton.hostcuda_language"):
-        names = function.__globals__  # the copy's own
-    else:
-        names = _Names(function.__globals__)
-    copy = types.FunctionType(
-        function.__code__, names, function.__name__, _mapped_all(function.__defaults__), function.__closure__
-    )
-    copy.__kwdefaults__, copy.__module__ = function.__kwdefaults__, function.__module__
-    copy.__annotations__ = inspect.get_annotations(function)
-    return interpreter.FunctionRewriter(copy).rewrite_ast()
-
-
-def _mapped_all(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    return tuple(map(kernels_language.mapped, values)) if values is not None else None
-
-
-class _Names(dict[str, Any]):
-    """A module's globals, mapped."""
-
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        super().__init__({name: kernels_language.mapped(value) for name, value in list(names.items())})

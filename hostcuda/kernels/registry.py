@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import build
-from .imports import runtime
+from .. import build
+from ..library import runtime
 
 _VERBOSE = "HOSTCUDA_KERNELS" in os.environ
 _known: dict[str, Kernel | None] = {}
