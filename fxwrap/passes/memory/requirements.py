@@ -296,7 +296,7 @@ def _unplanned(
 ) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
     """Memory that operators allocate themselves: workspace, and results from their call to their last use.
 
-    A result that is copied to planned memory lives until the end of its partition.
+    A result that is copied to planned memory is freed when it has been copied.
 
     Args:
         sizes: bytes of results, by storage.
@@ -309,7 +309,6 @@ def _unplanned(
         if nbytes:
             buffer = Buffer(f"{name} workspace", nbytes, steps[name], steps[name] + 1)
             unplanned[program.device].append((None, buffer))
-    ends = {name: steps[partition.nodes[-1]] + 1 for partition in program.partitions for name in partition.nodes}
     for storage in program.facts.storages:
         value = storage.value(program.nodes[storage.node])
         if (
@@ -320,9 +319,10 @@ def _unplanned(
         ):
             begin = steps[storage.node]
             _, last = ranges.get(storage.index, (begin, begin + 1))
-            stop = end if storage.index in handed_out else max(last, begin + 1)
             if storage.index in placed:
-                stop = ends[storage.node]
+                stop = begin + 1
+            else:
+                stop = end if storage.index in handed_out else max(last, begin + 1)
             unplanned[value.device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
     return unplanned
 

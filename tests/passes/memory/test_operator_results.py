@@ -28,7 +28,7 @@ from fxwrap.errors import PlanError
 from fxwrap.options import Options
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.memory.operator_results import placeable_results
-from fxwrap.passes.memory.planner import plan_program
+from fxwrap.passes.memory.planner import plan_program, predict_memory
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import MemoryPlan, ProgramPlan, SizedProgram
@@ -99,6 +99,27 @@ def test_of_eager_work_only_what_graphs_read_has_a_place() -> None:
     twice = b.call(aten.mul.Tensor, sums, 2)
     gm = b.module(sums, twice, b.call(aten.flip.default, twice, [0]))
     assert names(*planned(gm, ("aten::cumsum", "aten::flip"))) == {"cumsum_default", "mul_tensor"}
+
+
+def test_an_operators_own_memory_is_freed_when_its_result_is_copied() -> None:
+    """In predictions, too, also of a forward whose results the backward reads.
+
+    ::
+
+        pool      s  f  .  |  g        what cumsum, flip and, in the backward, flip allocate: 96 bytes at a time
+        arena     s  s  s  |  .
+                  .  f  f  |  f g
+    """
+    b, later = Building(), Building()
+    sums = b.call(aten.cumsum.default, b.x, 0)
+    forward, _ = planned(b.module(sums, b.call(aten.flip.default, sums, [0])))
+    backward, _ = planned(later.module(later.call(aten.flip.default, later.x, [1])))
+    programs = [SizedProgram(plan, {}, {}) for plan in (forward, backward)]
+    (alone,) = predict_memory(programs[:1], {})
+    assert alone.operators == 96
+    saved = {storage.index: ["x"] for storage in forward.facts.storages if storage.name == "flip_default"}
+    (both,) = predict_memory(programs, saved)
+    assert both.operators == 96
 
 
 def run(gm: GraphModule, *sizes: tuple[int, ...], eager_ops: tuple[str, ...] = ()) -> Any:
