@@ -50,7 +50,7 @@ class KernelKind:
     """One kind of compiled kernels on a device: how a launch enters a host graph, and how it runs.
 
     Attributes:
-        name: shown in reports: "cpp", "triton", or a vendor's own.
+        name: shown in reports: "cpp", or a vendor's own.
         load: makes the callable that launches a kernel, from the kernel's first call. The callable gets the launch's
             arguments (tensors on the device, numbers), and issues the work to the device's current stream.
         accepts: whether a call is of this kind; kinds are tried in the order in which they were registered.
