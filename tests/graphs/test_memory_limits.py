@@ -367,17 +367,22 @@ def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_aren
     assert arena.needed_again() == 0
 
 
-def test_an_arena_grows_to_what_is_needed_and_then_doubles(own_arenas: ArenaPool) -> None:
+@pytest.mark.parametrize(
+    ("needed", "sizes"), [([100, 104, 110, 200, 230], [100, 104, 208, 208, 400]), ([100, 120, 210], [100, 200, 240])]
+)
+def test_an_arena_grows_a_little_once_and_then_doubles(
+    own_arenas: ArenaPool, needed: list[int], sizes: list[int]
+) -> None:
     """Around live outputs a plan needs more: a backward beside what its forward saved, often a little, and once.
 
     ::
 
-        needed   100   104   110   200   230
-        arena    100   104   208   208   400       KiB
+        needed   100   104   110   200   230            100   120   210
+        arena    100   104   208   208   400            100   200   240       KiB
     """
     arena = own_arenas.acquire(CPU, None, LockOwner(), [])
-    users, needed = list[User](), [100, 104, 110, 200, 230]
-    for kib, size in zip(needed, [100, 104, 208, 208, 400], strict=True):
+    users = list[User]()
+    for kib, size in zip(needed, sizes, strict=True):
         before = arena.nbytes
         assert own_arenas.fit(arena, kib << 10, 0) is (size << 10 != before)
         assert arena.nbytes == size << 10
@@ -386,6 +391,9 @@ def test_an_arena_grows_to_what_is_needed_and_then_doubles(own_arenas: ArenaPool
         users.append(User(len(users)))
         arena.enter(users[-1], held, kib << 10)
         assert arena.live()
+    assert arena.grown
+    arena.clear("released")
+    assert not arena.grown
 
 
 def _pool(sizes: list[int]) -> tuple[ArenaPool, list[Arena]]:

@@ -92,9 +92,10 @@ class Arena:
             MemoryLimitError: the device is out of memory; the arena has no memory then.
         """
         # Keep the pool: recordings that end now will be captured again and reuse its memory.
-        moved, pool = [*self._ended_by_move, *((weakref.ref(user), size) for user, size in self.users())], self._pool
+        moved = [*self._ended_by_move, *((weakref.ref(user), size) for user, size in self.users())]
+        pool, grown = self._pool, self.grown
         self.clear("the arena moved")
-        self._ended_by_move, self._pool = moved, pool
+        self._ended_by_move, self._pool, self.grown = moved, pool, grown
         del pool  # self._pool is the only reference left, so that drop_pool frees the pool
         if nbytes > _SMALL and self.device.type != "cpu":
             # An arena cut from a cached segment would keep the allocator from returning the rest for as long as it
@@ -165,6 +166,7 @@ class Arena:
         for user, _ in self.users():
             user.end(why)
         self._users, self._ended_by_move, self.watched_outputs, self.block, self.nbytes = [], [], [], None, 0
+        self.grown = False
         self.drop_pool()
         self.changed()
 
@@ -250,8 +252,8 @@ class Arena:
 _versions = itertools.count(1)
 # The number of streams that may work at the same time, each in its own arena; another stream waits for one of these.
 AT_ONE_TIME = 4
-# The largest ratio of an arena's size to what its largest user needs.
-_SLACK = 2
+# The largest ratio of an arena's size to what its largest user needs; the ratio of a growth by a little.
+_SLACK, _A_LITTLE_MORE = 2, 1.125
 
 
 class ArenaUser(Protocol):
@@ -410,9 +412,10 @@ class ArenaPool:
             MemoryLimitError: the limit would be exceeded, or the device is out of memory.
         """
         again, grows = arena.needed_again(), nbytes > arena.nbytes and bool(arena.live())
-        # Around live outputs a plan needs more, in most training steps once and a little. From the second time on the
-        # arena doubles: what needs more again and again should end few recordings.
-        room = _SLACK * max(arena.needed(), again) if grows and arena.grown else 0
+        # A plan around live outputs may need more next time: the arena doubles, so that few recordings end. But many
+        # training steps need a little more once, and no more.
+        doubles = grows and (arena.grown or nbytes > _A_LITTLE_MORE * arena.nbytes)
+        room = _SLACK * max(arena.needed(), again) if doubles else 0
         for expected in (max(room, again, self.largest_announced(arena.device)), 0):
             needed = max(nbytes, arena.needed(), expected)
             size = arena.nbytes if nbytes <= arena.nbytes <= _SLACK * needed else needed

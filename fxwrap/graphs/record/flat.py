@@ -59,7 +59,7 @@ class FlatFunction:
     """A built function.
 
     Attributes:
-        lines: its steps.
+        steps: its steps.
         result: the operand that it returns.
         give_back: see ``as_python``.
         function, source: the steps as a Python function of the registers, and its text.

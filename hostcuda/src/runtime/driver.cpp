@@ -137,7 +137,7 @@ API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status)
   return result(cudaStreamIsCapturing(stream, reinterpret_cast<cudaStreamCaptureStatus*>(status)));
 }
 
-// The callback reads it again (kernels.py): address, type and rank, sizes, strides, box.
+// The callback reads it again (kernels/parameters.py): address, type and rank, sizes, strides, box.
 API CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                                     const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                                     const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
