@@ -599,7 +599,8 @@ def test_a_program_is_saved_as_it_is_now(tmp_path: Path, device: torch.device) -
 
 
 def test_a_program_outlives_the_cache_of_its_kernels(tmp_path: Path) -> None:
-    model, x = Block().eval(), torch.randn(4, WIDTH)
+    # Of a size that no other test has: Inductor would find kernels that the process has loaded from another cache.
+    model, x = Block().eval(), torch.randn(11, WIDTH)
     with fresh_cache():
         program = fxwrap.aot_compile({"f": (model, (x,))})
         expected = program.f(x)
