@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import build, operators
-from .kernels import registry
+from . import build
 from .library import runtime
 
 STARTUP = Path(__file__).absolute().parent / "startup"
@@ -69,9 +68,22 @@ def _before_torch() -> None:
         raise ImportError(str(error)) from None
 
 
+# Imported when they are needed: every Python that has the device starts with this file.
+def _after_torch(torch: ModuleType) -> None:
+    from . import operators
+
+    operators.install(torch)
+
+
+def _after_triton(module: ModuleType) -> None:
+    from .kernels import registry
+
+    registry.after_triton(module)
+
+
 _HOOKS: dict[str, tuple[Callable[[], None] | None, Callable[[ModuleType], None]]] = {
-    "torch": (_before_torch, operators.install),
-    _TRITON: (None, registry.after_triton),
+    "torch": (_before_torch, _after_torch),
+    _TRITON: (None, _after_triton),
 }
 
 

@@ -206,9 +206,8 @@ class _Timeline:
                 for device, buffers in items.items():
                     for index, b in buffers:
                         end = b.end
-                        # A result that is copied to planned memory is in both: only the copy outlasts its operator.
-                        lasts = collected is planned or index not in part.sizes
-                        if after is not None and lasts and index in part.handed_out:
+                        # What an operator has freed when its result was copied does not reach the end.
+                        if after is not None and end == part.end and index in part.handed_out:
                             end = part.end + after.end_of(saved_as.get(index, ()))
                         collected[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
                         if begin + end == last and part.is_output(index):

@@ -482,9 +482,9 @@ def test_donated_inputs_are_let_go_of_after_their_last_use() -> None:
         program.run(inputs)
     assert gone[-2:] == [[True, False]] * 2  # replays
     (recording,) = recordings(program)
-    planned = recording.request.sized
-    assert sorted(planned.donated, key=str) == [(64, (name,)) for name in ("s", "u")]
-    assert [(b.size, b.begin, b.end) for b in Requirements.of(planned).donated] == [(64, 0, 1), (64, 0, 4)]
+    sized = recording.request.sized
+    assert sorted(sized.donated, key=str) == [(64, (name,)) for name in ("s", "u")]
+    assert [(b.size, b.begin, b.end) for b in Requirements.of(sized).donated] == [(64, 0, 1), (64, 0, 4)]
 
 
 class Net(torch.nn.Module):
