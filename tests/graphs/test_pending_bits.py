@@ -20,6 +20,8 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, inductor, tensors_in
 
+from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.memory.output_views import copy_out, relay, views_of
 from fxwrap.graphs.memory.static_buffers import StaticBuffers
 
@@ -188,3 +190,16 @@ def test_what_stands_for_a_tensor_has_its_bits_and_its_bytes() -> None:
     # The same views of another tensor, whose own bits do not matter.
     views = views_of((whole, whole.conj()[2:], whole.conj().imag), whole.data_ptr())
     assert_same(relay(views, base.conj()), (base, base.conj()[2:], base.conj().imag))
+
+
+def test_what_a_recording_keeps_is_freed_when_it_ends(device: torch.device, own_arenas: ArenaPool) -> None:
+    """``Tensor.record_stream`` of such a tensor leaks it, and writes to memory that is freed (torch 2.14.1)."""
+    if device.type == "cpu":
+        pytest.skip("no allocator that knows streams")
+    stream = torch.accelerator.current_stream(device)
+    arena, allocated = own_arenas.acquire(device, stream, LockOwner(), []), torch.accelerator.memory_allocated
+    arena.resize(512)
+    arena.stream, before = stream, allocated(device)
+    for pending in (torch.conj, _neg):
+        arena.keep_until_done([pending(torch.empty(1 << 16, dtype=_COMPLEX, device=device))])
+        assert allocated(device) == before

@@ -202,6 +202,24 @@ def test_memory_is_kept_until_the_last_stream_is_done(
     assert (other.data_ptr() != address) is told
 
 
+def test_memory_of_a_conjugated_tensor_is_kept_until_then(
+    device: torch.device, asynchronous: Any, own_arenas: ArenaPool
+) -> None:
+    """The same for what a recording keeps outside of its arena. Torch is told of the memory, not of the tensor."""
+    first, second = asynchronous.current_stream(device), asynchronous.Stream(device)
+    arena = own_arenas.acquire(device, first, LockOwner(), [])
+    arena.resize(512)
+    asynchronous.empty_cache()
+    kept = [torch.empty(3 << 17, dtype=torch.complex64, device=device).conj()]
+    address = kept[0].data_ptr()
+    asynchronous.delay(second, 0.2)
+    arena.follow(second)
+    arena.keep_until_done(kept)
+    kept.clear()
+    other = torch.empty(3 << 20, dtype=torch.uint8, device=device)
+    assert other.data_ptr() != address
+
+
 def _in_another_thread(run: Callable[[], None]) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(run).result()

@@ -136,9 +136,9 @@ class Arena:
     def keep_until_done(self, tensors: Iterable[torch.Tensor]) -> None:
         """Tell the allocator not to reuse the arena, or ``tensors`` used with it, before the stream is done."""
         if self.stream is not None and self.block is not None and self.device.type != "cpu":
-            for tensor in (tensor_over(self.block, (0,), (1,), torch.uint8), *tensors):
-                if tensor.device == self.device:
-                    tensor.record_stream(self.stream)
+            for storage in (self.block, *map(torch.Tensor.untyped_storage, tensors)):
+                if storage.device == self.device:  # of bytes: of a conjugated tensor torch would record a copy
+                    tensor_over(storage, (0,), (1,), torch.uint8).record_stream(self.stream)
 
     def pool(self, runtime: DeviceRuntime, recover: RecoverFromFailedCapture | None = None) -> GraphPool:
         """The memory pool of the arena's device graphs.
