@@ -205,14 +205,18 @@ def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[list[StorageData
         height = max((addresses[b.name] + b.size for _, b in buffers), default=0)
         others = [(number, buffer) for number, buffer in requirements.unplanned.get(device, ()) if buffer.size]
         above = plan_memory([buffer for _, buffer in others])
+        copied = {index for index, _ in buffers}  # to planned memory, which has the result's use
         for number, buffer in others:
-            use = _WORKSPACE if number is None else _use(program, number, requirements, saved)
+            if number is None:
+                use = _WORKSPACE
+            else:
+                use = _RESULT if number in copied else _use(program, number, requirements, saved)
             add(buffer.name, number, device, buffer, use, height + above.offsets[buffer.name], None)
         operators += above.lower_bound
     return rectangles, operators
 
 
-_COPIED, _WORKSPACE = "copy of an input", "workspace"
+_COPIED, _WORKSPACE, _RESULT = "copy of an input", "workspace", "result of an operator"
 
 
 def _use(program: ProgramPlan, index: int, requirements: Requirements, saved: frozenset[int]) -> str:
@@ -222,7 +226,7 @@ def _use(program: ProgramPlan, index: int, requirements: Requirements, saved: fr
         return "saved for backward"
     if index in requirements.handed_out:
         return "output"
-    return "temporary" if program.facts.storages[index].origin is Origin.ALLOCATION else "result of an operator"
+    return "temporary" if program.facts.storages[index].origin is Origin.ALLOCATION else _RESULT
 
 
 def _saved(program: ProgramPlan) -> frozenset[int]:

@@ -87,6 +87,17 @@ def test_golden_text_of_an_arena() -> None:
         assert GOLDEN_ARENA in str(fxwrap.explain(Own()))
 
 
+def test_what_an_operator_frees_at_once_is_no_output() -> None:
+    """The graph's pool has the result until it is copied to its place in the arena."""
+    with on_simulated(), torch.no_grad():
+        explanation = fxwrap.explain(lambda x: torch.cummax(x + 1, 0)[0], torch.randn(8, 8))
+    storages = explanation.to_dict()["graphs"][0]["memory"]["storages"]
+    assert [(one["use"], one["end"] - one["begin"]) for one in storages if one["name"] == "buf1[0]"] == [
+        ("output", 2),
+        ("result of an operator", 1),
+    ]
+
+
 def test_memory_is_predicted_before_anything_is_recorded(
     compiled: Any, device: torch.device, own_arenas: ArenaPool
 ) -> None:
