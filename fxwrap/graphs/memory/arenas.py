@@ -137,7 +137,7 @@ class Arena:
         """Tell the allocator not to reuse the arena, or ``tensors`` used with it, before the stream is done."""
         if self.stream is not None and self.block is not None and self.device.type != "cpu":
             for storage in (self.block, *map(torch.Tensor.untyped_storage, tensors)):
-                if storage.device == self.device:  # of bytes: of a conjugated tensor torch would record a copy
+                if storage.device == self.device:  # as bytes: for a conjugated tensor torch records a copy
                     tensor_over(storage, (0,), (1,), torch.uint8).record_stream(self.stream)
 
     def pool(self, runtime: DeviceRuntime, recover: RecoverFromFailedCapture | None = None) -> GraphPool:
