@@ -218,6 +218,10 @@ def fresh() -> Iterator[None]:
     torch.manual_seed(0)
     # Several threads add up an embedding's gradient in any order, in Inductor's own wrapper, too.
     torch.set_num_threads(1)
+    # On torch 2.11 a call of what is compiled with fullgraph=True sets a variable that all threads share, and puts
+    # back what it found. Where calls overlap, it can stay set: then Dynamo compiles nothing behind a graph break.
+    if hasattr(torch._dynamo.eval_frame, "set_eval_frame_override"):
+        torch._dynamo.eval_frame.set_eval_frame_override(torch._C._dynamo.eval_frame._EvalFrameOverride.NONE)
     # Before torch 2.13, threads that call what is compiled with dynamic=True can leave Dynamo's settings changed.
     with torch._dynamo.config.patch(assume_static_by_default=True):
         yield
