@@ -64,7 +64,7 @@ def record(fn: Callable[..., Any], *examples: Any, dry_run: bool = False) -> int
         return _rehearse(fn, calls, devices)
     alive = report()  # keeps all programs alive until the end, because their counters are compared
     recordings, ran = _recordings(), _calls()
-    _call(fn, calls, devices, lambda: (_recordings(), _warm_ups()))
+    _call(fn, calls, devices, lambda: (_recordings(), _counts()["eager"].get("warm-up")))
     if _calls() == ran:
         raise _no_program(fn)
     recordings = _recordings() - recordings
@@ -113,10 +113,6 @@ def _call(
 
 def _recordings() -> int:
     return sum(_counts()["recordings"].values())
-
-
-def _warm_ups() -> int:
-    return sum(n for reason, n in _counts()["eager"].items() if reason == "warm-up")
 
 
 def _calls() -> int:

@@ -15,12 +15,13 @@ from ..errors import InputError, StorageError
 from ..graphs.program import Program
 from ..graphs.replay.overlaps import MutatedInputs, RememberedCalls
 from ..host_graph.nodes import output_values
+from ..host_graph.tensors import unexpanded
 from ..options import Options
 from ..plan import ProgramPlan
 from .caller_outputs import CallerOutputs
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
 from .structure import LEAF, flatten, unflatten, with_classes
-from .tensors.memory import same_memory, without_repeats
+from .tensors.memory import same_memory
 from .tensors.names import FrozenWeights, names_of_weights
 
 if TYPE_CHECKING:
@@ -93,11 +94,11 @@ class AotMethod(_OfThisProcess):
 
         The last kernel or library call that computes a result writes to the tensor directly. A result is copied if it
         is an operator's own new tensor, an input, or shares memory with another result; and on accelerators, where
-        recordings keep the addresses they were made with, if the tensor is another one than in earlier calls.
+        recordings keep the addresses they were made with, if ``out`` is not the tensor of earlier calls.
 
         Args:
             out: a tensor with the size, the strides, the dtype and the device of the result; for several results
-                what the method returns, with such tensors, and None for each that is to be a new tensor.
+                the structure that the method returns, with such a tensor, or None for a new one, in each place.
 
         Returns:
             What a call returns, with the given tensors in it.
@@ -115,6 +116,7 @@ class AotMethod(_OfThisProcess):
         return unflatten(self._results, iter(results))
 
     def _variant(self, program: Program, signature: Signature) -> Callable[[list[Any]], Any]:
+        """The call of a program that writes some results to the caller's tensors, and returns the others."""
         rest = len(output_values(program.plan.graph))
         signature = replace(signature, results={"tuple": [LEAF] * rest})
         return AotMethod(signature, program, self.weights, self.frozen).call_flat
@@ -123,7 +125,7 @@ class AotMethod(_OfThisProcess):
         """Call the method with its inputs as a flat list, in the order of the signature."""
         look = self._check.look
         if look is None or not look(inputs):
-            look = None
+            look = None  # nothing is remembered of a call that is checked in full
             self._check(inputs)
         if self._passed is not None:
             inputs = [inputs[place] for place in self._passed]
@@ -147,7 +149,7 @@ class AotMethod(_OfThisProcess):
         self._outputs.compilation = compilation
 
     def _check_apart(self, mutated: RememberedCalls, values: list[Any], look: Look | None) -> None:
-        """Check that no tensor that is written shares memory with an input: AOTAutograd assumes so.
+        """Check that a tensor that is written shares no memory with another input, as AOTAutograd assumes.
 
         Raises:
             InputError: one does.
@@ -227,7 +229,7 @@ class AotProgram(_OfThisProcess):
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all methods, each once.
 
-        The key is the name in the method's module, or ``method.name`` if another weight of an earlier method has it.
+        The key is the name in the method's module, or ``method.name`` if a different weight has that name.
         """
         return dict(self._weights)
 
@@ -266,7 +268,7 @@ class AotProgram(_OfThisProcess):
             self._frozen.check(name, self._names.get(name))
             if name not in self._names:
                 raise StorageError(
-                    f"weight {name!r}", expected=f"one of {', '.join(self._weights)}", got="a name of none"
+                    f"weight {name!r}", expected=f"one of {', '.join(self._weights)}", got="a name that no weight has"
                 )
             if not isinstance(value, torch.Tensor):
                 raise StorageError(f"weight {name!r}", expected="a tensor", got=type(value).__name__)
@@ -274,7 +276,7 @@ class AotProgram(_OfThisProcess):
             sizes = str(tuple(weight.size())), str(tuple(value.size()))
             if sizes[0] != sizes[1]:
                 raise StorageError(f"weight {name!r}", expected=sizes[0], got=sizes[1])
-            once = without_repeats(value, weight.stride())
+            once = unexpanded(value, weight.stride())
             if once.size() != value.size() and not torch.equal(once.expand_as(value), value):
                 raise StorageError(
                     f"weight {name!r}", expected=f"values that repeat: strides are {weight.stride()}", got="others"
@@ -286,7 +288,7 @@ class AotProgram(_OfThisProcess):
         with torch.no_grad():
             for name, value in values.items():
                 weight = self._weights[name]
-                without_repeats(weight).copy_(without_repeats(value, weight.stride()))
+                unexpanded(weight).copy_(unexpanded(value, weight.stride()))
 
     def explain(self) -> Explanation:
         """The decisions about all methods, as ``fxwrap.explain`` shows them."""

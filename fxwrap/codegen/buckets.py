@@ -127,13 +127,13 @@ class Buckets:
         if not names:
             return compiled
         symbols = _Symbols.of(self.inputs)
-        places = self._places(names, symbols)
+        places = self._places(names)
         layouts = _SymbolicLayouts(self, list(names), symbols, places)
         device = made.plan.device if made is not None else self.inputs[places.padded[0][0].position].device
         arguments = compiled, places, layouts, device, counters
         return CheckedBuckets(*arguments, checked=options.checked) if options.checked else BucketedGraph(*arguments)
 
-    def _places(self, names: dict[sympy.Symbol, str], symbols: _Symbols) -> GraphPlaces:
+    def _places(self, names: dict[sympy.Symbol, str]) -> GraphPlaces:
         order = list(names)
         sizes = []
         for symbol, name in names.items():

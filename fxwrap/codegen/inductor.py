@@ -17,6 +17,7 @@ from torch._inductor.codegen import common
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
+from ..compilation import Compilation
 from ..devices import device_support
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError, causes
 from ..options import Options
@@ -59,7 +60,7 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     Raises:
         OptionError: there is no such mode.
     """
-    if mode in (None, "default"):
+    if mode is None:
         return {}
     by_mode = torch._inductor.list_mode_options()
     if mode not in by_mode:
@@ -70,7 +71,11 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, patches: dict[str, Any], compilation: Any
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    patches: dict[str, Any],
+    compilation: Compilation | None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph. ``options.codegen`` (default: FxwrapCodegen) compiles the host graphs.
 
@@ -111,10 +116,10 @@ def compile_with_inductor(
     if changed and compilation is not None:
         name = getattr(options.codegen, "__name__", "")
         compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
-    # A hit in AOTAutograd's cache loads programs without compiling.
+    # A hit in AOTAutograd's cache loads programs without calling ``inner_compile``: they need a request here.
     base = CompileRequest(options=options, compilation=compilation, functions=torch_functions())
     with requesting(base), extended_cache_key(key), traced_anew() if buckets else contextlib.nullcontext():
-        # ``compile_fx`` branches on these; their values outside are for other backends.
+        # ``compile_fx`` branches on these; the process's own values are meant for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return compiled if buckets is None else buckets.program(compiled, compilation, options)
@@ -161,7 +166,7 @@ def _boxed(cudagraphs: Any) -> Any:
 
 
 def _fallback_reason(error: BaseException) -> FxwrapError | None:
-    """The fxwrap error behind an error of Inductor's, for which the graph runs through Inductor's own wrapper.
+    """The fxwrap error in an error's chain of causes: because of it the graph runs through Inductor's own wrapper.
 
     Returns:
         None for failures of Inductor itself and of the machine (a full disk), which are raised.
@@ -171,7 +176,7 @@ def _fallback_reason(error: BaseException) -> FxwrapError | None:
             return cause
         if isinstance(cause, OSError):
             return None
-    # An unexpected exception in the converter, not in Inductor's lowering.
+    # An unexpected exception in the converter (``FxwrapCodegen._generate``), not in Inductor's lowering.
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "_generate":
@@ -240,7 +245,7 @@ def _devices_in(gm: GraphModule, example_inputs: Sequence[Any]) -> set[torch.dev
 
 
 def _refuse_others(patches: dict[str, Any], settings: dict[str, Any], where: str, setter: str) -> None:
-    """Check that the user asks for no other value of a setting that fxwrap or a device sets.
+    """Check that the user's options leave a setting as fxwrap or a device sets it.
 
     Raises:
         OptionError: naming the setting.

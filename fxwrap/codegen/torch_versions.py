@@ -154,8 +154,7 @@ def is_plain_view(overload: torch._ops.OpOverload) -> bool:
     Operators that torch composes of others (``reshape``, ``contiguous``) may return a copy under the same schema.
     """
     schema = overload._schema
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    composed = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    composed = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
     return overload.namespace == "aten" and overload.is_view and len(schema.returns) == 1 and not composed
 
 

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ..host_graph.tensors import unexpanded
 from .devices.runtime import capture_check, current_stream, freezes_addresses
-from .memory.static_buffers import copy_tensors, unexpanded
+from .memory.static_buffers import copy_tensors
 from .policy.counters import Counters
 from .program import REQUESTS
 

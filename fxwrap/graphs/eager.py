@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +60,12 @@ class EagerRuns:
 def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> FlatFunction:
     """The whole schedule as one flat function that allocates from torch's allocator."""
     registers = {node: i for i, node in enumerate(plan.placeholders)}
-    builder = FlatBuilder(constants(plan.graph), registers, repeats=functools.partial(_repeats, plan, give_back))
+
+    # A step that is out of memory is retried only where recordings keep memory that can be freed.
+    def repeats(node: Node) -> bool:
+        return give_back is not None and can_run_again(plan, node)
+
+    builder = FlatBuilder(constants(plan.graph), registers, repeats=repeats)
     for node in checks_on(plan.placeholders):
         if builder.available(node):
             builder.check(node)
@@ -70,8 +74,3 @@ def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> 
         builder.run_partition(plan, partition)
     builder.begin_range("")
     return builder.build(output_node(plan.graph).args[0], give_back)
-
-
-def _repeats(plan: ProgramPlan, give_back: GiveBack | None, node: Node) -> bool:
-    """Whether a step is retried when it is out of memory: only where recordings keep memory that can be freed."""
-    return give_back is not None and can_run_again(plan, node)

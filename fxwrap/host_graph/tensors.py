@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ def tensor_over(
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset // dtype.itemsize, size, stride)  # type: ignore[call-overload]
+
+
+def unexpanded(tensor: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
+    """The part of a tensor with each element once: torch refuses to write to an expanded tensor.
+
+    Args:
+        stride: strides to look at instead of the tensor's own. Dimensions of stride 0 get size 1.
+    """
+    for dimension, step in enumerate(tensor.stride() if stride is None else stride):
+        if step == 0 and tensor.size(dimension) > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def tensor_like(value: torch.Tensor, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from ...codegen.torch_runtime import overlap
 from ...graphs.replay.overlaps import MutatedInputs
+from ...host_graph.tensors import unexpanded
 
 # Dtypes that every version of safetensors knows. Tensors of other dtypes are stored as bytes.
 _NAMED = {
@@ -26,27 +27,15 @@ _NAMED = {
 }
 
 
-def without_repeats(tensor: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
-    """The part of a tensor with each element once: dimensions of stride 0 have size 1.
-
-    Args:
-        stride: strides to look at instead of the tensor's own.
-    """
-    for dimension, step in enumerate(tensor.stride() if stride is None else stride):
-        if step == 0 and tensor.size(dimension) > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
-
-
 def to_stored(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor, contiguous on the CPU, with pending negations and conjugations resolved."""
-    plain = without_repeats(tensor).resolve_conj().resolve_neg().cpu().contiguous()
+    plain = unexpanded(tensor).resolve_conj().resolve_neg().cpu().contiguous()
     return plain if plain.dtype in _NAMED else plain.reshape(-1).view(torch.uint8)
 
 
 def from_stored(stored: torch.Tensor, destination: torch.Tensor) -> bool:
     """Fill a tensor with what ``to_stored`` returned; False if dtype or size do not fit."""
-    target = without_repeats(destination)
+    target = unexpanded(destination)
     if target.dtype not in _NAMED:
         if stored.dtype != torch.uint8 or stored.numel() != target.numel() * target.itemsize:
             return False

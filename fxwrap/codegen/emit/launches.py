@@ -65,7 +65,7 @@ class LaunchEmitter(NodeEmitter):
         args = tuple(self._argument(arg) for arg in line.call_args)
         writes = tuple(position for position in kind.writes(call) if position < len(args))
         kernel = self._kernel(line, kind.name, lambda: kind.load(call), writes)
-        self._note(self.gm.graph.call_function(launch, (self._handle(kernel), *args)))
+        self._note(self.gm.graph.call_function(launch, (self._constant(kernel.name, kernel), *args)))
 
     def _argument(self, arg: Any) -> Any:
         text = arg if isinstance(arg, str) else versions.python_expression(arg)
@@ -84,10 +84,6 @@ class LaunchEmitter(NodeEmitter):
             setattr(self.gm, name, kernel)
         return kernel
 
-    def _handle(self, kernel: Kernel) -> Node:
-        """The node that holds a kernel."""
-        return self._constant(kernel.name, kernel)
-
     def _triton_launch(self, line: Any) -> None:
         """Emit the portable call, which ``lower_launches`` turns into the tuned launch.
 
@@ -104,7 +100,7 @@ class LaunchEmitter(NodeEmitter):
         kernel = self._kernel(line, "triton", lambda: TritonLauncher(tuner, line.device), writes)
         node = self._portable_call(line, tuner, TunedLaunch.of(kernel, tuner, names, args))
         if node is None:
-            node = self.gm.graph.call_function(launch, (self._handle(kernel), *args))
+            node = self.gm.graph.call_function(launch, (self._constant(kernel.name, kernel), *args))
         self._note(node)
 
     def _portable_call(self, line: Any, tuner: Any, tuned: TunedLaunch | None) -> Node | None:

@@ -54,7 +54,7 @@ def out_form(overload: OpOverload, device_type: str) -> OutForm | str:
     have a kernel for the ``out=`` form. A custom operator's author declares with a tag that both agree.
     """
     schema = overload._schema
-    name = _full_name(overload)
+    name = overload.name()
     if any(argument.alias_info is not None for argument in schema.arguments):
         return "it writes or returns an argument"
     if not schema.returns or any(str(declared.type) != "Tensor" for declared in schema.returns):
@@ -68,7 +68,7 @@ def out_form(overload: OpOverload, device_type: str) -> OutForm | str:
         tagged = getattr(torch.Tag, "out", None) in form.overload.tags
         return form if tagged else "its out= form is not tagged torch.Tag.out"
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    sibling = _full_name(form.overload)
+    sibling = form.overload.name()
     structured = has_kernel(name, "CompositeExplicitAutogradNonFunctional")
     composite = has_kernel(sibling, "CompositeExplicitAutograd")
     on_device = has_kernel(sibling, torch._C._dispatch_key_for_device(device_type))
@@ -92,8 +92,3 @@ def _sibling(overload: OpOverload) -> OutForm | None:
         if one_a_result and tensors and others == arguments:
             return OutForm(candidate, tuple(argument.name for argument in written))
     return None
-
-
-def _full_name(overload: OpOverload) -> str:
-    schema = overload._schema
-    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name

@@ -18,22 +18,9 @@ namespace fxwrap {
 using Spans = std::vector<std::pair<uint64_t, uint64_t>>;
 
 struct Guards {
-  struct Address {
-    Py_ssize_t position;
-    uint64_t address;
-  };
-  struct Number {
-    Py_ssize_t position;
-    int64_t value;
-  };
-  struct Dimension {
-    Py_ssize_t position;
-    bool stride;
-    int64_t dimension, value;
-  };
-  std::vector<Address> addresses;
-  std::vector<Number> numbers;
-  std::vector<Dimension> dimensions;
+  std::vector<std::pair<Py_ssize_t, uint64_t>> addresses;  // by position
+  std::vector<std::pair<Py_ssize_t, int64_t>> numbers;     // by position
+  std::vector<std::tuple<Py_ssize_t, bool, int64_t, int64_t>> dimensions;  // position, stride or size, dimension, value
   struct Count {
     c10::StorageImpl* storage;
     size_t uses;

@@ -356,18 +356,9 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   state->name = py::cast<std::string>(described["name"]);
   state->ranges = py::cast<std::vector<std::pair<size_t, std::string>>>(described["ranges"]);
   auto& guards = state->guards;
-  for (auto one : described["addresses"]) {
-    auto [position, address] = py::cast<std::pair<Py_ssize_t, uint64_t>>(one);
-    guards.addresses.push_back({position, address});
-  }
-  for (auto one : described["numbers"]) {
-    auto [position, value] = py::cast<std::pair<Py_ssize_t, int64_t>>(one);
-    guards.numbers.push_back({position, value});
-  }
-  for (auto one : described["dimensions"]) {
-    auto [position, stride, dimension, value] = py::cast<std::tuple<Py_ssize_t, bool, int64_t, int64_t>>(one);
-    guards.dimensions.push_back({position, stride, dimension, value});
-  }
+  guards.addresses = py::cast<decltype(guards.addresses)>(described["addresses"]);
+  guards.numbers = py::cast<decltype(guards.numbers)>(described["numbers"]);
+  guards.dimensions = py::cast<decltype(guards.dimensions)>(described["dimensions"]);
   guards.packed = described["packed"];
   guards.overwritten = py::cast<std::vector<Py_ssize_t>>(described["overwritten"]);
   guards.moving = py::cast<std::vector<std::pair<Py_ssize_t, bool>>>(described["moving"]);

@@ -114,8 +114,6 @@ int give_back(Pointer at, Segment& segment) {
   return driver.release(segment.handle);
 }
 
-void delete_tensor(ManagedTensor* managed);
-
 }  // namespace
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -172,7 +170,11 @@ API void* fxwrap_memory_tensor(int64_t bytes, int device) {
   auto* managed = new ManagedTensor{};
   auto* layout = new int64_t[2]{bytes, 1};
   managed->tensor = {data, kDeviceCUDA, device, 1, kUnsigned, 8, 1, layout, layout + 1, 0};
-  managed->deleter = delete_tensor;
+  managed->deleter = [](ManagedTensor* self) {
+    fxwrap_memory_free(self->tensor.data, 0, 0, nullptr);
+    delete[] self->tensor.sizes;
+    delete self;
+  };
   return managed;
 }
 
@@ -233,11 +235,3 @@ API int64_t fxwrap_memory_reclaim(int device, int64_t until) {
   }
   return bytes;
 }
-
-namespace {
-void delete_tensor(ManagedTensor* managed) {
-  fxwrap_memory_free(managed->tensor.data, 0, 0, nullptr);
-  delete[] managed->tensor.sizes;
-  delete managed;
-}
-}  // namespace

@@ -48,7 +48,7 @@ class Arena:
         nbytes: its size in bytes.
         watched_outputs: the outputs that each recording returned without a copy.
         version: changes when outputs are added, a recording ends, or the arena is cleared or suspended. Native units
-            compare it, and ask Python when it is another.
+            compare it, and ask Python when it has changed.
         stream: the stream that last worked in the arena; None on devices without streams.
         stream_id: the identifier of that stream; -1 without a stream.
         block: its memory; None if it has none.
@@ -69,7 +69,7 @@ class Arena:
     memory: SuspendableMemory | None = None
     suspension: Suspension | None = None
     grown: bool = False
-    # Held while memory is suspended or resumed, for milliseconds. Reentrant: a signal handler may make a call.
+    # Held while memory is suspended or resumed, for milliseconds. Reentrant: a signal handler may call a program.
     _changing: threading.RLock = field(default_factory=threading.RLock)
     _stream: Any = None
     _begin: int = 0
@@ -99,8 +99,7 @@ class Arena:
         del pool  # self._pool is the only reference left, so that drop_pool frees the pool
         if nbytes > _SMALL and self.device.type != "cpu":
             # An arena cut from a cached segment would keep the allocator from returning the rest for as long as it
-            # lives. Inductor leaves a segment in the cache when it times kernels: as large as the L2 cache, which it
-            # clears.
+            # lives. Inductor's autotuning leaves such a segment: the buffer that it writes to clear the L2 cache.
             empty_cache()
         if self.memory is not None and nbytes:
             take_block = functools.partial(self.memory.allocate, nbytes)
@@ -137,7 +136,7 @@ class Arena:
         """Tell the allocator not to reuse the arena, or ``tensors`` used with it, before the stream is done."""
         if self.stream is not None and self.block is not None and self.device.type != "cpu":
             for storage in (self.block, *map(torch.Tensor.untyped_storage, tensors)):
-                if storage.device == self.device:  # as bytes: for a conjugated tensor torch records a copy
+                if storage.device == self.device:  # as bytes: of a conjugated tensor torch would record a copy
                     tensor_over(storage, (0,), (1,), torch.uint8).record_stream(self.stream)
 
     def pool(self, runtime: DeviceRuntime, recover: RecoverFromFailedCapture | None = None) -> GraphPool:
@@ -171,7 +170,7 @@ class Arena:
         self.changed()
 
     def suspend(self, owner: LockOwner) -> int:
-        """Give its physical memory back. Its lock stays held until it is resumed, and live outputs are on the host.
+        """Give its physical memory back. Until it is resumed, its lock is held, and live outputs are on the host.
 
         Args:
             owner: holds the arena's lock. The suspension keeps it until ``resume``.
@@ -186,7 +185,7 @@ class Arena:
             return self.memory.suspend(self.block)
 
     def resume(self) -> int:
-        """Take physical memory again; returns its bytes, 0 if it is not suspended. Other threads wait meanwhile.
+        """Take physical memory again; returns how many bytes, 0 if the arena was not suspended. Other threads wait.
 
         Raises:
             MemoryLimitError: the device is out of memory. The arena stays suspended.
@@ -252,8 +251,8 @@ class Arena:
 _versions = itertools.count(1)
 # The number of streams that may work at the same time, each in its own arena; another stream waits for one of these.
 AT_ONE_TIME = 4
-# The largest ratio of an arena's size to what its largest user needs; the ratio of a growth by a little.
-_SLACK, _A_LITTLE_MORE = 2, 1.125
+# The largest ratio of an arena's size to what its largest user needs; up to which ratio a growth is small.
+_SLACK, _SMALL_GROWTH = 2, 1.125
 
 
 class ArenaUser(Protocol):
@@ -278,20 +277,20 @@ class ArenaUser(Protocol):
 
 
 def _memory_for(device: torch.device) -> SuspendableMemory | None:
-    """Suspendable memory; None where there is none: programs run all the same, and ``fxwrap.suspend`` says why."""
+    """Suspendable memory; None if the device has none. Programs then run without, and ``fxwrap.suspend`` says why."""
     try:
         return suspendable_memory(device)
     except DeviceError as error:
-        log.warning("%s", str(error))  # a handler that keeps the error itself would keep its frames, and the outputs
+        log.warning("%s", str(error))  # a log handler that keeps the error would keep its frames, and their tensors
         return None
 
 
 class ArenaPool:
     """The arenas of all devices.
 
-    Recordings of all programs share one arena on each device; those with the option ``suspendable`` share another. If
-    it is busy (another thread, a program that runs inside of another, a stream that still works in it), they share a
-    second one, and so on. An arena lives as long as a recording uses it.
+    Recordings of all programs share one arena on each device; those with the option ``suspendable`` share another.
+    While an arena is busy (another thread, a program that runs inside of another, a stream that still works in it),
+    recordings are made in a second one of its kind, and so on. An arena lives as long as a recording uses it.
     """
 
     def __init__(self) -> None:
@@ -344,7 +343,7 @@ class ArenaPool:
         """
         announced = self._announced.setdefault(device, {})
         key = id(estimate)
-        announced[key] = weakref.ref(estimate, lambda _: announced.pop(key, None) and None), nbytes
+        announced[key] = weakref.ref(estimate, lambda _: announced.pop(key, None)), nbytes
 
     def lower(self, device: torch.device, estimate: Any, nbytes: int) -> None:
         """Lower the announced size of an estimate to ``nbytes``, if that is less."""
@@ -373,16 +372,16 @@ class ArenaPool:
     def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
         """End recordings, the least recently used first, until ``arena`` may have ``nbytes``.
 
-        If ``arena`` has another size, all its recordings end first. Another arena frees its memory with its last
-        recording. Arenas that other calls have locked do not change.
+        If ``arena`` has another size, all its recordings end first. Any other arena is freed when its last recording
+        ends. Arenas that other calls have locked do not change.
 
         Args:
             limit: the bytes that all arenas of the device, and what recordings keep outside of them, may take.
 
         Returns:
-            Whether it may.
+            Whether ``arena`` may have ``nbytes``.
         """
-        owner = LockOwner()
+        owner = LockOwner()  # the locks are free when it is gone
         locked = [other for other in self.alive(arena.device) if other is arena or other.lock.acquire(owner)]
         if nbytes + sum(self._kept_by(other) for other in self.alive(arena.device) if other not in locked) > limit:
             return False
@@ -412,9 +411,9 @@ class ArenaPool:
             MemoryLimitError: the limit would be exceeded, or the device is out of memory.
         """
         again, grows = arena.needed_again(), nbytes > arena.nbytes and bool(arena.live())
-        # A plan around live outputs may need more next time: the arena doubles, so that few recordings end. But many
-        # training steps need a little more once, and no more.
-        doubles = grows and (arena.grown or nbytes > _A_LITTLE_MORE * arena.nbytes)
+        # The next plan around live outputs may need more again: the arena doubles, so that few recordings end. Not at
+        # a first small growth, which is all that many training steps need.
+        doubles = grows and (arena.grown or nbytes > _SMALL_GROWTH * arena.nbytes)
         room = _SLACK * max(arena.needed(), again) if doubles else 0
         for expected in (max(room, again, self.largest_announced(arena.device)), 0):
             needed = max(nbytes, arena.needed(), expected)
@@ -454,8 +453,8 @@ class ArenaPool:
         """A measure of shortage, in bytes: a specialization tries again when it falls.
 
         If memory ran out: minus the bytes that can be allocated, including cached ones. If ``max_memory`` was
-        exceeded, or the device does not report its memory: the bytes of arenas that are locked now, and what their
-        recordings keep outside of them, plus the bytes of live outputs in the other arenas.
+        exceeded, or the device does not report its memory: what the arenas keep that are locked now, and the bytes of
+        live outputs in the others.
         """
         with contextlib.suppress(Exception):  # not every device reports its memory
             if short_of == OUT_OF_MEMORY:
@@ -470,7 +469,7 @@ class ArenaPool:
 
     def pools(self) -> list[Any]:
         """Identifiers of the memory pools in which device graphs allocate."""
-        return [arena._pool.id for arena in self.alive() if arena._pool is not None]
+        return [pool.id for arena in self.alive() if (pool := arena.graph_pool) is not None]
 
     def end_idle(self, device: torch.device) -> int:
         """End the recordings in arenas that no call uses, and free the arenas' memory; returns how many ended.

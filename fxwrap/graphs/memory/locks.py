@@ -75,11 +75,6 @@ class TryLock:
     def locked(self) -> bool:
         return bool(self.owners) or self.native.value == os.getpid()
 
-    def is_this_thread_s(self) -> bool:
-        """Whether a call of this thread holds the lock."""
-        owner = next(iter(self.owners.values()), lambda: None)()
-        return owner is not None and owner.thread == threading.get_ident()
-
     def _collected(self, gone: weakref.ref[LockOwner]) -> None:
         if self.owners.get(0) is gone:
             self.owners.clear()

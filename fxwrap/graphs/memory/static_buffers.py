@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...host_graph.tensors import tensor_like
+from ...host_graph.tensors import tensor_like, unexpanded
 
 
 def fill_buffers(buffers: list[torch.Tensor], *inputs: torch.Tensor) -> None:
@@ -70,11 +70,3 @@ def copy_tensors(source: Any, target: Any) -> None:
             copy_tensors(item, item_target)
     elif isinstance(target, torch.Tensor) and source.data_ptr() != target.data_ptr():
         unexpanded(target).copy_(unexpanded(source))
-
-
-def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """One element along dimensions that repeat it: torch refuses to copy to an expanded tensor."""
-    for dim, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor

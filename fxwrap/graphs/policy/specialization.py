@@ -7,15 +7,15 @@ every one is in use                record another: calls that run at one time ha
 another stream works in its memory record another; with ``AT_ONE_TIME`` of them, or if no more may be recorded,
                                    wait for that stream and replay
 all have ended                     record again (the arena moved, they were released or evicted)
-a static input is elsewhere        record for the new address; after ``_MOVES`` moves the input is no longer static
-an output is live                  run eagerly; an output found live twice is copied from then on (one of the warm-up
-                                   that is still live at the first recording: at once)
+a static input is elsewhere        record for the new address; after a few moves the input is no longer static
+an output is live                  run eagerly; an output found live twice is copied from then on (an output of the
+                                   last warm-up that is live at the first recording: from that recording on)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
 there are ``max_recordings``       the least recently used one ends, if this shape is called more often; asked again
-                                   after 0, 1, 2, 4, ... ``_MOST_PATIENCE`` other calls: looking at all takes time
+                                   after 0, 1, 2, 4, ... ``MOST_PATIENCE`` other calls, since it compares all shapes
 there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
                                    growing number of calls: not every holder of memory is visible
-an eager run needed its memory     run eagerly, and retry after a growing number of calls: both may be called in turn
+an eager run needed its memory     run eagerly, and retry after a growing number of calls: the two may alternate
 ================================== ==================================================================================
 
 Live outputs matter only where graphs freeze addresses. Elsewhere outputs are allocated per call.
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 # The number of recordings for other input addresses that are kept.
 _ELSEWHERE = 3
 # The number of recordings that are made because of live outputs of other programs; from the second on, they are made
-# in an arena without live outputs.
-BLOCKED = 3
+# in an arena without live outputs. Afterwards such calls run eagerly.
+_BLOCKED = 3
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Specialization:
     def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
         """Decide for static inputs at addresses that no recording has.
 
-        A move inside an arena does not count while there is a recording for each address, of which an arena has few.
+        Moves inside an arena, which has few addresses, count only when there are more than ``_ELSEWHERE`` recordings.
         """
 
         def moved_from(recording: Recording) -> list[int]:
@@ -179,7 +179,7 @@ class Specialization:
             recording.report_live_outputs()
         self.blocked += 1
         event = "an output of another program was live in memory that was needed"
-        if self.blocked % 2 or self.blocked > 2 * BLOCKED:
+        if self.blocked % 2 or self.blocked > 2 * _BLOCKED:
             return Decision(eager="an output of another program is live in its memory", event=event)
         return Decision(
             record="around live outputs of other programs", event=event, without_live_outputs=self.blocked > 2

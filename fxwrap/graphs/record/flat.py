@@ -206,10 +206,6 @@ class FlatBuilder:
                 self._checked.add(asked)
                 self._append(self._step(node), node)
 
-    def assign(self, node: Node, step: Step) -> None:
-        """Append the step that makes a node's value in place of the node's own."""
-        self._define(node, step)
-
     def stand_for(self, node: Node, operand: Bound | Register) -> None:
         """Use ``operand`` wherever ``node`` is used. Views of it are made at every call, even if it is bound."""
         self._locals[node] = operand
@@ -251,7 +247,7 @@ class FlatBuilder:
         elif node.users and _only_elements_used(node):
             self._take_apart(node, step, scheduled)
         else:
-            self._define(node, step, node)
+            self.assign(node, step, node)
 
     def _take_apart(self, node: Node, step: Step, scheduled: Container[Node]) -> None:
         """Define the elements of a tuple as locals of their own, so that each is freed after its own last use."""
@@ -264,11 +260,11 @@ class FlatBuilder:
             for user, position in positions.items():
                 self._locals[user] = self._use(elements[position % count])
         else:
-            self._define(node, step, node)
+            self.assign(node, step, node)
             whole = self._locals[node]
             assert isinstance(whole, Local)
             for user, position in positions.items():
-                self._define(user, Item(whole, position))
+                self.assign(user, Item(whole, position))
                 self._use(whole)
         parts: list[Node | None] = [None] * count
         for user, position in positions.items():
@@ -282,7 +278,8 @@ class FlatBuilder:
     def _new_local(self) -> Local:
         return Local(f"v{next(self._names)}")
 
-    def _define(self, node: Node, step: Step, runs: Node | None = None) -> None:
+    def assign(self, node: Node, step: Step, runs: Node | None = None) -> None:
+        """Append the step that makes a node's value. ``runs`` is the node if the step is the node's own work."""
         self._locals[node] = local = self._new_local()
         repeats = not isinstance(step, (Load, Item)) and self._repeats(node)
         self._steps.append(dataclasses.replace(step, results=(local,), node=runs, repeats=repeats))
@@ -355,12 +352,12 @@ class FlatBuilder:
             return self._bind(self.bound[node])
         if node not in self._locals:
             if node in self._kept_when_made:
-                self._define(node, self._step(node))
+                self.assign(node, self._step(node))
                 self.keep(node)
             elif node in self.registers:
-                self._define(node, Load(self.register(node), node in self._emptied))
+                self.assign(node, Load(self.register(node), node in self._emptied))
             elif kind_of(node) in _ON_DEMAND:
-                self._define(node, self._step(node))
+                self.assign(node, self._step(node))
             else:
                 raise AssertionError(f"{node.name} is used before it has run")
         local = self._use(self._locals[node])

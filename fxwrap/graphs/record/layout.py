@@ -9,10 +9,10 @@ import torch
 from torch.fx import Node
 
 from ...host_graph.nodes import effective_users, only_computes
-from ...host_graph.tensors import reach, tensor_like, tensor_over
+from ...host_graph.tensors import reach, tensor_like, tensor_over, unexpanded
 from ...plan import Home, Origin
 from ..memory.regions import Regions
-from ..memory.static_buffers import copy_tensors, unexpanded
+from ..memory.static_buffers import copy_tensors
 from ..replay.flat_python import Part
 from ..replay.operands import Bound, Register
 from ..replay.ranges import copies_of_inputs

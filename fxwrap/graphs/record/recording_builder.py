@@ -72,7 +72,7 @@ class RecordingBuilder:
         self.registers = Registers.of(self.plan, request.memory, self._freezes_addresses)
         self._values: list[Any] = [None] * len(self.registers.by_node)
         self._inputs_end = len(self._placeholders)
-        # Storages with a fixed address: captured work names them, or the plan puts them in an arena.
+        # Storages with a fixed address: captured work uses them, or the plan puts them in an arena.
         in_arenas = map(request.memory.inside, request.memory.arenas.values())
         self._fixed_storages = self.plan.facts.named_in(self.plan.captured_work).union(*in_arenas)
         self.layout = Layout(request)
@@ -103,16 +103,17 @@ class RecordingBuilder:
                 self.layout.place_results()
                 common = self._capture_all(inputs)
             made = Outputs(self.request, self.layout, self.registers.by_node, self._values, frozenset(self._pooled))
-            last = [*self._copies_back(), made.part(FlatBuilder(*self._from_registers()), common)]
-            *copies_back, collect = last
-            replay = Replay(self._values, self._inputs_end, not self._freezes_addresses, (*self._parts, *last))
+            copies_back = list(self._copies_back())
+            collect = made.part(FlatBuilder(*self._from_registers()), common)
+            parts = (*self._parts, *copies_back, collect)
+            replay = Replay(self._values, self._inputs_end, not self._freezes_addresses, parts)
             recording = self._make_recording(replay)
             for part in copies_back:
                 part.run(self._values)
             outputs = collect.run(self._values)
             if self._inference and self._freezes_addresses:
                 outputs = made.in_inference_mode(outputs, inputs)
-            self._forget_inputs()
+            self._forget_inputs()  # what is live is counted below, from here on
             if self._gave_up_because:
                 recording.end(self._gave_up_because)
             elif self.request.arenas:
@@ -182,13 +183,13 @@ class RecordingBuilder:
             flat.function(self._values)
         if checked:
             same = self.request.functions.layout_check(self._values, sorted(checked))
-            run = functools.partial(_unless, same, check_layouts.function)  # raises; runs only if not the same
+            run = functools.partial(_unless, same, check_layouts.function)  # one check after another, which raise
             self._parts.append(Part(run, check_layouts.steps))
         if check_others.steps:
             self._parts.append(Part(check_others.function, check_others.steps))
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
-        """The bound values (numbers and constants only) and the registers of a flat function."""
+        """What a flat function binds, and what it reads from registers, if it binds only numbers and constants."""
         bound = {**self._constants, **self.request.sized.symbol_values}
         return bound, {n: i for n, i in self.registers.by_node.items() if n not in bound}
 
@@ -270,7 +271,7 @@ class RecordingBuilder:
         return arena.pool(runtime, self.request.functions.after_failed_capture) if arena is not None else None
 
     def _allocate_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """Memory for a static buffer. If the arena can be suspended, it comes from the pool: both go together."""
+        """Memory for a static buffer; from the pool of an arena that can be suspended, so that both are suspended."""
         arena = self.request.arenas.get(device)
         if arena is None or arena.memory is None or (pool := self._pool()) is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -311,7 +312,7 @@ class RecordingBuilder:
             self._parts.append(Part.of(steps, name))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
-        """The inference mode in which a partition is captured, or first run: the caller's if replays make tensors."""
+        """The mode for a capture or a first run: the caller's inference mode if replays make new tensors."""
         if self._inference and not self._freezes_addresses:
             return torch.inference_mode()
         return contextlib.nullcontext()  # inference_mode(False) would switch gradients on
@@ -345,7 +346,7 @@ class RecordingBuilder:
     def _flat(
         self, partition: Partition, bindings: _Bindings, captured: bool, stores: Sequence[Node]
     ) -> FlatFunction:
-        # Outside of captures, too, the CPU binds static inputs: their views are then made once.
+        # On the CPU eager partitions bind static inputs as well, so that views of them are made once.
         bound = bindings.captured if captured or not self._freezes_addresses else bindings.common
         last = {node for node, index in self.registers.last_reader.items() if index == partition.index}
         registers = {n: i for n, i in self.registers.by_node.items() if n not in bound}
@@ -355,7 +356,7 @@ class RecordingBuilder:
         if self._freezes_addresses:
             processing = self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs))
         builder = FlatBuilder(bound, registers, last, before, after, processing)
-        with self.layout.regions.filled():  # it makes views of regions, which are empty between calls
+        with self.layout.regions.filled():  # it makes views over regions, which have no memory between calls
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
             return builder.build()
 
@@ -367,8 +368,7 @@ class _Bindings:
     Attributes:
         inputs: the inputs of the recorded call.
         common: values that are the same at every call.
-        captured: values that captured partitions may bind, and all partitions where addresses are not frozen:
-            ``common``, and static inputs.
+        captured: ``common``, and static inputs: for captured partitions, and for all where addresses are not frozen.
     """
 
     inputs: Sequence[Any]

@@ -45,7 +45,7 @@ def plan_program(
     Args:
         reserved: bytes of arenas that live outputs of other recordings occupy.
         hint: offsets from a joint plan; followed where no reserved bytes are in the way.
-        previous: a plan for other sizes; its order of offsets is tried first.
+        previous: a plan for other sizes; the packer first stacks the buffers in its order of offsets.
 
     Raises:
         PlanError: a communication is in flight when the program begins or ends.
@@ -86,13 +86,14 @@ def _plan_arenas(
 def _plan_calls(requirements: Requirements) -> MemoryPlan:
     """A plan for the memory of one call: temporaries share regions, and other storages are allocated per call.
 
-    The peak is no higher than if each storage were allocated separately, from first to last use. In a step in which
-    memory of unknown size is in use, too, regions therefore take no more bytes than the storages in them.
+    The peak is no higher than if each storage were allocated separately, from first to last use. In a step that also
+    uses memory of unknown size, regions therefore take no more bytes than the live storages in them.
     """
     buffers = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
     others = [*unplanned, *(b for index, b in buffers.items() if index not in requirements.temporaries)]
     peak_limit, alignment = most_alive([*unplanned, *buffers.values()]), _alignment(_CPU)
+    # Memory of unknown size counts as all that there may be, so that no region grows over that step.
     others += [Buffer("unknown", peak_limit, step, step + 1) for step in requirements.unknown]
     shared = share_regions(requirements.temporaries, others, peak_limit, alignment, requirements.unshared)
     regions = [Region(_CPU, region.begin, region.end, region.size, alignment) for region in shared]
@@ -184,7 +185,7 @@ class _Timeline:
 
     Attributes:
         unplanned: what operators allocate themselves.
-        outputs: bytes of the outputs that the caller has at the end, without input buffers and static copies.
+        outputs: bytes of the outputs that the caller has at the end, without inputs and constants that are returned.
         end: the step after the last.
     """
 
@@ -206,7 +207,7 @@ class _Timeline:
                 for device, buffers in items.items():
                     for index, b in buffers:
                         end = b.end
-                        # What an operator has freed when its result was copied does not reach the end.
+                        # An operator's own result that was copied to planned memory ends before: it is freed at once.
                         if after is not None and end == part.end and index in part.handed_out:
                             end = part.end + after.end_of(saved_as.get(index, ()))
                         collected[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))

@@ -19,11 +19,10 @@ from ...errors import PlanError
 from ...host_graph.nodes import (
     ControlFlow,
     Kernel,
-    Kind,
     aligned,
     control_flow_of,
     is_symbolic_value,
-    kind_of,
+    is_work,
     launch,
     output_node,
     reinterpret,
@@ -137,7 +136,7 @@ class Accesses:
 
     def _declared_aliases(self, node: Node, schema: Any) -> frozenset[Root]:
         if schema is None or _qualified_name(node) in _RECEIVERS:
-            undeclared = self.works(node) and node.target is not launch
+            undeclared = is_work(node) and node.target is not launch
             return self.roots_in((node.args, node.kwargs)) if undeclared else frozenset()
         labels = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
         shared: frozenset[Root] = frozenset()
@@ -176,9 +175,6 @@ class Accesses:
 
         torch.fx.map_arg(value, note)
         return frozenset(roots)
-
-    def works(self, node: Node) -> bool:
-        return kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
 
     def sources(self, node: Node, scheduled: set[Node]) -> set[Node]:
         """The scheduled nodes whose values ``node`` uses, directly or through views and arithmetic."""
@@ -243,7 +239,7 @@ class Accesses:
         written_outside: frozenset[Root] = frozenset()
         for subgraph in flow.subgraphs:
             inner = Accesses(subgraph.graph)
-            work = [node for node in subgraph.graph.nodes if inner.works(node)]
+            work = [node for node in subgraph.graph.nodes if is_work(node)]
             written = frozenset().union(*map(inner.written, work))
             written_outside |= self._outside(written, subgraph, flow)
         # An operand may have another position in the next iteration.

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ...errors import PlanError
 from ...host_graph.listing import line_of
-from ...host_graph.nodes import control_flow_of, counts_from_storage, only_computes, output_node, reinterpret
+from ...host_graph.nodes import control_flow_of, counts_from_storage, is_work, only_computes, output_node, reinterpret
 from ...plan import Home, MemoryPlan, Origin, Place, Region, Reserved, Storage, StorageFacts
 from .accesses import Accesses, Root, fault, name_of
 
@@ -46,7 +46,7 @@ def verify_memory(
     position = {node.name: step for step, node in enumerate(schedule)}
     end = len(schedule) + 1
     handed_out = {root for node in output_node(gm).all_input_nodes for root in accesses.roots(node)}
-    written = {root for node in schedule if accesses.works(node) for root in accesses.written(node)}
+    written = {root for node in schedule if is_work(node) for root in accesses.written(node)}
     intervals: dict[int, list[_Interval]] = defaultdict(list)
     in_call_regions: dict[Root, Place] = {}
     for storage, place in zip(facts.storages, plan.places, strict=True):
@@ -232,7 +232,7 @@ def _live_ranges(
     calls = {name: (steps[names[0]], steps[names[-1]] + 1) for names in replaced_groups for name in names}
     spans: dict[Root, tuple[int, int]] = {}
     for step, node in enumerate(schedule):
-        if not accesses.works(node):
+        if not is_work(node):
             continue  # a view or a size touches no bytes
         begin, end = calls.get(node.name, (step, step + 1))
         for root in accesses.touched(node):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
+from ...host_graph.nodes import is_work
 from .accesses import Accesses, fault, name_of
 
 
@@ -18,7 +19,7 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
     """
     memory = Accesses(gm.graph)
     position = {node: step for step, node in enumerate(schedule)}
-    required = [node for node in gm.graph.nodes if memory.works(node)]
+    required = [node for node in gm.graph.nodes if is_work(node)]
     for node in required:
         if node not in position:
             raise fault(f"schedule: {node.name} never runs", expected="every launch and extern call once")
