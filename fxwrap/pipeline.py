@@ -3,7 +3,7 @@
 ::
 
     GraphModule --rewrites--> Emitted --aliasing, workspace, dependencies--> Analysed
-    Analysed --capturability--> Judged --cut--> Divided --cost model, partitions compiled elsewhere--> ProgramPlan
+    Analysed --capturability--> Judged --cut--> Divided --cost_model, compiled_elsewhere--> ProgramPlan
     ProgramPlan at concrete sizes --memory--> MemoryPlan
 
 After the rewrites, each stage takes a frozen dataclass made of what earlier stages return, so that a wrong order is a
@@ -266,7 +266,7 @@ def _analyse_storages(emitted: Emitted) -> Aliased:
 
 
 def _measure_workspace(aliased: Aliased) -> Mapping[str, int]:
-    """Measure the workspace of library calls, on the CPU alone: it counts as memory in use while a call runs."""
+    """Measure the workspace of library calls; only for the CPU, whose plan counts it as in use in the call's step."""
     if aliased.workspace is not None:
         return aliased.workspace
     if aliased.device.type != "cpu" or freezes_addresses(aliased.device):
@@ -369,7 +369,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class HostGraphPlanner:
-    """Runs the stages for one host graph, on demand of its program.
+    """Runs the stages for one host graph: partitioning, also after a failed capture, and memory planning.
 
     Implements ``graphs.memory.memory_provider.Planner``.
 
@@ -419,8 +419,8 @@ def run_stage(stage: Stage[Before, After], before: Before, took: dict[str, tuple
     """Run one stage and its check, and call the hooks.
 
     Raises:
-        PipelineError: the stage returns nothing.
-        PlanError: its check failed.
+        PipelineError: the stage returns nothing, or is a rewrite that leaves an invalid graph.
+        PlanError: the verifier refused the result.
     """
     begin = time.perf_counter()
     after = stage.run(before)
@@ -474,7 +474,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
 
 
 def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
-    """Another program with the same plan, to which these inputs are static. No compilation lists it."""
+    """Another program with the same plan, for which just these inputs are static. It is in no compilation."""
     planner, static = program.planner, tuple(positions)
     assert isinstance(planner, HostGraphPlanner)
     request = dataclasses.replace(planner.emitted.request, static_inputs=static, compilation=None)

@@ -1,7 +1,7 @@
 """The plan of a program: what is captured, in which order work runs, and where every byte lies.
 
 The passes return these dataclasses, and ``graphs/record/recording_builder`` applies them. They are frozen data: nodes
-by name, storages by index, no functions and no tensors.
+by name, storages by index, no functions and no tensors. ``ProgramPlan.graph`` alone is not; it is stored apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .host_graph.nodes import by_name
 from .packing import Placement, Reserved, joined
 
 _NONE: frozenset[int] = frozenset()
-# A field that is not stored with the plan; ``from_data`` is given its value.
+# A field that is not stored with the plan: who reads a plan gives its value to ``from_data``.
 _NOT_STORED = {"stored": False}
 
 
@@ -35,7 +35,7 @@ class NodeVerdict:
     Attributes:
         data_dependent: whether the value or size of the node depends on data.
         remedy: what would have to change for an eager node to be captured.
-        inherited: whether the node is eager only because one of its operands is.
+        inherited: whether the node is eager only because an operand's value or size depends on data.
     """
 
     verdict: Verdict
@@ -51,7 +51,7 @@ class Origin(enum.Enum):
     INPUT = "input"
     CONSTANT = "constant"
     ALLOCATION = "allocation"  # an allocation node: can be planned
-    EXTERN = "extern"  # an operator allocates it: outside the plan
+    EXTERN = "extern"  # an operator allocates it; a copy of it can be planned
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Storage:
     def value(self, maker: Node) -> torch.Tensor | None:
         """The fake tensor that the node returned in this storage when the graph was traced.
 
-        None if there is none: a loop has storages for the values between iterations, besides those of its results.
+        None if there is none: a loop also has storages for values between iterations, which it does not return.
 
         Args:
             maker: the node that makes the storage.
@@ -84,7 +84,7 @@ class Storage:
         return self.result_in(maker.meta.get("val"))  # type: ignore[return-value]
 
     def result_in(self, value: object) -> object:
-        """The result in this storage, of a node that returned ``value``; None if there is none."""
+        """The part of ``value``, which the node returned, that lies in this storage; None if there is none."""
         if self.element is None or not isinstance(value, (tuple, list)):
             return value
         return value[self.element] if self.element < len(value) else None
@@ -137,17 +137,17 @@ class StorageFacts:
         return self.reads(node) | self.writes(node)
 
     def named_in(self, nodes: Iterable[Node]) -> frozenset[int]:
-        """Storages that must exist for these nodes to run. They include bases of views, which no node reads."""
+        """Storages that must exist for these nodes to run. They include bases of views that no node reads."""
         return _NONE.union(*(self.touched(node) | self.of(node) for node in nodes))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A run of work nodes with one verdict, in the order in which they run.
+    """Nodes of one verdict that run one after another: work, and in eager partitions also views and sizes of data.
 
     Attributes:
         reason: why the partition is eager; empty for a captured one.
-        device: where a captured partition runs.
+        device: whose graph a captured partition is; the CPU for an eager one, wherever its work runs.
         launches, externs: numbers of its kernel launches and of its extern calls.
         benefit: what a capture is estimated to save; None for a partition that cannot be captured.
     """
@@ -206,8 +206,8 @@ class Cut:
         fewest: the least number of captured partitions that the dependencies allow.
         chosen: the number of captured partitions in the chosen order, before the cost model.
         in_program_order: the number of captured partitions without reordering.
-        peak: the largest sum of planned storages that are alive at one time, in bytes, at the sizes that the program
-            was compiled for; 0 if sizes are unknown.
+        peak: the largest sum of allocated storages, other than outputs, that are alive at one time, in bytes, at the
+            sizes that the program was compiled for; 0 if sizes are unknown.
         program_order_peak: the same for program order.
         peak_budget: the largest allowed ratio of ``peak`` to ``program_order_peak``.
     """
@@ -231,8 +231,8 @@ class Signature:
 
     Attributes:
         inputs: values of the host graph that the partition uses, in order.
-        outputs: values that the partition makes and other partitions use, in order; a value may be a tuple of
-            tensors.
+        outputs: values that the partition makes and other partitions or the caller use, in order; a value may be a
+            tuple of tensors.
         mutated: positions of inputs whose memory the partition writes.
         symbols: positions of inputs that are numbers (sizes).
         temporaries: storages that are alive inside of the partition only.
@@ -273,7 +273,7 @@ class Home(enum.Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """The home of a storage; in a region, its number there and the offset in bytes."""
+    """The home of a storage; if that is a region, its position in ``MemoryPlan.regions``, and the offset in bytes."""
 
     home: Home
     region: int = -1
@@ -417,12 +417,12 @@ class ProgramPlan:
         return by_name(self.graph)
 
     def work_in(self, partition: Partition) -> tuple[Node, ...]:
-        """The work nodes of a partition, in the order in which they run."""
+        """The nodes of a partition, in the order in which they run."""
         return tuple(map(self.nodes.__getitem__, partition.nodes))
 
     @functools.cached_property
     def schedule(self) -> tuple[Node, ...]:
-        """Every work node, in the order in which it runs."""
+        """The nodes of all partitions, in the order in which they run."""
         return tuple(node for partition in self.partitions for node in self.work_in(partition))
 
     @functools.cached_property
@@ -475,6 +475,6 @@ class SizedProgram:
 # The intervals of each device's arena that live outputs of other recordings occupy.
 Reservations = Mapping[torch.device, Sequence[Reserved]]
 
-# Joint plan of a forward and its backward: the offsets of one of the two by name, for the arena of each device. Size
-# and lower bound are those of both.
+# What a joint plan of a forward and its backward says of one of the two: offsets of buffers by name, for the arena of
+# each device. Size and lower bound are those of the joint plan.
 PlacementHint = Mapping[torch.device, Placement]

@@ -16,7 +16,7 @@ from ..codegen.store.stored_program import functions
 from ..codegen.store.stored_triton import triton_version
 from ..errors import OptionError, StorageError
 from ..host_graph.graph_json import expression_to_data, graph_to_data
-from ..host_graph.nodes import Kernel
+from ..host_graph.nodes import Kernel, constants
 from ..host_graph.typed_json import to_data
 from . import package
 from .aot_compile import compile_methods, signature_of
@@ -223,11 +223,9 @@ def _library(kernel: Kernel) -> bytes:
 def _kernels(gm: torch.fx.GraphModule) -> Sequence[tuple[torch.fx.Node, Kernel]]:
     """The kernels of a graph and of its subgraphs, with their nodes."""
     kernels: list[tuple[torch.fx.Node, Kernel]] = []
-    for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            value = getattr(gm, str(node.target))
-            if isinstance(value, Kernel):
-                kernels.append((node, value))
-            elif isinstance(value, torch.fx.GraphModule):
-                kernels.extend(_kernels(value))
+    for node, value in constants(gm).items():
+        if isinstance(value, Kernel):
+            kernels.append((node, value))
+        elif isinstance(value, torch.fx.GraphModule):
+            kernels.extend(_kernels(value))
     return kernels

@@ -149,7 +149,7 @@ class Program:
                 got=str(len(inputs)),
             )
         try:
-            # Hooks of saved tensors may keep these inputs: they are copied before the program overwrites them.
+            # Saved-tensors hooks may have kept some of these inputs: those are copied before they are overwritten.
             if overwritten := self.recorder.prepared.overwritten:
                 SHARED.packed.copy_from(inputs, overwritten)
             key = self._sizes.key(inputs)
@@ -273,7 +273,7 @@ class Program:
         try:
             for arena in arenas:
                 if captures and (arena.suspension is None or not arena.suspension.outputs):
-                    continue  # it runs eagerly, and reads nothing of this
+                    continue  # the call runs eagerly, and no live output is on the host
                 if captures:
                     raise SuspendError(
                         f"{self.name} called while the caller captures, after fxwrap.suspend",

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from ..errors import StorageError
 from . import nodes as host
 from .arithmetic import ARITHMETIC
-from .nodes import Kernel, Kind, is_symbolic_value, last_frame
+from .nodes import Kernel, Kind, constants, is_symbolic_value, last_frame
 
 Data = Any  # what JSON can hold
 
@@ -123,10 +123,7 @@ class _Writer:
     modules: dict[str, int] = field(default_factory=dict)
 
     def graph(self, gm: GraphModule) -> Data:
-        attributes = {}
-        for node in gm.graph.nodes:
-            if node.op == "get_attr":
-                attributes[str(node.target)] = self.attribute(operator.attrgetter(str(node.target))(gm))
+        attributes = {str(node.target): self.attribute(value) for node, value in constants(gm).items()}
         return {"nodes": [self.node(node) for node in gm.graph.nodes], "attributes": attributes}
 
     def attribute(self, value: Any) -> Data:

@@ -15,6 +15,7 @@ from ...codegen.store.packed_weights import is_packed
 from ...codegen.store.stored_program import functions
 from ...errors import StorageError
 from ...host_graph.graph_json import graph_to_data
+from ...host_graph.nodes import constants
 from .memory import content, identity, overlapping, to_stored
 
 
@@ -87,9 +88,8 @@ class TensorEntries:
         """
         gm, facts, name = method.plan.graph, method.plan.facts, method.traced.name
         numbers: dict[str, int] = {}
-        for node in gm.graph.find_nodes(op="get_attr"):
+        for node, value in constants(gm).items():
             attribute = str(node.target)
-            value = getattr(gm, attribute)
             if is_packed(value):
                 packing = method.packed.graph_of(f"constant {attribute!r} of method {name!r}", value)
                 numbers[attribute] = self._add_packed(name, attribute, packing)
@@ -124,15 +124,14 @@ class TensorEntries:
             packing: a graph without inputs that packs constants and returns the tensor.
         """
         data = graph_to_data(packing, functions())
-        constants = {
+        numbers = {
             str(node.target): self._add_constant(method, f"{name}.{node.target}", value, False)
-            for node in packing.graph.find_nodes(op="get_attr")
-            for value in [getattr(packing, str(node.target))]
+            for node, value in constants(packing).items()
         }
-        key = json.dumps([data, constants])
+        key = json.dumps([data, numbers])
         number = self._numbers.setdefault(key, len(self._entries))
         if number == len(self._entries):
-            self._entries.append(PackedEntry(data, constants, []))
+            self._entries.append(PackedEntry(data, numbers, []))
         self._entries[number].names.append((method, name))
         return number
 

@@ -27,7 +27,7 @@ from .launches import LaunchEmitter
 from .statements import StatementReader, UndefinedName, assigned_names
 from .subgraphs import SubgraphEmitter
 
-# Lines that are not read. Lines with a ``_line_...`` method are read by it, and all others as text.
+# Lines that are refused, and why. Lines with a ``_line_...`` method are read by it, and all others as text.
 LINES_REFUSED = {
     "AllocFromPoolLine": "Inductor's own memory planning, which fxwrap switches off",
     "DeallocFromPoolLine": "Inductor's own memory planning, which fxwrap switches off",
@@ -64,7 +64,7 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
     """Converts one Inductor program to a host graph. An instance is used once.
 
     A line is read as the text that Inductor's Python wrapper would run (see ``statements``). Kernel definitions and
-    calls are read as objects: their text does not say which arguments a kernel writes, nor where it runs.
+    kernel calls are read as objects: their text does not say which arguments a kernel writes, nor where it runs.
     """
 
     def generate(self) -> GraphModule:
@@ -105,7 +105,7 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
 
     def _generate_graph_inputs(self) -> None:
         for name, value in self.graph_inputs.items():
-            # Two inputs can be one symbol: the ragged size of two jagged tensors. The first gets its name.
+            # Two inputs can be one symbol: the ragged size of two jagged tensors. The first one is named after it.
             names_symbol = isinstance(value, sympy.Symbol) and value not in self.expr_to_proxy
             node = self.gm.graph.placeholder(str(value) if names_symbol else name)
             self.buffer_to_node[name] = node
@@ -151,8 +151,8 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
         if failures:
             raise EmissionError(
                 "\n  ".join([f"{len(failures)} wrapper line(s) have no form in a host graph:", *failures]),
-                remedy="report the lines; without strict=True the graph runs through Inductor's own wrapper; with "
-                "this code out of the compiled region (torch.compiler.disable) the rest of it runs here",
+                remedy="report the lines; without strict=True the graph runs through Inductor's own wrapper; take "
+                "this code out of the compiled region (torch.compiler.disable), and fxwrap runs the rest",
             )
 
     def _describe_failure(self, error: EmissionError) -> str:

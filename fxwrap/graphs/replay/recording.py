@@ -43,7 +43,8 @@ class RecordingRequest(RecordingMemory):
         static_inputs: positions of the inputs whose addresses are assumed not to change; each call checks them.
         copied: storages of outputs that are copied when handed out.
         mutated_inputs: checks that no mutated input overlaps another input; None where no check is needed.
-        guards: the other conditions on native calls; None if the recording replays in Python.
+        guards: what a native call must look like, apart from memory, which ``make_unit`` adds; None if a unit cannot
+            check it: then the recording replays in Python.
         count: counts native replays.
         policy: the policy that gets reports of outputs that are live when their memory is needed.
     """
@@ -103,7 +104,7 @@ class RecordingResources:
 
     Attributes:
         graphs: the device graphs.
-        pools: the memory pools of the graphs; kept so that no new pool gets their streams while others are free.
+        pools: the memory pools of the graphs; kept so that a new pool gets another stream while there is a free one.
         kept: tensors over planned and per-recording storages, and values at fixed addresses: results of captured
             partitions, and static buffers of eager results.
         in_arenas: (device, offset) of each storage in an arena, by its handle.
@@ -160,7 +161,7 @@ class Recording:
     def watch(self, outputs: Sequence[OutputStorage], inputs: Sequence[Any], returned: Any) -> None:
         """Take the use-count baselines of the first call's outputs, and enter the arenas.
 
-        Called last: temporaries would raise the counts.
+        Called when the recorded call has dropped its inputs and values: references to them would raise the counts.
 
         Args:
             outputs: the outputs that are handed out uncopied.
@@ -178,12 +179,16 @@ class Recording:
         without_modes = self.request.functions.without_modes
         self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, unplanned)
         self._retire.atexit = False
-        # Last: an interrupt before it leaves nothing in the arenas, and one after it ends the recording.
+        # Last: an interrupt before it leaves nothing in the arenas; after it the finalizer retires the outputs.
         for arena, plan in plans.items():
             arena.enter(self, self._watched_outputs, plan.size if plan is not None else 0)
 
     def acquire(self, owner: LockOwner) -> bool:
-        """Lock the recording and its arenas for one call; False when another call uses one, or it has ended."""
+        """Lock the recording and its arenas for one call. The caller calls ``release`` in any case.
+
+        Returns:
+            False if another call uses one, or if the recording has ended or is suspended.
+        """
         for lock in self._locks:
             if not lock.acquire(owner):
                 return False
@@ -209,7 +214,7 @@ class Recording:
         return max(self._used, self.unit.used if self.unit is not None else 0)
 
     def make_unit(self) -> str:
-        """Make the native unit, unless native replay is off, the recording has ended, or every capture failed.
+        """Make the native unit, unless there are no guards, the recording has ended, or every capture failed.
 
         Returns:
             Why it could not be made; empty otherwise.
