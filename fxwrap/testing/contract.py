@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class Suite:
     def registered(self, device: Device) -> Iterator[Device]:
         """The device, registered with Inductor and fxwrap."""
         torch.compiler.reset()
+        gc.collect()  # arenas grow to what programs of earlier tests announced, and shrink when these are gone
         with device.register() if device.register is not None else contextlib.nullcontext():
             yield device
         torch.compiler.reset()

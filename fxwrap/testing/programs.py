@@ -111,7 +111,8 @@ class Programs(GraphSuite):
             for size in (3, 5, 9):
                 x = torch.randn(size, 4)
                 registered.assert_close(f(x.to(registered.first)), (x @ x.t()).relu())
-        assert sum(fxwrap.stats(f)["recordings"].values()) == 3
+        recordings = fxwrap.stats(f)["recordings"]
+        assert sum(recordings.values()) == 3, recordings
 
     def test_host_work_splits_the_program(self, registered: Device) -> None:
         def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
