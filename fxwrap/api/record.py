@@ -12,7 +12,7 @@ from ..checked.copies import Copies
 from ..codegen.dynamo.report import compilations_of
 from ..errors import FxwrapError, InputError
 from ..graphs.memory.take_memory import empty_cache
-from ..graphs.program import compiles_only
+from ..graphs.program import WARM_UP, compiles_only
 from ..host_graph.tensors import has_address
 from .memory.bill import Bill
 from .memory.rehearsal import Rehearsal
@@ -64,7 +64,7 @@ def record(fn: Callable[..., Any], *examples: Any, dry_run: bool = False) -> int
         return _rehearse(fn, calls, devices)
     alive = report()  # keeps all programs alive until the end, because their counters are compared
     recordings, ran = _recordings(), _calls()
-    _call(fn, calls, devices, lambda: (_recordings(), _counts()["eager"].get("warm-up")))
+    _call(fn, calls, devices, lambda: (_recordings(), _counts()["eager"].get(WARM_UP)))
     if _calls() == ran:
         raise _no_program(fn)
     recordings = _recordings() - recordings

@@ -18,9 +18,10 @@ namespace fxwrap {
 using Spans = std::vector<std::pair<uint64_t, uint64_t>>;
 
 struct Guards {
-  std::vector<std::pair<Py_ssize_t, uint64_t>> addresses;  // by position
-  std::vector<std::pair<Py_ssize_t, int64_t>> numbers;     // by position
-  std::vector<std::tuple<Py_ssize_t, bool, int64_t, int64_t>> dimensions;  // position, stride or size, dimension, value
+  std::vector<std::pair<Py_ssize_t, uint64_t>> addresses;  // (position, address)
+  std::vector<std::pair<Py_ssize_t, int64_t>> numbers;     // (position, value)
+  // (position, whether it is a stride or else a size, dimension, value)
+  std::vector<std::tuple<Py_ssize_t, bool, int64_t, int64_t>> dimensions;
   struct Count {
     c10::StorageImpl* storage;
     size_t uses;
