@@ -340,7 +340,8 @@ def _check_schedule(divided: Divided, plan: ProgramPlan) -> None:
 def _check_memory(given: MemoryInput, memory: MemoryPlan) -> None:
     sized, program = given.sized, given.sized.program
     replaced = [partition.nodes for partition in program.partitions if partition.index in program.compiled]
-    verify_memory(program.graph, program.schedule, program.facts, memory, sized.symbol_values, replaced)
+    donated = {program.placeholders[position].name for position in program.donated}
+    verify_memory(program.graph, program.schedule, program.facts, memory, sized.symbol_values, replaced, donated)
 
 
 REWRITES = (

@@ -143,7 +143,7 @@ class StorageFacts:
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes of one verdict that run one after another: work, and in eager partitions also views and sizes of data.
+    """Nodes of one verdict that run one after another: work, and in eager partitions also sizes of data.
 
     Attributes:
         reason: why the partition is eager; empty for a captured one.
@@ -315,6 +315,8 @@ class MemoryPlan:
         places: by storage index.
         sizes: bytes of every storage that has an allocation node or lies in a region, by storage index.
         outputs: storages of outputs; an arena reuses their bytes only when the outputs are not live.
+        copied_back: inputs whose static buffer is copied to the caller's tensor after the last partition: those that
+            the program writes, unless nobody sees it (a donated input that the caller does not get back).
         peak: the peak of the program's own memory, in bytes, with regions at their full size.
         lower_bound: the peak if every storage existed from its first use to its last only, in bytes; with arenas,
             the sum of their lower bounds.
@@ -325,6 +327,7 @@ class MemoryPlan:
     regions: tuple[Region, ...]
     sizes: Mapping[int, int]
     outputs: frozenset[int]
+    copied_back: frozenset[str] = frozenset()
     peak: int = 0
     lower_bound: int = 0
     plain: int = 0

@@ -145,8 +145,8 @@ class Case:
         steps = self.uses.get(memory, [])
         stays = memory in self.handed_out
         if self.plan.nodes[memory[0]].op == "placeholder":
-            stays = stays or memory in self.seen.mutated
-            return range(0, self.end if stays else max([*steps, 0]) + 1)
+            # What is written goes back to the caller's tensor, and that is what a caller gets of an input.
+            return range(0, self.end if memory in self.seen.mutated else max([*steps, 0]) + 1)
         if not steps:
             return range(0, self.end if stays else 0)
         return range(steps[0], self.end if stays else steps[-1] + 1)
@@ -186,6 +186,11 @@ class Case:
         """Whether the program's own memory that is used is nowhere in an arena."""
         own = {s.index: memory_of(s) for s in facts.storages if s.origin is Origin.ALLOCATION}
         return any(self.life(own[i]) for i in memory.sizes if i in own and i not in located(memory))
+
+    def loses_a_write(self, facts: StorageFacts, memory: MemoryPlan) -> bool:
+        """Whether an input that has a place was written, and the place is not copied back."""
+        placed = {facts.storages[index].node for index in located(memory)}
+        return any(name in placed - memory.copied_back for name, _ in self.seen.mutated)
 
     def planned(self, facts: StorageFacts | None = None) -> SizedProgram:
         return SizedProgram(replace(self.plan, facts=facts or self.plan.facts), {}, self.places)

@@ -160,8 +160,7 @@ def check_steps(recording: Recording) -> None:
             remedy=remedy,
         )
     copied = {p for p, node in enumerate(plan.placeholders) if node.name in request.sized.input_buffers}
-    written = plan.facts.all_written()
-    mutated = {p for p in copied - plan.donated if plan.facts.of(plan.placeholders[p]) & written}
+    mutated = {p for p in copied if plan.placeholders[p].name in request.memory.copied_back}
     for fault, forgotten in (
         ("input not copied in", copied - plan.write_only - _registers_in(replay, copies_of_inputs(request.name))),
         ("input not copied back", mutated - _registers_in(replay, copies_to_inputs(request.name))),

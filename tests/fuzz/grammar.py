@@ -75,8 +75,19 @@ def _both_(x: Tensor, y: Tensor) -> Tensor:
     return x - 2 * y
 
 
+@torch.library.custom_op("fxwrap_fuzz::loss", mutates_args=())
+def _loss(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.square().sum(0), 2 * x
+
+
+def _keep_gradient(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
 for _operator in (_raises, _keeps):
     _operator.register_fake(torch.empty_like)
+_loss.register_fake(lambda x: (x.new_empty(x.size(1)), torch.empty_like(x)))
+_loss.register_autograd(lambda ctx, loss, _: ctx.saved_tensors[0] * loss, setup_context=_keep_gradient)
 _scale_.register_fake(lambda x: None)
 _both_.register_fake(lambda x, y: torch.empty_like(x))
 
@@ -228,6 +239,15 @@ class _Writer:
     def _op_sum(self, a: int, b: int, c: int) -> None:
         self.add("row", f"{self.pick('wide', a)}.sum(0)")
 
+    def _op_square(self, a: int, b: int, c: int) -> None:
+        """Its backward scales a saved tensor, which may be overwritten."""
+        wide = self.pick("wide", a)
+        self.add("wide", f"{wide} * {wide}")
+
+    def _op_scores(self, a: int, b: int, c: int) -> None:
+        wide = self.pick("wide", a)
+        self.add("row", (f"({wide} * {wide}).sum(0)", f"{wide}.logsumexp(0)", f"{wide}.norm(dim=0)")[b % 3])
+
     def _op_spread(self, a: int, b: int, c: int) -> None:
         self.add("wide", f"{self.pick('wide', a)} + {self.pick('row', b)}")
 
@@ -266,6 +286,15 @@ class _Writer:
     def _op_row_of_cache(self, a: int, b: int, c: int) -> None:
         name = self.add("row", f"self.cache[{a % ROWS_OF_CACHE}]")
         self.of_buffers.add(name)
+
+    def _op_some_rows(self, a: int, b: int, c: int) -> None:
+        """A view of a size that data decide."""
+        wide = self.pick("wide", a)
+        name = self.add("row", f"({wide}[0, 0] > 0).long().item()")
+        self.lines += [f"torch._check({name} >= 0)", f"torch._check({name} <= 1)", f"{name}s = {wide}[:{name}]"]
+        self.lines.append(f"{name} = {name}s.{('abs()', 'square()')[b % 2]}.sum(0)")
+        if c % 2:
+            self.also_returned.append(f"{name}s")
 
     # -- updates in place
 
@@ -325,6 +354,10 @@ class _Writer:
         self.pure = False
         self.add("wide", f"torch.ops.fxwrap_fuzz.raises({self.pick('wide', a)}.detach())")
 
+    def _op_loss(self, a: int, b: int, c: int) -> None:
+        """Saves a result of its own."""
+        self.add("row", f"torch.ops.fxwrap_fuzz.loss({self.pick('wide', a)})[0]")
+
     def _op_keeps(self, a: int, b: int, c: int) -> None:
         self.pure = False
         # Of its own memory: an input that is kept is its caller's.
@@ -348,7 +381,7 @@ class _Writer:
 
 OPS = tuple(name.removeprefix("_op_") for name in vars(_Writer) if name.startswith("_op_"))
 # Each of these compiles more than one program, or is worth little where there are many of it.
-RARE = ("if_flag", "if_positive", "if_long", "cond", "break", "scale_by_number", "sort", "keeps", "same")
+RARE = ("some_rows", "if_flag", "if_positive", "if_long", "cond", "break", "scale_by_number", "sort", "keeps", "same")
 
 
 def text_of(recipe: Recipe) -> Text:

@@ -46,7 +46,7 @@ AFTER = (
     "keep", "keep a view", "keep one", "keep detached", "update", "resize", "drop oldest", "drop all",
     "hold in autograd",
 )  # fmt: skip
-BACKWARD = ("later", "oldest", "newest", "twice", "never", "gradients dropped", "descend")
+BACKWARD = ("micro-batches", "later", "oldest", "newest", "twice", "never", "gradients dropped", "descend")
 INPUTS = ("again", "fed back", "fed back as a view", "kept by the caller")
 HOW = ("thread", "two threads", "other mode")
 HABITS = tuple(
@@ -223,7 +223,9 @@ def torch_settings() -> Iterator[None]:
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
-        torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=1 << 14),
+        torch._dynamo.config.patch(
+            recompile_limit=64, accumulated_recompile_limit=1 << 14, capture_scalar_outputs=True
+        ),
     ):
         yield
 
@@ -282,6 +284,8 @@ class Side:
             if not self.lost:
                 if where == "after":
                     self._after(program, what, step.pick)
+                if (where, what) == ("backward", "micro-batches"):
+                    self._micro_batches(program, step, draw)
                 self._backward(program, what if where == "backward" else "", step.pick)
         finally:
             AROUND.raising = False
@@ -503,11 +507,21 @@ class Side:
             self.pending.append(Pending(product.sum()))
             self.outputs = []
 
+    def _micro_batches(self, program: Compiled, step: Step, draw: torch.Generator) -> None:
+        """More forwards before the first backward; each backward then runs."""
+        for _ in range(1 + step.pick % 2):
+            if losses := _losses(self.outputs):
+                self.pending.append(Pending(_scaled(losses, step.pick)))
+            self._call(program, step, draw)
+            if self.lost:
+                return
+        for pending in list(self.pending):
+            self._run(pending)
+
     def _backward(self, program: Compiled, what: str, pick: int) -> None:
         losses = _losses(self.outputs)
         if losses:
-            with torch.enable_grad():
-                self.pending.append(Pending(torch.stack(losses).sum()))
+            self.pending.append(Pending(_scaled(losses, pick)))
             if what not in ("later", "never", "oldest", "newest"):
                 self._run(self.pending[-1], again=what == "twice")
         if what == "never":
@@ -548,6 +562,11 @@ class Side:
 
 def _losses(outputs: Any) -> list[Tensor]:
     return [out.square().sum() for out in tensors_in(outputs) if out.requires_grad and out.is_floating_point()]
+
+
+def _scaled(losses: Sequence[Tensor], pick: int) -> Tensor:
+    with torch.enable_grad():
+        return torch.stack(list(losses)).sum() * (1 + pick % 3)
 
 
 def _in_threads(work: Sequence[Callable[[], None]]) -> None:

@@ -38,6 +38,9 @@ from fxwrap.api import record as record_module
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.replay.liveness_guard import LivenessGuard
 from fxwrap.graphs.replay.recording import Recording, Replay
+from fxwrap.passes.memory import requirements
+from fxwrap.passes.verify import memory as verify_memory
+from fxwrap.plan import SizedProgram
 
 # Of the sample in every run: compiling them takes most of its time.
 PROGRAMS, EXAMPLES = 1, 12
@@ -143,6 +146,16 @@ def _does_not_copy_back(patch: pytest.MonkeyPatch) -> None:
     _leaves_out(patch, "copies to inputs")
 
 
+def _loses_what_is_written_to_donated_inputs(patch: pytest.MonkeyPatch) -> None:
+    copied_back = requirements._copied_back
+
+    def faulty(sized: SizedProgram, handed_out: frozenset[int]) -> frozenset[str]:
+        return copied_back(sized, handed_out) - {sized.program.placeholders[p].name for p in sized.program.donated}
+
+    patch.setattr(requirements, "_copied_back", faulty)
+    patch.setattr(verify_memory, "_check_copied_back", lambda storage, plan: None)
+
+
 def _ignores_sizes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Program, "_key", lambda self, inputs: None)
 
@@ -199,6 +212,7 @@ PLANTED: list[Plant] = [
     _takes_every_output_for_dead,
     _leaves_inputs_in_their_buffers,
     _does_not_copy_back,
+    _loses_what_is_written_to_donated_inputs,
     _ignores_sizes,
     _ignores_addresses,
     _hands_out_the_memory_of_the_call_before,
@@ -221,6 +235,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         _variant(False, (0, 1), "linear", "update_input_", "total_", "noise", "raises"),
         _variant(True, (0,), "linear", "sin"),
         _variant(False, (0,), "softmax", "linear"),
+        _variant(True, (0,), "mix", "scores"),
     ]
     monkeypatch.setattr(Recording, "make_unit", lambda self: "")
     with on_simulated() as device:

@@ -31,7 +31,7 @@ class Layout:
         in_arenas: (device, offset in bytes) of each storage in an arena, by its handle.
         input_buffers: static input buffers, by placeholder.
         input_tensors: the tensor that stands for a static or copied input, by position.
-        mutated: (position, static input buffer) of inputs that are written, so that their buffer is copied back.
+        copies_back: (position, static input buffer) of inputs whose buffer is copied back to the caller's tensor.
         static_addresses: the addresses of static inputs, by position.
     """
 
@@ -44,7 +44,7 @@ class Layout:
         self.in_arenas: dict[int, tuple[torch.device, int]] = {}
         self.input_buffers: dict[Node, torch.Tensor] = {}
         self.input_tensors: dict[int, torch.Tensor] = {}
-        self.mutated: list[tuple[int, torch.Tensor]] = []
+        self.copies_back: list[tuple[int, torch.Tensor]] = []
         self.static_addresses: list[Any] = [None] * len(self._plan.placeholders)
 
     def make_tensors(self) -> None:
@@ -84,7 +84,6 @@ class Layout:
 
     def fill_input_buffers(self, inputs: Sequence[Any]) -> list[Part]:
         """Lay out static input buffers. Returns the parts that fill them at each call."""
-        written = self._plan.facts.all_written()
         buffers: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         steps: dict[torch.device, list[Step]] = {}
         for position, node in enumerate(self._plan.placeholders):
@@ -103,8 +102,8 @@ class Layout:
                 tensors, positions = buffers.setdefault(buffer.device, ([], []))
                 tensors.append(unexpanded(buffer))
                 positions.append(position)
-            if index in written and position not in self._plan.donated:
-                self.mutated.append((position, buffer))
+            if node.name in self._request.memory.copied_back:
+                self.copies_back.append((position, buffer))
         name = copies_of_inputs(self._request.name)
         for device, (tensors, positions) in buffers.items():
             steps.setdefault(device, []).append(Fill(tuple(tensors), tuple(map(Register, positions))))

@@ -74,8 +74,8 @@ class Outputs:
                 # The result aliases an input: the output is a view of the caller's own tensor.
                 given = builder.register(self._plan.placeholders[position])
                 seen = self._layout.input_tensors[position]
-                if self._freezes_addresses:
-                    views = views_of(self._values[self._registers[node]], seen.data_ptr())
+                if node in common:  # laid out in the same way at every call
+                    views = views_of(common[node], seen.data_ptr())
                     builder.assign(node, CallPython(functools.partial(relay, views), (given,)))
                 else:
                     shared = functools.partial(relay_shared, seen)

@@ -154,8 +154,8 @@ class RecordingBuilder:
         return common
 
     def _copies_back(self) -> Iterator[Part]:
-        if mutated := self.layout.mutated:
-            copies = [Copy(Register(position), Bound(buffer)) for position, buffer in mutated]
+        if self.layout.copies_back:
+            copies = [Copy(Register(position), Bound(buffer)) for position, buffer in self.layout.copies_back]
             yield Part.of(copies, copies_to_inputs(self.request.name))
 
     def _add_input_checks(self) -> None:

@@ -120,7 +120,8 @@ def _assign_homes(
     for number, inside in enumerate(offsets):
         for index, offset in inside.items():
             places[index] = Place(Home.REGION, number, offset)
-    return MemoryPlan(tuple(places), tuple(regions), requirements.sizes, requirements.outputs)
+    needed = requirements.sizes, requirements.outputs, requirements.copied_back
+    return MemoryPlan(tuple(places), tuple(regions), *needed)
 
 
 def plan_pair(

@@ -45,6 +45,7 @@ class Requirements:
         sizes: bytes of every storage that an allocation node makes or the plan places, if its size is known.
         outputs: storages that the caller gets: of allocation nodes, and results of operators that the plan places.
         handed_out: storages that the caller gets, or gets back.
+        copied_back: see ``MemoryPlan``.
         ranges: the steps ``[begin, end)`` in which a storage is touched, by storage.
         temporaries: allocated storages of known size that are never live after a call, in the steps that name them;
             none where addresses are frozen.
@@ -61,6 +62,7 @@ class Requirements:
     sizes: Mapping[int, int]
     outputs: frozenset[int]
     handed_out: frozenset[int]
+    copied_back: frozenset[str]
     ranges: Mapping[int, tuple[int, int]]
     temporaries: Mapping[int, Buffer]
     unshared: frozenset[int]
@@ -96,8 +98,8 @@ class Requirements:
         _check_communications(program.facts)
         ranges, results, handed_out = live_ranges(program), _placed_results(sized), _handed_out(program)
         outputs = output_storages(program) | (handed_out & results.keys())
-        end = len(program.schedule) + 1
-        sizes, buffers = _planned_buffers(sized, ranges, results, handed_out, outputs, end)
+        copied_back, end = _copied_back(sized, handed_out), len(program.schedule) + 1
+        sizes, buffers = _planned_buffers(sized, ranges, results, copied_back, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
         symbols = symbols_at(sized.symbol_values)
         results_at = _sizes_of_results(program, symbols)
@@ -117,6 +119,7 @@ class Requirements:
             sizes=sizes,
             outputs=outputs,
             handed_out=handed_out,
+            copied_back=copied_back,
             ranges=ranges,
             temporaries=temporaries,
             unshared=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
@@ -145,7 +148,7 @@ def _planned_buffers(
     sized: SizedProgram,
     ranges: Mapping[int, tuple[int, int]],
     results: Mapping[int, int],
-    handed_out: frozenset[int],
+    copied_back: frozenset[str],
     outputs: frozenset[int],
     end: int,
 ) -> tuple[dict[int, int], dict[torch.device, list[tuple[int, Buffer]]]]:
@@ -155,7 +158,6 @@ def _planned_buffers(
         results: bytes of operators' results that the plan places, by storage.
     """
     program = sized.program
-    written = program.facts.all_written()
     step_of = {node: step for step, node in enumerate(program.schedule)}
     sizes: dict[int, int] = {}
     buffers: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
@@ -181,8 +183,8 @@ def _planned_buffers(
             begin, stop = first, end if storage.index in outputs else last
         elif storage.node in sized.input_buffers:
             device, sizes[storage.index] = sized.input_buffers[storage.node]
-            # Filled before the first step. One that is mutated or returned lives to the end.
-            begin, stop = 0, end if storage.index in written | handed_out else last
+            # Filled before the first step.
+            begin, stop = 0, end if storage.node in copied_back else last
         elif storage.index in results:
             device, sizes[storage.index] = program.device, results[storage.index]
             begin = step_of[node]
@@ -192,6 +194,17 @@ def _planned_buffers(
         buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
         buffers[device].append((storage.index, buffer))
     return sizes, buffers
+
+
+def _copied_back(sized: SizedProgram, handed_out: frozenset[int]) -> frozenset[str]:
+    """Inputs with a static buffer that the program writes, where the caller still has the input or gets it back."""
+    facts, placeholders = sized.program.facts, sized.program.placeholders
+    written, donated = facts.all_written(), {placeholders[position].name for position in sized.program.donated}
+
+    def is_seen(name: str) -> bool:
+        return name not in donated or not handed_out.isdisjoint(facts.behind_named([name]))
+
+    return frozenset(n for n in sized.input_buffers if facts.behind_named([n]) & written and is_seen(n))
 
 
 def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:

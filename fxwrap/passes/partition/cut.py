@@ -100,8 +100,9 @@ class _Work:
         nodes = _in_order(dependencies)
         position = {node: index for index, node in enumerate(nodes)}
         verdict_at = [
-            verdicts[node.name].verdict if is_work(node) or verdicts[node.name].verdict is Verdict.EAGER else None
+            verdict if is_work(node) or (verdict is Verdict.EAGER and kind_of(node) is not Kind.VIEW) else None
             for node in nodes
+            for verdict in (verdicts[node.name].verdict,)
         ]
         before: list[list[int]] = [[] for _ in nodes]
         for source, user in dependencies.edges:

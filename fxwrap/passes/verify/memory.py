@@ -27,17 +27,22 @@ def verify_memory(
     plan: MemoryPlan,
     symbol_values: Mapping[Node, Any],
     replaced_groups: Sequence[Sequence[str]] = (),
+    donated: Collection[str] = (),
 ) -> None:
     """Prove that no two storages that are live at the same time share a byte of an arena.
+
+    And that what is written to an input's static buffer is copied to the caller's tensor, if anybody reads it there.
 
     ``facts`` only identifies the storages of the plan. Aliasing and accesses are derived again from the graph.
 
     Args:
         replaced_groups: groups of nodes that ``compile_partition`` replaced by one call; they may work in any order.
+        donated: inputs that the caller does not read after the call, unless it gets them back.
 
     Raises:
         PlanError: two live storages overlap (the error names them, the step, the bytes); a storage is misaligned,
-            out of bounds or too small; or a communication is in flight at the program's begin or end.
+            out of bounds or too small; a write to an input is lost; or a communication is in flight at the program's
+            begin or end.
     """
     accesses = Accesses(gm.graph)
     _check_communications(accesses)
@@ -65,8 +70,10 @@ def verify_memory(
             stop = max(stop, begin + 1)
         elif maker.op == "placeholder":
             begin = 0  # filled before the first step
-            stop = end if root in written else max(stop, 1)
-        if root in handed_out:
+            stop = end if storage.node in plan.copied_back else max(stop, 1)
+            if root in written and (root in handed_out or storage.node not in donated):
+                _check_copied_back(storage, plan)
+        if root in handed_out and maker.op != "placeholder":
             stop = end  # the caller reads it afterwards
         if size and begin < stop:
             intervals[place.region].append(_Interval(storage.name, place.offset, place.offset + size, begin, stop))
@@ -74,6 +81,15 @@ def verify_memory(
         others = list(_live_outputs_of_others(accesses, nodes, region.reserved, spans, handed_out, end))
         _check_overlap([*intervals[number], *others], schedule)
     _check_steps(accesses, schedule, in_call_regions, plan)
+
+
+def _check_copied_back(storage: Storage, plan: MemoryPlan) -> None:
+    if storage.node not in plan.copied_back:
+        raise fault(
+            f"plan: what is written to the static buffer of {storage.name} is lost",
+            expected="a copy to the caller's tensor after the call",
+            got="an input that the caller reads afterwards, and no copy",
+        )
 
 
 def _check_communications(accesses: Accesses) -> None:

@@ -36,6 +36,7 @@ from random_graphs import (
 )
 from torch.fx import GraphModule, Node
 
+from fxwrap.errors import PlanError
 from fxwrap.host_graph.nodes import Kind, kind_of, output_node
 from fxwrap.host_graph.sizes import storage_bytes
 from fxwrap.options import Options
@@ -230,32 +231,43 @@ def test_an_inputs_place_is_free_after_its_last_use() -> None:
     check_placement(list(buffers.values()), placement_of(memory, plan), memory.regions[0].alignment)
 
 
-@pytest.mark.parametrize("why", ["written", "handed out"])
-def test_a_place_that_is_needed_afterwards_stays_for_the_whole_call(why: str) -> None:
+@pytest.mark.parametrize("caller", ["keeps it", "donates it", "donates it, and gets it back"])
+def test_a_place_whose_bytes_go_back_to_the_caller_stays_for_the_whole_call(caller: str) -> None:
     """
     ::
 
-        192 |    b1 b1              x is copied back after the last step, or the caller gets it
+        192 |    b1 b1              x is copied back after the last step
         128 | b0 b0 b2 b2
          64 | x  x  x  x
           0 +------------
               k0 k1 k2 (after)
+
+    A donated input that the program writes is copied back only if the caller gets it back; else its place ends with
+    its last use. One that the caller gets back unwritten is the caller's own tensor: no copy of it is needed.
     """
     maker = GraphMaker()
     value = x = maker.input("x")
-    if why == "written":
-        maker.launch("update", x, x, name="w")
+    maker.launch("update", x, x, name="w")
     for i in range(3):
         out = maker.allocate((4, 4), name=f"b{i}")
         maker.launch("mix", value, value, out, name=f"k{i}")
         value = out
-    plan = program_plan(maker.finish([value] if why == "written" else [value, maker.view(x, (4,), (1,))]))
+    outputs = [value, maker.view(x, (4,), (1,))] if caller.endswith("back") else [value]
+    donated = frozenset() if caller == "keeps it" else frozenset({0})
+    plan = replace(program_plan(maker.finish(outputs)), donated=donated)
     planned = SizedProgram(plan, {}, {"x": (CPU, 64)})
     memory, buffers = plan_program(planned), buffers_of(planned)
-    assert buffers["x"] == Buffer("x", 64, 0, len(plan.schedule) + 1)
-    assert len({offset for name, offset in offsets_by_name(plan, memory).items() if name != "b2"}) == 3
-    assert memory.size == memory.lower_bound == 192
+    stays = caller != "donates it"
+    assert memory.copied_back == ({"x"} if stays else set())
+    assert buffers["x"] == Buffer("x", 64, 0, len(plan.schedule) + 1 if stays else 2)
+    assert memory.size == memory.lower_bound == (192 if stays else 128)
     check_placement(list(buffers.values()), placement_of(memory, plan), memory.regions[0].alignment)
+    names = ["x"] if donated else []
+    verify_memory(plan.graph, plan.schedule, plan.facts, memory, {}, donated=names)
+    if stays:
+        with pytest.raises(PlanError, match="what is written to the static buffer of x is lost"):
+            lost = replace(memory, copied_back=frozenset())
+            verify_memory(plan.graph, plan.schedule, plan.facts, lost, {}, donated=names)
 
 
 def test_bytes_that_others_have_are_left_alone_unless_donated() -> None:
@@ -350,13 +362,11 @@ def test_plans_of_random_graphs(recipe: Recipe, places: bool) -> None:
     buffers = buffers_of(planned)
     placed = dict(buffers)
     written = frozenset[int]().union(*plan.facts.written.values())
-    handed_out = output_node(gm).all_input_nodes
-    afterwards = written.union(*(plan.facts.of(node) for node in handed_out))
     for node in inputs:
         if places:
             place = placed.pop(node.name)
             assert (place.size, place.begin) == (256, 0)
-            assert place.end == (end if plan.facts.of(node) <= afterwards else expected.get(node, (0, 0))[1] + 1)
+            assert place.end == (end if plan.facts.of(node) <= written else expected.get(node, (0, 0))[1] + 1)
     assert not memory.per_call and len(memory.regions) == bool(buffers)
     assert placed == {
         node.name: Buffer(

@@ -563,16 +563,17 @@ def test_updates_of_two_pieces_of_a_result_may_change_places(operator: str) -> N
     verify_schedule(gm, plan.schedule)
 
 
-def test_a_view_in_the_schedule_touches_nothing() -> None:
-    """
+def test_a_view_of_a_size_that_data_decide_is_in_no_partition() -> None:
+    """It is made where k3 reads it; its size n is what eager work reads out of data.
+
     ::
 
-        ( n  v = view(b, n) ) --> [ k0: s   k1: t   k2: b ] --> ( k3 reads v )
+        ( n ) --> [ k0: s   k1: t   k2: b ] --> ( k3 reads v = view(b, n) )
 
-        128 |      s  s  b  b           v is made before b is written: an address and a size, no bytes.
-         64 | h  h h  t  t  out out     So b may lie where s was.
-          0 +----------------------
-              ..v  k0 k1 k2 k3 (after)
+        128 |    s  s  b  b           b may lie where s was.
+         64 | h  h  t  t  out out
+          0 +--------------------
+              n  k0 k1 k2 k3 (after)
     """
     maker = GraphMaker()
     x, length = maker.input("x"), maker.input("length", (), torch.int64)
@@ -586,7 +587,7 @@ def test_a_view_in_the_schedule_touches_nothing() -> None:
     maker.launch("mix", v, x, out, name="k3")
     gm = maker.finish([out])
     program = compile_host_graph(gm, compile_request(options=Options(eager_ops=ALWAYS_EAGER)))
-    assert work_order(program.plan.schedule) == "begin n v k0 k1 k2 k3"
+    assert work_order(program.plan.schedule) == "begin n k0 k1 k2 k3"
     check_calls(gm, maker.inputs, program, [False, False, False, True])
     verify_plan(program.plan, plan_program(SizedProgram(program.plan, {}, {})))
     assert set(program.counters.eager) <= {"warm-up"}

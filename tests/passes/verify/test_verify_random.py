@@ -207,6 +207,11 @@ def output_cut_at_its_last_use(case: Case, memory: MemoryPlan, draw: random.Rand
             yield case.plan_with(wrong), wrong, "overlap"
 
 
+def write_not_copied_back(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
+    for name in memory.copied_back:
+        yield replace(memory, copied_back=memory.copied_back - {name}), case.plan.facts, "is lost"
+
+
 def misaligned(case: Case, memory: MemoryPlan, draw: random.Random) -> Faulty:
     for index in draw.sample(sorted(located(memory)), min(2, len(located(memory)))):
         above = aligned(memory.size, ALIGNMENT) + 1024
@@ -234,6 +239,7 @@ FAULTS: tuple[Callable[[Case, MemoryPlan, random.Random], Faulty], ...] = (
     missed_alias,
     onto_reserved_bytes,
     output_cut_at_its_last_use,
+    write_not_copied_back,
     misaligned,
     outside_of_the_arena,
     too_small,
@@ -254,6 +260,8 @@ def test_every_plan_with_a_fault_is_rejected(count: int) -> None:
             for faulty, facts, expected in fault(case, memory, draw):
                 planted[fault.__name__] += 1
                 message = "has no memory" if expected == "overlap" and case.homeless(facts, faulty) else expected
+                if message == "overlap" and case.loses_a_write(facts, faulty):
+                    message = "is lost"  # found first
                 harm = message if message != "overlap" else case.collision(facts, faulty)
                 where = f"seed {seed}, {fault.__name__}: {harm}"
                 if not harm:
