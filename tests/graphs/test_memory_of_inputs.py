@@ -101,7 +101,9 @@ def gradients(f: Any, device: torch.device, forwards: tuple[int, ...]) -> list[T
     return found
 
 
-@pytest.mark.parametrize("forwards", [(1, 1, 1, 1), (2, 2, 2, 2), (1, 1, 1, 2, 1, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "forwards", [(1,) * 8, (2, 2, 2, 2), (1, 1, 1, 2, 1, 3, 1)], ids=["one by one", "two by two", "in turn"]
+)
 @pytest.mark.parametrize("fn", [of_a_product, of_an_operator, of_random_numbers, with_an_eager_part])
 def test_a_gradient_that_is_written_over_a_saved_tensor(
     compiled: Any, device: torch.device, ops: Any, numbers_of_data: None, fn: Program, forwards: tuple[int, ...]
