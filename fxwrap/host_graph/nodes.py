@@ -172,12 +172,14 @@ class ControlFlow:
     """A node that calls subgraphs, depending on data.
 
     Attributes:
-        subgraphs: the subgraphs whose results the node returns.
+        subgraphs: all that it may call.
+        returning: those of them whose results the node returns; the condition of a loop is none.
         operands: what each of ``subgraphs`` is called with, by position.
         repeats: whether results of one call are operands of the next.
     """
 
     subgraphs: tuple[GraphModule, ...]
+    returning: tuple[GraphModule, ...]
     operands: tuple[Any, ...]
     repeats: bool
 
@@ -193,10 +195,12 @@ def control_flow_of(node: Node) -> ControlFlow | None:
         return operator.attrgetter(str(handle.target))(gm)
 
     if node.target is switch:
-        _, operands, *branches = args
-        return ControlFlow(tuple(map(subgraph, branches)), tuple(operands), False)
-    _, body, carried, additional, *_ = args
-    return ControlFlow((subgraph(body),), (*carried, *additional), True)
+        _, operands, *handles = args
+        branches = tuple(map(subgraph, handles))
+        return ControlFlow(branches, branches, tuple(operands), False)
+    condition, body, carried, *rest = args
+    subgraphs = subgraph(condition), subgraph(body)
+    return ControlFlow(subgraphs, subgraphs[1:], (*carried, *(rest[0] if rest else ())), True)
 
 
 def format_text(text: str, *args: Any, **kwargs: Any) -> str:

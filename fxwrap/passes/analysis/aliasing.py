@@ -238,8 +238,10 @@ class _Analysis:
                 return _NONE.union(*(operand.get(facts.storages[index].node, _NONE) for index in indices))
 
             written |= outside(facts.all_written())
-            results: Any = output_node(subgraph).args[0]
-            handed_back.append([outside(facts.of(value) if isinstance(value, Node) else _NONE) for value in results])
+            if subgraph in flow.returning:
+                results: Any = output_node(subgraph).args[0]
+                values = [value if isinstance(value, Node) else None for value in results]
+                handed_back.append([_NONE if value is None else outside(facts.of(value)) for value in values])
         shared = [_NONE.union(*sets) for sets in zip(*handed_back, strict=True)]
         if flow.repeats:
             # A result may be an operand of another position in the iteration before.

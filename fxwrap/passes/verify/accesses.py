@@ -17,15 +17,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...errors import PlanError
 from ...host_graph.nodes import (
-    ControlFlow,
     Kernel,
     aligned,
-    control_flow_of,
     is_symbolic_value,
     is_work,
     launch,
     output_node,
     reinterpret,
+    switch,
+    while_loop,
 )
 
 # A storage: the node that makes it, and the position of its result; None for the only one.
@@ -34,8 +34,11 @@ Root = tuple[Node, int | None]
 fault = functools.partial(PlanError, remedy="this is a bug in fxwrap; please report the graph")
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
+_COMPUTING = ("aten", "mkldnn", "onednn")
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 _RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
+# They run subgraphs: what one of these does to its inputs, it does to the operands of the node.
+CALL_SUBGRAPHS = (switch, while_loop)
 _SHARES = (reinterpret, aligned, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
 
 
@@ -104,10 +107,9 @@ class Accesses:
                 if isinstance(index, int) and -len(elements) <= index < len(elements):
                     return elements[index]
             return self._roots.get(base, frozenset())
-        if (flow := control_flow_of(node)) is not None:
-            elements = [
-                frozenset({(node, position)}) | roots for position, roots in enumerate(self._returned_by(flow))
-            ]
+        if node.target in CALL_SUBGRAPHS:
+            returned = enumerate(self._returned_by_subgraphs(node))
+            elements = [frozenset({(node, position)}) | roots for position, roots in returned]
             self._elements[node] = elements
             return frozenset().union(*elements)
         schema = _schema(node)
@@ -220,8 +222,8 @@ class Accesses:
             kernel = getattr(self.graph.owning_module, str(node.args[0].target))  # type: ignore[union-attr]
             assert isinstance(kernel, Kernel)
             return self.roots_in([node.args[1 + position] for position in kernel.writes])
-        if (flow := control_flow_of(node)) is not None:
-            return self._written_by(flow)
+        if node.target in CALL_SUBGRAPHS:
+            return self._written_by_subgraphs(node)
         schema, name = _schema(node), _qualified_name(node)
         if schema is None or name in _WAITS or name in _RECEIVERS:
             return self.roots_in((node.args, node.kwargs))
@@ -233,35 +235,58 @@ class Accesses:
             )
         )
 
-    # -- subgraphs: what one does to its inputs, it does to the operands of the node that calls it ----------
-
-    def _written_by(self, flow: ControlFlow) -> frozenset[Root]:
-        written_outside: frozenset[Root] = frozenset()
-        for subgraph in flow.subgraphs:
+    def _written_by_subgraphs(self, node: Node) -> frozenset[Root]:
+        called, operands, written = _called(node), _operands(node), frozenset[Root]()
+        for subgraph in called:
             inner = Accesses(subgraph.graph)
-            work = [node for node in subgraph.graph.nodes if is_work(node)]
-            written = frozenset().union(*map(inner.written, work))
-            written_outside |= self._outside(written, subgraph, flow)
+            roots = frozenset[Root]().union(*(inner.written(n) for n in subgraph.graph.nodes if is_work(n)))
+            written |= self._outside(roots, subgraph, operands)
         # An operand may have another position in the next iteration.
-        return self.roots_in(flow.operands) if written_outside and flow.repeats else written_outside
+        return self.roots_in(operands) if written and node.target is while_loop else written
 
-    def _returned_by(self, flow: ControlFlow) -> list[frozenset[Root]]:
+    def _returned_by_subgraphs(self, node: Node) -> list[frozenset[Root]]:
         """For each result, the operands that it may be, or may be a view of."""
-        returned: list[frozenset[Root]] = []
-        for subgraph in flow.subgraphs:
+        called, operands, returned = _called(node), _operands(node), list[frozenset[Root]]()
+        for subgraph in called[1:] if node.target is while_loop else called:
             inner = Accesses(subgraph.graph)
             (results,) = output_node(subgraph).args
             for position, result in enumerate(results):  # type: ignore[union-attr,arg-type]
                 returned += [frozenset()] * (position + 1 - len(returned))
-                returned[position] |= self._outside(inner.roots_in(result), subgraph, flow)
-        if flow.repeats and any(returned):
-            return [self.roots_in(flow.operands)] * len(returned)
+                returned[position] |= self._outside(inner.roots_in(result), subgraph, operands)
+        if node.target is while_loop and any(returned):
+            return [self.roots_in(operands)] * len(returned)
         return returned
 
-    def _outside(self, roots: frozenset[Root], subgraph: GraphModule, flow: ControlFlow) -> frozenset[Root]:
+    def _outside(self, roots: frozenset[Root], subgraph: GraphModule, operands: Sequence[Any]) -> frozenset[Root]:
         placeholders = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
-        operands = (flow.operands[placeholders.index(n)] for n, _ in roots if n.op == "placeholder")
-        return frozenset().union(*map(self.roots_in, operands))
+        inside = (operands[placeholders.index(n)] for n, _ in roots if n.op == "placeholder")
+        return self.roots_in(tuple(inside))
+
+
+def _called(node: Node) -> list[GraphModule]:
+    """The subgraphs that a node may call; of a loop, its condition and its body."""
+    targets = (str(arg.target) for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr")
+    found = [operator.attrgetter(target)(node.graph.owning_module) for target in targets]
+    return [value for value in found if isinstance(value, GraphModule)]
+
+
+def _operands(node: Node) -> tuple[Any, ...]:
+    """What each of them is called with, by position."""
+    several = (arg for arg in node.args if isinstance(arg, (tuple, list)))
+    return tuple(value for values in several for value in values)
+
+
+def counts_from_storage(node: Node) -> bool:
+    """Whether a call addresses elements from the start of an operand's storage."""
+    schema = _schema(node)
+    pairs = _pairs(schema, node) if schema is not None else ()
+    return any(argument.name == "storage_offset" and value is not None for argument, value in pairs)
+
+
+def may_keep_operands(node: Node) -> bool:
+    """Whether a node runs foreign code, which may keep a reference to what it is given."""
+    foreign = _qualified_name(node).split("::")[0] not in _COMPUTING
+    return is_work(node) and node.target is not launch and foreign
 
 
 def _schema(node: Node) -> Any:

@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 
 from ...errors import PlanError
 from ...host_graph.listing import line_of
-from ...host_graph.nodes import control_flow_of, counts_from_storage, is_work, only_computes, output_node, reinterpret
+from ...host_graph.nodes import is_work, output_node, reinterpret
 from ...plan import Home, MemoryPlan, Origin, Place, Region, Reserved, Storage, StorageFacts
-from .accesses import Accesses, Root, fault, name_of
+from .accesses import CALL_SUBGRAPHS, Accesses, Root, counts_from_storage, fault, may_keep_operands, name_of
 
 # Bytes.
 _ALIGNMENT = 64
@@ -162,7 +162,7 @@ def _check_steps(
     regions = {root: plan.regions[place.region] for root, place in placed.items()}
     for step, node in enumerate(schedule if regions else ()):
         named = regions.keys() & (accesses.touched(node) | accesses.roots(node))
-        for root in named if not only_computes(node) else ():
+        for root in named if may_keep_operands(node) else ():
             raise fault(
                 f"plan: {name_of(root)} has memory in steps {regions[root].begin} to {regions[root].end - 1} only",
                 expected=f"memory that {line_of(node)} may keep",
@@ -177,7 +177,7 @@ def _check_steps(
                 )
     shared = {place.region for place in placed.values() if place.offset}
     for node in accesses.graph.nodes if shared else ():
-        if counts_from_storage(node) or control_flow_of(node) is not None:
+        if counts_from_storage(node) or node.target in CALL_SUBGRAPHS:
             for root in accesses.roots_in((node.args, node.kwargs)) & regions.keys():
                 if placed[root].region in shared:
                     raise fault(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -598,9 +598,21 @@ def test_a_view_of_a_size_that_data_decide_is_in_no_partition() -> None:
 
 def test_the_verifier_shares_nothing_with_what_it_checks() -> None:
     """A fault in a shared function would be made twice and found never."""
-    files = list(Path(verify.__file__).parent.glob("*.py"))
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    folder = Path(verify.__file__).parent
+    files = list(folder.glob("*.py"))
+    nodes = _imports(files)
     outside = {node.module for node in nodes if node.level > 1}
     assert len(files) > 2 and outside == {"errors", "host_graph.nodes", "host_graph.listing", "plan"}
     assert not [node.module for node in nodes if not node.level and str(node.module).startswith("fxwrap")]
+    checked = [path for name in ("analysis", "memory") for path in (folder.parent / name).glob("*.py")]
+    vocabulary = _names_of_nodes(nodes), _names_of_nodes(_imports(checked))
+    assert vocabulary[0] & vocabulary[1] == {"Kernel", "output_node"}
+
+
+def _imports(files: Iterable[Path]) -> list[ast.ImportFrom]:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+
+
+def _names_of_nodes(imports: Iterable[ast.ImportFrom]) -> set[str]:
+    return {alias.name for node in imports if node.module == "host_graph.nodes" for alias in node.names}
