@@ -272,7 +272,7 @@ class Program:
         """
         try:
             for arena in arenas:
-                if captures and (arena.suspension is None or not arena.suspension.outputs):
+                if captures and arena not in SHARED.arenas.with_suspended_outputs():
                     continue  # the call runs eagerly, and no live output is on the host
                 if captures:
                     raise SuspendError(

@@ -263,6 +263,70 @@ def test_live_outputs_come_back_from_the_host(device: torch.device) -> None:
     assert_same(compiled(x).clone(), value)
 
 
+# suspend(f, live="copy") --> some of these, in this order --> the output has its value again
+ORDERS = (
+    "resume(f)",
+    "resume()",
+    "call f",
+    "release(f), resume(f)",
+    "release(f), resume()",
+    "release(f), call f",
+    "release(f), call f, resume()",
+    "release(), resume()",
+    "drop f, resume()",
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_live_output_comes_back_in_every_order(device: torch.device, order: str, its_own: ArenaPool) -> None:
+    compiled, x, output = _with_live_output(device)
+    value, f = output.clone(), compiled.call
+    fxwrap.suspend(f, live="copy")
+
+    def drop() -> None:
+        nonlocal compiled, f
+        compiled = f = None  # type: ignore[assignment]
+        torch._dynamo.reset()
+        gc.collect()
+
+    steps = {
+        "resume(f)": lambda: fxwrap.resume(f),
+        "resume()": fxwrap.resume,
+        "release(f)": lambda: fxwrap.release(f),
+        "release()": fxwrap.release,
+        "call f": lambda: _warm(lambda: f(x + 1).clone()),
+        "drop f": drop,
+    }
+    for step in order.split(", "):
+        steps[step]()
+    assert_same(output, value)
+    del output
+    drop()
+    assert not its_own.alive(device)
+
+
+def test_an_output_on_the_host_that_nobody_has_any_more_is_let_go(device: torch.device, its_own: ArenaPool) -> None:
+    compiled, _, output = _with_live_output(device)
+    fxwrap.suspend(compiled.call, live="copy")
+    fxwrap.release(compiled.call)
+    assert len(its_own.alive(device)) == len(its_own.with_suspended_outputs()) == 1
+    del output
+    fxwrap.release()
+    assert its_own.kept(device) == 0 and not its_own.with_suspended_outputs()
+
+
+def test_a_function_with_an_output_on_the_host_is_dropped_beside_one_without_the_option(device: torch.device) -> None:
+    compiled, x, output = _with_live_output(device)
+    value, other = output.clone(), Compiled(torch.neg)
+    _warm(lambda: other(x).clone())
+    fxwrap.suspend(compiled.call, live="copy")
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert fxwrap.resume()
+    assert_same(output, value)
+
+
 # forward --suspend(live="copy")--> saved tensors are on the host --> backward resumes before it reads them
 def test_between_forward_and_backward(device: torch.device) -> None:
     model = _mlp(device).requires_grad_(True)

@@ -63,7 +63,7 @@ def resume(fn: Callable[..., Any] | AotProgram | None = None) -> int:
     """Take the memory of suspended recordings again. Arenas that are not suspended are left alone.
 
     Args:
-        fn: as for ``suspend``.
+        fn: as for ``suspend``. Live outputs come back from the host whichever function they are of, as at a call.
 
     Returns:
         The number of bytes of device memory that were taken; 0 if nothing was suspended.
@@ -82,14 +82,18 @@ def _arenas(fn: Callable[..., Any] | AotProgram | None, doing: str) -> list[Aren
     programs = [graph.program for graph in report(fn).graphs]
     on_devices = [program for program in programs if freezes_addresses(program.plan.device)]
     asked = [program for program in on_devices if program.options.suspendable]
-    if on_devices and (not asked or (fn is not None and len(asked) < len(on_devices))):
+    used = {arena for program in asked for arena in _arenas_of(program)}
+    # Whose output is on the host may have been released or dropped.
+    used.update(SHARED.arenas.with_suspended_outputs() if doing == "resume" else ())
+    arenas = [arena for arena in SHARED.arenas.alive() if arena in used or (fn is None and arena.suspendable)]
+    if len(asked) < len(on_devices) and (fn is not None or not (asked or arenas)):
         raise SuspendError(
             f"cannot {doing} {'any program' if fn is None else 'this function'}",
             expected="programs that were compiled with the option suspendable",
             got=", ".join(program.name for program in on_devices if program not in asked),
             remedy='torch.compile(model, backend="fxwrap", options={"suspendable": True})',
         )
-    for device in {program.plan.device for program in asked}:
+    for device in {*(program.plan.device for program in asked), *(arena.device for arena in arenas)}:
         if capture_check(device)():
             raise SuspendError(
                 f"cannot {doing} recordings on {device}",
@@ -97,8 +101,6 @@ def _arenas(fn: Callable[..., Any] | AotProgram | None, doing: str) -> list[Aren
                 got="the current stream captures",
                 remedy=f"call fxwrap.{doing} before or after the capture",
             )
-    used = {arena for program in asked for arena in _arenas_of(program)}
-    arenas = [arena for arena in SHARED.arenas.alive() if arena in used or (fn is None and arena.suspendable)]
     for arena in arenas:
         if arena.memory is None:
             suspendable_memory(arena.device)  # raises, and says why it has none

@@ -56,6 +56,7 @@ class Arena:
         memory: where its memory comes from; None for torch's allocator.
         suspension: what is kept while its memory is suspended; None while it is not.
         grown: whether it has grown around live outputs.
+        kept: gets the arena while live outputs are on the host: whoever has one need not have its recording.
     """
 
     device: torch.device
@@ -69,6 +70,7 @@ class Arena:
     memory: SuspendableMemory | None = None
     suspension: Suspension | None = None
     grown: bool = False
+    kept: set[Arena] = field(default_factory=set)
     # Held while memory is suspended or resumed, for milliseconds. Reentrant: a signal handler may call a program.
     _changing: threading.RLock = field(default_factory=threading.RLock)
     _stream: Any = None
@@ -181,6 +183,8 @@ class Arena:
         assert self.memory is not None
         with self._changing:
             self.suspension = Suspension.of(owner, self.live())
+            if self.suspension.outputs:
+                self.kept.add(self)
             self.changed()  # native units miss: the call goes through Python, which resumes
             return self.memory.suspend(self.block)
 
@@ -196,9 +200,13 @@ class Arena:
                 return 0
             nbytes = take_memory(self.device, self.memory.resume, lambda: None)
             suspension.restore()
-            self.suspension = None
-            self.lock.release(suspension.owner)
+            self._end_suspension(suspension)
             return nbytes
+
+    def _end_suspension(self, suspension: Suspension) -> None:
+        self.suspension = None
+        self.kept.discard(self)
+        self.lock.release(suspension.owner)
 
     def end_suspended(self, users: Iterable[ArenaUser], why: str) -> bool:
         """End some of its recordings if it is suspended; returns whether it was.
@@ -211,10 +219,9 @@ class Arena:
                 return False
             for user in users:
                 user.end(why)
-            if not self.users() and not suspension.outputs:
+            if not self.users() and not self.live():
                 self.clear("")
-                self.suspension = None
-                self.lock.release(suspension.owner)
+                self._end_suspension(suspension)
             return True
 
     def users(self) -> list[tuple[ArenaUser, int]]:
@@ -290,11 +297,13 @@ class ArenaPool:
 
     Recordings of all programs share one arena on each device; those with the option ``suspendable`` share another.
     While an arena is busy (another thread, a program that runs inside of another, a stream that still works in it),
-    recordings are made in a second one of its kind, and so on. An arena lives as long as a recording uses it.
+    recordings are made in a second one of its kind, and so on. An arena lives as long as a recording uses it, or
+    live outputs of it are on the host.
     """
 
     def __init__(self) -> None:
         self._arenas: dict[torch.device, list[weakref.ref[Arena]]] = {}
+        self._kept: set[Arena] = set()
         self._announced: dict[torch.device, dict[int, tuple[weakref.ref[Any], int]]] = {}
 
     def acquire(
@@ -328,7 +337,8 @@ class ArenaPool:
                 arena.follow(stream)
                 return arena
             locked.pop()
-        arena = Arena(device, suspendable=suspendable, memory=_memory_for(device) if suspendable else None)
+        memory = _memory_for(device) if suspendable else None
+        arena = Arena(device, suspendable=suspendable, memory=memory, kept=self._kept)
         arena.stream = stream
         locked.append(arena)
         arena.lock.acquire(owner)
@@ -442,7 +452,9 @@ class ArenaPool:
 
     def with_suspended_outputs(self) -> list[Arena]:
         """Suspended arenas with live outputs, whose bytes are on the host."""
-        return [arena for arena in self.alive() if arena.suspension is not None and arena.suspension.outputs]
+        for arena in list(self._kept):
+            arena.end_suspended((), "")  # if nobody has anything of it any more
+        return [arena for arena in list(self._kept) if arena.live()]
 
     def owns(self, address: int) -> bool:
         """Whether an address lies in an arena. An input at such an address is an output of a recording."""
