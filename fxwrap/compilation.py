@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from .graphs.memory.locks import lock_of_process
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Compilation:
                 compilations.append(self)
 
 
-_lock = threading.RLock()
+_lock = lock_of_process()
 _serial = itertools.count()
 _compilations: weakref.WeakValueDictionary[int, Compilation] = weakref.WeakValueDictionary()
 _keeping: list[list[Compilation]] = []

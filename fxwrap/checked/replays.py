@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import CheckError
-from ..graphs.memory.locks import LockOwner
+from ..graphs.memory.locks import LockOwner, after_fork, drop_other_threads, lock_of_process
 from ..graphs.record.recording_builder import RecordingBuilder
 from ..graphs.replay.flat_python import Part
 from ..graphs.replay.operands import Register
@@ -63,8 +63,13 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._changed, self._inside = threading.Condition(), Counter[int]()
+        self._changed, self._inside = threading.Condition(lock_of_process()), Counter[int]()
         self._closed_by = self._passes = 0
+        after_fork(self._forget_other_threads)
+
+    def _forget_other_threads(self) -> None:
+        drop_other_threads(self._inside)
+        self._closed_by = self._closed_by if self.is_closed() else 0
 
     @contextlib.contextmanager
     def passed(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch.fx import GraphModule
 from ..compilation import Compilation
 from ..devices import device_support
 from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError, causes
+from ..graphs.memory.locks import lock_of_process
 from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
@@ -45,7 +45,7 @@ _EMISSION = {
     "triton.cudagraphs": False,
 }
 # Torch's tables of devices are process-wide: one compilation at a time may replace their codegen.
-DEVICE_TABLES = threading.RLock()
+DEVICE_TABLES = lock_of_process()
 
 
 def inductor_options() -> dict[str, tuple[Any, Any]]:

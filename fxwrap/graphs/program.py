@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -19,7 +20,7 @@ from ..options import Options
 from ..plan import MemoryPlan, ProgramPlan
 from .devices.runtime import capture_check, current_stream, freezes_addresses
 from .memory.arenas import Arena
-from .memory.locks import LockOwner
+from .memory.locks import LockOwner, after_fork, drop_other_threads
 from .memory.memory_provider import Planner
 from .memory.shared_state import SHARED
 from .policy.counters import Counters, RecordingMade
@@ -47,6 +48,8 @@ _serial_numbers = itertools.count()
 REQUESTS: dict[int, Callable[[Program, list[Any]], Any]] = {}
 # By thread: the same, in place of every program that the thread runs, until it is removed (a dry run).
 REHEARSALS: dict[int, Callable[[Program, list[Any]], Any]] = {}
+for _table in (REQUESTS, REHEARSALS):
+    after_fork(functools.partial(drop_other_threads, _table))
 _compiles_only: ContextVar[bool] = ContextVar("fxwrap_compiles_only", default=False)
 
 

@@ -24,6 +24,7 @@ import torch
 from ..errors import CaptureError
 from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
+from ..graphs.memory.locks import lock_of_process
 from ..graphs.memory.shared_state import SHARED
 from ..graphs.record.placed_results import ResultCopy
 from ..host_graph.tensors import tensor_over, tensors_in
@@ -68,6 +69,10 @@ class Rules:
     failed_capture_holds_generators: bool = True
 
 
+# Reentrant: a graph may be collected, and call ``Simulator.leave``, at any point of its own thread.
+_LOCK = lock_of_process()
+
+
 @dataclass(eq=False)
 class Simulator:
     """The state of a simulated device, with counters of its own.
@@ -88,8 +93,6 @@ class Simulator:
     _capturing: weakref.ref[SimulatedGraph] | None = None  # an interrupted capture ends when its graph is freed
     _generators_held: bool = False
     _suspended: set[Any] = field(default_factory=set)  # pools
-    # Reentrant: a graph may be collected, and call ``leave``, at any point of its own thread.
-    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def new_pool(self) -> tuple[int, int]:
         return (0, next(self._pools))
@@ -104,7 +107,7 @@ class Simulator:
 
     def begin(self, graph: SimulatedGraph, pool: Any) -> None:
         """Begin a capture, which records to a pool."""
-        with self._lock:
+        with _LOCK:
             if self.rules.one_capture_at_a_time and self.capturing() is not None:
                 raise CaptureError("simulated graph: another capture is under way on this device")
             if pool in self._recorded_to:
@@ -119,7 +122,7 @@ class Simulator:
 
     def end(self, pool: Any, lost: bool) -> None:
         """End a capture. If it failed (``lost``), the rules say what remains."""
-        with self._lock:
+        with _LOCK:
             self._capturing = None
             self._generators_held = lost and self.rules.failed_capture_holds_generators
             if not (lost and self.rules.failed_capture_holds_its_pool):
@@ -130,23 +133,23 @@ class Simulator:
 
     def leave(self, pool: Any) -> None:
         """Note that a graph of a pool was freed."""
-        with self._lock:
+        with _LOCK:
             self._graphs_in[pool] -= 1
 
     def abandon(self, pool: Any) -> None:
         """Give a capture up: stop recording to its pool, and remove its graph."""
-        with self._lock:
+        with _LOCK:
             self._recorded_to.discard(pool)
             self.leave(pool)
 
     def recover(self, device: torch.device, pool: Any) -> None:
         """The device's ``after_failed_capture``. As in torch, it releases only a pool that is recorded to."""
-        with self._lock:
+        with _LOCK:
             if pool in self._recorded_to:
                 self.abandon(pool)
 
     def count_replay(self, pool: Any) -> None:
-        with self._lock:
+        with _LOCK:
             if pool in self._suspended:
                 raise CaptureError("simulated graph: replay() into memory that is suspended")
             self.replays += 1

@@ -236,8 +236,10 @@ def test_locks() -> None:
     del other  # the call is over, however it ended
     assert not lock.locked()
     lost = LockOwner()
-    lost.process = -1  # in a child process, a call of the parent's that no thread here will end
-    assert lock.acquire(lost) and lock.acquire(mine)
+    lost.process = -1  # in a child process, a call of the thread that has forked: it goes on there
+    assert lock.acquire(lost) and not lock.acquire(mine)
+    lost.thread = -1  # a call of the parent's that no thread here will end
+    assert lock.acquire(mine)
 
 
 def test_locks_that_are_waited_for() -> None:

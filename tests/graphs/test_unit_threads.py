@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from native_calls import (
     COMPLEX,
     Odd,
     assert_clean,
+    in_python,
     look,
     look_at_nothing,  # noqa: F401
     native,
@@ -33,8 +35,9 @@ from random_graphs import GraphMaker, compile_request, kernel
 from threads import in_threads
 
 from fxwrap.graphs.devices.runtime import using_runtime
-from fxwrap.graphs.memory.locks import LockOwner, TryLock
+from fxwrap.graphs.memory.locks import LockOwner, TryLock, lock_of_process
 from fxwrap.graphs.memory.shared_state import SHARED
+from fxwrap.graphs.program import REQUESTS
 from fxwrap.graphs.replay.recording import Recording
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.testing.simulated import SIMULATED
@@ -169,19 +172,32 @@ def _in_a_child(check: Callable[[], bool]) -> int:
         code = 2
         try:
             code = int(not check())
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @native
-def test_a_process_that_is_forked_while_a_thread_is_in_a_unit(compiled: Any) -> None:
-    """Nobody will end that call in the child, where the unit is free; in the parent it goes on."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_process_that_is_forked_while_a_thread_is_in_a_unit(compiled: Any, frozen: bool, own_arenas: Any) -> None:
+    """Nobody will end that call in the child: how far it was, nobody knows. In the parent it goes on.
+
+    ::
+
+        thread   sin mm look .............................. mm      slots and regions are full
+        main              fork --> child: the unit is left as it is, and the program records again
+    """
 
     def g(x: torch.Tensor) -> torch.Tensor:
         return look(x.sin() @ x) @ x
 
-    f: Compiled = compiled(g)
+    with using_runtime(SIMULATED) if frozen else contextlib.nullcontext():
+        _fork_inside_of_a_call(compiled(g), g)
+
+
+def _fork_inside_of_a_call(f: Compiled, g: Callable[[torch.Tensor], torch.Tensor]) -> None:
     recording = recorded(f, lambda: torch.randn(4, 4))
     inside, over, results = threading.Event(), threading.Event(), list[torch.Tensor]()
 
@@ -198,17 +214,80 @@ def test_a_process_that_is_forked_while_a_thread_is_in_a_unit(compiled: Any) -> 
 
     def check() -> bool:
         seen.clear()
-        before = recording.unit.used
-        outputs = [run(f.program, y)[0] for _ in range(2)]
-        assert recording.unit.used > before
+        assert recording.unit.abandoned
+        outputs = [run(f.program, y)[0].clone() for _ in range(3)]
+        (again,) = f.program.specializations.recordings()
+        assert again is not recording and again.unit is not None and again.unit.used
         return all(torch.allclose(output, expected[1]) for output in outputs)
 
     code = _in_a_child(check)
     over.set()
     thread.join()
     assert code == 0
+    assert not recording.unit.abandoned
     torch.testing.assert_close(results[0], expected[0])
     assert_clean(recording)
+
+
+@native
+@pytest.mark.parametrize("how", [natively, in_python])
+def test_a_process_that_is_forked_by_an_operator_goes_on_in_both(compiled: Any, how: Any, own_arenas: Any) -> None:
+    """
+    ::
+
+        parent   mm  look: fork ............... + sin      the arena is the call's until it is over
+        child              --> another program  + sin      here, too
+    """
+    with using_runtime(SIMULATED):
+        f: Compiled = compiled(lambda x: look(x.sin() @ x) + x.sin())
+        other: Compiled = compiled(lambda x: (x.cos() @ x).exp() @ x + 1)
+        for one in (f, other, f):  # the arena has grown for the second
+            recorded(one, lambda: torch.randn(16, 16))
+        x, y = torch.randn(2, 16, 16)
+        expected, children, nested = f.fn(x), list[int](), list[torch.Tensor]()
+
+        def fork(_: torch.Tensor) -> None:
+            seen.clear()
+            children.append(os.fork())
+            if not children[0]:
+                nested.extend(run(other.program, y))
+
+        def check() -> bool:
+            seen.append(fork)
+            with how(f.program):
+                (output,) = run(f.program, x)
+            right = torch.allclose(output, expected)
+            if children[0]:
+                return right and os.waitpid(children[0], 0)[1] == 0
+            return right and torch.allclose(nested[0], other.fn(y))
+
+        assert _in_a_child(check) == 0
+
+
+def test_what_other_threads_held_is_free_in_a_forked_child() -> None:
+    """Their locks, and what is kept by thread: a new thread may have the identifier of one that is not here."""
+    lock, mine, thread_of = lock_of_process(), lock_of_process(), threading.get_ident()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            REQUESTS[threading.get_ident()] = print
+            held.set()
+            assert over.wait(60)
+        REQUESTS.clear()
+
+    def check() -> bool:
+        return lock.acquire(timeout=0) and list(REQUESTS) == [thread_of] and mine._is_owned()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    REQUESTS[thread_of] = print
+    with mine:
+        code = _in_a_child(check)
+    over.set()
+    thread.join()
+    assert code == 0
 
 
 # -- calls at one time, forks and odd numbers: each was wrong once -------------------------------------------

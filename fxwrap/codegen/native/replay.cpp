@@ -8,7 +8,6 @@
 
 #include <ATen/record_function.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 
@@ -16,8 +15,7 @@
 #include <unistd.h>
 
 #include "guards.h"
-#include "products.h"
-#include "python_steps.h"
+#include "made_steps.h"
 
 namespace fxwrap {
 namespace {
@@ -55,22 +53,32 @@ struct Unit {
   PyObject_HEAD
   vectorcallfunc call;
   UnitState* state;
-  int64_t busy;  // the process whose thread is in a call
+  int64_t busy;  // the process whose thread is in a call; 0 if none is
   bool ended;
   Py_ssize_t failed;
+
+  // Whether this process was forked while another thread of the parent was in a call. Nobody knows how far that is: the
+  // unit is not called any more, and what is in slots and regions stays as it is, without being freed.
+  bool is_abandoned() const { return busy != 0 && busy != process; }
+
+  void drop() {
+    auto* dropped = std::exchange(state, nullptr);
+    if (!is_abandoned()) delete dropped;
+  }
 };
 
 PyObject* missed = nullptr;
 
 class Call {
  public:
-  Call(Unit* unit, PyObject* inputs) : unit_(unit), state_(*unit->state), inputs_(inputs) {
-    unit_->busy = process;
+  Call(Unit* unit, PyObject* inputs)
+      : unit_(unit), state_(*unit->state), inputs_(inputs), outer_(std::exchange(innermost_, this)) {
+    hold();
     unit_->failed = -1;
-    for (const auto& [owners, native] : state_.guards.locks) *native = process;
     Py_INCREF(unit_);
   }
   ~Call() {
+    innermost_ = outer_;
     if (!done_) {
       for (auto& slot : state_.slots) slot.clear();
       for (auto* region : state_.shared.regions) region->empty();
@@ -127,7 +135,17 @@ class Call {
     return returned;
   }
 
+  // In a child that was just forked, calls of the thread that did it go on.
+  static void forked() {
+    for (auto* call = innermost_; call != nullptr; call = call->outer_) call->hold();
+  }
+
  private:
+  void hold() {
+    unit_->busy = process;
+    for (const auto& [owners, native] : state_.guards.locks) *native = process;
+  }
+
   void run_twice_if_need_be(Step& step, Step::Lock wanted, InterpreterLock& lock) {
     try {
       return step.run(state_.slots);
@@ -162,7 +180,11 @@ class Call {
   PyObject* inputs_;
   c10::SmallVector<PyObject*, 32> kept_;
   bool done_ = false;
+  Call* outer_;  // of this thread
+  static thread_local Call* innermost_;
 };
+
+thread_local Call* Call::innermost_ = nullptr;
 
 PyObject* replay(Unit* unit, PyObject* inputs) {
   HANDLE_TH_ERRORS
@@ -183,7 +205,7 @@ PyObject* replay(Unit* unit, PyObject* inputs) {
   END_HANDLE_TH_ERRORS
 }
 
-bool is_idle(const Unit* unit) { return unit->state != nullptr && unit->busy != process; }
+bool is_idle(const Unit* unit) { return unit->state != nullptr && unit->busy == 0; }
 
 // unit(inputs): outputs, or MISSED if the call does not suit it. On an error `failed` is the position of the step.
 PyObject* unit_call(PyObject* self, PyObject* const* arguments, size_t flags, PyObject*) {
@@ -213,7 +235,7 @@ PyObject* unit_clear(PyObject* self, PyObject*) {
   if (unit->busy == process)
     unit->ended = true;  // when the call is over
   else
-    delete std::exchange(unit->state, nullptr);
+    unit->drop();
   Py_RETURN_NONE;
 }
 
@@ -246,91 +268,21 @@ int unit_traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int unit_collect(PyObject* self) {
-  delete std::exchange(reinterpret_cast<Unit*>(self)->state, nullptr);
+  reinterpret_cast<Unit*>(self)->drop();
   return 0;
 }
 
 void unit_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
-  delete std::exchange(reinterpret_cast<Unit*>(self)->state, nullptr);
+  reinterpret_cast<Unit*>(self)->drop();
   Py_TYPE(self)->tp_free(self);
 }
 
 PyObject* unit_failed(PyObject* self, void*) { return PyLong_FromSsize_t(reinterpret_cast<Unit*>(self)->failed); }
+PyObject* unit_abandoned(PyObject* self, void*) { return PyBool_FromLong(reinterpret_cast<Unit*>(self)->is_abandoned()); }
 PyObject* unit_used(PyObject* self, void*) {
   auto* state = reinterpret_cast<Unit*>(self)->state;
   return PyLong_FromLongLong(state != nullptr ? state->used : 0);
-}
-
-// A step as Python has it, until a unit takes it.
-struct MadeStep {
-  std::unique_ptr<Step> step;
-};
-
-template <typename Kind, typename... Arguments>
-MadeStep made(Arguments&&... arguments) {
-  return {std::make_unique<Kind>(std::forward<Arguments>(arguments)...)};
-}
-
-std::unique_ptr<PythonStep> python_in(MadeStep& made) {
-  TORCH_CHECK(dynamic_cast<PythonStep*>(made.step.get()) != nullptr, "this is no call of Python");
-  return std::unique_ptr<PythonStep>(static_cast<PythonStep*>(made.step.release()));
-}
-
-// What makes operands and steps, for graphs/replay/lowering.py and steps.py.
-void define_steps(py::module_& m) {
-  using Parts = Value::Parts;
-  py::class_<Value>(m, "Value", py::module_local());
-  py::class_<MadeStep>(m, "Step", py::module_local());
-  using Kind = Value::Kind;
-  m.def("slot", [](size_t slot) { return Value(Kind::Slot, slot); });
-  m.def("moved", [](size_t slot) { return Value(Kind::Moved, slot); });
-  m.def("constant", [](py::object value) { return Value(std::move(value)); });
-  m.def("tuple", [](Parts parts) { return Value(Kind::Tuple, std::move(parts)); });
-  m.def("list", [](Parts parts) { return Value(Kind::List, std::move(parts)); });
-  m.def("slice", [](Parts bounds) { return Value(Kind::Slice, std::move(bounds)); });
-  m.def("dict", [](Parts parts, std::vector<py::object> names) {
-    return Value(Kind::Dict, std::move(parts), std::move(names));
-  });
-
-  m.def("kernel", made<KernelStep, uint64_t, const Parts&, const std::vector<size_t>&, const std::vector<size_t>&>);
-  m.def("operator", made<OperatorStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
-                         const std::vector<std::optional<size_t>>&>);
-  m.def("product", made<ProductStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
-                        const std::vector<std::optional<size_t>>&, std::pair<uint64_t, uint64_t>>);
-  m.def("python", made<PythonStep, py::object, Parts, const py::tuple&, std::vector<size_t>, bool>);
-  m.def("empty", [](size_t slot, const Value& size, const Value& stride, const py::object& dtype) {
-    TORCH_CHECK(THPDtype_Check(dtype.ptr()));
-    return made<EmptyStep>(slot, Sizes(size), Sizes(stride), reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
-  });
-  m.def("view", [](size_t slot, const Value& base, const Value& size, const Value& stride, const Value& offset) {
-    return made<ViewStep>(slot, Operand(base), Sizes(size), Sizes(stride), Number(offset));
-  });
-  m.def("fill", made<FillStep, std::vector<at::Tensor>, const Parts&>);
-  m.def("resize", [](const py::object& storage, size_t bytes) {
-    return made<ResizeStep>(torch::createStorage(storage.ptr()), bytes);
-  });
-  m.def("item", made<ItemStep, size_t, size_t, Py_ssize_t>);
-  m.def("set", made<SetStep, size_t, const Value&>);
-  m.def("copy", made<CopyStep, size_t, size_t>);
-  m.def("drop", made<DropStep, size_t>);
-  m.def("below_autograd", made<BelowAutogradStep, bool>);
-
-  m.def("layout", [](const Value& tensor, const Value& size, const Value& stride, MadeStep& python) {
-    return made<LayoutStep>(Operand(tensor), Sizes(size), Sizes(stride), python_in(python));
-  });
-  m.def("alignment", [](const Value& tensor, uint64_t bytes, MadeStep& python) {
-    return made<AlignmentStep>(Operand(tensor), bytes, python_in(python));
-  });
-  m.def("condition", [](const Value& condition, MadeStep& python) {
-    return made<ConditionStep>(Number(condition), python_in(python));
-  });
-  m.def("arithmetic", [](size_t slot, size_t operation, const Value& first, const Value& second, MadeStep& python) {
-    return made<ArithmeticStep>(slot, operation, Number(first), Number(second), python_in(python));
-  });
-  py::list operations;
-  for (const auto& one : ArithmeticStep::operations()) operations.append(py::make_tuple(one.name, one.operands));
-  m.attr("OPERATIONS") = operations;
 }
 
 PyTypeObject UnitType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -404,7 +356,8 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
 PyMethodDef unit_methods[] = {{"clear", unit_clear, METH_NOARGS, nullptr},
                               {"expect", unit_expect, METH_VARARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef unit_attributes[] = {{"failed", unit_failed, nullptr, nullptr, nullptr},
+PyGetSetDef unit_attributes[] = {{"abandoned", unit_abandoned, nullptr, nullptr, nullptr},
+                                 {"failed", unit_failed, nullptr, nullptr, nullptr},
                                  {"used", unit_used, nullptr, nullptr, nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef functions[] = {{"unit", new_unit, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
@@ -439,6 +392,9 @@ PyMODINIT_FUNC PyInit_fxwrap_replay() {
   missed = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   if (missed == nullptr || PyModule_AddObjectRef(module, "MISSED", missed) < 0) return nullptr;
   process = getpid();
-  pthread_atfork(nullptr, nullptr, [] { process = getpid(); });
+  pthread_atfork(nullptr, nullptr, [] {
+    process = getpid();
+    Call::forked();
+  });
   return module;
 }

@@ -296,7 +296,6 @@ class FillStep : public Step {
       std::vector<at::Tensor>& tensors;
       ~Emptied() { tensors.clear(); }
     } emptied{sources_};
-    sources_.clear();  // a child that was forked while the parent copied has some
     for (const auto& input : inputs_) sources_.push_back(unexpanded(input.in(slots)));
     at::AutoDispatchBelowAutograd below;
     at::_foreach_copy_(buffers_, sources_);

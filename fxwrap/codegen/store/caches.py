@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import shutil
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from torch._inductor import codecache, config
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...devices import device_support
+from ...graphs.memory.locks import lock_of_process
 from ...host_graph.tensors import has_address
 from ...options import Options
 
@@ -173,7 +173,7 @@ class _EntryChecks:
     """A context in which cache entries are checked. All threads in it share one patch."""
 
     def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
+        self._lock, self._inside = lock_of_process(), 0
         self._original: Any = None
 
     def __enter__(self) -> None:

@@ -6,7 +6,6 @@ Only the library can read a packed tensor. So a saved program has the plain tens
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,9 +16,10 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ...errors import StorageError
+from ...graphs.memory.locks import lock_of_process
 from ..torch_runtime import empty_graph
 
-_lock = threading.RLock()
+_lock = lock_of_process()
 
 
 def is_packed(value: Any) -> bool:

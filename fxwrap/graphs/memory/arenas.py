@@ -7,7 +7,6 @@ import ctypes
 import functools
 import itertools
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from ...errors import DeviceError, MemoryLimitError
 from ...host_graph.tensors import tensor_over
 from ..devices.runtime import DeviceRuntime, GraphPool, reclaim_memory, suspendable_memory
 from .live_outputs import OutputStorage, WatchedOutputs
-from .locks import LockOwner, TryLock
+from .locks import LockOwner, TryLock, lock_of_process
 from .suspension import Suspension
 from .take_memory import empty_cache, take_memory
 
@@ -36,6 +35,10 @@ _SMALL = 1 << 20
 TOO_LARGE, OUT_OF_MEMORY = "more than max_memory", "out of memory"
 # Why a recording has ended.
 NEEDED_ELSEWHERE = "an eager run needed its memory"
+
+
+# Held while memory is suspended or resumed, for milliseconds. Reentrant: a signal handler may call a program.
+_changing = lock_of_process()
 
 
 @dataclass(eq=False)
@@ -71,8 +74,6 @@ class Arena:
     suspension: Suspension | None = None
     grown: bool = False
     kept: set[Arena] = field(default_factory=set)
-    # Held while memory is suspended or resumed, for milliseconds. Reentrant: a signal handler may call a program.
-    _changing: threading.RLock = field(default_factory=threading.RLock)
     _stream: Any = None
     _begin: int = 0
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
@@ -181,7 +182,7 @@ class Arena:
             The number of bytes.
         """
         assert self.memory is not None
-        with self._changing:
+        with _changing:
             self.suspension = Suspension.of(owner, self.live())
             if self.suspension.outputs:
                 self.kept.add(self)
@@ -194,7 +195,7 @@ class Arena:
         Raises:
             MemoryLimitError: the device is out of memory. The arena stays suspended.
         """
-        with self._changing:
+        with _changing:
             suspension = self.suspension
             if suspension is None or self.memory is None:
                 return 0
@@ -213,7 +214,7 @@ class Arena:
 
         If it then has neither recordings nor live outputs, it is an empty arena again, and its lock is released.
         """
-        with self._changing:
+        with _changing:
             suspension = self.suspension
             if suspension is None:
                 return False

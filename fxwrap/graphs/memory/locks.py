@@ -1,4 +1,7 @@
-"""Non-blocking locks of calls. Only another thread's capture is waited for, for a limited time."""
+"""Non-blocking locks of calls. Only another thread's capture is waited for, for a limited time.
+
+A forked child has one thread, the one that has forked. Calls of other threads hold no lock there; its own go on.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,29 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 _POLL_S = 0.0005
+
+
+def after_fork(act: Callable[[], object]) -> None:
+    """Call ``act`` in every forked child from now on."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=act)
+
+
+def lock_of_process() -> Any:
+    """A reentrant lock for as long as the process lives. In a forked child no other thread of the parent holds it."""
+    lock: Any = threading.RLock()
+    after_fork(lambda: lock._is_owned() or lock._at_fork_reinit())
+    return lock
+
+
+def drop_other_threads(table: dict[int, Any]) -> None:
+    """Remove the entries of all threads but this one, by their identifiers: new threads may get the same ones."""
+    for thread in table.keys() - {threading.get_ident()}:
+        del table[thread]
 
 
 class LockOwner:
@@ -31,7 +54,7 @@ class TryLock:
 
     Acquiring it is one atomic step that also stores the owner. The lock refers to its owner weakly, so that it is
     free at the latest when the call is over: no interrupt can leave it locked, not even one in the ``finally`` that
-    releases it. A call of the parent process owns no lock in a forked child.
+    releases it.
     """
 
     def __init__(self) -> None:
@@ -58,8 +81,8 @@ class TryLock:
 
     def _try(self, owner: LockOwner) -> bool:
         holder = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
-        if holder is not None and holder.process != owner.process:
-            self.owners.clear()
+        if holder is not None and holder.process != owner.process and holder.thread != threading.main_thread().ident:
+            self.owners.clear()  # a thread of the parent, and not the one that has forked
             holder = self.owners.setdefault(0, weakref.ref(owner, self._collected))()
         if holder is owner and self.native.value == owner.process:
             self.release(owner)  # a unit began earlier; one that begins from now on sees the owner

@@ -23,8 +23,10 @@ class Unit(Protocol):
     Attributes:
         failed: the position of the step in which the last call raised; -1 if it did not raise.
         used: the value of ``clock`` at the last call.
+        abandoned: whether this process was forked while another thread was in a call, which nobody will end here.
     """
 
+    abandoned: bool
     failed: int
     used: int
 

@@ -192,6 +192,8 @@ class Recording:
         for lock in self._locks:
             if not lock.acquire(owner):
                 return False
+        if self.unit is not None and self.unit.abandoned and not self.superseded:
+            self.supersede("the process was forked in the middle of a call")
         return not self.ended and not self.suspended_arenas()
 
     def suspended_arenas(self) -> list[Arena]:
