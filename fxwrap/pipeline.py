@@ -79,7 +79,8 @@ class CompileRequest:
 
     Attributes:
         functions: private functions of torch that the running program needs.
-        static_inputs, donated, write_only, saved, inputs, phase: facts of inputs and outputs; see ``ProgramPlan``.
+        static_inputs, donated, write_only, used_outside, saved, inputs, phase: facts of inputs and outputs; see
+            ``ProgramPlan``.
         compilation: collects the programs (see ``fxwrap.explain``).
         compile_partition: called with each partition; may return a callable that replaces it.
     """
@@ -89,6 +90,7 @@ class CompileRequest:
     static_inputs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
     write_only: frozenset[int] = frozenset()
+    used_outside: Mapping[int, str] = field(default_factory=dict)
     saved: Mapping[int, str] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     phase: str = "inference"
@@ -308,6 +310,7 @@ def _apply_cost_model(divided: Divided) -> ProgramPlan:
         phase=request.phase,
         donated=request.donated,
         write_only=request.write_only,
+        used_outside=request.used_outside,
         saved=request.saved,
         inputs=request.inputs,
         workspace=divided.analysed.workspace,
@@ -465,6 +468,8 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
         request,
         static_inputs=tuple(sorted(plan.static_inputs)),
         donated=plan.donated,
+        write_only=plan.write_only,
+        used_outside=plan.used_outside,
         saved=plan.saved,
         inputs=plan.inputs,
         phase=plan.phase,

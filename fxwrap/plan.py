@@ -390,6 +390,7 @@ class ProgramPlan:
         phase: "inference", "forward" or "backward".
         donated: positions of inputs that AOTAutograd marks as donated: not needed after their last use.
         write_only: positions of inputs whose values are never read, because they are written first.
+        used_outside: positions of inputs of which a kernel uses bytes outside of the tensor, with the operator.
         saved: AOTAutograd's names of the outputs that only backward gets, by output position.
         inputs: AOTAutograd's names of the inputs.
         workspace: measured workspace of library calls in bytes, by node.
@@ -405,6 +406,7 @@ class ProgramPlan:
     phase: str
     donated: frozenset[int] = frozenset()
     write_only: frozenset[int] = frozenset()
+    used_outside: Mapping[int, str] = field(default_factory=dict)
     saved: Mapping[int, str] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)

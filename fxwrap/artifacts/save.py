@@ -147,6 +147,16 @@ def _describe(
             expected="a program of fxwrap's alone",
             remedy="fxwrap.aot_compile keeps such a program in memory",
         )
+    outside = method.program.recorder.prepared.provider.whole_storage
+    for position, (weight, tensor) in enumerate(method.weights.items()):
+        user = outside.get(plan.placeholders[position], "")
+        if position in plan.used_outside or (user and tensor.storage_offset()):
+            raise StorageError(
+                f"weight {weight!r} of method {method.traced.name!r} is a part of a larger tensor",
+                expected="weights of which a method uses nothing outside of the tensor: a file has the tensor alone",
+                got=f"{user} counts from the start of its storage",
+                remedy="register the larger tensor, and take the part of it in forward",
+            )
     call = signature_to_data(signature_of(method), table)
     data = {"graph": graph_to_data(plan.graph, table), "plan": to_data(plan), **kernels.of(plan.graph)}
     members[member] = json.dumps(data, separators=(",", ":")).encode()

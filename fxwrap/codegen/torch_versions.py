@@ -190,6 +190,13 @@ def symbolic_value(symbol: sympy.Expr) -> Any:
     return env.create_symfloatnode(symbol, hint=None)
 
 
+def as_strided_counts_from_storage() -> bool:
+    """Whether Inductor counts the offset of ``as_strided`` from the start of an input's storage, as torch does."""
+    from torch._inductor.virtualized import V
+
+    return hasattr(V.graph, "graph_input_storage_offsets")
+
+
 def donated_inputs() -> frozenset[int]:
     """Positions of the inputs that the backward graph being compiled may overwrite, as AOTAutograd says."""
     from torch._inductor.utils import get_donated_idxs

@@ -78,7 +78,7 @@ class Prepared:
             MemoryProvider(
                 planner,
                 plan,
-                _inputs_counted_from_their_storage(plan),
+                _inputs_used_outside(plan),
                 options.max_memory,
                 options.suspendable,
             ),
@@ -155,9 +155,13 @@ def _tensor_outputs(plan: ProgramPlan) -> list[tuple[int, int]]:
     return outputs
 
 
-def _inputs_counted_from_their_storage(plan: ProgramPlan) -> dict[Node, str]:
-    """Inputs that an operator addresses from the start of their storage (``storage_offset=``), with its name."""
-    facts, operators = plan.facts, dict[Node, str]()
+def _inputs_used_outside(plan: ProgramPlan) -> dict[Node, str]:
+    """Inputs whose storage may be used outside of the tensor, each with the operator.
+
+    A kernel does so (``plan.used_outside``), or an operator that counts from the start of the storage.
+    """
+    facts = plan.facts
+    operators = {plan.placeholders[position]: operator for position, operator in plan.used_outside.items()}
     for node in plan.graph.graph.nodes:
         if counts_from_storage(node):
             for index in facts.of(node.all_input_nodes[0]):

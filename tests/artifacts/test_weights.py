@@ -220,6 +220,31 @@ def test_what_is_no_tensor_is_no_weight(tmp_path: Path) -> None:
         fxwrap.load(path, trust=True).load_weights({"b": None})  # type: ignore[dict-item]
 
 
+class Windows(Holder):
+    """Looks at the storage of ``b``, from its start on."""
+
+    offset = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.b.as_strided((2, 2), (2, 1), self.offset) * 1j).sum() + x
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_part_of_a_tensor_is_saved_where_nothing_else_of_it_is_used(
+    tmp_path: Path, offset: int, dtype: torch.dtype
+) -> None:
+    """Offset 0 is before the part, 5 inside of it. Of complex numbers an operator makes the window, at every call."""
+    model, x = Windows(b=torch.arange(16).to(dtype)[4:12]), torch.ones(3)
+    model.offset = offset
+    if offset == 0 or dtype.is_complex:
+        with pytest.raises(StorageError, match="weight 'b' of method 'f' is a part of a larger tensor"):
+            saved(tmp_path, {"f": (model, (x,))})
+        model.b = model.b.clone()
+        model.offset = 1
+    torch.testing.assert_close(loaded(tmp_path, {"f": (model, (x,))}).f(x), model(x))
+
+
 # -- forms ---------------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, Tensor] = {

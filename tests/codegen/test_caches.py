@@ -176,6 +176,22 @@ def test_a_stored_graph_says_all_that_analysis_needs() -> None:
             assert json.loads(json.dumps(stored)) == stored
 
 
+@pytest.mark.usefixtures("caches")
+def test_what_is_found_knows_which_inputs_are_used_outside_of_the_tensor() -> None:
+    for _ in range(2):
+        before = hits()[0]
+        f = compile_anew(windows)
+        f(torch.randn(40)[4:20])
+        (program,) = programs(f)
+        assert program.plan.used_outside == program.planner.partition({}).used_outside == {0: "aten::as_strided"}
+        assert len(program.recorder.prepared.provider.whole_storage) == 1
+    assert hits()[0] == before + 1
+
+
+def windows(x: Tensor) -> Tensor:
+    return x.as_strided((5, 4), (4, 1)).sum(1)
+
+
 class Renamed(fxwrap.FxwrapCodegen):
     uuid = "one"
 

@@ -11,8 +11,10 @@ from torch._inductor.codegen.common import FileBackedGraphModule
 from torch._inductor.codegen.wrapper import KernelCallLine, KernelDefinitionLine, PythonWrapperCodegen
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.utils import ValueWithLineMap
+from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 
+from ...passes.analysis.windows import used_outside
 from ...pipeline import REWRITES, Stages, compile_host_graph, rewrite
 from ...plan import PartitionGraph
 from .. import torch_versions as versions
@@ -46,7 +48,8 @@ class FxwrapCodegen(WrapperFxCodegen):
 
     def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
         """Turn a host graph into the callable that runs it, ``callable(*inputs) -> outputs``."""
-        request = replace(current_request(), compile_partition=self._partition_hook())
+        outside = used_outside(V.graph.orig_gm, versions.as_strided_counts_from_storage())
+        request = replace(current_request(), compile_partition=self._partition_hook(), used_outside=outside)
         return compile_host_graph(gm, request, self.stages())
 
     def stages(self) -> Stages:

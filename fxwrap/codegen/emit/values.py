@@ -101,6 +101,8 @@ class NodeEmitter(FxConverter):
             self._value_from_layout(node)
             return
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        if overload is reinterpret and isinstance(args[-1], int) and args[-1] < 0:
+            overload = _window_before
         try:
             # The program does not rely on what an operator asks of sizes here: no guards.
             with V.fake_mode, torch.no_grad(), V.graph.sizevars.shape_env.suppress_guards():
@@ -136,6 +138,11 @@ class NodeEmitter(FxConverter):
     def _unbacked(self) -> dict[str, Any]:
         env = V.graph.sizevars.shape_env
         return {str(symbol): symbol for symbol in env.var_to_range if env.is_unbacked_symint(symbol)}
+
+
+def _window_before(base: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    """The fake value of a view that begins before an input: fake memory has nothing there."""
+    return torch.empty_strided(size, stride, dtype=base.dtype, device=base.device)
 
 
 def is_assert(function: Any) -> bool:

@@ -117,7 +117,7 @@ class MemoryProvider:
     """Plans the memory of one program's recordings, and acquires their arenas.
 
     Attributes:
-        whole_storage: inputs of which an operator may read bytes before their first element, with that operator.
+        whole_storage: inputs of which bytes outside of the tensor may be used, with the operator that does so.
         max_memory: the option, in bytes.
         suspendable: the option.
     """
@@ -262,8 +262,8 @@ class MemoryProvider:
                 continue
             if node in self.whole_storage:
                 raise CaptureError(
-                    f"{self.whole_storage[node]} counts from the start of an input's storage, of which a device "
-                    "graph would have a part",
+                    f"{self.whole_storage[node]} uses an input's storage outside of the input, and a device graph "
+                    "would have the input alone",
                 )
             buffers[node.name] = (value.device, reach(value))
         return buffers

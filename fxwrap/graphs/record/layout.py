@@ -132,9 +132,12 @@ class Layout:
         return tensors
 
     def _unowned(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor over the memory of ``value`` that does not keep it."""
-        nbytes = reach(value)
-        if not nbytes:
+        """A tensor over the memory of ``value`` that does not keep it.
+
+        It lies in the same place of a storage of the same size: an operator may look at the storage outside of it.
+        """
+        if not reach(value):
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-        storage = self._request.functions.storage_at(value.data_ptr(), value.device, nbytes)
-        return tensor_like(value, storage)
+        whole = value.untyped_storage()
+        storage = self._request.functions.storage_at(whole.data_ptr(), value.device, whole.nbytes())
+        return tensor_like(value, storage, int(value.storage_offset()) * value.itemsize)

@@ -1,0 +1,188 @@
+"""``as_strided`` of an input that is a part of a storage: a window may reach outside of the input.
+
+::
+
+    storage      | 0 1 2 3 4 5 6 7 8 9 ...
+    input                |-------|
+    window           |-------|                 no static input buffer has what lies before the input
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, assert_same, freezes, inductor
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from fxwrap.passes.analysis.windows import used_outside
+
+
+def before(x: Tensor) -> Tensor:
+    return x.as_strided((3, 3), (5, 1), 2) * 2
+
+
+def behind(x: Tensor) -> Tensor:
+    return x.as_strided((x.numel() // 3 + 1, 4), (3, 1)).sum(1)
+
+
+def in_a_library_call(x: Tensor) -> Tensor:
+    return torch.mm(x.as_strided((3, 3), (5, 1), 2), x.as_strided((3, 3), (3, 1), 0))
+
+
+def of_a_view(x: Tensor) -> Tensor:
+    return x.split(2)[1].as_strided((3, 3), (5, 1)) + 1
+
+
+def of_another_type(x: Tensor) -> Tensor:
+    return x.view(torch.int32).as_strided((3, 3), (5, 1), 2) + 1
+
+
+def of_a_copy(x: Tensor) -> Tensor:
+    """Inductor leaves the copy out."""
+    return x.clone().as_strided((3, 3), (5, 1), 2) * 2
+
+
+def in_a_branch(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, before, lambda x: x.as_strided((3, 3), (5, 1), 8) + 1, (x,))
+
+
+@torch.compiler.nested_compile_region
+def _region(x: Tensor) -> Tensor:
+    return before(x).sin()
+
+
+def in_a_region(x: Tensor) -> Tensor:
+    return _region(x) + 1
+
+
+OUTSIDE = [before, behind, in_a_library_call, of_a_view, of_another_type, of_a_copy, in_a_branch, in_a_region]
+
+
+def part(device: torch.device) -> Tensor:
+    return torch.randn(40, device=device)[4:20].view(4, 4)
+
+
+def compare(f: Compiled, fn: Callable[..., Any], make: Callable[[], Any], **options: Any) -> None:
+    theirs = inductor(fn, **options)
+    for _ in range(4):
+        x = make()
+        assert_same(f(x), theirs(x))
+    assert not f.compilation.fallbacks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fn", OUTSIDE)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_window_outside_of_an_input(compiled: Any, device: torch.device, fn: Any, dynamic: bool) -> None:
+    f: Compiled = compiled(fn, dynamic=dynamic)
+    compare(f, fn, lambda: part(device), dynamic=dynamic)
+    counters = f.program.counters
+    if freezes(device):
+        assert not counters.replays and not counters.recordings.get("new shape")
+        assert any("an input's storage outside of the input" in reason for reason in counters.eager)
+    else:
+        assert counters.replays == 2
+
+
+def rows_of_two(x: Tensor) -> Tensor:
+    return x.as_strided((x.numel() - 1, 2), (1, 1)).sum(1)
+
+
+def from_the_start_of_the_storage(x: Tensor) -> Tensor:
+    return x.as_strided((2, 2), (4, 1), 5).relu()
+
+
+def rows_of_a_view(x: Tensor) -> Tensor:
+    return x[1:].as_strided((x.size(0) - 2, 2, 4), (4, 4, 1)).relu()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("fn", "dynamic"),
+    [
+        (rows_of_two, False),
+        (rows_of_two, True),
+        (rows_of_a_view, False),
+        (rows_of_a_view, True),
+        (from_the_start_of_the_storage, False),
+    ],
+)
+def test_a_window_inside_of_an_input_is_recorded(compiled: Any, device: torch.device, fn: Any, dynamic: bool) -> None:
+    f: Compiled = compiled(fn, dynamic=dynamic)
+    compare(f, fn, lambda: part(device), dynamic=dynamic)
+    assert f.replays() == [2]
+
+
+def test_gradients_through_a_window(compiled: Any, device: torch.device) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.as_strided((3, 3), (5, 1), 7).sin().sum()
+
+    f, theirs = compiled(fn), inductor(fn)
+    for _ in range(4):
+        base = torch.randn(40, device=device, requires_grad=True)
+        expected, got = (torch.autograd.grad(g(base[4:12].view(2, 4)) * 2, base) for g in (theirs, f))
+        assert_same(got, expected)
+
+
+class Weight(torch.nn.Module):
+    """Its weight is a part of a larger tensor."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.whole, self.use = torch.randn(40), use
+        self.weight = torch.nn.Parameter(self.whole[4:20].view(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.weight) + x.sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use", [before, in_a_library_call])
+def test_a_weight_that_stays_is_used_where_it_lies(compiled: Any, device: torch.device, use: Any) -> None:
+    model = Weight(use)
+    model.weight.data = model.whole.to(device)[4:20].view(4, 4)
+    f: Compiled = compiled(model)
+    for _ in range(4):
+        x = torch.randn(3, device=device)
+        torch.testing.assert_close(f(x), model(x))
+    assert f.replays() == [2]
+
+
+def test_what_lies_outside_is_told_byte_by_byte() -> None:
+    """On random views of random parts; an oracle lists the bytes."""
+    draw, found = random.Random(0), {False: 0, True: 0}
+    for _ in range(600):
+        base = torch.zeros(128, dtype=draw.choice([torch.float32, torch.int16]))
+        low = draw.choice([0, draw.randrange(16)])
+        whole = base[low : low + draw.randrange(8, 40)]
+        graph = Graph()
+        x = node = graph.placeholder("x")
+        x.meta["val"] = whole
+        if draw.random() < 0.5:
+            node = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, draw.randrange(4), 128))
+            node.meta["val"] = whole[node.args[2] :]
+        if draw.random() < 0.3 and whole.dtype is torch.float32:
+            view = node.meta["val"].view(torch.int16)
+            node = graph.call_function(torch.ops.aten.view.dtype, (node, torch.int16))
+            node.meta["val"] = view
+        operand = node.meta["val"]
+        size = [draw.choice([0, 2, 3, 4, 5, 6]) for _ in range(draw.randrange(3))]
+        stride = [draw.randrange(5) for _ in size]
+        offset = draw.choice([None, draw.randrange(40)])
+        window = operand.as_strided(size, stride, offset)
+        graph.output(graph.call_function(torch.ops.aten.as_strided.default, (node, size, stride, offset)))
+        outside = not _bytes(window) <= _bytes(whole)
+        assert used_outside(GraphModule({}, graph), True) == ({0: "aten::as_strided"} if outside else {})
+        found[outside] += 1
+    assert min(found.values()) > 150
+
+
+def _bytes(tensor: Tensor) -> set[int]:
+    numbers = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize)
+    elements = numbers.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).flatten().tolist()
+    return {element * tensor.itemsize + byte for element in elements for byte in range(tensor.itemsize)}
