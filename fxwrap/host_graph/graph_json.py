@@ -86,6 +86,7 @@ _FUNCTIONS: dict[str, Any] = {
 }
 _RELATIONS = ("Equality", "Unequality", "StrictLessThan", "LessThan", "StrictGreaterThan", "GreaterThan")
 _SYMPY = ("Add", "Mul", "Pow", "And", "Or", "Not", "Piecewise", "Abs", "Max", "Min", *_RELATIONS)
+_NOTES = ("outside_plan", "effect", "of_data", "module")  # keys of ``meta`` that are stored as they are
 _CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
 
@@ -154,7 +155,7 @@ class _Writer:
                 data[key] = self.functions.name(meta[key])
         if "kind" in meta:
             data["kind"] = meta["kind"].value
-        for key in ("outside_plan", "effect", "module"):
+        for key in _NOTES:
             if key in meta:
                 data[key] = meta[key]
         if where := last_frame(meta.get("stack_trace") or ""):
@@ -234,7 +235,7 @@ class _Reader:
         return self.constants[name]
 
     def meta(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        meta = {key: data[key] for key in ("outside_plan", "effect", "module") if key in data}
+        meta = {key: data[key] for key in _NOTES if key in data}
         if "val" in data:
             meta["val"] = self.value(data["val"], {})
         for key in ("call", "op_overload"):

@@ -17,7 +17,7 @@ from ..torch_runtime import empty_strided_cpu
 from .out_forms import OutForm, out_form
 from .statements import UndefinedName
 from .triton_kernels import is_descriptor
-from .values import NodeEmitter, is_assert, predicted_results, same_layouts
+from .values import NodeEmitter, decided_by_data, is_assert, predicted_results, same_layouts
 
 
 class CallEmitter(NodeEmitter):
@@ -104,7 +104,10 @@ class CallEmitter(NodeEmitter):
         if not all(isinstance(result, torch.Tensor) for result in values):
             return node
         form = out_form(overload, values[0].device.type)
-        if isinstance(form, OutForm) and not same_layouts(values, predicted_results(self._line)):
+        if isinstance(form, OutForm) and decided_by_data(overload, self._line):
+            # Even where the program promises a size: what the operator returns is checked before anything uses it.
+            form = "its result's size is data-dependent"
+        elif isinstance(form, OutForm) and not same_layouts(values, predicted_results(self._line)):
             form = "Inductor predicts no results like these"
         buffers = self._with_buffers(node, form, values) if isinstance(form, OutForm) else form
         if isinstance(buffers, str):
@@ -167,6 +170,8 @@ class CallEmitter(NodeEmitter):
                 node.meta["kind"] = Kind.VIEW
         if has_effects(node.meta.get("op_overload", node.target)):
             node.meta["effect"] = True  # the schema does not show it
+        if decided_by_data(node.target, self._line):
+            node.meta["of_data"] = True  # a promised size hides it, and custom operators have no tag
 
 
 def _is_view_here(node: Node) -> bool:

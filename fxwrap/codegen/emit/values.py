@@ -94,18 +94,16 @@ class NodeEmitter(FxConverter):
             return
         missing = [arg for arg in node.all_input_nodes if "val" not in arg.meta]
         overload = node.target
-        data_dependent = isinstance(overload, torch._ops.OpOverload) and (
-            torch.Tag.data_dependent_output in overload.tags or torch.Tag.dynamic_output_shape in overload.tags
-        )
-        if missing or data_dependent or not callable(overload):
+        if missing or decided_by_data(overload, self._line) or not callable(overload):
             self._value_from_layout(node)
             return
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         if overload is reinterpret and isinstance(args[-1], int) and args[-1] < 0:
             overload = _window_before
         try:
-            # The program does not rely on what an operator asks of sizes here: no guards.
-            with V.fake_mode, torch.no_grad(), V.graph.sizevars.shape_env.suppress_guards():
+            # The program does not rely on what an operator asks of sizes here: no guards, and no sizes of its own.
+            env = V.graph.sizevars.shape_env
+            with V.fake_mode, torch.no_grad(), env.suppress_guards(), env.ignore_fresh_unbacked_symbols():
                 node.meta["val"] = symbolic_form(overload)(*args, **kwargs)
         except Exception:
             self._value_from_layout(node)
@@ -143,6 +141,18 @@ class NodeEmitter(FxConverter):
 def _window_before(base: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
     """The fake value of a view that begins before an input: fake memory has nothing there."""
     return torch.empty_strided(size, stride, dtype=base.dtype, device=base.device)
+
+
+def decided_by_data(function: Any, line: Any) -> bool:
+    """Whether an operator returns a size or a number that data decide, whatever the program promises of it.
+
+    Custom operators seldom have the tag. Inductor keeps the symbols that their fake kernels make.
+    """
+    if not isinstance(function, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return False
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    symbols = getattr(getattr(line, "node", None), "unbacked_bindings", None)
+    return bool(symbols) or not tags.isdisjoint(getattr(function, "tags", ()))
 
 
 def is_assert(function: Any) -> bool:

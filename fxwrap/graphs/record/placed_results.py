@@ -64,10 +64,12 @@ class ResultCopy:
         del value
         if self._tensors is None:
             self._tensors = self._lay_out(results)
+        # A result of another size stays where it is: the program's assert on its layout is to see it.
+        fitting = {e: place for e, place in self._tensors.items() if results[e].size() == place.size()}
         # First all sources, then the copies: a result may lie in the place of another.
-        for element, place in self._tensors.items():
+        for element, place in fitting.items():
             results[element] = safe_source(results[element], place, self._taken)
-        for element, place in self._tensors.items():
+        for element, place in fitting.items():
             copy_tensors(results[element], place)
             results[element] = place
         return tuple(results.values()) if several else results[None]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
+from ...host_graph.nodes import Kind, communicates, is_work, kind_of, schema_of
 from ...plan import StorageFacts
 from .aliasing import overlap_groups
 
@@ -27,6 +27,7 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     waw    it writes a storage after the last write to it
     war    it writes a storage after reads of it
     order  random numbers are drawn, and effects happen, in program order
+    check  it uses a result that an assert before it checks, by itself or for its size
     ====== =========================================================================
 
     Inputs on one device count as one storage: at a call they may overlap.
@@ -37,6 +38,8 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     last_write: dict[int, Node] = {}
     reads_since: dict[int, list[Node]] = defaultdict(list)
     last_in_order: dict[str, Node] = {}
+    made_by: dict[Node, frozenset[Node]] = {}  # the work whose results a value is made of: views, sizes, allocations
+    checks: dict[Node, list[Node]] = defaultdict(list)  # by the work whose results they check
     groups = overlap_groups(gm, facts)
 
     def with_groups(storages: frozenset[int]) -> frozenset[int]:
@@ -50,6 +53,15 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
         graph.add_node(node)
         for operand in node.all_input_nodes:
             edge(operand, node, "data")
+        results = frozenset[Node]().union(*(made_by[operand] for operand in node.all_input_nodes))
+        made_by[node] = frozenset({node}) if is_work(node) else results
+        if kind_of(node) is Kind.CHECK:
+            for result in results:
+                checks[result].append(node)
+        elif is_work(node):
+            for result in results:
+                for check in checks[result]:
+                    edge(check, node, "check")
         writes = with_groups(facts.writes(node))
         for storage in with_groups(facts.reads(node)):
             if storage in last_write:

@@ -111,7 +111,7 @@ def _reads_a_number(node: Node) -> bool:
 
 
 def _has_a_size_of_data(node: Node) -> bool:
-    return bool(free_unbacked_symbols(_sizes(node.meta.get("val"))))
+    return "of_data" in node.meta or bool(free_unbacked_symbols(_sizes(node.meta.get("val"))))
 
 
 def _moves_data(node: Node) -> bool:

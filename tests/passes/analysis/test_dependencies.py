@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from random_graphs import (
 from torch.fx import GraphModule
 
 from fxwrap.errors import PlanError
-from fxwrap.host_graph.nodes import communicates, is_work
+from fxwrap.host_graph.nodes import communicates, is_work, require
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.verify import verify_schedule
@@ -167,6 +168,25 @@ def test_an_edge_carries_the_first_rule_that_asks_for_it() -> None:
     maker.extern(aten.add_.Tensor, s, maker.input("y"), name="t")
     # t uses the value of s, and writes to memory that s made.
     assert edges_between_work(maker.finish([s])) == {("s", "t"): "data"}
+
+
+def test_check_a_node_runs_after_the_asserts_on_what_it_uses() -> None:
+    """
+    ::
+
+        a, b = sizes of data --> require(a == b) --check--> launch over a rows of memory
+                                                            (it uses a alone, and runs over b rows)
+    """
+    maker = GraphMaker()
+    x = maker.input("x")
+    a, b = maker.integer(x, name="a"), maker.integer(x, name="b")
+    equal = maker.extern(operator.eq, a, b, name="equal")
+    promise = maker.graph.call_function(require, (equal, "a == b"))
+    out = maker.extern(torch.empty_strided, (a,), (1,), dtype=torch.float32, device=CPU, name="out")
+    write = maker.launch("mix", x, x, out, name="write")
+    graph = dependencies_of(maker.finish([out]))
+    assert graph.edges[promise, write]["kind"] == "check"
+    assert not graph.has_edge(write, promise)
 
 
 # -- what counts as the same memory -------------------------------------------------------------------------
