@@ -42,13 +42,13 @@ _PATIENCE = 60
 _FILES_COUNTED = 20_000
 _LITTLE_SPACE = 2**30
 _PROBE = '#include <cmath>\nextern "C" double probe(double x) { return std::sqrt(x); }\n'
-_OPTIONAL = {
-    "typer": ("the commands of python -m fxwrap", "pip install 'fxwrap[cli]'"),
-    "safetensors": ("saving weights with a program", "pip install 'fxwrap[save]'"),
-    "vl-convert-python": ("the memory picture as a PNG or SVG", "pip install 'fxwrap[page]'"),
-    "tlparse": ("reading the traces of TORCH_TRACE", "pip install tlparse"),
-    "ninja": ("building a device in C++", "pip install ninja"),
+# What each extra is for, and the modules that are imported then, by the packages that have them.
+_EXTRAS = {
+    "cli": ("the commands of python -m fxwrap", {"typer": "typer"}),
+    "save": ("weights in a file", {"safetensors": "safetensors.torch", "numpy": "numpy"}),
+    "page": ("pages and pictures", {"vl-convert-python": "vl_convert", "jinja2": "jinja2", "pygments": "pygments"}),
 }
+_TOOLS = {"tlparse": "reading the traces of TORCH_TRACE", "ninja": "building a device in C++"}
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -451,11 +451,25 @@ def _own_cache(subject: str) -> Iterator[Finding]:
 
 
 def _packages(_: str) -> Iterator[Finding]:
-    for name, (purpose, remedy) in _OPTIONAL.items():
+    for extra, (purpose, modules) in _EXTRAS.items():
+        subject, missing = f"extra {extra}", []
+        for package, module in modules.items():
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # as one that was built for another Python, or another numpy
+                missing.append(f"{package} ({_first_line(error)})")
+        if missing:
+            what = f"cannot be imported: {', '.join(missing)}; for {purpose}"
+            yield Finding(subject, "warning", what, f"pip install 'fxwrap[{extra}]'")
+        else:
+            versions = (f"{package} {metadata.version(package)}" for package in modules)
+            yield Finding(subject, "ok", f"{', '.join(versions)}, for {purpose}")
+    for name, purpose in _TOOLS.items():
         try:
             yield Finding(f"package {name}", "ok", f"{metadata.version(name)}, for {purpose}")
         except metadata.PackageNotFoundError:
-            yield Finding(f"package {name}", "warning", f"not installed; it is for {purpose}", remedy)
+            what = f"not installed; it is for {purpose}"
+            yield Finding(f"package {name}", "warning", what, f"pip install {name}")
 
 
 _CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {

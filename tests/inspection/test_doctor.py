@@ -243,7 +243,7 @@ def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctors._OPTIONAL, "nobody-has-this", ("seeing it", "pip install nobody-has-this"))
+    monkeypatch.setitem(doctors._TOOLS, "nobody-has-this", "seeing it")
     found = fxwrap.doctor()
     finding = found.about("package nobody-has-this")
     assert found.ok and finding.state == "warning" and finding.remedy == "pip install nobody-has-this"
@@ -253,9 +253,20 @@ def test_every_extra_of_the_package_is_looked_for() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     extras = re.search(r"optional-dependencies\]\n(.*?)\ntest = ", text, re.DOTALL)
     assert extras is not None
-    names = set(re.findall(r'\["([\w-]+)>=', extras[1]))
-    subjects = {one.subject.removeprefix("package ") for one in fxwrap.doctor().findings}
-    assert len(names) >= 4 and names <= subjects
+    lists = re.findall(r"^(\w+) = \[(.*)\]$", extras[1], re.MULTILINE)
+    named = {extra: re.findall(r'"([\w-]+)>=', packages) for extra, packages in lists}
+    assert named.pop("triton") == ["triton"]  # which has a check of its own
+    assert named == {extra: list(modules) for extra, (_, modules) in doctors._EXTRAS.items()}
+
+
+def test_a_package_that_another_one_imports_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that an extra imports is imported: safetensors is there, and cannot save without numpy."""
+    finding = fxwrap.doctor().about("extra save")
+    assert finding.state == "ok" and re.fullmatch(r"safetensors [\d.]+, numpy [\d.]+, for weights .*", finding.what)
+    monkeypatch.setitem(sys.modules, "numpy", None)  # type: ignore[arg-type]
+    finding = fxwrap.doctor().about("extra save")
+    assert finding.state == "warning" and "cannot be imported: numpy (ModuleNotFoundError" in finding.what
+    assert "safetensors" not in finding.what and finding.remedy == "pip install 'fxwrap[save]'"
 
 
 def test_a_device_and_its_graph(device: torch.device) -> None:

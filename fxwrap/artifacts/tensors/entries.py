@@ -228,14 +228,8 @@ class TensorEntries:
         """The tensors of one kind in the format of safetensors.
 
         Raises:
-            StorageError: the package safetensors is not there.
+            StorageError: the package safetensors, or numpy, which it imports when it saves, is not there.
         """
-        try:
-            from safetensors.torch import save as serialize
-        except ImportError as error:
-            raise StorageError(
-                "tensors cannot be saved", expected="the package safetensors", remedy="pip install safetensors"
-            ) from error
         plain: dict[str, torch.Tensor] = {}
         storages: set[int] = set()
         for name, entry in zip(self.names(), self._entries, strict=True):
@@ -246,4 +240,14 @@ class TensorEntries:
                 unshared = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
                 plain[name] = tensor if unshared else tensor.clone()
                 storages.add(storage.data_ptr())
-        return serialize(plain)
+        try:
+            from safetensors.torch import save as serialize
+
+            return serialize(plain)
+        except ImportError as error:
+            raise StorageError(
+                "tensors cannot be saved",
+                expected="the packages safetensors and numpy",
+                got=str(error),
+                remedy="pip install 'fxwrap[save]'",
+            ) from error

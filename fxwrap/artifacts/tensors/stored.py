@@ -112,7 +112,7 @@ class StoredTensors:
                 from safetensors.torch import load as deserialize
             except ImportError as error:
                 raise self._package.error(
-                    "no package safetensors", "it, to read weights", "pip install safetensors"
+                    "no package safetensors", "it, to read weights", "pip install 'fxwrap[save]'"
                 ) from error
             try:
                 self._files[kind] = deserialize(self._package.read(member))
