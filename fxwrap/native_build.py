@@ -13,6 +13,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def built_library(
-    name: str, source: Path, flags: Sequence[str], *, key: Sequence[str] = (), patience_s: float, suffix: str = ".so"
+    name: str,
+    source: Path,
+    flags: Sequence[str],
+    *,
+    key: Sequence[str] = (),
+    patience_s: float,
+    suffix: str = ".so",
+    notice: str = "",
 ) -> Path:
     """The path of the shared library that is compiled from ``source``; it is compiled if the cache does not have it.
 
@@ -29,6 +37,7 @@ def built_library(
         key: what the library depends on beside its source, the flags and the machine.
         patience_s: how long the compiler may run, in seconds.
         suffix: the ending of the file's name.
+        notice: a line for whoever waits, which goes to stderr if the library has to be compiled.
 
     Raises:
         OSError: there is no compiler, or the cache cannot be written.
@@ -36,7 +45,7 @@ def built_library(
     """
     path = library_path(name, source, flags, key=key, suffix=suffix)
     if not path.exists():
-        _compile(path, source, flags, patience_s)
+        _compile(path, source, flags, patience_s, notice)
     return path
 
 
@@ -69,9 +78,11 @@ def find_compiler() -> list[str]:
     raise OSError("no C++ compiler is found; CXX can name one")
 
 
-def _compile(path: Path, source: Path, flags: Sequence[str], patience_s: float) -> None:
+def _compile(path: Path, source: Path, flags: Sequence[str], patience_s: float, notice: str) -> None:
     compiler = find_compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if notice:
+        print(notice, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         library = Path(folder) / path.name
         command = [*compiler, str(source), "-shared", "-fPIC", *flags, "-o", str(library)]

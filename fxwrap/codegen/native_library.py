@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 
 _MODULE = "fxwrap_replay"
 _SOURCE = Path(__file__).with_name("native") / "replay.cpp"
-# Seconds. It takes a quarter of a minute on an idle machine.
-_PATIENCE = 900
+_NOTICE = (
+    "fxwrap: compiling the C++ library that replays programs, once for each torch, Python and compiler "
+    "(a quarter of a minute; minutes on a busy machine) ..."
+)
+_PATIENCE = 900  # seconds
 # Where a call passes pointers and integers of 64 bits alike.
 _MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 
@@ -63,7 +66,7 @@ def _what_to_build() -> tuple[str, Path, tuple[str, ...], dict[str, Any]]:
 
 def _load() -> NativeReplay:
     name, source, flags, how = _what_to_build()
-    path = built_library(name, source, flags, **how, patience_s=_PATIENCE)
+    path = built_library(name, source, flags, **how, patience_s=_PATIENCE, notice=_NOTICE)
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_loader(_MODULE, loader)
     assert spec is not None

@@ -259,6 +259,8 @@ def test_where_there_is_no_library(tmp_path: Path, what: str) -> None:
     said = done.stdout.partition("\nnative:")[2].strip() if not switched_off else done.stdout.strip()
     assert said.startswith("the helper library cannot be built: " if not switched_off else "native:"), done.stdout
     assert not list(tmp_path.rglob("*.so"))
+    told_to_wait = done.stderr.count("fxwrap: compiling the C++ library that replays programs")
+    assert told_to_wait == (what in ("a compiler that fails", "no compiler")), done.stderr
 
 
 _BUILD = """
@@ -283,13 +285,27 @@ def test_two_processes_build_at_one_time(tmp_path: Path, what: str) -> None:
     source.write_text('extern "C" int answer() { return 42; }')
     program, cache = (_BUILD if what == "a small one" else _BUILD_ALL), tmp_path / "cache"
     environment = {"FXWRAP_CACHE_DIR": str(cache), "FXWRAP_NATIVE_REPLAY": ""}
-    outs = [tmp_path / f"out{i}" for i in (1, 2)]
-    started = [processes.start(("-c", program, str(source)), out, out, tmp_path, **environment) for out in outs]
+    outs, errors = ([tmp_path / f"{name}{i}" for i in (1, 2)] for name in ("out", "error"))
+    started = [
+        processes.start(("-c", program, str(source)), out, error, tmp_path, **environment)
+        for out, error in zip(outs, errors, strict=True)
+    ]
     for process in started:
         process.join(600)
-    assert [out.read_text()[:2] for out in outs] == ["42", "42"], [out.read_text() for out in outs]
+    assert [out.read_text()[:2] for out in outs] == ["42", "42"], [path.read_text() for path in outs + errors]
     assert len([path for path in cache.rglob("*") if path.is_file()]) == 1
     assert len(list((cache / "fxwrap").iterdir())) == 1, "no folder is left behind"
+
+
+def test_who_waits_for_a_compiler_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+    for said in ("compiling: minutes\n", ""):
+        built_library("small", source, (), patience_s=100, notice="compiling: minutes")
+        assert capfd.readouterr() == ("", said)
 
 
 def test_a_library_is_another_with_other_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
