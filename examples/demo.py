@@ -173,7 +173,11 @@ def report(console: Console, sides: list[Contender], alphabet: list[str], length
     captured = sum(p.verdict.value == "captured" for graph in graphs for p in graph.partitions)
     total = sum(len(graph.partitions) for graph in graphs)
     table.add_row("partitions", "", "", f"{captured} captured, {total - captured} eager, in {len(graphs)} graphs")
-    table.add_row("arena bytes", "", "", " + ".join(f"{plan.size:,}" for plan in plans))
+    if any(plan.size for plan in plans):
+        table.add_row("arena bytes", "", "", " + ".join(f"{plan.size:,}" for plan in plans))
+    else:  # as on the CPU
+        table.add_row("bytes kept between calls", "", "", "0: memory comes and goes with each call")
+        table.add_row("bytes at the peak of a call", "", "", " + ".join(f"{plan.peak:,}" for plan in plans))
     table.add_row("lower bound", "", "", " + ".join(f"{plan.lower_bound:,}" for plan in plans))
     table.add_row("without reuse", "", "", " + ".join(f"{plan.plain:,}" for plan in plans))
     table.add_row("replays", "", "", str(counters["replays"]))
