@@ -224,7 +224,7 @@ PLANTED: list[Plant] = [
 
 
 def _variant(training: bool, outputs: tuple[int, ...], *ops: str) -> Variant:
-    statements = tuple(Statement(op, (0, 0, 0)) for op in ops)
+    statements = tuple(Statement(op, (1, 0, 0) if op == "loss" else (0, 0, 0)) for op in ops)  # of x itself
     return Variant(Recipe(statements, outputs, training), (("capture", "always"),), True, (3, 5, 2), ("plain",))
 
 
@@ -236,7 +236,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         _variant(False, (0, 1), "linear", "update_input_", "total_", "noise", "raises"),
         _variant(True, (0,), "linear", "sin"),
         _variant(False, (0,), "softmax", "linear"),
-        _variant(True, (0,), "mix", "scores"),
+        _variant(True, (0,), "loss"),
     ]
     monkeypatch.setattr(Recording, "make_unit", lambda self: "")
     with on_simulated() as device:
