@@ -48,7 +48,7 @@ class CheckedProgram(Program):
     """Compares its results with eager work, after each recording and at every n-th call.
 
     A checked call runs operators several times, including their side effects. With the option ``through_capture``
-    alone nothing is compared; only the runtime is replaced.
+    alone nothing is compared; only the runtime is replaced. After a ``CheckError`` the program runs eagerly.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -66,7 +66,18 @@ class CheckedProgram(Program):
 
     def run(self, inputs: list[Any]) -> Any:
         with GATE.passed():
-            return self._run_checked(inputs)
+            try:
+                return self._run_checked(inputs)
+            except CheckError as error:
+                self._run_eagerly_from_now_on(error)
+                raise
+
+    def _run_eagerly_from_now_on(self, error: CheckError) -> None:
+        """What was found must not run again: no recording is left, and none is made."""
+        self.recorder.never_recorded = found = f"checked mode has found: {error.fault}"
+        for specialization in self.specializations.values():
+            specialization.drop_recordings(found)
+        self.specializations.find_units()
 
     def _run_checked(self, inputs: list[Any]) -> Any:
         due = self._every and next(self._calls) % self._every == 0

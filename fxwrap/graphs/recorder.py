@@ -294,7 +294,7 @@ class Recorder:
             log.info("%s: is cut again around %s: %s", self._name, operator, failure)
         self.prepared = self._prepare(self._planner.partition(self.refused))
         for other in self._specializations.values():
-            other.drop_recordings()
+            other.drop_recordings("cut again around what could not be captured")
         self._specializations.find_units()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:

@@ -59,13 +59,23 @@ def operators() -> Iterator[Operators]:
         yield Operators()
 
 
-def fault_in(f: Callable[..., Any], *inputs: Callable[[], torch.Tensor], calls: int = 6) -> fxwrap.CheckError:
-    """What is found when ``f`` is called."""
+def fault_in(
+    f: Compiled, *inputs: Callable[[], torch.Tensor], calls: int = 6, call: Callable[..., Any] | None = None
+) -> fxwrap.CheckError:
+    """What is found when ``f`` is called. Afterwards it runs eagerly."""
     with pytest.raises(fxwrap.CheckError) as found, torch.no_grad():
         for _ in range(calls):
-            f(*(make() for make in inputs))
+            (call or f)(*(make() for make in inputs))
     error: fxwrap.CheckError = found.value
     assert error.expected and error.got and error.remedy, str(error)
+    faulty = [program for program in f.programs if program.recorder.never_recorded]
+    replays = [program.counters.replays for program in faulty]
+    with torch.no_grad():
+        for _ in range(2):
+            f(*(make() for make in inputs))
+    for program in faulty:
+        assert program.counters.eager[f"checked mode has found: {error.fault}"] == 2
+    assert faulty and [program.counters.replays for program in faulty] == replays
     return error
 
 
@@ -472,7 +482,7 @@ def test_an_output_is_overwritten_while_somebody_has_it(
             kept.append(f(t))
         return kept[-1]
 
-    error = fault_in(keep, x, calls=8)
+    error = fault_in(f, x, calls=8, call=keep)
     assert error.fault == "live output overwritten"
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Compiled, assert_same, freezes, inductor
+from conftest import Compiled, assert_same, freezes, inductor, on_simulated
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+import fxwrap
+from fxwrap.codegen.emit import emission
 from fxwrap.passes.analysis.windows import used_outside
 
 
@@ -87,6 +89,21 @@ def test_a_window_outside_of_an_input(compiled: Any, device: torch.device, fn: A
         assert any("an input's storage outside of the input" in reason for reason in counters.eager)
     else:
         assert counters.replays == 2
+
+
+@torch.no_grad()
+@pytest.mark.launches_graphs
+def test_checked_mode_finds_a_window_that_nobody_has_noticed(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault is planted. It is found once, and does not run again."""
+    monkeypatch.setattr(emission, "used_outside", lambda gm, from_storage: {})
+    with on_simulated() as device:
+        f: Compiled = compiled(before, options={"checked": 1})
+        with pytest.raises(fxwrap.CheckError):
+            for _ in range(3):
+                f(part(device))
+        for _ in range(4):
+            x = part(device)
+            assert torch.equal(f(x), before(x))
 
 
 def rows_of_two(x: Tensor) -> Tensor:

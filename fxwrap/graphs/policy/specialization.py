@@ -199,9 +199,8 @@ class Specialization:
                 recording.supersede("live outputs are copied from now on")
         return True
 
-    def drop_recordings(self) -> None:
-        """Drop all recordings: the program has new partitions, because an operator could not be captured."""
-        self.recordings, self.ended_because = (), "cut again around what could not be captured"
+    def drop_recordings(self, why: str) -> None:
+        self.recordings, self.ended_because = (), why
 
     # -- recordings -------------------------------------------------------------------------------------
 
