@@ -149,8 +149,19 @@ def _compile_program(
         if reason is None or request.options.strict:
             raise (reason if reason is not None else error) from error
         _report_fallback(reason, request)
+    _forget_pending_symbols(pristine)
     with config.patch({"fx_graph_cache": False, "triton.cudagraphs": False}):
         return compile_fx_inner(pristine, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs))
+
+
+def _forget_pending_symbols(gm: GraphModule) -> None:
+    """Forget the sizes of data that a failed compilation has made and not placed in a graph.
+
+    The next compilation shares the table of symbols, and would miss them.
+    """
+    mode = torch._guards.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+    if mode is not None and mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
 
 def _note_not_stored(reasons: Sequence[str], request: CompileRequest) -> None:

@@ -78,6 +78,14 @@ def _fx_nodes(line: Any) -> list[torch.fx.Node]:
     return list(dict.fromkeys(nodes))
 
 
+def origin(line: Any, function: Any) -> torch.fx.Node | None:
+    """The node of Inductor's input graph that a wrapper line computes, or else one there that calls ``function``."""
+    owner: Any = getattr(line, "node", None)
+    node = owner.get_origin_node() if hasattr(owner, "get_origin_node") else None
+    # Inductor names none for an operator with several results.
+    return node if node is not None else next((node for node in _fx_nodes(line) if node.target is function), None)
+
+
 def origins(line: Any) -> list[str]:
     """Names of the nodes of Inductor's input graph that a wrapper line comes from."""
     return [node.name for node in _fx_nodes(line)]

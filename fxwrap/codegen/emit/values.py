@@ -118,8 +118,7 @@ class NodeEmitter(FxConverter):
         if symbol is not None:
             node.meta["val"] = versions.symbolic_value(symbol)
             return
-        origin = owner.get_origin_node() if owner is not None and hasattr(owner, "get_origin_node") else None
-        if origin is not None and "val" in origin.meta:
+        if (origin := versions.origin(self._line, node.target)) is not None and "val" in origin.meta:
             node.meta["val"] = origin.meta["val"]
             return
         if node.target is torch.ops.aten.item.default:

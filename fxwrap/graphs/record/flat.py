@@ -239,6 +239,8 @@ class FlatBuilder:
         if kind_of(node) is Kind.CHECK and node not in self._post_processing:
             self.check(node)
             return
+        if node.target is operator.getitem and node in self._locals:
+            return  # the number is an element of a tuple that was taken apart
         step = self._step(node)
         if node in self._post_processing:
             step = steps.PostProcess(step, self._post_processing[node])

@@ -1,4 +1,4 @@
-"""Sizes that data decide and the program promises: they are checked before memory of that size is written.
+"""Sizes and numbers that operators read out of data, and what the program promises of them.
 
 ::
 
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,66 @@ def test_an_operator_whose_result_s_size_is_promised_is_not_captured() -> None:
     partitions = graph.program.plan.partitions
     assert [partition.verdict for partition in partitions] == [Verdict.CAPTURED, Verdict.EAGER, Verdict.CAPTURED]
     assert "fxwrap_promised::positive: its result's size is data-dependent" in partitions[1].reason
+
+
+# -- operators that return numbers among tensors -------------------------------------------------------
+
+
+@torch.library.custom_op("fxwrap_promised::twice", mutates_args=())
+def twice(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x * 2, int((x > 0).sum())
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return torch.empty_like(x), torch.library.get_ctx().new_dynamic_size(min=0, max=100)
+
+
+@torch.library.custom_op("fxwrap_promised::number_first", mutates_args=())
+def number_first(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor, int]:
+    return int((x > 0).sum()), x * 2, x[x > 0].clone(), int((x > 1).sum())
+
+
+@number_first.register_fake
+def _(x: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor, int]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return size, torch.empty_like(x), x.new_empty(size), torch.library.get_ctx().new_dynamic_size()
+
+
+class Numbers(torch.nn.Module):
+    """In kernels, as a size, as a result; beside tensors that products read."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
+        y, n = twice(x)
+        m, z, chosen, more = number_first(x.cos())
+        return y + 1, w * n, y @ w, torch.ones(n, device=x.device) * 3, z * m, chosen + 1, more, n
+
+
+def numbers_inputs(device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 4, device=device), torch.randn(4, 4, device=device)
+
+
+def assert_same_numbers(got: Any, expected: Any) -> None:
+    assert_same(got, expected)
+    numbers = [[value for value in values if type(value) is int] for values in (got, expected)]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 2
+
+
+def test_an_operator_that_returns_a_tuple_with_numbers_in_it(device: torch.device) -> None:
+    with torch.no_grad():
+        f, theirs = Compiled(Numbers(), compile_options={"fullgraph": True}), inductor(Numbers(), fullgraph=True)
+        for _ in range(CALLS + 1):
+            inputs = numbers_inputs(device)
+            assert_same_numbers(f(*inputs), theirs(*inputs))
+    assert not f.compilation.fallbacks and f.program.counters.replays >= 2
+
+
+def test_such_an_operator_ahead_of_time_and_in_a_file(tmp_path: Path) -> None:
+    methods = {"f": (Numbers(), numbers_inputs())}
+    with torch.no_grad():
+        theirs = inductor(Numbers(), fullgraph=True)
+        stored = fxwrap.load(fxwrap.save(tmp_path / "f.fxw", methods), trust=True)
+        for program in (fxwrap.aot_compile(methods), stored):
+            for _ in range(CALLS):
+                inputs = numbers_inputs()
+                assert_same_numbers(program.f(*inputs), theirs(*inputs))
