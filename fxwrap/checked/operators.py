@@ -177,7 +177,7 @@ class _Host(TorchDispatchMode):
 
     Attributes:
         reads, waits: descriptions of the calls.
-        allocated: storages of the results of all operators that were called.
+        allocated: storages of the results of all operators that were called, without those of 0 bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -231,7 +231,8 @@ class _Host(TorchDispatchMode):
             types_of_device = {tensor.device.type for tensor in (*operands, *tensors_in(result))}
             if len(types_of_device) > 1 and tensors_in(result)[0].device.type == "cpu":
                 self.waits.append(f"{name} to the CPU")
-        self.allocated += (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(result))
+        storages = (tensor.untyped_storage() for tensor in tensors_in(result))
+        self.allocated += (StorageWeakRef(storage) for storage in storages if storage.nbytes())
         return result
 
 

@@ -150,15 +150,16 @@ class CheckedProgram(Program):
     def live_outputs(self, inputs: Sequence[Any]) -> list[tuple[StorageWeakRef, torch.Tensor]]:
         """The live outputs of earlier calls, each with a copy of its bytes, without those among ``inputs``."""
         passed = {tensor.untyped_storage()._cdata for tensor in tensors_in(inputs)}
-        arenas = SHARED.arenas.alive()
-        watched = {o.storage._cdata: o.storage for a in arenas for group in a.watched_outputs for o in group.outputs}
-        live = {output.storage._cdata for arena in arenas for output in arena.live()}
+        groups = [group for arena in SHARED.arenas.alive() for group in arena.watched_outputs]
+        watched = {output.storage._cdata: output.storage for group in groups for output in group.outputs}
+        live = {output.storage._cdata for group in groups for output in group.live()}
         copies = {}
         for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in live)):
             storage = self.functions.alive(reference)
-            # A storage object in an arena exists even when its output is not live: such ones are skipped.
+            # Recordings hold storages of outputs, in arenas and beside them: those that are not live are skipped.
             if storage is not None and storage.nbytes() and reference.cdata not in passed:
-                if reference.cdata not in live and SHARED.arenas.owns(storage.data_ptr()):
+                held = reference.cdata in watched or SHARED.arenas.owns(storage.data_ptr())
+                if held and reference.cdata not in live:
                     continue
                 copies[reference.cdata] = reference, all_bytes(storage).clone()
             del storage

@@ -32,7 +32,9 @@ _WAIT_S = 5.0
 
 @contextlib.contextmanager
 def alone_with(recording: Recording, stream: Any, statics: Copies) -> Iterator[LockOwner | None]:
-    """Have a recording, its arenas and static inputs for oneself; in the end they hold what they held before.
+    """Have a recording, its memory and static inputs for oneself; in the end they hold what they held before.
+
+    Its memory is arenas, static buffers, and what operators have allocated in captures: outputs may lie in all three.
 
     Yields the owner of its locks; None where another call has one of them.
 
@@ -45,12 +47,12 @@ def alone_with(recording: Recording, stream: Any, statics: Copies) -> Iterator[L
             yield None
             return
         blocks = [arena.block for arena in recording.request.arenas.values() if arena.block is not None]
-        before = [(block, block.clone()) for block in blocks]
+        before = [(memory, memory.clone()) for memory in (*blocks, *recording.own_storages)]
         try:
             yield owner
         finally:
-            for block, held in before:
-                block.copy_(held)
+            for memory, held in before:
+                memory.copy_(held)
             statics.restore(recording.request.static_inputs)
     finally:
         recording.release(owner)

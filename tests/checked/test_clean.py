@@ -76,6 +76,45 @@ def test_what_is_handed_out_is_what_it_would_be(compiled: Any, device: torch.dev
         assert_same(mine, theirs)
 
 
+@pytest.mark.parametrize("checked", [1, 2])
+def test_gradients_in_memory_beside_the_arena(compiled: Any, device: torch.device, checked: int) -> None:
+    """A branch runs eagerly. Captured work reads its results in static buffers, and gradients are handed out in them.
+
+    A check restores them, and does not take a buffer for a live output that only the recording has.
+    """
+
+    def program(p: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        u, v = torch.cond(p, lambda a: ((a * b).exp(), b.cos()), lambda a: (a - b, b * 2), [a])
+        return u * v
+
+    f, theirs = compiled(program, options={"checked": checked}), inductor(program)
+    for call in range(5):
+        values = torch.randn(5, 4, device=device), torch.randn(4, device=device)
+        given, found = torch.randn(5, 4, device=device), []
+        for g in (f, theirs):
+            a, b = (value.clone().requires_grad_() for value in values)
+            found.append(torch.autograd.grad(g(torch.tensor(call % 2 == 0, device=device), a, b), [a, b], given))
+        assert_same(*found)
+    assert all(f.replays())
+
+
+def test_an_operator_may_keep_what_has_no_bytes(compiled: Any, device: torch.device) -> None:
+    """As a cache does that is empty yet: nobody can be given its memory."""
+    kept: list[torch.Tensor] = []
+
+    @torch.library.custom_op(f"fxwrap_checked_{device.type}_{freezes(device)}::remembers", mutates_args=())
+    def remembers(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t.new_empty(0))
+        return t * 2
+
+    remembers.register_fake(torch.empty_like)
+    f: Compiled = compiled(lambda t: remembers(t.sin()).cos(), options={"checked": 1})
+    with torch.no_grad():
+        for _ in range(4):
+            f(torch.ones(4, device=device))
+    assert kept and f.program.counters.replays
+
+
 def test_sizes_that_vary(compiled: Any, device: torch.device, own_arenas: Any) -> None:
     f: Compiled = compiled(lambda t: (t @ t.T).softmax(-1), options={"checked": 1}, dynamic=True)
     for _ in range(3):
