@@ -14,6 +14,7 @@ from fxwrap.graphs.policy.specialization import Specialization
 from fxwrap.graphs.policy.specializations import Specializations
 from fxwrap.graphs.replay.recording import next_use
 from fxwrap.packing.reserved import lay_out_arena
+from fxwrap.plan import Verdict
 
 
 def _model() -> torch.nn.Module:
@@ -60,6 +61,55 @@ def test_training_with_varying_batch(compiled: Any) -> None:
                 assert torch.equal(p.grad, q.grad)
     for program in ours.programs:
         assert len(program.specializations) == 3 and program.counters.replays >= 3
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_size_that_is_marked_unbacked_is_known_at_the_call(compiled: Any, device: torch.device, train: bool) -> None:
+    """Inductor assumes nothing of it, not even that it is not 1. An input carries it: nothing waits for data."""
+    model, twin = _model().to(device), _model().to(device)
+    twin.load_state_dict(model.state_dict())
+    ours: Compiled = compiled(model, fullgraph=True)
+    theirs = inductor(twin, fullgraph=True)
+    with torch.set_grad_enabled(train):
+        for _ in range(4):
+            for batch in (3, 1, 0, 5):
+                inputs = [torch.ones(batch, 16, device=device, requires_grad=train) for _ in range(2)]
+                for x in inputs:
+                    torch._dynamo.decorators.mark_unbacked(x, 0)
+                results = [f(x) for f, x in zip((ours, theirs), inputs, strict=True)]
+                assert_same(*results)
+                if train:
+                    for result in results:
+                        result.sum().backward()
+                    assert_same(*(x.grad for x in inputs))
+    assert len(ours.programs) == 1 + train
+    for program in ours.programs:
+        (partition,) = program.plan.partitions
+        assert partition.verdict is Verdict.CAPTURED and len(program.specializations) == 4
+        assert program.counters.replays >= 4
+
+
+def test_a_size_of_data_is_known_in_backward(compiled: Any, device: torch.device) -> None:
+    """In the forward the product waits for the mask to be counted; the backward takes the number as an input."""
+
+    def f(x: torch.Tensor, mask: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((x[mask] @ w).sin() @ w).sum(0)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        ours: Compiled = compiled(f, fullgraph=True)
+        theirs = inductor(f, fullgraph=True)
+        for count in (3, 5, 3, 5, 3, 5):
+            x = torch.randn(8, 4, device=device)
+            mask = torch.arange(8, device=device) < count
+            w, twin = (torch.ones(4, 4, device=device, requires_grad=True) for _ in range(2))
+            results = ours(x, mask, w), theirs(x, mask, twin)
+            assert_same(*results)
+            for result in results:
+                result.sum().backward()
+            assert_same(w.grad, twin.grad)
+    forward, backward = ours.programs
+    assert Verdict.EAGER in {partition.verdict for partition in forward.plan.partitions}
+    assert {partition.verdict for partition in backward.plan.partitions} == {Verdict.CAPTURED}
 
 
 def test_sizes_in_arithmetic_and_outputs(compiled: Any) -> None:

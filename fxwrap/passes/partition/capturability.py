@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...eager_rules import EagerRule, as_rules
@@ -24,6 +24,7 @@ from ...host_graph.nodes import (
     operator_name,
     schema_of,
 )
+from ...host_graph.sizes import expression
 from ...plan import NodeVerdict, Verdict
 
 _CAPTURED = NodeVerdict(Verdict.CAPTURED, "")
@@ -111,7 +112,7 @@ def _reads_a_number(node: Node) -> bool:
 
 
 def _has_a_size_of_data(node: Node) -> bool:
-    return "of_data" in node.meta or bool(free_unbacked_symbols(_sizes(node.meta.get("val"))))
+    return "of_data" in node.meta or _depends_on_data(node)
 
 
 def _moves_data(node: Node) -> bool:
@@ -212,13 +213,26 @@ def _sizes(val: Any) -> list[Any]:
     return sizes
 
 
+def _depends_on_data(node: Node) -> bool:
+    """Whether a number, or the size of a tensor, is known only when data are: no input of the program carries it."""
+    unknown = {str(symbol) for symbol in free_unbacked_symbols(_sizes(node.meta.get("val")))}
+    return bool(unknown) and not unknown <= _carried_by_inputs(node.graph)
+
+
+def _carried_by_inputs(graph: Graph) -> set[str]:
+    """The numbers and sizes that inputs are or have, by symbol."""
+    inputs = graph.find_nodes(op="placeholder")
+    sizes = (user for node in inputs for user in node.users if user.target is torch.ops.aten.sym_size.int)
+    return {str(expression(node.meta.get("val"))) for node in (*inputs, *sizes)}
+
+
 def _is_data_dependent(node: Node, verdicts: Mapping[str, NodeVerdict]) -> bool:
     """Whether the value of a number, or the size of a tensor, depends on data."""
     val = node.meta.get("val")
     if is_symbolic_value(val):
         return True  # numbers of eager nodes come out of data, by the rules above
     if val is not None:
-        return bool(free_unbacked_symbols(_sizes(val)))
+        return _depends_on_data(node)
     overload = schema_of(node)
     if overload is not None and {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(
         overload.tags
