@@ -273,26 +273,31 @@ def inspect(file: _File) -> None:
 
     with _errors_as_text():
         contents = Contents.of(file)
-    for name, value in contents.versions.items():
-        _console.print(f"{name}: {value}", highlight=False)
-    _console.print(f"weights: {contents.weights}", highlight=False)
+    for name, value in [*contents.versions.items(), ("weights", contents.weights)]:
+        _console.print(_as_it_is(f"{name}: {value}"), highlight=False)
     table = Table("method", "takes", "partitions", "launches", "library calls", title=str(file))
     for method in contents.methods:
         conditions = method.signature.conditions
         takes = [*map(str, method.signature.inputs), *([f"with {conditions}"] if conditions else [])]
         table.add_row(
-            method.name,
-            Text("\n".join(takes)),
+            _as_it_is(method.name),
+            _as_it_is("\n".join(takes)),
             f"{method.captured} captured, {method.eager} eager",
-            str(method.launches),
-            str(method.library_calls),
+            _as_it_is(method.launches),
+            _as_it_is(method.library_calls),
         )
     _console.print(table, highlight=False)
     kernels = Table("method", "kernel", "language", "device", "in the file", "made for", "configuration")
     for kernel in (kernel for method in contents.methods for kernel in method.kernels):
         where = kernel.language, kernel.device, "\n".join(kernel.members) or "source, in the program"
-        kernels.add_row(kernel.method, kernel.name, *where, kernel.target, kernel.configuration)
+        cells = kernel.method, kernel.name, *where, kernel.target, kernel.configuration
+        kernels.add_row(*map(_as_it_is, cells))
     _console.print(kernels, highlight=False)
+
+
+def _as_it_is(value: Any) -> Text:
+    """Text of a file that anybody may have made: nothing in it is markup, and nothing is said to the terminal."""
+    return Text("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class Contents:
             StorageError: the file is damaged, or is no saved program.
         """
         package = Package(path)
-        try:
+        with contextlib.closing(package), package.refusing():
             package.check_all()
             manifest = package.manifest
             shown = (*versions(), "compile")
@@ -84,10 +85,6 @@ class Contents:
             frozen = {weight for entry in manifest["methods"].values() for weight in entry["frozen"]}
             weights += f", and {len(frozen)} that are frozen" if frozen else ""
             return cls({name: str(manifest[name]) for name in shown}, weights, methods)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error
-        finally:
-            package.close()
 
 
 def _method(package: Package, name: str, entry: Mapping[str, Any]) -> MethodContents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,21 +52,16 @@ def load(path: str | Path, *, weights: Mapping[str, torch.Tensor] | None = None,
             is False; or weights are missing or do not fit.
     """
     package = Package(Path(path))
-    try:
-        try:
-            check_machine(package)
-            if not trust:
-                raise package.error(
-                    "trust=False",
-                    "leave to run the kernels in the file, which are native code or are compiled to it",
-                    "pass trust=True if you made the file, or know who did",
-                )
-            package.check_all()
-            return _loaded(package, dict(weights or {}))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ImportError) as error:
-            raise package.error(f"{type(error).__name__}: {error}", "what fxwrap.save has written") from error
-    finally:
-        package.close()
+    with contextlib.closing(package), package.refusing():
+        check_machine(package)
+        if not trust:
+            raise package.error(
+                "trust=False",
+                "leave to run the kernels in the file, which are native code or are compiled to it",
+                "pass trust=True if you made the file, or know who did",
+            )
+        package.check_all()
+        return _loaded(package, dict(weights or {}))
 
 
 def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> AotProgram:

@@ -64,7 +64,7 @@ def signature_from_data(name: str, data: Mapping[str, Any], functions: Functions
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of a name in a file. Raises TypeError for any other name of torch's."""
-    dtype = getattr(torch, name)
+    dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is no dtype")
     return dtype

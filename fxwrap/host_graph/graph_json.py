@@ -87,6 +87,7 @@ _FUNCTIONS: dict[str, Any] = {
 _RELATIONS = ("Equality", "Unequality", "StrictLessThan", "LessThan", "StrictGreaterThan", "GreaterThan")
 _SYMPY = ("Add", "Mul", "Pow", "And", "Or", "Not", "Piecewise", "Abs", "Max", "Min", *_RELATIONS)
 _NOTES = ("outside_plan", "effect", "of_data", "module")  # keys of ``meta`` that are stored as they are
+_POWERS = ("Pow", "PowByNatural", "LShift", "RShift")
 _CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
 
@@ -356,18 +357,40 @@ def expression_to_data(expression: Any, functions: Functions) -> Data:
     return [name, *(expression_to_data(arg, functions) for arg in expression.args)]
 
 
+# No number of an expression is larger, and none has a power above the second; a function has no more operands.
+_LARGEST, _LARGEST_POWER, _MOST_OPERANDS = 1 << 128, 64, 1000
+
+
 def expression_from_data(data: Data, functions: Functions) -> Any:
-    """The expression that ``expression_to_data`` has written."""
+    """The expression that ``expression_to_data`` has written. Sympy computes with its numbers while it is made.
+
+    Raises:
+        StorageError: it has an unknown function, or a number that no size has.
+    """
     if isinstance(data, bool):
         return sympy.true if data else sympy.false
     if isinstance(data, int):
-        return sympy.Integer(data)
+        return _checked(sympy.Integer(data))
     if isinstance(data, dict):
         if "symbol" in data:
             assumptions = {key: True for key in ("integer", "positive", "nonnegative") if data.get(key)}
             return sympy.Symbol(data["symbol"], **assumptions)
-        return sympy.Rational(*data["rational"]) if "rational" in data else sympy.Float(data["float"])
-    name, *args = data
+        if "rational" in data:
+            return _checked(sympy.Rational(*map(operator.index, data["rational"])))
+        return sympy.Float(float(data["float"]))
+    name, *operands = data
     if (function := functions.of_sizes.get(name)) is None:
         raise StorageError(f"the function {name!r} of sizes", expected="one of torch's own")
-    return function(*(expression_from_data(arg, functions) for arg in args))
+    args = [expression_from_data(operand, functions) for operand in operands]
+    raises = name in _POWERS and len(args) > 1 and args[1].is_number
+    if len(args) > _MOST_OPERANDS or (raises and not abs(args[1]) <= _LARGEST_POWER):
+        raise StorageError(f"{name} of {len(args)} operands in a size", expected="a size of a tensor")
+    return _checked(function(*args))
+
+
+def _checked(number: Any) -> Any:
+    if number.is_Float or number.is_Rational:
+        parts = (number,) if number.is_Float else (number.p, number.q)
+        if any(abs(part) >= _LARGEST for part in parts):
+            raise StorageError("a number in a size", expected="one that a tensor can have")
+    return number

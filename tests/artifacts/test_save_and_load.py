@@ -302,6 +302,10 @@ def a_bomb(manifest: dict[str, Any], members: dict[str, bytes]) -> None:
     members["programs/decode.json"] = b"0" * (1 << 24)
 
 
+def a_change(manifest: dict[str, Any], members: dict[str, bytes]) -> None:
+    members["programs/decode.json"] = members["programs/decode.json"].swapcase()
+
+
 def a_slip(manifest: dict[str, Any], members: dict[str, bytes]) -> None:
     members["../../evil.so"] = b"code"
 
@@ -326,8 +330,8 @@ LOADS: dict[str, tuple[Callable[[dict[str, Any], dict[str, bytes]], None], str]]
     "options that are none": (in_manifest(options={"speed": 11}), "fxwrap.save"),
     "a member is missing": (lambda manifest, members: members.pop("weights.safetensors"), "members that differ"),
     "a member more": (a_slip, "members that differ"),
-    "a member changed": (lambda m, members: members.update({"programs/decode.json": b"{}"}), "that was saved"),
-    "a bomb": (a_bomb, "that was saved"),
+    "a member changed": (a_change, "that was saved"),
+    "a bomb": (a_bomb, "100 bytes, as its manifest says"),
     "weights that are none": (signed("weights.safetensors", lambda data: b"no tensors"), "safetensors"),
     "no JSON": (signed("programs/decode.json", lambda data: data[:-5]), "JSON"),
     "an unknown function": (in_program("fxwrap.launch", "os.system"), "one of the functions of host graphs"),
