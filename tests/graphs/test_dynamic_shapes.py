@@ -64,7 +64,7 @@ def test_training_with_varying_batch(compiled: Any) -> None:
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_size_that_is_marked_unbacked_is_known_at_the_call(compiled: Any, device: torch.device, train: bool) -> None:
+def test_a_size_marked_unbacked_is_known_at_the_call(compiled: Any, device: torch.device, train: bool) -> None:
     """Inductor assumes nothing of it, not even that it is not 1. An input carries it: nothing waits for data."""
     model, twin = _model().to(device), _model().to(device)
     twin.load_state_dict(model.state_dict())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Node
 
@@ -10,8 +10,12 @@ from ...host_graph.nodes import output_values
 from ...plan import Origin, ProgramPlan
 
 
-def saved_tensors(forward: ProgramPlan, backward: ProgramPlan) -> Mapping[int, Sequence[str]]:
+def saved_tensors(
+    forward: ProgramPlan, backward: ProgramPlan, origins: Collection[Origin] = (Origin.ALLOCATION, Origin.EXTERN)
+) -> Mapping[int, Sequence[str]]:
     """The inputs of a backward graph that are saved values, by the storage that the forward graph allocates for them.
+
+    Or by storages of other origins: those of its inputs.
 
     AOTAutograd cuts both graphs out of one, in which a saved value has one name.
 
@@ -26,6 +30,6 @@ def saved_tensors(forward: ProgramPlan, backward: ProgramPlan) -> Mapping[int, S
         value = values[position]
         if name in received and isinstance(value, Node):
             for index in forward.facts.of(value):
-                if forward.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN):
+                if forward.facts.storages[index].origin in origins:
                     names.setdefault(index, []).append(received[name])
     return names

@@ -27,6 +27,7 @@ from ...plan import (
     Reservations,
     SizedProgram,
 )
+from ..analysis.saved_tensors import saved_tensors
 from .requirements import Requirements
 
 _CPU = torch.device("cpu")
@@ -140,7 +141,7 @@ def plan_pair(
     Returns:
         Offsets for the first and for the second program, by device.
     """
-    timeline = _Timeline.of([Requirements.of(first), Requirements.of(second)], saved_as)
+    timeline = _Timeline.of([Requirements.of(first), Requirements.of(_with_moved_inputs(second, first))], saved_as)
     placements = {d: plan_memory(items, _alignment(d)) for d, items in timeline.planned.items()}
 
     def hint_of(number: str) -> PlacementHint:
@@ -158,7 +159,8 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     Args:
         saved_as: for each saved storage of the first program, the inputs of the second that are this storage.
     """
-    requirements = [Requirements.of(program) for program in programs]
+    first, *others = programs
+    requirements = [Requirements.of(one) for one in (first, *(_with_moved_inputs(other, first) for other in others))]
     timeline, copies = _Timeline.of(requirements, saved_as), sum(part.copies for part in requirements)
     predictions = []
     frozen = programs[0].frozen
@@ -176,6 +178,15 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
             )
         )
     return predictions
+
+
+def _with_moved_inputs(backward: SizedProgram, forward: SizedProgram) -> SizedProgram:
+    """The backward program, to which inputs of its forward that move and are saved are copied as well."""
+    buffers, plan = dict(backward.input_buffers), forward.program
+    for index, names in saved_tensors(plan, backward.program, (Origin.INPUT,)).items():
+        if (buffer := forward.input_buffers.get(plan.facts.storages[index].node)) is not None:
+            buffers.update(dict.fromkeys(names, buffer))
+    return replace(backward, input_buffers=buffers) if buffers != backward.input_buffers else backward
 
 
 @dataclass(frozen=True)
