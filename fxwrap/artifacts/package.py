@@ -23,7 +23,7 @@ import torch
 from ..errors import StorageError
 from . import limits
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 _EXPECTED = "a file that fxwrap.save has written"
 _PART = 1 << 20  # bytes

@@ -3,7 +3,8 @@
 A host graph is a ``torch.fx.GraphModule`` whose nodes are, besides placeholders, constants and the output:
 
 =========== ==================================================================================
-allocation  ``torch.empty_strided(size, stride, dtype=..., device=...)``
+allocation  ``torch.empty_strided(size, stride, dtype=..., device=...)``; ``meta["uninitialised"]`` if something may
+            read it before anything writes it, as it may what ``torch.empty`` returns
 launch      ``launch(kernel, *args)``: a compiled kernel writes into existing buffers
 extern      a call of an ATen or custom operator; ``switch`` and ``while_loop``, which call subgraphs
 view        ``reinterpret``, ``operator.getitem``, a dtype view: shares its operand's storage; ``aligned``,

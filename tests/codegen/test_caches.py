@@ -93,6 +93,12 @@ def data_dependent(x: Tensor) -> Tensor:
     return x[x > 0].exp().sum() * x.sin()
 
 
+def undefined(x: Tensor) -> Tensor:
+    rows = x.new_empty(8, 16)
+    rows[:4] = x
+    return rows.cumsum(0)[:4]
+
+
 def sized(x: Tensor) -> list[Tensor]:
     n = x.size(0)
     sizes = round(n / 3), abs(n - 20), max(n, 5), math.trunc(math.sqrt(n)), torch.sym_ite(n > 5, n, 2 * n)
@@ -125,6 +131,7 @@ PROGRAMS: dict[str, tuple[Any, bool | None, bool]] = {
     "drawn": (lambda: drawn, False, False),
     "data-dependent": (lambda: data_dependent, False, False),
     "sizes": (lambda: sized, True, False),
+    "undefined": (lambda: undefined, False, False),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.effects import has_effects
+from torch._inductor import ir
 from torch.fx import Node
 from torch.fx.node import has_side_effect
 
@@ -18,6 +19,13 @@ from .out_forms import OutForm, out_form
 from .statements import UndefinedName
 from .triton_kernels import is_descriptor
 from .values import NodeEmitter, decided_by_data, is_assert, predicted_results, same_layouts
+
+
+def _is_written(owner: Any) -> bool:
+    """Whether Inductor writes what it allocates for ``owner``: not the result of ``aten.empty``, nor a workspace."""
+    if not isinstance(owner, ir.Buffer):
+        return False
+    return isinstance(owner, ir.ConcatKernel) or not (isinstance(owner, ir.Operation) and owner.is_no_op())
 
 
 class CallEmitter(NodeEmitter):
@@ -49,7 +57,10 @@ class CallEmitter(NodeEmitter):
         # The text has the device's type, or nothing; the line has the device.
         owner = getattr(self._line, "node", None)
         device = (owner.get_device() if owner is not None else None) or torch.device(device or "cpu")
-        return self._new_buffer(size, stride, {"dtype": dtype, "device": device, **kwargs})
+        node = self._new_buffer(size, stride, {"dtype": dtype, "device": device, **kwargs})
+        if not _is_written(owner):
+            node.meta["uninitialised"] = True
+        return node
 
     def _new_buffer(self, size: Any, stride: Any, kwargs: dict[str, Any]) -> Node:
         node = self._note(self.gm.graph.call_function(torch.empty_strided, (size, stride), kwargs))

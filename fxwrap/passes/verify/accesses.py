@@ -30,6 +30,8 @@ from ...host_graph.nodes import (
 
 # A storage: the node that makes it, and the position of its result; None for the only one.
 Root = tuple[Node, int | None]
+# By storage, the nodes that touch it in program order, and whether each writes it.
+AccessesByRoot = dict[Root, list[tuple[Node, bool]]]
 
 fault = functools.partial(PlanError, remedy="this is a bug in fxwrap; please report the graph")
 
@@ -194,9 +196,8 @@ class Accesses:
         """The storages that a node, or a communication that it waits for, reads or writes."""
         return self.roots_in((node.args, node.kwargs)) | self._in_communication.get(node, frozenset())
 
-    def accesses(self, work: Sequence[Node]) -> dict[Root, list[tuple[Node, bool]]]:
-        """For each storage, the nodes that touch it in program order, and whether each writes it."""
-        accesses: dict[Root, list[tuple[Node, bool]]] = defaultdict(list)
+    def accesses(self, work: Sequence[Node]) -> AccessesByRoot:
+        accesses: AccessesByRoot = defaultdict(list)
         for node in work:
             written = self.written(node)
             for root in self.touched(node):
@@ -236,8 +237,8 @@ class Accesses:
         )
 
     def _written_by_subgraphs(self, node: Node) -> frozenset[Root]:
-        called, operands, written = _called(node), _operands(node), frozenset[Root]()
-        for subgraph in called:
+        operands, written = _operands(node), frozenset[Root]()
+        for subgraph in called(node):
             inner = Accesses(subgraph.graph)
             roots = frozenset[Root]().union(*(inner.written(n) for n in subgraph.graph.nodes if is_work(n)))
             written |= self._outside(roots, subgraph, operands)
@@ -246,8 +247,8 @@ class Accesses:
 
     def _returned_by_subgraphs(self, node: Node) -> list[frozenset[Root]]:
         """For each result, the operands that it may be, or may be a view of."""
-        called, operands, returned = _called(node), _operands(node), list[frozenset[Root]]()
-        for subgraph in called[1:] if node.target is while_loop else called:
+        operands, returned = _operands(node), list[frozenset[Root]]()
+        for subgraph in called(node)[1 if node.target is while_loop else 0 :]:
             inner = Accesses(subgraph.graph)
             (results,) = output_node(subgraph).args
             for position, result in enumerate(results):  # type: ignore[union-attr,arg-type]
@@ -263,7 +264,7 @@ class Accesses:
         return self.roots_in(tuple(inside))
 
 
-def _called(node: Node) -> list[GraphModule]:
+def called(node: Node) -> list[GraphModule]:
     """The subgraphs that a node may call; of a loop, its condition and its body."""
     targets = (str(arg.target) for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr")
     found = [operator.attrgetter(target)(node.graph.owning_module) for target in targets]

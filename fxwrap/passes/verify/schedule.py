@@ -1,21 +1,25 @@
-"""CHECK: proves that a schedule computes what its graph computes."""
+"""CHECK: proves that a schedule computes what its graph computes, and that the graph reads what was written only."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import GraphModule, Node
 
+from ...errors import PlanError
+from ...host_graph.listing import line_of
 from ...host_graph.nodes import is_work
-from .accesses import Accesses, fault, name_of
+from .accesses import CALL_SUBGRAPHS, Accesses, AccessesByRoot, called, fault, name_of
 
 
 def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
-    """Prove that running ``schedule`` computes what the graph in program order computes.
+    """Prove that running ``schedule`` computes what the graph in program order computes, and that this is defined.
 
     Raises:
-        PlanError: naming the two nodes that stand in the wrong order, or the node that is missing or doubled.
+        PlanError: naming the two nodes that stand in the wrong order, the node that is missing or doubled, or the
+            buffer that is read although nothing has written it.
     """
     memory = Accesses(gm.graph)
     position = {node: step for step, node in enumerate(schedule)}
@@ -34,10 +38,34 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node]) -> None:
         for before, after in itertools.pairwise(chain):
             if position[before] >= position[after]:
                 _wrong_order(before, after, position, "random numbers and effects keep program order")
-    for root, accesses in memory.accesses(required).items():
+    by_root = memory.accesses(required)
+    for root, accesses in by_root.items():
         _verify_accesses(name_of(root), accesses, position)
+    _verify_written(memory, by_root)
     for device, accesses in memory.accesses_to_inputs(required).items():
         _verify_accesses(f"an input on {device}, where another may lie", accesses, position)
+
+
+def _verify_written(memory: Accesses, accesses: AccessesByRoot) -> None:
+    """Check that no buffer is read, or returned, that nothing has written before; in subgraphs, too."""
+    graph = memory.graph
+    (output,) = graph.find_nodes(op="output")
+    returned = memory.roots_in(output.args)
+    for buffer in graph.find_nodes(op="call_function", target=torch.empty_strided):
+        root = buffer, None
+        first, writes = accesses[root][0] if root in accesses else (output, root not in returned)
+        if not writes and not buffer.meta.get("uninitialised") and 0 not in buffer.args[0]:
+            reads = "reads" if root in accesses else "returns"
+            raise PlanError(
+                f"graph: nothing writes {buffer.name} before {first.name} {reads} it",
+                expected="a launch or a call before it that writes the buffer",
+                got=line_of(first),
+                remedy="look at passes that change the graph: one may have erased the writer",
+            )
+    for node in graph.nodes:
+        for subgraph in called(node) if node.target in CALL_SUBGRAPHS else ():
+            inner = Accesses(subgraph.graph)
+            _verify_written(inner, inner.accesses(list(filter(is_work, subgraph.graph.nodes))))
 
 
 def _verify_accesses(storage: str, accesses: Sequence[tuple[Node, bool]], position: Mapping[Node, int]) -> None:
