@@ -99,6 +99,7 @@ class Layout:
         size, stride, offset: in elements; each may be symbolic.
         storage: number of the storage; tensors with the same number share memory.
         storage_bytes: bytes of the storage; may be symbolic.
+        conjugation, negation: whether it is pending.
     """
 
     dtype: torch.dtype
@@ -108,6 +109,8 @@ class Layout:
     offset: Any
     storage: int
     storage_bytes: Any
+    conjugation: bool = False
+    negation: bool = False
 
 
 class Values(Protocol):
@@ -192,12 +195,14 @@ class _Writer:
             kind = type(value).__name__
             return {"number": [kind, expression_to_data(value.node.expr, self.functions), _hint(value)]}
         if isinstance(value, torch.Tensor):
-            return {"tensor": self.tensor(value)}
+            pending, tensor = [value.is_conj(), value.is_neg()], self.tensor(value)
+            return {"pending": [*pending, *tensor]} if any(pending) else {"tensor": tensor}
         raise StorageError(f"a value of type {type(value).__name__}", expected="tensors, numbers and names")
 
     def tensor(self, value: torch.Tensor) -> Data:
-        if value.layout is not torch.strided or value.is_conj() or value.is_neg() or value.is_quantized:
-            raise StorageError(f"a tensor with layout {value.layout}", expected="plain memory")
+        if value.layout is not torch.strided or value.is_quantized:
+            kind = "quantized tensor" if value.is_quantized else f"tensor with layout {value.layout}"
+            raise StorageError(f"a {kind}", expected="plain memory")
         storage = value.untyped_storage()
         number = self.storages.setdefault(storage._cdata, len(self.storages))
         sizes = [list(map(self.value, sizes)) for sizes in (value.size(), value.stride())]
@@ -277,12 +282,14 @@ class _Reader:
             case "number":
                 number, expression, hint = inner
                 return self.values.number(expression_from_data(expression, self.functions), number, hint)
-            case "tensor":
-                dtype, device, size, stride, storage, nbytes, offset = inner
+            case "tensor" | "pending":
+                conjugation, negation = inner[:2] if kind == "pending" else (False, False)
+                dtype, device, size, stride, storage, nbytes, offset = inner[-7:]
                 size, stride = (tuple(self.value(n, {}) for n in numbers) for numbers in (size, stride))
                 dtype, device = _torch_constant("dtype", dtype), torch.device(device)
                 offset, nbytes = self.value(offset, {}), self.value(nbytes, {})
-                return self.values.tensor(Layout(dtype, device, size, stride, offset, storage, nbytes))
+                where = offset, storage, nbytes
+                return self.values.tensor(Layout(dtype, device, size, stride, *where, conjugation, negation))
         raise StorageError(f"a value of kind {kind!r}", expected="one that fxwrap has written")
 
 

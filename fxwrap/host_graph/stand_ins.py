@@ -32,7 +32,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in ("is_conj", "is_neg", "__get__"):
+        if getattr(function, "__name__", "") == "__get__":
             return super().__torch_function__(function, types, args, kwargs or {})
         raise TypeError(f"{function} of a value that stands for a tensor: there is no data")
 
@@ -51,6 +51,12 @@ class StandIn(torch.Tensor):
 
     def storage_offset(self) -> Any:
         return self._layout.offset
+
+    def is_conj(self) -> bool:
+        return self._layout.conjugation
+
+    def is_neg(self) -> bool:
+        return self._layout.negation
 
     def new_empty_strided(self, size: Any, stride: Any) -> StandIn:  # type: ignore[override]
         """A value of the same type in a storage of its own, for another result with these elements."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections import namedtuple
@@ -18,6 +19,8 @@ from fxwrap.artifacts.signature import NumberInput, Signature
 from fxwrap.artifacts.structure import with_classes
 from fxwrap.codegen.store.export import _bounds
 from fxwrap.errors import InputError, StorageError
+from fxwrap.graphs.devices.runtime import using_runtime
+from fxwrap.testing.simulated import SIMULATED
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 
@@ -34,6 +37,28 @@ def assert_same(found: Any, expected: Any) -> None:
     expected, expected_spec = pytree.tree_flatten(expected)
     assert found_spec == expected_spec and list(map(type, found)) == list(map(type, expected))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# -- lazy conjugates -------------------------------------------------------------------------------------------
+
+
+class Conjugates(nn.Module):
+    """Values between the operators have a pending conjugation or negation; so has the last result."""
+
+    def forward(self, z: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return (z.mH @ z).abs(), torch.vdot(z[0], z[1]), z.conj().imag @ x, z.conj()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_conjugations_that_are_pending_between_operators(tmp_path: Path, frozen: bool) -> None:
+    with using_runtime(SIMULATED) if frozen else contextlib.nullcontext():
+        z, x = torch.complex(torch.randn(3, 3), torch.randn(3, 3)), torch.randn(3, 3)
+        f = loaded(tmp_path, Conjugates(), z, x)
+        for _ in range(4):
+            z, x = torch.complex(torch.randn(3, 3), torch.randn(3, 3)), torch.randn(3, 3)
+            results, expected = f(z, x), Conjugates()(z, x)
+            torch.testing.assert_close(results, expected)
+            assert [t.is_conj() for t in results] == [t.is_conj() for t in expected]
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------

@@ -47,7 +47,8 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(FxGraphCache, "_get_tmp_dir", staticmethod(lambda: str(tmp_path / "fxgraph")))
     monkeypatch.setattr(AOTAutogradCache, "_get_tmp_dir", classmethod(lambda cls: str(tmp_path / "aotautograd")))
     functorch: Any = torch._functorch.config
-    with config.patch(fx_graph_cache=True), functorch.patch(enable_autograd_cache=True):
+    sizes = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    with config.patch(fx_graph_cache=True), functorch.patch(enable_autograd_cache=True), sizes:
         yield tmp_path
 
 
@@ -99,6 +100,29 @@ def undefined(x: Tensor) -> Tensor:
     return rows.cumsum(0)[:4]
 
 
+@torch.library.custom_op("fxwrap_caches::counted", mutates_args=())
+def counted(x: Tensor) -> tuple[Tensor, int]:
+    return x[x > 0].exp(), int((x > 1).sum())
+
+
+@counted.register_fake
+def _(x: Tensor) -> tuple[Tensor, int]:
+    size = torch.library.get_ctx().new_dynamic_size
+    return x.new_empty(size()), size()
+
+
+def promised(x: Tensor) -> Tensor:
+    with_all, number = counted(x.abs() + 1)
+    torch._check(with_all.size(0) == x.numel())
+    return (with_all + 1).view(4, 16).sin() @ x.t() * number
+
+
+def conjugates(x: Tensor) -> list[Tensor]:
+    """Lazy: views with a bit that says so, between operators that heed it."""
+    z = torch.complex(x, x.sin())
+    return [(z.mH @ z).abs(), torch.vdot(z[0], z[1]).real, z.conj().imag @ x.t(), z.conj()]
+
+
 def sized(x: Tensor) -> list[Tensor]:
     n = x.size(0)
     sizes = round(n / 3), abs(n - 20), max(n, 5), math.trunc(math.sqrt(n)), torch.sym_ite(n > 5, n, 2 * n)
@@ -130,6 +154,8 @@ PROGRAMS: dict[str, tuple[Any, bool | None, bool]] = {
     "constants": (lambda: constants, False, False),
     "drawn": (lambda: drawn, False, False),
     "data-dependent": (lambda: data_dependent, False, False),
+    "promised sizes": (lambda: promised, False, False),
+    "conjugates": (lambda: conjugates, False, False),
     "sizes": (lambda: sized, True, False),
     "undefined": (lambda: undefined, False, False),
 }
@@ -169,10 +195,10 @@ def test_what_is_found_is_what_was_compiled(device: torch.device, name: str) -> 
 @pytest.mark.usefixtures("caches")
 def test_a_stored_graph_says_all_that_analysis_needs() -> None:
     """Storages and verdicts of the graph that was read are those of the graph that was emitted."""
-    for model, x in ((Blocks(), torch.randn(4, 16)), (data_dependent, torch.randn(4, 16))):
+    for model in (Blocks(), data_dependent, promised, conjugates):
         for _ in range(2):
-            f = compile_anew(model, dynamic=True)
-            f(x)
+            f = compile_anew(model, dynamic=model is not promised)
+            f(torch.randn(4, 16))
         for program in programs(f):
             plan = program.plan
             assert analyse_storages(plan.graph) == plan.facts
