@@ -250,6 +250,14 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return plain and dense and not wraps(tensor) and not tensor._is_zerotensor()
 
 
+def primals(inputs: list[Any]) -> list[Any]:
+    """Inputs without the tangents of forward-mode derivatives, which compiled programs do not compute."""
+    if not forward_ad._current_level >= 0:
+        return inputs
+    unpacked = ((x, *forward_ad.unpack_dual(x)) if isinstance(x, torch.Tensor) else (x, x, None) for x in inputs)
+    return [x if tangent is None else primal for x, primal, tangent in unpacked]
+
+
 # Whether autocast is on for any device; and a context that switches it off.
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 without_autocast: Any = getattr(torch._C, "_DisableAutocast")  # noqa: B009
@@ -288,6 +296,7 @@ def torch_functions() -> TorchFunctions:
         below_modes=below_modes,
         saved_tensors_hooks=saved_tensors_hooks,
         without_modes=without_modes,
+        primals=primals,
         profiling=profiling,
         traces=ProgramTraces.of,
         native=native_replay,

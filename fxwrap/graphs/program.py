@@ -143,7 +143,7 @@ class Program:
                 raise
             if outputs is not self.specializations.missed:
                 return outputs
-        inputs, emptied = list(inputs), inputs
+        inputs, emptied = self.functions.primals(list(inputs)), inputs
         emptied.clear()
         if len(inputs) != self._input_count:
             raise InputError(

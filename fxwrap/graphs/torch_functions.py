@@ -63,6 +63,7 @@ class TorchFunctions:
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]
     below_modes: Callable[..., Any]
     without_modes: Callable[[], contextlib.AbstractContextManager[Any]]
+    primals: Callable[[list[Any]], list[Any]]
     profiling: Callable[[], bool]
     traces: Callable[[str], Traces]
     native: Callable[[], NativeReplay | str]

@@ -1,4 +1,4 @@
-"""Inputs and results of which a conjugation or a negation is pending.
+"""Inputs and results of which a conjugation or a negation is pending, and inputs with a tangent.
 
 ::
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from conftest import Compiled, assert_same, inductor, tensors_in
 
 from fxwrap.graphs.memory.arenas import ArenaPool
@@ -203,3 +204,36 @@ def test_what_a_recording_keeps_is_freed_when_it_ends(device: torch.device, own_
     for pending in (torch.conj, _neg):
         arena.keep_until_done([pending(torch.empty(1 << 16, dtype=_COMPLEX, device=device))])
         assert allocated(device) == before
+
+
+# -- tangents of forward-mode derivatives ----------------------------------------------------------------------
+
+
+def _sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * x
+
+
+def _product(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x).sin()
+
+
+def _written(x: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    return x.sort(0)[0]
+
+
+@pytest.mark.parametrize("g", [_sine, _product, _written])
+@pytest.mark.parametrize("first", range(4))
+def test_a_tangent_is_no_hindrance(compiled: Any, device: torch.device, g: Any, first: int) -> None:
+    """At any kind of call the result is the function's; like Inductor's kernels, a program derives nothing."""
+    f: Compiled = compiled(g)
+    for call in range(7):
+        x = torch.randn(4, 4, device=device)
+        expected = g(twin := x.clone())
+        with forward_ad.dual_level():
+            with_tangent = call >= first and call % 2 == first % 2
+            dual = forward_ad.make_dual(x, torch.ones_like(x)) if with_tangent else x
+            result, tangent = forward_ad.unpack_dual(f(dual))
+        torch.testing.assert_close([result, x], [expected, twin])
+        assert tangent is None
+    assert sum(f.replays()) >= 4
