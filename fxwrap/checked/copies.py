@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..host_graph.tensors import has_address, reach, tensor_like, tensor_over
+from ..host_graph.tensors import has_address, reach, tensor_like, tensor_over, unexpanded
 
 _BYTES = torch.uint8
 
@@ -129,7 +129,8 @@ def difference(got: Any, expected: Any) -> str:
         return f"{layout}, not {expected_layout}"
     if not _lies(got):
         return ""
-    a, b = (value.detach().resolve_conj().resolve_neg() for value in (got, expected))
+    # Each element once, before anything copies them: an expanded tensor may have more than there is memory.
+    a, b = (unexpanded(value.detach()).resolve_conj().resolve_neg() for value in (got, expected))
     if a.dtype.is_complex:
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.itemsize)

@@ -53,6 +53,16 @@ def test_training(compiled: Any, device: torch.device, own_arenas: Any, name: st
     assert not any(event.startswith("not") for program in f.programs for event in program.counters.events)
 
 
+def test_an_expanded_input_takes_memory_for_its_elements_alone(compiled: Any, device: torch.device) -> None:
+    """This one has 2**40 elements, and one number."""
+    f: Compiled = compiled(lambda x: x[:3, :2] * 2, options={"checked": True})
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(1, 1, device=device)
+            assert torch.equal(f(x.expand(1 << 20, 1 << 20)), (x * 2).expand(3, 2))
+    assert f.program.counters.replays >= 1
+
+
 def test_what_is_handed_out_is_what_it_would_be(compiled: Any, device: torch.device, own_arenas: Any) -> None:
     """Random numbers, an input that is updated, and a parameter that moves."""
     model = torch.nn.Linear(8, 8).to(device)

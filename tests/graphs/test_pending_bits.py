@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from conftest import Compiled, assert_same, inductor, tensors_in
+from torch.autograd import forward_ad
 
 from fxwrap.graphs.memory.arenas import ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
