@@ -3,6 +3,8 @@
 python examples/save_and_load.py                       # saves decoder.fxw in the working folder, loads it, generates
 python -m fxwrap inspect decoder.fxw
 python -m fxwrap save examples.save_and_load:methods -o decoder.fxw
+
+Needs pip install 'fxwrap[save]', and the commands typer as well.
 """
 
 from __future__ import annotations

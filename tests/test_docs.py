@@ -1,4 +1,4 @@
-"""The documents: each is in the index, and each link points to a file and a heading that exist."""
+"""The documents: each is in the index; links point to a file and a heading, and commands name files, that exist."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import BLOCK, blocks
 
 ROOT = Path(__file__).parent.parent
 INDEX = ROOT / "docs" / "README.md"
-TOP = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md")) + [ROOT / name for name in TOP]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+DOCUMENTS = PAGES + [ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+SCRIPT = re.compile(r"(benchmarks|examples|fxwrap|hostcuda|tests)/[\w/]+\.py")
 
 
 def prose(path: Path) -> str:
     """The text without blocks of code, in which brackets are no links."""
-    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return BLOCK.sub("", path.read_text())
 
 
 def anchors(path: Path) -> set[str]:
@@ -47,6 +49,54 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     text = "[a](there.md) [b](there.md#a-heading-code) [c](gone.md) [d](there.md#no-heading) [e](#own) [f](https://x.y/z)"
     (tmp_path / "page.md").write_text(text)
     assert broken_links(tmp_path / "page.md") == ["gone.md", "there.md#no-heading", "#own"]
+
+
+def _text(script: str) -> str:
+    """A script of the checkout, or of hostsim, which is copied; empty if there is none."""
+    paths = [folder / script for folder in (ROOT, ROOT / "examples" / "hostsim")]
+    return next((path.read_text() for path in paths if path.exists()), "")
+
+
+def unknown(text: str) -> list[str]:
+    """Scripts, their options, and make's targets that are not there, of commands in prose and in untested blocks."""
+    shown = [line.partition("#")[0] for block in blocks(text) if block.untested for line in block.text.splitlines()]
+    targets = " ".join(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)).split()
+    found = []
+    for command in shown + re.findall(r"`([^`]+)`", BLOCK.sub("", text)):
+        words = command.split()
+        scripts = {word: _text(word) for word in words if SCRIPT.fullmatch(word)}
+        found += [script for script, text in scripts.items() if not text]
+        for option in (word for word in words if word.startswith("--") and any(scripts.values())):
+            if not any(f'"{option}"' in text for text in scripts.values()):
+                found.append(f"{' '.join(scripts)} {option}")
+        if words[:1] == ["make"]:
+            found += [f"make {word}" for word in words[1:] if re.fullmatch(r"[a-z-]+", word) and word not in targets]
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_is_run_or_says_why_not(path: Path) -> None:
+    """(test_wheel.py runs them.) A mark, or a block, that is written in another way would be passed over."""
+    assert not re.findall(r"```.*|~~~.*|<!--.*|\n\n {4,}.*", prose(path))
+    for block in blocks(path.read_text()):
+        assert block.untested or block.language in ("python", "bash", "text"), block
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_name_what_exists(path: Path) -> None:
+    assert not unknown(path.read_text())
+
+
+def test_a_command_that_names_nothing_is_found() -> None:
+    text = """
+`make test`, `make nothing`, `python benchmarks/speed.py --json FILE`, `python tests/fuzz/sweep.py --nothing 1`
+
+<!-- untested: minutes -->
+```bash
+python examples/nothing.py  # tests/nothing.py
+```
+"""
+    assert unknown(text) == ["examples/nothing.py", "make nothing", "tests/fuzz/sweep.py --nothing"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)

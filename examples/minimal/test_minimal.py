@@ -14,6 +14,7 @@ import torch
 import fxwrap
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+import processes
 from models import MODELS
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch.accelerator.Graph: torch 2.13")
@@ -50,6 +51,12 @@ def step(call, model, inputs, training):
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert bool(gradients) == training
     return [[t.detach().cpu() for t in tensors] for tensors in ((*results, *model.buffers()), gradients)]
+
+
+def test_the_program_of_the_guide_runs():
+    """docs/devices.md begins with it."""
+    done = processes.run(str(Path(minimal.__file__)))
+    assert done.returncode == 0 and "captured" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
