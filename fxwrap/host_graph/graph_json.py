@@ -86,7 +86,13 @@ _FUNCTIONS: dict[str, Any] = {
 }
 _RELATIONS = ("Equality", "Unequality", "StrictLessThan", "LessThan", "StrictGreaterThan", "GreaterThan")
 _SYMPY = ("Add", "Mul", "Pow", "And", "Or", "Not", "Piecewise", "Abs", "Max", "Min", *_RELATIONS)
-_NOTES = ("outside_plan", "effect", "of_data", "module", "uninitialised")  # keys of ``meta`` that are stored as they are
+_NOTES = (
+    "outside_plan",
+    "effect",
+    "of_data",
+    "module",
+    "uninitialised",
+)  # keys of ``meta`` that are stored as they are
 _POWERS = ("Pow", "PowByNatural", "LShift", "RShift")
 _CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
