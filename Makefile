@@ -24,8 +24,7 @@ export MINIMAL_CACHE ?= $(CACHES)/minimal
 # How many processes run tests/ on the CPU at a time; `make test` has up to two more, for the simulated accelerator and
 # examples/. Each compiles in itself, and with one thread.
 WORKERS ?= 2
-# The longest first; two at a time.
-CUDA_TESTS := cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
+CUDA_TESTS := cuda-own cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy
 TESTS := quick test test-main test-hostsim test-device test-own test-minimal test-models test-vendor $(CUDA_TESTS)
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 $(TESTS): export OMP_NUM_THREADS ?= 1
@@ -95,9 +94,8 @@ cuda-torch: $(VENV)/bin/python
 	$(MAKE) --no-print-directory $(VENV)/.installed-test
 	$(BIN)/python -m hostcuda --build
 
-# make test-cuda CUDA_LANE="cuda-own cuda-graphs" runs these two.
-CUDA_LANE := $(CUDA_TESTS)
-cuda: $(CUDA_LANE)
+# The longest first; two at a time.
+cuda: cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
 # The limits end what hangs; beside other work a check takes several times as long.
 CUDA_PYTEST = -m pytest -p hostcuda.plugin --timeout 900
 FUZZ := tests/fuzz/sweep.py --device gpu --sequences 100000 --minutes 2
