@@ -57,19 +57,21 @@ def case(module: Any, function: Any, *inputs: torch.Tensor) -> Any:
 
 
 def test_a_difference_is_seen(coverage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script itself can fail: a pass that drops the last kernel changes the numbers."""
+    """The script itself can fail: a pass that negates what the last kernel writes changes the numbers."""
     from fxwrap.codegen.emit import emission
     from fxwrap.host_graph.nodes import Kind, kind_of
 
-    def drops_a_launch(self: Any) -> Any:
-        def drop(gm: torch.fx.GraphModule) -> None:
-            gm.graph.erase_node([n for n in gm.graph.nodes if kind_of(n) is Kind.LAUNCH][-1])
+    def negates_a_result(self: Any) -> Any:
+        def negate(gm: torch.fx.GraphModule) -> None:
+            launch = [n for n in gm.graph.nodes if kind_of(n) is Kind.LAUNCH][-1]
+            with gm.graph.inserting_after(launch):
+                gm.graph.call_function(torch.ops.aten.neg_.default, (launch.args[-1],))
 
-        return [drop]
+        return [negate]
 
     entry = case(coverage, lambda x: x.sin().sum(), torch.ones(64))
     assert coverage.examine("sin", entry, None).verdict == "equal"
-    monkeypatch.setattr(emission.FxwrapCodegen, "passes", drops_a_launch)
+    monkeypatch.setattr(emission.FxwrapCodegen, "passes", negates_a_result)
     outcome = coverage.examine("sin", entry, None)
     assert outcome.verdict == "different" and "result of call 1" in outcome.reason
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import Kind, communicates, is_work, kind_of, schema_of
+from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
 from ...plan import StorageFacts
 from .aliasing import overlap_groups
 
@@ -54,11 +54,12 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
         for operand in node.all_input_nodes:
             edge(operand, node, "data")
         results = frozenset[Node]().union(*(made_by[operand] for operand in node.all_input_nodes))
-        made_by[node] = frozenset({node}) if is_work(node) else results
+        is_work = kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
+        made_by[node] = frozenset({node}) if is_work else results
         if kind_of(node) is Kind.CHECK:
             for result in results:
                 checks[result].append(node)
-        elif is_work(node):
+        elif is_work:
             for result in results:
                 for check in checks[result]:
                     edge(check, node, "check")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class _Work:
         nodes = _in_order(dependencies)
         position = {node: index for index, node in enumerate(nodes)}
         verdict_at = [
-            verdict if is_work(node) or (verdict is Verdict.EAGER and kind_of(node) is not Kind.VIEW) else None
+            verdict if is_work(node) or (verdict is Verdict.EAGER and not _is_made_again(node)) else None
             for node in nodes
             for verdict in (verdicts[node.name].verdict,)
         ]
@@ -130,6 +131,11 @@ class _Work:
                 groups.append((verdict, []))
             groups[-1][1].append(i)
         return groups
+
+
+def _is_made_again(node: Node) -> bool:
+    """Whether a node is made again wherever it is used: a view, unless it takes an element out of a tuple."""
+    return kind_of(node) is Kind.VIEW and node.target is not operator.getitem
 
 
 def _in_order(dependencies: nx.DiGraph) -> list[Node]:
