@@ -151,6 +151,7 @@ def test_wrong_tensors_are_refused(net: Net, calls: int) -> None:
         torch.zeros(4, 8).to_sparse(),
         torch.empty(1, 8).expand(4, 8),
         torch.empty(4, 8, requires_grad=True),
+        torch.inference_mode()(torch.empty)(4, 8),
         nn.Parameter(torch.empty(4, 8)),
         3,
         (y,),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..artifacts.caller_outputs import program_with_outputs
+from ..artifacts.caller_outputs import check_writable, program_with_outputs
 from ..errors import InputError
 from ..graphs.prepared import DynamicSizes
 from ..graphs.program import REQUESTS, Program
@@ -69,6 +69,7 @@ class BoundOutputs:
                 raise _refused("dense tensors, or None", type(tensor).__name__)
             if tensor is not None and tensor.requires_grad:
                 raise _refused("no gradient to be asked for", "a tensor with requires_grad=True")
+        check_writable(given, "out= of a bound function")
         ordinary, request = sum(self.ordinary_calls.values()), _Request(self.ways, given)
         thread = threading.get_ident()
         REQUESTS[thread] = request

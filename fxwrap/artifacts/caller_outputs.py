@@ -82,6 +82,23 @@ def _in_symbols(size: Size, symbols: Mapping[str, Any]) -> Size | None:
     return size.xreplace({symbol: symbols[symbol.name] for symbol in size.free_symbols})
 
 
+def check_writable(tensors: Sequence[Any], subject: str) -> None:
+    """Check that the caller may write to its tensors now.
+
+    Raises:
+        InputError: one was made in inference mode, which is off now.
+    """
+    if not torch.is_inference_mode_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.is_inference():
+                raise InputError(
+                    subject,
+                    expected="tensors that may be written outside of torch.inference_mode()",
+                    got="a tensor that was made in it",
+                    remedy="make it outside of the mode, or call inside of it",
+                )
+
+
 Call = Callable[[list[Any]], Any]
 
 
@@ -104,12 +121,13 @@ class CallerOutputs:
         """Call the method. Returns its results: the given tensors, and new ones where None is given.
 
         Raises:
-            InputError: a given tensor does not fit, or shares memory with an input.
+            InputError: a given tensor does not fit, may not be written, or shares memory with an input.
         """
         positions = tuple(position for position, tensor in enumerate(given) if tensor is not None)
         if (call := self._calls.get(positions)) is None:
             call = self._calls[positions] = self._variant(positions, len(given))
         tensors: Any = [given[position] for position in positions]
+        check_writable(tensors, f"out of {self._signature.method}")
         others = iter(call([*inputs, *tensors]))
         torch.autograd.graph.increment_version(tensors)
         return [next(others) if tensor is None else tensor for tensor in given]

@@ -187,6 +187,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.empty(4, 3, 8, device="meta"),
     "sparse": lambda: torch.zeros(4, 3, 8).to_sparse(),
     "negated": lambda: torch._neg_view(torch.empty(4, 3, 8)),
+    "made in inference mode": torch.inference_mode()(lambda: torch.empty(4, 3, 8)),
     "wants gradients": lambda: torch.empty(4, 3, 8, requires_grad=True),
     "a number": lambda: 3,
     "a list": lambda: [torch.empty(4, 3, 8)],
@@ -210,6 +211,14 @@ def test_a_wrong_tensor_is_refused(program: Any, wrong: str) -> None:
     assert torch.equal(X, before)
     y = torch.empty(4, 3, 8)
     assert_same(program.f.run(X, out=y), program.f(X))
+
+
+def test_a_tensor_that_was_made_in_inference_mode_is_written_in_it(program: Any) -> None:
+    with torch.inference_mode():
+        for _ in range(4):
+            x, y = torch.randn(4, 3, 8), torch.empty(4, 3, 8)
+            assert y.is_inference() and program.f.run(x, out=y) is y
+            assert_same(y, program.f(x))
 
 
 def test_a_tensor_over_an_input_or_a_weight_is_refused(program: Any) -> None:
