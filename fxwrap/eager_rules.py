@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -84,10 +85,11 @@ def as_rules(eager_ops: Sequence[str | EagerRule]) -> list[EagerRule]:
 
 
 def check_names(eager_ops: Sequence[str | EagerRule], registered: Iterable[str]) -> None:
-    """Check that every name matches a registered operator.
+    """Check that every name matches a registered operator, or can be that of a kernel or a function.
 
-    Two kinds of names are not checked: a name outside of the operators' namespaces may be a kernel's, and a rule for
-    certain devices may name an operator that is registered only where the device is.
+    Kernels have a number at the end. A function that a user's pass calls may have any name but one like that of an
+    operator without its namespace. A rule for certain devices is not checked: it may name an operator that is
+    registered only where the device is.
 
     Args:
         registered: the operators that torch knows, as ``namespace::name`` or ``namespace::name.overload``.
@@ -99,21 +101,24 @@ def check_names(eager_ops: Sequence[str | EagerRule], registered: Iterable[str])
     if not names:
         return
     spellings: dict[str, str] = {}
-    for full in registered:
+    alone: dict[str, str] = {}  # by their names without namespaces; torch's own operators come first
+    for full in sorted(registered, key=lambda name: not name.startswith("aten::")):
         packet = full.partition(".")[0]
         spellings |= {name.replace("::", "."): name for name in (packet, f"{packet}.default", full)}
-    namespaces = {spelling.partition(".")[0] for spelling in spellings}
+        alone.setdefault(packet.partition("::")[2], packet)
     for name in names:
         dotted = name.replace("::", ".")
-        namespace, dot, _ = dotted.partition(".")
-        is_operator = "::" in name or "*" in name or (dot and namespace in namespaces)
-        if not is_operator or dotted in spellings:
+        if dotted in spellings or re.fullmatch(r"\w*_\d+", name):
             continue
-        close = difflib.get_close_matches(dotted, spellings, n=1, cutoff=0.75)
+        known = alone if name.isidentifier() else spellings
+        close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
+        if name.isidentifier() and not close:
+            continue
+        last = name.rpartition(".")[2]  # of torch.mm
         if "*" in name:
             remedy = "list each operator, or match many by an EagerRule with a predicate or tags"
-        elif close:
-            remedy = f"did you mean {spellings[close[0]]!r}?"
+        elif close or last in alone:
+            remedy = f"did you mean {known[close[0]] if close else alone[last]!r}?"
         else:
             remedy = "import what registers it before the first call"
         raise OptionError(

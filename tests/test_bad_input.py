@@ -190,6 +190,13 @@ _NUMBERS = torch.Tag.nondeterministic_bitwise
         ("aten::add.Tensr", "did you mean 'aten::add.Tensor'?"),
         (["aten::mm", "fxwrap_bad_input::lokup"], "did you mean 'fxwrap_bad_input::lookup'?"),
         (["mylib::lookup"], "import what registers it before the first call"),
+        ("nolib.lookup_all", "import what registers it before the first call"),
+        ("torch.mm", "did you mean 'aten::mm'?"),
+        ("mm", "did you mean 'aten::mm'?"),
+        ("sinn", "did you mean 'aten::sin'?"),
+        ("lokup_", "did you mean 'fxwrap_bad_input::lookup'?"),
+        ("", "import what registers it"),
+        (" ", "import what registers it"),
         ("aten::*", "an EagerRule with a predicate or tags"),
         ("nolib::*", "an EagerRule with a predicate or tags"),
         (fxwrap.EagerRule("slow", ("aten::mm", "aten::nonzer0")), "did you mean 'aten::nonzero'?"),
@@ -223,9 +230,9 @@ def test_names_of_no_operator(eager_ops: Any, remedy: str) -> None:
         # Kernels and functions
         "cpp_fused_sin_0",
         "triton_poi_fused_add_0",
-        "addmm",
-        "aten",
-        "nolib.lookup",
+        "mm_0",
+        "bias_addmm",
+        "what_my_pass_calls",
     ],
 )
 def test_names_of_operators_and_kernels(name: str) -> None:
