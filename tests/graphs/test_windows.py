@@ -162,7 +162,7 @@ class Weight(torch.nn.Module):
 @pytest.mark.parametrize("use", [before, in_a_library_call])
 def test_a_weight_that_stays_is_used_where_it_lies(compiled: Any, device: torch.device, use: Any) -> None:
     model = Weight(use)
-    model.weight.data = model.whole.to(device)[4:20].view(4, 4)
+    model.weight = torch.nn.Parameter(model.whole.to(device)[4:20].view(4, 4))
     f: Compiled = compiled(model)
     for _ in range(4):
         x = torch.randn(3, device=device)
