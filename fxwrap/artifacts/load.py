@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..codegen.store.kernel_libraries import close_unused, kernel_in
 from ..codegen.store.stored_kernels import stored_kernel
 from ..codegen.store.stored_triton import stored_launcher
 from ..codegen.torch_runtime import (
     empty_graph,
     library_functions,
-    load_object,
     size_functions,
     torch_functions,
     wrapper_functions,
@@ -70,17 +69,17 @@ def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> AotProg
     tensors = StoredTensors(package, given_by_entry(package, given_weights), functions)
     options = Options(**manifest["options"])
     methods = {}
-    with tempfile.TemporaryDirectory(prefix="fxwrap-") as folder:
-        kernels = _Kernels(package, Path(folder))
-        for name, entry in manifest["methods"].items():
-            data = package.json(entry["program"])
-            constants = {attribute: tensors[tensor] for attribute, tensor in entry["constants"].items()}
-            graph = graph_from_data(data["graph"], functions, StandIns(), constants, kernels.of(data), empty_graph)
-            plan = from_data(ProgramPlan, data["plan"], graph=graph)
-            program = restore_program(plan, CompileRequest(torch_functions(), options))
-            weights = {weight: tensors[tensor] for weight, tensor in entry["weights"]}
-            signature = signature_from_data(name, entry, functions)
-            methods[name] = AotMethod(signature, program, weights, entry["frozen"])
+    kernels = _Kernels(package)
+    for name, entry in manifest["methods"].items():
+        data = package.json(entry["program"])
+        constants = {attribute: tensors[tensor] for attribute, tensor in entry["constants"].items()}
+        graph = graph_from_data(data["graph"], functions, StandIns(), constants, kernels.of(data), empty_graph)
+        plan = from_data(ProgramPlan, data["plan"], graph=graph)
+        program = restore_program(plan, CompileRequest(torch_functions(), options))
+        weights = {weight: tensors[tensor] for weight, tensor in entry["weights"]}
+        signature = signature_from_data(name, entry, functions)
+        methods[name] = AotMethod(signature, program, weights, entry["frozen"])
+    close_unused()  # only now: of the same file there are kernels, if a program of it was here before
     loaded = AotProgram(methods, tensors, manifest["tensors"])
     weights = loaded.weights
     if given_weights and (pair := overlapping([(weights[n], manifest["tensors"][n]["written"]) for n in weights])):
@@ -93,9 +92,8 @@ def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> AotProg
 class _Kernels:
     """Loads kernels: compiled ones from the file, C++ source by Inductor, Triton kernels by Triton."""
 
-    def __init__(self, package: Package, folder: Path) -> None:
-        self._package, self._folder = package, folder
-        self._objects: dict[str, Callable[..., Any]] = {}
+    def __init__(self, package: Package) -> None:
+        self._package = package
 
     def of(self, data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Kernel]:
         texts, objects, triton = data["graph"]["modules"], data["objects"], data["triton"]
@@ -105,7 +103,7 @@ class _Kernels:
             if known["language"] == "triton":
                 run = self._triton(name, triton[name], torch.device(known["device"]))
             elif (member := objects.get(name)) is not None:
-                definition = self._object(member)
+                definition = kernel_in(self._package.read(member))
             else:
                 from ..codegen.emit.kernels import load_kernels, loaded_kernel
 
@@ -128,11 +126,3 @@ class _Kernels:
             raise self._package.error(
                 f"{name}: {type(error).__name__}: {error}", f"a kernel that Triton loads on {device}"
             ) from error
-
-    def _object(self, member: str) -> Callable[..., Any]:
-        if member not in self._objects:
-            # A name from the file is never used as a path.
-            path = self._folder / f"{len(self._objects)}.so"
-            path.write_bytes(self._package.read(member))
-            self._objects[member] = load_object(str(path))
-        return self._objects[member]

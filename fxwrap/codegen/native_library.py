@@ -102,10 +102,12 @@ def _flags() -> tuple[str, ...]:
 
 def kernel_address(kernel: Kernel) -> int | None:
     """Where the machine code of a C++ kernel of the CPU is: in the module whose function calls it."""
-    path = getattr(getattr(kernel.call, "__self__", None), "__file__", None)
-    if kernel.language != "cpp" or kernel.device.type != "cpu" or path is None:
+    module = getattr(kernel.call, "__self__", None)
+    if kernel.language != "cpp" or kernel.device.type != "cpu" or module is None:
         return None
+    if (address := getattr(module, "address", None)) is not None:  # in a library of a saved file
+        return int(address)
     try:
-        return ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value
+        return ctypes.cast(ctypes.CDLL(module.__file__).kernel, ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
-import itertools
 import operator
 import os
 import sys
@@ -343,22 +341,6 @@ def assert_tensor_metadata(
 def library_functions() -> dict[str, Callable[..., Any]]:
     """Torch's own functions that Inductor's wrapper calls for library kernels, by name."""
     return {f"extern_kernels.{name}": f for name, f in vars(torch).items() if callable(f)}
-
-
-def load_object(path: str) -> Callable[..., Any]:
-    """The function of a C++ kernel in a shared library that Inductor has built."""
-    # The library reads the address of a function that returns a tensor's data pointer.
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-    # Python caches modules by name, and finds the entry function by the last part of the name.
-    spec = importlib.util.spec_from_file_location(f"fxwrap_kernel_{next(_modules)}.kernel", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.kernel  # type: ignore[no-any-return]
-
-
-_modules = itertools.count()
 
 
 def size_functions() -> dict[str, type]:

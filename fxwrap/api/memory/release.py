@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...artifacts.aot_program import AotProgram
+from ...codegen.store.kernel_libraries import close_unused
 from ...graphs.memory.shared_state import SHARED
 from ..report import report
 
@@ -14,7 +15,8 @@ def release(fn: Callable[..., Any] | AotProgram | None = None) -> int:
     """End recordings and free their memory. The next call records again, and counts as a recording.
 
     Live outputs keep their memory. Recordings that another thread runs at this moment do not end. On an accelerator
-    the memory returns to the caching allocator; ``torch.accelerator.empty_cache()`` returns it to the driver.
+    the memory returns to the caching allocator; ``torch.accelerator.empty_cache()`` returns it to the driver. C++
+    kernels of saved files whose programs are gone are unloaded.
 
     Args:
         fn: what ``torch.compile``, ``fxwrap.aot_compile`` or ``fxwrap.load`` returned; None for all programs. An
@@ -31,4 +33,5 @@ def release(fn: Callable[..., Any] | AotProgram | None = None) -> int:
     for graph in reports:
         graph.program.release()
     SHARED.arenas.give_back()
+    close_unused()
     return before - SHARED.arenas.kept()

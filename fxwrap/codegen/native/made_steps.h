@@ -42,7 +42,7 @@ inline void define_steps(py::module_& m) {
     return Value(Kind::Dict, std::move(parts), std::move(names));
   });
 
-  m.def("kernel", made<KernelStep, uint64_t, const Parts&, const std::vector<size_t>&, const std::vector<size_t>&>);
+  m.def("kernel", made<KernelStep, uint64_t, py::object, const Parts&, const std::vector<size_t>&, const std::vector<size_t>&>);
   m.def("operator", made<OperatorStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
                          const std::vector<std::optional<size_t>>&>);
   m.def("product", made<ProductStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,

@@ -62,10 +62,11 @@ constexpr auto kCallers = callers(std::make_index_sequence<kMostArguments + 1>{}
 class KernelStep : public Step {
  public:
   Lock lock() const override { return Lock::InTheWay; }
+  // owner: keeps what is at the address
   // read, written: the positions of tensors; the other arguments are numbers
-  KernelStep(uint64_t address, const Value::Parts& arguments, const std::vector<size_t>& read,
+  KernelStep(uint64_t address, py::object owner, const Value::Parts& arguments, const std::vector<size_t>& read,
              const std::vector<size_t>& written)
-      : function_(reinterpret_cast<void*>(address)) {
+      : function_(reinterpret_cast<void*>(address)), owner_(std::move(owner)) {
     TORCH_CHECK(arguments.size() <= kMostArguments);
     caller_ = kCallers[arguments.size()];
     values_.resize(arguments.size());
@@ -80,6 +81,11 @@ class KernelStep : public Step {
       else
         values_[i] = static_cast<uint64_t>(Number(arguments[i]).in(kNoSlots));
     }
+  }
+
+  int traverse(visitproc visit, void* arg) const override {
+    Py_VISIT(owner_.ptr());
+    return 0;
   }
 
   void run(Slots& slots) override {
@@ -99,6 +105,7 @@ class KernelStep : public Step {
     bool written;
   };
   void* function_;
+  py::object owner_;
   Caller caller_;
   std::vector<uint64_t> values_;
   std::vector<Pointer> pointers_;

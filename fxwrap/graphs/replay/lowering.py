@@ -155,7 +155,7 @@ class Lowering:
         address = self._kernel_address(kernel)
         if address is None:
             return False
-        step = self.library.kernel(address, self.values(args), read, written)
+        step = self.library.kernel(address, kernel.call, self.values(args), read, written)
         return self.add(step, f"{kernel.name}({self.texts(args)})")
 
     def operator(
