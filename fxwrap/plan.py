@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .host_graph.nodes import by_name
+from .host_graph.user_code import shown_name
 from .packing import Placement, Reserved, joined
 
 _NONE: frozenset[int] = frozenset()
@@ -456,6 +457,11 @@ class ProgramPlan:
     def maker(self, index: int) -> Node:
         """The node that makes a storage."""
         return self.nodes[self.facts.storages[index].node]
+
+    def shown_name(self, index: int) -> str:
+        """The name of a storage in reports."""
+        storage = self.facts.storages[index]
+        return shown_name(self.maker(index)) if storage.element is None else storage.name
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from ..codegen.torch_runtime import allocations
 from ..codegen.torch_versions import own_caches
 from ..compilation import Compilation
 from ..inspection.document import CallData
-from ..inspection.explanation import Explanation
+from ..inspection.explanation import Explanation, name_of
 
 
 def compile_afresh(
@@ -38,7 +38,7 @@ def compile_afresh(
     compiled(*args, **kwargs)
     measured = [_measured(functools.partial(compiled, *args, **kwargs)) for _ in range(1, calls)]
     compilations, story = compilations_of(compiled)
-    return Explanation.of(list(dict.fromkeys([compilation, *compilations])), story, measured)
+    return Explanation.of(list(dict.fromkeys([compilation, *compilations])), name_of(fn), story, measured)
 
 
 def _measured(run: Callable[[], Any]) -> CallData:

@@ -11,7 +11,8 @@ from ..codegen.dynamo.report import compilations_of
 from ..compilation import live_compilations
 from ..errors import FxwrapError
 from ..graphs.program import Program
-from ..inspection.explanation import Explanation
+from ..inspection.document import Facts
+from ..inspection.explanation import Explanation, name_of
 
 
 def report(fn: Callable[..., Any] | AotProgram | None = None) -> Explanation:
@@ -26,11 +27,11 @@ def report(fn: Callable[..., Any] | AotProgram | None = None) -> Explanation:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
     if fn is None:
-        return Explanation.of(live_compilations())
+        return Explanation.of(live_compilations(), "all that is compiled")
     if isinstance(fn, AotProgram):
         return fn.explain()
     if isinstance(fn, AotMethod):
-        return Explanation([fn.program])
+        return Explanation([fn.program], Facts(fn.signature.method))
     compilations, story = compilations_of(fn)
     if not compilations:
         raise FxwrapError(
@@ -40,7 +41,7 @@ def report(fn: Callable[..., Any] | AotProgram | None = None) -> Explanation:
             remedy="fxwrap.explain(fn, ...) compiles it and tells more; torch.compile(fn, fullgraph=True) raises at "
             "what cannot be compiled; without an argument all programs are shown",
         )
-    return Explanation.of(compilations, story)
+    return Explanation.of(compilations, name_of(fn), story)
 
 
 def total(programs: list[Program]) -> dict[str, Any]:

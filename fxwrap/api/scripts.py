@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from unittest import mock
 
-from ..compilation import all_kept
+from ..compilation import all_kept, live_compilations
 from ..inspection.explanation import Explanation
-from .report import report
 
 
 def explain_script(script: str, arguments: Sequence[str]) -> tuple[Explanation, SystemExit | None]:
@@ -37,7 +36,7 @@ def explain_script(script: str, arguments: Sequence[str]) -> tuple[Explanation, 
         except BaseException as error:
             traceback.print_exception(error.with_traceback(_in_script(error, script)))
             ended = SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1)
-        return report(), ended
+        return Explanation.of(live_compilations(), os.path.basename(script)), ended
 
 
 def _in_script(error: BaseException, script: str) -> TracebackType | None:

@@ -34,7 +34,7 @@ from ..codegen.dynamo.collection import with_own_code
 from ..compilation import Compilation
 from ..devices import registered_devices
 from ..errors import DeviceError, FxwrapError, UnsupportedModelError
-from ..inspection.explanation import Explanation
+from ..inspection.explanation import Explanation, name_of
 from .compile_afresh import compile_afresh
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _compiled_for(
             limits.append(f"Whatever follows the last graph is missing, for that does not run on the CPU: {error}")
         with present(machine):
             _plan_ahead(compilation.programs)
-    explanation = Explanation.of([compilation])
+    explanation = Explanation.of([compilation], name_of(fn))
     document = explanation.to_dict()
     for entry, graph in zip(document["graphs"], explanation.graphs, strict=True):
         for kernel_entry, kernel in zip(entry["kernels"], graph.kernels, strict=True):

@@ -292,9 +292,10 @@ class AotProgram(_OfThisProcess):
 
     def explain(self) -> Explanation:
         """The decisions about all methods, as ``fxwrap.explain`` shows them."""
+        from ..inspection.document import Facts
         from ..inspection.explanation import Explanation
 
-        return Explanation(list(self._compilation.programs))
+        return Explanation(list(self._compilation.programs), Facts(", ".join(self._methods)))
 
 
 def compiled_methods_of(program: AotProgram) -> CompiledMethods:

@@ -25,9 +25,10 @@ from ..graphs.policy.specialization import Decision, Specialization
 from ..graphs.program import Program
 from ..graphs.recorder import NOT_RECORDED
 from ..graphs.replay.recording import Recording, next_use
-from ..host_graph.nodes import communicates, only_computes, operator_name, output_values, user_line
+from ..host_graph.nodes import communicates, only_computes, operator_name, output_values
 from ..host_graph.sizes import evaluate_sizes
 from ..host_graph.tensors import has_address, tensors_in
+from ..host_graph.user_code import user_line
 from ..plan import Origin
 from .copies import Copies, Generators, all_bytes, difference, without_gradients
 from .memory import Difference, check_memory, first_difference

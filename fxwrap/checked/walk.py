@@ -22,9 +22,9 @@ from ..host_graph.nodes import (
     only_computes,
     operator_name,
     output_node,
-    user_line,
 )
 from ..host_graph.tensors import reach, tensor_like, tensor_over, tensors_in
+from ..host_graph.user_code import user_line
 from ..plan import Home, MemoryPlan, Origin, ProgramPlan
 from .copies import all_bytes, bytes_of
 

@@ -25,6 +25,7 @@ from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
 from . import torch_versions as versions
 from .buckets import Buckets, traced_anew
+from .dynamo.names import input_names
 from .emit.emission import FxwrapCodegen
 from .emit.library_calls import prepare
 from .request import requesting
@@ -93,7 +94,7 @@ def compile_with_inductor(
     buckets = Buckets.of(gm, options)
     key = cache_key(options, devices, shared_storages(example_inputs))
     if compilation is not None:
-        compilation.lines = UserLines.of(gm)
+        compilation.lines = UserLines.of(gm, input_names(gm))
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         request = CompileRequest(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch._inductor.codegen import cpp_utils
 from torch._inductor.codegen.common import IndentedBuffer
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
+
+from ..host_graph.user_code import module_path, module_stack
 
 # Names of devices in C++. Where torch has no such table, a device's op overrides have the name.
 CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
@@ -91,15 +92,54 @@ def origins(line: Any) -> list[str]:
     return [node.name for node in _fx_nodes(line)]
 
 
-def module_path(line: Any) -> str:
+def module_path_of(line: Any) -> str:
     """The path of the innermost module that the first of these nodes is from; empty if none is from a module."""
-    for node in _fx_nodes(line):
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        if entries := [entry[0] for entry in stack.values()]:
-            # L['self']._modules['layers'].0 in some versions, L['self'].layers.0 in others
-            path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", entries[-1]).replace("._modules", "")
-            return re.sub(r"^(L\.\w+|G)\.?", "", path)
-    return ""
+    return next((module_path(node) for node in _fx_nodes(line) if module_stack(node)), "")
+
+
+def input_sources(gm: torch.fx.GraphModule) -> dict[str, str]:
+    """Dynamo's expressions for the inputs of its graph, of locals ``L`` and globals ``G``.
+
+    The keys are an input's position, and the name of an attribute that holds a parameter. An input of a graph of
+    torch.export's has its name.
+    """
+
+    def expression(source: Any) -> str:
+        name = getattr(source, "name", "")  # a method in some versions
+        return str(name() if callable(name) else name)
+
+    sources = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        known = expression(getattr(node.meta.get("grapharg"), "source", None))
+        sources[str(position)] = known or str(node.target)
+    attributes: dict[str, Any] = getattr(gm, "_param_name_to_source", None) or {}
+    return {**sources, **{name: expression(source) for name, source in attributes.items()}}
+
+
+def input_name(placeholder: torch.fx.Node, names: Mapping[str, str]) -> str:
+    """What the user's code calls an input of a graph of AOTAutograd's; empty if that is unknown.
+
+    Args:
+        names: what it calls the inputs of the graph that AOTAutograd got, by the keys of ``input_sources``.
+    """
+
+    def name(described: Any) -> str:
+        match type(described).__name__:
+            case "ParamAOTInput" | "BufferAOTInput":
+                return names.get(described.target, described.target)
+            case "PlainAOTInput":
+                return names.get(str(described.idx), "")
+            case "TangentAOTInput":
+                return name(described.output)
+            case "PlainAOTOutput":
+                return f"grad_outputs[{described.idx}]"
+            case "SubclassGetAttrAOTInput" | "SubclassGetAttrAOTOutput":
+                return f"{base}.{described.attr}" if (base := name(described.base)) else ""
+            case "ViewBaseAOTInput" | "SyntheticBaseAOTInput":
+                return f"{base}._base" if (base := name(described.base_of)) else ""
+        return ""
+
+    return name(placeholder.meta.get("desc"))
 
 
 def operators(line: Any) -> list[str]:

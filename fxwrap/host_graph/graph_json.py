@@ -20,7 +20,8 @@ from torch.fx import GraphModule, Node
 from ..errors import StorageError
 from . import nodes as host
 from .arithmetic import ARITHMETIC
-from .nodes import Kernel, Kind, constants, is_symbolic_value, last_frame
+from .nodes import Kernel, Kind, constants, is_symbolic_value
+from .user_code import last_frame
 
 Data = Any  # what JSON can hold
 
@@ -92,6 +93,7 @@ _NOTES = (
     "of_data",
     "module",
     "uninitialised",
+    "user_name",
 )  # keys of ``meta`` that are stored as they are
 _POWERS = ("Pow", "PowByNatural", "LShift", "RShift")
 _CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}

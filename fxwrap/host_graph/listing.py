@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .nodes import Kind, kind_of
+from .user_code import shown_name
 
 
 def list_graph(gm: GraphModule, checks: bool = False) -> str:
@@ -35,7 +36,9 @@ def line_of(node: Node) -> str:
 
 def _line(node: Node, kind: Kind, checks: bool) -> str:
     if kind is Kind.PLACEHOLDER:
-        return f"{node.name}: {_type_of(node.meta.get('val'))}"
+        shown, other = shown_name(node), str(node.meta.get("user_name", ""))
+        other = node.name if node.name != shown else other
+        return f"{shown}: {_type_of(node.meta.get('val'))}" + (f" ({other})" if other else "")
     if kind is Kind.CONSTANT:
         # A kernel has no line: the launches name it.
         value = getattr(node.graph.owning_module, str(node.target).split(".")[0], None)
@@ -65,12 +68,14 @@ def _target(target: Any) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, Node):
-        return value.name
+        return shown_name(value)
     if isinstance(value, (tuple, list)):
         items = ", ".join(map(_value, value))
         if isinstance(value, list):
             return f"[{items}]"
         return f"({items}{',' if len(value) == 1 else ''})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return str(value)

@@ -19,9 +19,7 @@ A host graph can be called (``gm(*inputs)``). Whatever fxwrap does with it compu
 from __future__ import annotations
 
 import enum
-import itertools
 import operator
-import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -381,30 +379,6 @@ def device_of(node: Node) -> torch.device | None:
         for device in sorted(devices, key=lambda d: d.type == "cpu"):
             return device
     return None
-
-
-def user_line(node: Node) -> str:
-    """The line of user code that a node comes from, as ``file:line: code``; empty where torch has none."""
-    return last_frame(node.meta.get("stack_trace") or "")
-
-
-def last_frame(trace: str) -> str:
-    """The innermost line of user code in a stack trace, as ``file:line: code``; torch's own if there is no other."""
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    frames = []
-    for line, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
-        if line.startswith("File "):
-            frames.append(f"{line[5:].split(', in ')[0]}: {code}".replace('"', ""))
-    of_user = (frame for frame in reversed(frames) if not frame.startswith(_TORCH))
-    return next(of_user, frames[-1] if frames else "")
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
-def module_path(node: Node) -> str:
-    """The path of the ``torch.nn.Module`` that a node comes from, as ``transformer.h.0.attn``; empty outside."""
-    return str(node.meta.get("module", ""))
 
 
 def aligned_inputs(gm: GraphModule) -> frozenset[int]:

@@ -215,9 +215,13 @@ def _without_number(kernel: str) -> str:
 def _keys(graph: GraphData) -> dict[str, str]:
     """The text of each node's line without names, by node."""
     nodes = graph["nodes"]
+    # What the user's code calls inputs is no word: layers.0.weight.
+    called = {nodes[name]["line"].partition(": ")[0] for name in _inputs(graph)} - nodes.keys()
+    names = re.compile(rf"(?<![.\w])({'|'.join(sorted(map(re.escape, called), reverse=True)) or '(?!)'})(?![.\w\[])")
 
     def key(node: NodeData) -> str:
-        text = _WORD.sub(lambda word: "%" if word[0] in nodes else word[0], node["line"])
+        text = re.sub(r" \(.*\)$", "", node["line"]) if node["kind"] == "placeholder" else node["line"]
+        text = _WORD.sub(lambda word: "%" if word[0] in nodes else word[0], names.sub("%", text))
         if node["kind"] == "launch":
             text = text.replace(node["operator"], _without_number(node["operator"]))
         return f"{node['kind']} {_SYMBOL.sub('s', text)}"

@@ -11,6 +11,8 @@ import dataclasses
 import json
 import os
 import platform
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -25,9 +27,10 @@ from ..compilation import Compilation
 from ..errors import InputError
 from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
-from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, module_path, operator_name, user_line
+from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, operator_name
 from ..host_graph.sizes import expression
 from ..host_graph.typed_json import from_data, to_data
+from ..host_graph.user_code import module_path, user_line
 from ..plan import Origin, ProgramPlan
 from .memory_map import MemoryData, memory_data
 
@@ -197,9 +200,14 @@ class CallData(TypedDict):
 
 
 class Document(TypedDict):
-    """A whole report; ``limits`` says what a report for a device that this machine lacks cannot contain."""
+    """A whole report; ``limits`` says what a report for a device that this machine lacks cannot contain.
+
+    ``function`` is what is reported on, and ``when`` the time of the report, in seconds since 1970.
+    """
 
     schema: str
+    function: NotRequired[str]
+    when: NotRequired[float]
     versions: dict[str, str]
     compile_us: float
     dynamo: DynamoData
@@ -214,6 +222,8 @@ class Document(TypedDict):
 class Facts:
     """The parts of a report that do not belong to a single program."""
 
+    function: str = ""
+    when: float = dataclasses.field(default_factory=time.time)
     compile_us: float = 0.0
     fallbacks: tuple[str, ...] = ()
     not_stored: tuple[str, ...] = ()
@@ -222,20 +232,27 @@ class Facts:
 
     @classmethod
     def of(
-        cls, compilations: Sequence[Compilation], dynamo: DynamoReport | None, calls: Sequence[CallData] = ()
+        cls,
+        compilations: Sequence[Compilation],
+        function: str = "",
+        dynamo: DynamoReport | None = None,
+        calls: Sequence[CallData] = (),
     ) -> Facts:
         return cls(
-            sum(compilation.seconds for compilation in compilations) * 1e6,
-            tuple(reason for compilation in compilations for reason in compilation.fallbacks),
-            tuple(reason for compilation in compilations for reason in compilation.not_stored),
-            dynamo or DynamoReport(),
-            tuple(calls),
+            function,
+            compile_us=sum(compilation.seconds for compilation in compilations) * 1e6,
+            fallbacks=tuple(reason for compilation in compilations for reason in compilation.fallbacks),
+            not_stored=tuple(reason for compilation in compilations for reason in compilation.not_stored),
+            dynamo=dynamo or DynamoReport(),
+            calls=tuple(calls),
         )
 
     @classmethod
     def from_document(cls, document: Document) -> Facts:
         """The facts of a document."""
         return cls(
+            document.get("function", ""),
+            document.get("when", 0.0),
             document["compile_us"],
             tuple(document["fallbacks"]),
             tuple(document["not_stored"]),
@@ -246,12 +263,15 @@ class Facts:
 
 def document_of(programs: Sequence[Program], about: Facts) -> Document:
     """The document of programs in their present state."""
+    graphs = list(map(graph_data, programs))
     return {
         "schema": SCHEMA,
-        "versions": versions(),
+        "function": about.function,
+        "when": about.when,
+        "versions": versions(any(kernel["language"] == "triton" for graph in graphs for kernel in graph["kernels"])),
         "compile_us": about.compile_us,
         "dynamo": cast(DynamoData, to_data(about.dynamo)),
-        "graphs": list(map(graph_data, programs)),
+        "graphs": graphs,
         "fallbacks": list(about.fallbacks),
         "not_stored": list(about.not_stored),
         "calls": list(about.calls),
@@ -295,10 +315,12 @@ def read(path: Path) -> Any:
         raise InputError(f"{path} is no report", expected="JSON", got=got, remedy=remedy) from error
 
 
-def versions() -> dict[str, str]:
+def versions(with_triton: bool) -> dict[str, str]:
     from .. import __version__
 
-    return {"fxwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    triton = getattr(sys.modules.get("triton"), "__version__", "") if with_triton else ""
+    found = {"fxwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {**found, "triton": triton} if triton else found
 
 
 def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryData]:
@@ -395,7 +417,7 @@ def short_line(user_line: str) -> str:
 
 
 def _names(plan: ProgramPlan, indices: frozenset[int]) -> list[str]:
-    return [plan.facts.storages[index].name for index in sorted(indices)]
+    return list(map(plan.shown_name, sorted(indices)))
 
 
 def kernels_of(graph: GraphModule) -> dict[Kernel, list[str]]:

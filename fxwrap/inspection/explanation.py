@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..codegen.dynamo.report import DynamoReport
+from ..codegen.dynamo.search import BOUND
 from ..compilation import Compilation
 from ..graphs.program import Program
 from ..host_graph.nodes import Kernel
@@ -31,6 +34,16 @@ from .document import (
 )
 from .memory_map import predictions
 from .text import text_of
+
+
+def name_of(fn: Any) -> str:
+    """What a report is about: the class of a module, or the name of a function and its place."""
+    for wrapped in (BOUND, "_orig_mod", "_torchdynamo_orig_callable"):
+        fn = getattr(fn, wrapped, fn)
+    fn = inspect.unwrap(fn)
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    name, code = getattr(fn, "__qualname__", type(fn).__qualname__), getattr(fn, "__code__", None)
+    return name if code is None else f"{name} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
 @dataclass(frozen=True)
@@ -102,11 +115,16 @@ class Explanation:
     def of(
         cls,
         compilations: Sequence[Compilation],
+        function: str = "",
         dynamo: DynamoReport | None = None,
         calls: Sequence[CallData] = (),
     ) -> Explanation:
-        """An explanation of compilations, with graph breaks and skipped functions, and with measured calls."""
-        facts = Facts.of(compilations, dynamo, calls)
+        """An explanation of compilations, with graph breaks and skipped functions, and with measured calls.
+
+        Args:
+            function: what was compiled (``name_of``).
+        """
+        facts = Facts.of(compilations, function, dynamo, calls)
         return cls([program for compilation in compilations for program in compilation.programs], facts)
 
     @classmethod
@@ -156,17 +174,20 @@ class Explanation:
 
     def save(self, path: str | Path) -> None:
         """Write the data as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+        _in_a_folder(path).write_text(json.dumps(self.to_dict(), indent=1))
 
-    def to_html(self, path: str | Path, title: str = "fxwrap") -> None:
+    def to_html(self, path: str | Path, title: str = "") -> None:
         """Write an HTML page with memory, partitions, the host graph and kernels: one file that needs no network.
+
+        Args:
+            title: what was compiled, by default.
 
         Raises:
             FxwrapError: the library that draws is missing (``pip install 'fxwrap[page]'``).
         """
         from .page import page_of
 
-        Path(path).write_text(page_of(self.to_document(), title), encoding="utf-8")
+        _in_a_folder(path).write_text(page_of(self.to_document(), title), encoding="utf-8")
 
     def memory_picture(self, path: str | Path, graph: int = 0, width: int = 900, height: int = 360) -> None:
         """Write the memory picture of one graph, as SVG or PNG, by the ending of the name.
@@ -182,7 +203,7 @@ class Explanation:
         from .page.memory_picture import write_picture
 
         shown, _ = planned_graph(self.to_document(), graph)
-        write_picture(shown, Path(path), width, height)
+        write_picture(shown, _in_a_folder(path), width, height)
 
     def memory_snapshot(self, path: str | Path, graph: int = 0) -> None:
         """Write the memory plan of one graph as a pickled snapshot for pytorch.org/memory_viz.
@@ -195,9 +216,15 @@ class Explanation:
         from .memory_snapshot import snapshot_of
 
         _, memory = planned_graph(self.to_document(), graph)
-        Path(path).write_bytes(pickle.dumps(snapshot_of(memory)))
+        _in_a_folder(path).write_bytes(pickle.dumps(snapshot_of(memory)))
 
     def __str__(self) -> str:
         return text_of(self.to_document())
 
     __repr__ = __str__
+
+
+def _in_a_folder(path: str | Path) -> Path:
+    """The path of a file; its folder is made if it is not there."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return Path(path)

@@ -10,8 +10,9 @@ from typing import Any, TypedDict, cast
 from torch.fx import Node
 
 from ..graphs.program import Program
-from ..host_graph.nodes import output_values, user_line
+from ..host_graph.nodes import output_values
 from ..host_graph.typed_json import to_data
+from ..host_graph.user_code import shown_name, user_line
 from ..packing import Buffer, plan_memory
 from ..passes.memory.planner import predict_memory
 from ..passes.memory.requirements import Requirements
@@ -179,7 +180,7 @@ def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[list[StorageData
         node = program.facts.storages[index].node if index is not None else name.removesuffix(" workspace")
         rectangles.append(
             {
-                "name": name,
+                "name": name if index is None else program.shown_name(index),
                 "node": node,
                 "use": use,
                 "device": str(device),
@@ -297,11 +298,11 @@ def _copies(program: Program, sized: SizedProgram | None, memory: MemoryPlan) ->
     """The copies that each replay of the newest plan makes, largest first."""
     copies: list[CopyData] = []
     for name, (_, nbytes) in (sized.input_buffers if sized is not None else {}).items():
-        copies.append({"what": "input", "name": name, "bytes": nbytes})
+        copies.append({"what": "input", "name": shown_name(program.plan.nodes[name]), "bytes": nbytes})
     for recording in program.specializations.recordings():
         if recording.request.memory is memory and memory.arenas:  # without arenas outputs are new tensors
             for index in sorted(recording.request.copied):
-                name = program.plan.facts.storages[index].name
-                copies.append({"what": "output", "name": name, "bytes": memory.sizes.get(index, 0)})
+                name, nbytes = program.plan.shown_name(index), memory.sizes.get(index, 0)
+                copies.append({"what": "output", "name": name, "bytes": nbytes})
             break
     return sorted(copies, key=lambda copy: -copy["bytes"])

@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -746,6 +747,26 @@ def lines_of(f: Callable[..., Any]) -> tuple[set[str], str]:
     (graph,) = fxwrap.report(f).to_dict()["graphs"]
     reason = "".join(one["reason"] for one in graph["partitions"])
     return {node["user_line"] for node in graph["nodes"].values() if node["operator"]}, reason
+
+
+def test_a_program_from_a_cache_has_the_names_of_the_code_that_is_compiled_now(caches: Path) -> None:
+    """Of inputs and of modules, also in the reason of what is eager, and in the backward."""
+
+    def called(graph: Any) -> set[str]:
+        nodes = graph["nodes"].values()
+        return {node["line"].partition(": ")[0] for node in nodes if node["kind"] == "placeholder"}
+
+    for number, (first, second) in enumerate([("up", "act"), ("up", "act"), ("proj", "squash")]):
+        model = nn.Sequential(OrderedDict([(first, nn.Linear(16, 16)), (second, nn.Tanh())]))
+        f = compile_anew(model, options={"eager_ops": ["aten::addmm"]})
+        before = hits()
+        f(torch.randn(4, 16, requires_grad=True)).sum().backward()
+        assert (hits() != before) == (number > 0)
+        forward, backward = fxwrap.report(f).to_dict()["graphs"]
+        assert called(forward) == {"input", f"{first}.weight", f"{first}.bias"}
+        assert called(backward) >= {"input", f"{first}.weight", "grad_outputs[0]"}
+        assert {node["module"] for node in forward["nodes"].values() if node["operator"]} == {first, second}
+        assert forward["partitions"][0]["reason"].endswith(f"(module {first})")
 
 
 def test_a_program_from_a_cache_names_the_lines_of_the_code_that_is_compiled_now(

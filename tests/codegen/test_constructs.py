@@ -32,8 +32,9 @@ import fxwrap
 from fxwrap.codegen.store.stored_program import functions
 from fxwrap.host_graph.graph_json import graph_to_data
 from fxwrap.host_graph.listing import list_graph
-from fxwrap.host_graph.nodes import Kind, kind_of, launch, switch, user_line, while_loop
+from fxwrap.host_graph.nodes import Kind, kind_of, launch, switch, while_loop
 from fxwrap.host_graph.sizes import evaluate_sizes, number_at
+from fxwrap.host_graph.user_code import user_line
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.verify import verify_schedule

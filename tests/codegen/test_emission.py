@@ -175,10 +175,10 @@ def test_a_host_graph_runs_as_it_is_and_reads_well(compiled: Any) -> None:
     assert (
         list_graph(gm)
         == """\
-arg0_1: float32[4, 4] on cpu
-arg1_1: float32[4, 4] on cpu
+x: float32[4, 4] on cpu (arg0_1)
+w: float32[4, 4] on cpu (arg1_1)
 buf0 = allocate (4, 4), strides (4, 1), float32, cpu
-aten.mm.out(arg0_1, arg1_1, out=buf0)
+aten.mm.out(x, w, out=buf0)
 launch cpp_fused_add_relu_0(buf0)
 return buf0"""
     )

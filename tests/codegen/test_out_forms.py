@@ -143,15 +143,15 @@ def test_results_are_planned(compiled: Any) -> None:
     assert (
         list_graph(plan.graph)
         == """\
-arg0_1: float32[4, 4] on cpu
+x: float32[4, 4] on cpu (arg0_1)
 buf0 = allocate (4, 4), strides (4, 1), float32, cpu
-reinterpret = reinterpret(arg0_1, (4, 4), (1, 4), 0)
-aten.mm.out(arg0_1, reinterpret, out=buf0)
+reinterpret = reinterpret(x, (4, 4), (1, 4), 0)
+aten.mm.out(x, reinterpret, out=buf0)
 buf2 = allocate (4, 4), strides (1, 4), float32, cpu
 empty_strided_2 = allocate (4, 4), strides (1, 4), float32, cpu
 aten.linalg_qr.out(buf0, Q=buf2, R=empty_strided_2)
 buf4 = allocate (4, 4), strides (4, 1), float32, cpu
-aten.mm.out(buf2, arg0_1, out=buf4)
+aten.mm.out(buf2, x, out=buf4)
 return buf4"""
     )
     assert all(storage.origin is not Origin.EXTERN for storage in plan.facts.storages)

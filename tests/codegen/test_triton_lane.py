@@ -516,11 +516,11 @@ def test_golden_drawing_of_lowering(compiled: Any, launches: list[Launch], watch
     assert (
         f"{before}\n\nbecomes\n\n{after}\n"
         == """\
-arg0_1: float32[5, 7] on cpu
-arg1_1: float32[5, 7] on cpu
+x: float32[5, 7] on cpu (arg0_1)
+y: float32[5, 7] on cpu (arg1_1)
 buf0 = allocate (5, 7), strides (7, 1), float32, cpu
 triton_kernel_wrapper_mutation(kernel_idx=N, constant_args_idx=N, grid=[(3, 1, 1)], tma_descriptor_metadata={}, \
-kwargs={'in_ptr0': arg0_1, 'in_ptr1': arg1_1, 'out_ptr': buf0, 'n_elements': 35, 'BLOCK': 16})
+kwargs={'in_ptr0': x, 'in_ptr1': y, 'out_ptr': buf0, 'n_elements': 35, 'BLOCK': 16})
 buf2 = allocate (5, 7), strides (7, 1), float32, cpu
 triton_kernel_wrapper_mutation(kernel_idx=N, constant_args_idx=N, grid=[(1, 1, 1)], tma_descriptor_metadata={}, \
 kwargs={'in_ptr0': buf0, 'out_ptr0': buf2, 'xnumel': 35, 'XBLOCK': 64})
@@ -528,10 +528,10 @@ return buf2
 
 becomes
 
-arg0_1: float32[5, 7] on cpu
-arg1_1: float32[5, 7] on cpu
+x: float32[5, 7] on cpu (arg0_1)
+y: float32[5, 7] on cpu (arg1_1)
 buf0 = allocate (5, 7), strides (7, 1), float32, cpu
-launch add_kernel_0(arg0_1, arg1_1, buf0, 35, 3, 1, 1)
+launch add_kernel_0(x, y, buf0, 35, 3, 1, 1)
 buf2 = allocate (5, 7), strides (7, 1), float32, cpu
 launch triton_poi_fused_add_0(buf0, buf2, 35)
 return buf2

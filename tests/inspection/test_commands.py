@@ -140,7 +140,7 @@ def test_a_script_is_run_and_all_that_it_compiled_is_shown(folder: Path) -> None
     said, _, shown = done.stdout.partition("\n")
     assert said == "said ['--args', 'x', '--exit'] __main__"
     assert shown.count("inference on cpu") == 5 and shown.count("replays: 1") == 1
-    inputs = re.findall(r"arg0_1: (.*) on cpu", shown)
+    inputs = re.findall(r": (.*) on cpu \(arg0_1\)", shown)
     assert inputs == [*(f"float32[{rows}, 3]" for rows in range(2, 6)), "float32[4, 4]"], "in order"
 
 

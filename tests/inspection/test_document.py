@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ def test_documents_are_of_their_types(explanation: fxwrap.Explanation) -> None:
     for kind, found in ((MemoryData, memory), (PeakData, memory["peak"]), (StorageData, memory["storages"][0])):
         _same_keys(kind, found)
     assert set(CopyData.__annotations__) == {"what", "name", "bytes"}
+
+
+def test_triton_is_among_the_versions_if_kernels_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="9.8.7"))  # type: ignore[arg-type]
+    assert schema.versions(with_triton=True)["triton"] == "9.8.7"
+    assert "triton" not in schema.versions(with_triton=False)
+
+
+def test_a_report_of_an_older_version_is_read(explanation: fxwrap.Explanation) -> None:
+    """It does not say of what and of when it is."""
+    document = explanation.to_dict()
+    del document["function"], document["when"]
+    assert not fxwrap.Explanation.from_dict(document).diff(explanation)
 
 
 def test_the_guide_names_every_key() -> None:

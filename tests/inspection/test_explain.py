@@ -26,16 +26,16 @@ def _function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 GOLDEN = """\
 graph 0: inference on cpu --------------------------------------------------------------------------------------------
-arg0_1: float32[8, 8] on cpu
-arg1_1: float32[8, 8] on cpu
+x: float32[8, 8] on cpu (arg0_1)
+w: float32[8, 8] on cpu (arg1_1)
 buf0 = allocate (8, 8), strides (8, 1), float32, cpu
-aten.mm.out(arg0_1, arg1_1, out=buf0)
+aten.mm.out(x, w, out=buf0)
 launch cpp_fused_relu_0(buf0)
 buf2 = allocate (8, 8), strides (8, 1), float32, cpu
-aten.mm.out(buf0, arg1_1, out=buf2)
+aten.mm.out(buf0, w, out=buf2)
 launch cpp_fused_sin_1(buf2)
 buf4 = allocate (8, 8), strides (8, 1), float32, cpu
-aten.mm.out(buf2, arg1_1, out=buf4)
+aten.mm.out(buf2, w, out=buf4)
 return buf4
 
 partition  verdict   launches  library calls  reason

@@ -5,7 +5,9 @@ Skipped where there is no Chromium with its driver (Debian: chromium, chromium-d
 
 from __future__ import annotations
 
+import datetime
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ import torch
 from torch.cuda._memory_viz import segment_plot, trace, trace_plot
 
 import fxwrap
-from fxwrap.inspection.page.drawing import drawings
+from fxwrap.inspection.page.drawing import count, drawings
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no Chromium with its driver")
@@ -149,7 +151,8 @@ def test_a_click_on_a_rectangle_tells_of_the_storage(opened: Any, explanation: f
 @needs_browser
 def test_a_search_leaves_what_is_found(opened: Any, explanation: fxwrap.Explanation) -> None:
     graph = explanation.to_dict()["graphs"][0]
-    inside = [name for name, node in graph["nodes"].items() if node["module"].startswith("layers.1")]
+    nodes = graph["nodes"].items()  # parameters have the name of their module
+    inside = [name for name, node in nodes if "layers.1" in node["line"] or node["module"].startswith("layers.1")]
     modules = {one["name"]: graph["nodes"][one["node"]]["module"] for one in graph["memory"]["storages"]}
     other, found = (next(n for n, m in modules.items() if m.startswith(f"layers.{i}")) for i in (0, 1))
     opened.find_element("id", "search").send_keys("LAYERS.1")
@@ -195,6 +198,26 @@ def test_the_host_graph_opens_by_module(opened: Any, explanation: fxwrap.Explana
 
 
 @needs_browser
+def test_a_narrow_page_cuts_nothing_off(opened: Any) -> None:
+    """A legend has as many columns as fit."""
+    size = opened.get_window_size()
+    try:
+        for width in (560, 900):
+            opened.set_window_size(width, 900)
+            opened.refresh()
+            _wait(opened, "return views.size > 0 && !!document.querySelector('.graph-chart canvas')")
+            for by in ("use", "partition"):
+                opened.execute_script(f"document.querySelector('.colour-by').value = '{by}'; return drawMemory(0)")
+                chart, canvas = opened.execute_script(
+                    "const chart = document.querySelector('.memory-chart');"
+                    "return [chart.clientWidth, chart.querySelector('canvas').clientWidth]"
+                )
+                assert 0 < canvas <= chart
+    finally:
+        opened.set_window_size(size["width"], size["height"])
+
+
+@needs_browser
 def test_titles_and_sources_are_text(opened: Any) -> None:
     assert _text(opened, "h1") == "a <b>model</b>"
     opened.execute_script("document.querySelector('.kernel').open = true")
@@ -213,6 +236,23 @@ def test_every_node_is_in_one_drawing_and_no_drawing_is_large(explanation: fxwra
         places = [(box["x"], box["y"]) for box in drawing["boxes"]]
         assert len(set(places)) == len(places)
         assert all(edge["y"] < edge["y2"] for edge in drawing["edges"])  # down: nothing needs what comes later
+
+
+def test_boxes_count_what_the_table_of_partitions_counts() -> None:
+    """An eager partition also has views and sizes of data, which are no library calls."""
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        rows = x[x > 0]
+        return rows.view(-1, 1).expand(-1, 2).sin().sum() + rows.size(0)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        graph = fxwrap.explain(chosen, torch.randn(8, 8)).to_dict()["graphs"][0]
+    counted = {box["label"]: box["about"] for box in drawings(graph)["top"]["boxes"] if box["opens"]}
+    eager = [one for one in graph["partitions"] if len(one["nodes"]) > one["launches"] + one["extern_calls"]]
+    assert eager and len(graph["partitions"]) > 1
+    for one in eager:
+        launches, calls = count(one["launches"], "launch"), count(one["extern_calls"], "library call")
+        assert counted[f"partition {one['index']}"] == f"{launches}, {calls}"
 
 
 def test_a_large_graph_is_drawn_in_few_boxes() -> None:
@@ -244,6 +284,25 @@ def test_the_memory_picture_as_a_file(explanation: fxwrap.Explanation, tmp_path:
     storages = explanation.to_dict()["graphs"][0]["memory"]["storages"]
     assert text.startswith("<svg") and "Inductor's peak" in text.replace("&#39;", "'").replace("&apos;", "'")
     assert text.count('aria-roledescription="rect mark') >= len(storages)
+
+
+def test_steps_are_whole_numbers_on_the_axis(tmp_path: Path) -> None:
+    """Also if there is one step only, for which Vega would write 0, 1, 1, 2, 2."""
+    explanation = fxwrap.explain(lambda x: x.sin(), torch.randn(4, 4), calls=3)
+    explanation.memory_picture(tmp_path / "memory.svg")
+    axis = (tmp_path / "memory.svg").read_text().partition("step (of 1)")[2]
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", axis.partition("Y-axis")[0])
+    assert [label for label in labels if label][:4] == ["0", "1", "2", "step (of 1)"]
+
+
+def test_a_page_says_of_what_and_of_when_it_is(explanation: fxwrap.Explanation, tmp_path: Path) -> None:
+    explanation.to_html(tmp_path / "new" / "page.html")
+    text = (tmp_path / "new" / "page.html").read_text()
+    header = text[text.index("<header>") : text.index("</header>")]
+    made = datetime.datetime.fromtimestamp(explanation.to_dict()["when"])
+    assert "<h1>Model</h1>" in header and made.strftime("%Y-%m-%d %H:%M:%S") in header
+    assert all(f"{name} {version}" in header for name, version in explanation.to_dict()["versions"].items())
+    assert {"fxwrap", "torch", "python"} == explanation.to_dict()["versions"].keys()
 
 
 @pytest.mark.parametrize("path, graph, message", [("memory.jpg", 0, ".svg or .png"), ("memory.svg", 7, "number 7")])

@@ -7,6 +7,7 @@ becomes are made in the file of its kind: ``calls.py`` (library calls), ``launch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,9 +20,11 @@ from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
 from ...errors import EmissionError
-from ...host_graph.nodes import Kind, last_frame, require
+from ...host_graph.nodes import Kind, require
+from ...host_graph.user_code import place_of
 from .. import torch_versions as versions
 from ..garbage import no_garbage_collection
+from ..request import current_request
 from .calls import CallEmitter
 from .launches import LaunchEmitter
 from .statements import StatementReader, UndefinedName, assigned_names
@@ -98,6 +101,7 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
                 self._read_lines([(text, text) for text in versions.prefix_asserts(self.wrapper)])
                 self._read_lines(lines)
                 self.gm.graph.output(self._outputs())
+            self._name_inputs()
         finally:
             self.gm._unregister_create_node_hook(self._infer_value)
         self.gm.recompile()
@@ -124,6 +128,19 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
         for expression, proxy in self.expr_to_proxy.items():
             if isinstance(expression, sympy.Symbol):
                 self.buffer_to_node.setdefault(str(expression), proxy.node)
+
+    def _name_inputs(self) -> None:
+        """Note what the user's code calls each input, for reports; not a name that something else has, too."""
+        if self.is_subgraph:
+            return
+        compilation = current_request().compilation
+        known = compilation.lines.inputs if compilation is not None and compilation.lines is not None else {}
+        placeholders = V.graph.orig_gm.graph.find_nodes(op="placeholder")
+        names = {str(node.target): versions.input_name(node, known) for node in placeholders}
+        taken = Counter([*names.values(), *(node.name for node in self.gm.graph.nodes)])
+        for placeholder, name in names.items():
+            if name and taken[name] == 1 and isinstance(node := self.buffer_to_node.get(placeholder), Node):
+                node.meta["user_name"] = name
 
     def _generate_graph_constants(self) -> None:
         for name, value in {**V.graph.constants, **V.graph.torchbind_constants}.items():
@@ -162,7 +179,7 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
         parts = [error.subject if named else f"{error.subject} ({kind})"]
         if operators := versions.operators(self._line):
             parts.append(f"operator {', '.join(operators)}")
-        if (traces := versions.stack_traces(self._line)) and (where := last_frame(traces[0])):
+        if where := place_of(self._trace(), versions.module_path_of(self._line)):
             parts.append(where)
         if error.expected:
             parts.append(f"expected: {error.expected}")

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from ...host_graph.arithmetic import select
 from ...host_graph.nodes import Kind, launch, reinterpret, switch, while_loop
+from ...host_graph.user_code import is_of_user, last_frame
 from .. import torch_versions as versions
 from .statements import StatementReader
 
@@ -68,14 +69,18 @@ class NodeEmitter(FxConverter):
                     arg.meta["val"] = env.create_unbacked_symfloat() if fraction else env.create_unbacked_symint()
         return arg
 
+    def _trace(self) -> str:
+        """The stack trace of the present line; of several, one with a line of the user's."""
+        traces = versions.stack_traces(self._line)
+        return next((trace for trace in traces if is_of_user(last_frame(trace))), traces[0] if traces else "")
+
     def _note(self, node: Node) -> Node:
         """Note on a node which user code the present line comes from."""
-        traces = versions.stack_traces(self._line)
-        if traces:
-            node.meta["stack_trace"] = traces[0]
+        if trace := self._trace():
+            node.meta["stack_trace"] = trace
         if names := versions.origins(self._line):
             node.meta["origins"] = names
-        if module := versions.module_path(self._line):
+        if module := versions.module_path_of(self._line):
             node.meta["module"] = module
         return node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 from pathlib import Path
@@ -17,15 +18,20 @@ from pygments.lexers.special import TextLexer
 from ...errors import FxwrapError
 from ..document import Document, GraphData, KernelData, short_line
 from ..text import nothing_compiled
-from .drawing import drawings
-from .memory_picture import COLOURS, memory_spec
+from .drawing import count, drawings
+from .memory_picture import COLUMNS, colours, memory_spec
 
 _HERE = Path(__file__).parent
+_WIDTH = 900  # of pictures, until the page knows its own
 _LEXERS = {"cpp": CppLexer, "triton": PythonLexer}
 
 
-def page_of(document: Document, title: str = "fxwrap") -> str:
-    """The page's HTML. Raises FxwrapError if the library that draws is missing."""
+def page_of(document: Document, title: str = "") -> str:
+    """The page's HTML. Raises FxwrapError if the library that draws is missing.
+
+    Args:
+        title: the function that the report is about, by default.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -33,15 +39,16 @@ def page_of(document: Document, title: str = "fxwrap") -> str:
     environment.filters["milliseconds"] = lambda us: f"{us / 1e3:,.1f} ms"
     environment.filters["source"] = _source
     environment.filters["short"] = short_line
-    graphs = document["graphs"]
-    charts = [{"memory": _chart(graph), "drawings": drawings(graph), "nodes": graph["nodes"]} for graph in graphs]
+    graphs, when = document["graphs"], document.get("when")
+    charts = [{**_chart(graph), "drawings": drawings(graph), "nodes": graph["nodes"]} for graph in graphs]
     return environment.get_template("page.html").render(
-        title=title,
+        title=title or document.get("function") or "fxwrap",
+        when=datetime.datetime.fromtimestamp(when).astimezone() if when else None,
         document=document,
         nothing_compiled=nothing_compiled,
         summaries=[_summary(graph) for graph in graphs],
         charts=_script_data(charts),
-        colours=_script_data(COLOURS),
+        columns=_script_data(COLUMNS),
         libraries=_script(_vega()),
         script=_script((_HERE / "page.js").read_text()),
         style=(_HERE / "page.css").read_text(),
@@ -50,8 +57,10 @@ def page_of(document: Document, title: str = "fxwrap") -> str:
     )
 
 
-def _chart(graph: GraphData) -> dict[str, Any] | None:
-    return memory_spec(graph) if graph["memory"] is not None and graph["memory"]["storages"] else None
+def _chart(graph: GraphData) -> dict[str, Any]:
+    if (memory := graph["memory"]) is None or not memory["storages"]:
+        return {"memory": None, "colours": {}}
+    return {"memory": memory_spec(graph), "colours": colours(memory, _WIDTH)}
 
 
 @functools.cache
@@ -105,12 +114,13 @@ def _summary(graph: GraphData) -> dict[str, str]:
     """The headline figures of a graph, by label."""
     partitions, counters, memory = graph["partitions"], graph["counters"], graph["memory"]
     captured = sum(p["verdict"] == "captured" for p in partitions)
+    launches, calls = sum(p["launches"] for p in partitions), sum(p["extern_calls"] for p in partitions)
+    kernels, recordings = len(graph["kernels"]), sum(counters["recordings"].values())
+    replays, eager = counters["replays"], sum(counters["eager"].values())
     figures = {
         "partitions": f"{captured} captured, {len(partitions) - captured} eager",
-        "work": f"{sum(p['launches'] for p in partitions)} launches, "
-        f"{sum(p['extern_calls'] for p in partitions)} library calls, {len(graph['kernels'])} kernels",
-        "calls": f"{counters['replays']} replays, {sum(counters['recordings'].values())} recordings, "
-        f"{sum(counters['eager'].values())} eager",
+        "work": f"{count(launches, 'launch')}, {count(calls, 'library call')}, {count(kernels, 'kernel')}",
+        "calls": f"{count(replays, 'replay')}, {count(recordings, 'recording')}, {eager} eager",
     }
     if memory is not None:
         figures["memory"] = f"{memory['peak_bytes']:,} bytes at most"

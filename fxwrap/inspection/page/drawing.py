@@ -164,9 +164,13 @@ def _places(graph: nx.DiGraph) -> dict[Any, tuple[float, float]]:
 
 
 def _about(nodes: Mapping[str, NodeData], inside: list[str]) -> str:
-    launches = sum(nodes[name]["kind"] == "launch" for name in inside)
-    calls = len(inside) - launches
-    return f"{launches} launch{'es' * (launches != 1)}, {calls} library call{'s' * (calls != 1)}"
+    launches, calls = (sum(nodes[name]["kind"] == kind for name in inside) for kind in ("launch", "extern"))
+    return f"{count(launches, 'launch')}, {count(calls, 'library call')}"
+
+
+def count(number: int, what: str) -> str:
+    """``1 launch``, ``2 launches``."""
+    return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
 
 
 def _short(node: NodeData) -> str:

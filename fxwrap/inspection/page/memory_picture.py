@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ...errors import InputError
 from ..document import GraphData
 from ..memory_map import MemoryData
+from .drawing import count
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name: nothing is fetched
 # Colours that can be distinguished with a colour vision deficiency (Okabe and Ito).
@@ -23,23 +24,31 @@ _USES = {
     "result of an operator": "#999999",
     "workspace": "#d0c98a",
 }
-_LEGEND = {"title": None, "orient": "top", "columns": 6, "symbolLimit": 24}
-# What the colour of a rectangle can show: first its use; the page can change it.
-COLOURS: dict[str, dict[str, Any]] = {
-    "use": {
-        "field": "use",
-        "type": "nominal",
-        "legend": _LEGEND,
-        "scale": {"domain": [*_USES], "range": [*_USES.values()]},
-    },
-    "partition": {
-        "field": "partition",
-        "type": "nominal",
-        "legend": _LEGEND,
-        "scale": {"scheme": "tableau20"},
-        "sort": None,
-    },
+# The pixels that an entry of a legend takes: legends have as many columns as fit.
+COLUMNS = {"use": 140, "partition": 44, "line": 220}
+# Labels and ticks at whole numbers alone.
+_WHOLE: dict[str, Any] = {
+    "format": "d",
+    "labelExpr": "datum.value % 1 ? '' : datum.label",
+    "tickOpacity": {"condition": {"test": "datum.value % 1", "value": 0}, "value": 1},
+    "gridOpacity": {"condition": {"test": "datum.value % 1", "value": 0}, "value": 1},
 }
+
+
+def colours(memory: MemoryData, width: int) -> dict[str, dict[str, Any]]:
+    """What the colour of a rectangle can show: first its use; the page can change it."""
+    used = {storage["use"] for storage in memory["storages"]}
+    use = {"scale": {"domain": [*_USES], "range": [*_USES.values()]}}
+    return {
+        "use": {**_colour("use", width, values=[name for name in _USES if name in used]), **use},
+        "partition": {**_colour("partition", width), "scale": {"scheme": "tableau20"}, "sort": None},
+    }
+
+
+def _colour(field: str, width: int, **legend: Any) -> dict[str, Any]:
+    columns = max(1, width // COLUMNS[field])
+    legend = {"title": None, "orient": "top", "columns": columns, "symbolLimit": 24, **legend}
+    return {"field": field, "type": "nominal", "legend": legend}
 
 
 def memory_spec(graph: GraphData, width: int = 900, height: int = 380) -> dict[str, Any]:
@@ -67,13 +76,17 @@ def memory_spec(graph: GraphData, width: int = 900, height: int = 380) -> dict[s
             {
                 "height": height,
                 "width": width,
-                "layer": [_storages(graph, scale, unit), _lines(memory, scale)],
+                "layer": [_storages(graph, scale, unit, width), _lines(memory, scale, width)],
                 "resolve": {"scale": {"color": "independent"}},
             },
         ],
         "spacing": 4,
         "resolve": {"scale": {"color": "independent"}},
-        "config": {"view": {"stroke": None}, "font": "system-ui, sans-serif"},
+        "config": {
+            "view": {"stroke": None},
+            "font": "system-ui, sans-serif",
+            "legend": {"layout": {"top": {"direction": "vertical", "anchor": "start"}}},
+        },
     }
 
 
@@ -104,7 +117,7 @@ def _strip(graph: GraphData, width: int) -> dict[str, Any]:
 _SEARCHED: tuple[Literal["name", "use", "user_line"], ...] = ("name", "use", "user_line")
 
 
-def _storages(graph: GraphData, scale: float, unit: str) -> dict[str, Any]:
+def _storages(graph: GraphData, scale: float, unit: str, width: int) -> dict[str, Any]:
     memory = graph["memory"]
     assert memory is not None
     values = [
@@ -129,13 +142,18 @@ def _storages(graph: GraphData, scale: float, unit: str) -> dict[str, Any]:
                 "field": "begin",
                 "type": "quantitative",
                 "title": f"step (of {memory['steps']})",
-                "axis": {"grid": False, "tickMinStep": 1, "format": "d"},
+                "axis": {**_WHOLE, "grid": False},
                 "scale": _steps(memory),
             },
             "x2": {"field": "end"},
-            "y": {"field": "low", "type": "quantitative", "title": f"address, {unit}"},
+            "y": {
+                "field": "low",
+                "type": "quantitative",
+                "title": f"address, {unit}",
+                "axis": _WHOLE if scale == 1 else {},
+            },
             "y2": {"field": "high"},
-            "color": COLOURS["use"],
+            "color": colours(memory, width)["use"],
             "opacity": {
                 "condition": {"test": "!search || indexof(lower(datum.text), lower(search)) >= 0", "value": 1},
                 "value": 0.12,
@@ -145,7 +163,7 @@ def _storages(graph: GraphData, scale: float, unit: str) -> dict[str, Any]:
     }
 
 
-def _lines(memory: MemoryData, scale: float) -> dict[str, Any]:
+def _lines(memory: MemoryData, scale: float, width: int) -> dict[str, Any]:
     bounds = {
         "lower bound": memory["lower_bound_bytes"],
         "Inductor's peak": memory["inductor_peak_bytes"],
@@ -157,12 +175,7 @@ def _lines(memory: MemoryData, scale: float) -> dict[str, Any]:
         "mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 1.5, "clip": True},
         "encoding": {
             "y": {"field": "at", "type": "quantitative"},
-            "color": {
-                "field": "line",
-                "type": "nominal",
-                "scale": {"range": ["#d55e00", "#0072b2"]},
-                "legend": {"title": None, "orient": "top"},
-            },
+            "color": {**_colour("line", width), "scale": {"range": ["#d55e00", "#0072b2"]}},
         },
     }
 
@@ -175,13 +188,14 @@ def _partitions(graph: GraphData) -> list[dict[str, Any]]:
     begin, values = 0, []
     for partition in graph["partitions"]:
         end = begin + len(partition["nodes"])
+        launches, calls = partition["launches"], partition["extern_calls"]
         values.append(
             {
                 "begin": begin,
                 "end": end,
                 "partition": partition["index"],
                 "verdict": partition["verdict"],
-                "work": f"{partition['launches']} launches, {partition['extern_calls']} library calls",
+                "work": f"{count(launches, 'launch')}, {count(calls, 'library call')}",
                 "reason": partition["reason"] or "-",
             }
         )

@@ -1,5 +1,6 @@
 "use strict";
-// GRAPHS holds, for each graph: memory (a Vega-Lite specification or null), drawings by name, and nodes by name.
+// GRAPHS holds, for each graph: memory (a Vega-Lite specification or null), colours of it, drawings and nodes by name.
+// COLUMNS are the pixels that an entry of a legend takes.
 const MOST_FOUND = 200;
 const SIDE = 76; // pixels that the axis takes beside the memory picture
 const BOX = { width: 168, height: 40, across: 190, down: 74 };
@@ -8,20 +9,20 @@ const short = (line) => line && line.replace(/^.*?([^/\\]*, line )/, "$1");
 const state = { graph: 0, level: GRAPHS.map(() => "top"), query: "" };
 const pageOf = (number) => document.querySelector(`main[data-graph="${number}"]`);
 
-function colours() {
+function colours(legend) {
   const style = getComputedStyle(document.documentElement);
   const [text, faint, line] = ["--text", "--faint", "--line"].map((name) => style.getPropertyValue(name).trim());
   return {
     background: "transparent",
     axis: { labelColor: text, titleColor: faint, domainColor: line, tickColor: line, gridColor: line },
-    legend: { labelColor: text, titleColor: faint },
+    legend: { ...legend, labelColor: text, titleColor: faint },
     view: { stroke: null },
   };
 }
 
 function embed(where, spec) {
   const dark = document.documentElement.classList.contains("dark");
-  const config = { ...(spec.config || {}), ...colours() };
+  const config = { ...(spec.config || {}), ...colours((spec.config || {}).legend) };
   const options = { actions: false, renderer: "canvas", config, tooltip: { theme: dark ? "dark" : "light" } };
   return vegaEmbed(where, { ...spec, config: undefined }, options);
 }
@@ -31,7 +32,10 @@ async function drawMemory(number) {
   if (!spec) return;
   const where = page.querySelector(".memory-chart"), [strip, picture] = spec.vconcat;
   strip.width = picture.width = Math.max(240, where.clientWidth - SIDE);
-  picture.layer[0].encoding.color = COLOURS[page.querySelector(".colour-by").value];
+  picture.layer[0].encoding.color = GRAPHS[number].colours[page.querySelector(".colour-by").value];
+  for (const { encoding } of picture.layer) {
+    encoding.color.legend.columns = Math.max(1, Math.floor(strip.width / COLUMNS[encoding.color.field]));
+  }
   const { view } = await embed(where, spec);
   views.set(number, view);
   view.signal("search", state.query).run();
@@ -45,7 +49,7 @@ function showDetails(page, number, storage) {
   const rows = {
     storage: storage.name, use: storage.use, size: storage.size, alive: storage.alive,
     partition: storage.partition, device: storage.device, "made by": node.line, module: node.module,
-    "line of yours": storage.user_line,
+    "line of yours, or module": storage.user_line,
   };
   const details = page.querySelector(".details");
   details.replaceChildren(...Object.entries(rows).filter(([, text]) => text).flatMap(([name, text]) => {
@@ -82,12 +86,15 @@ async function drawGraph(number) {
   const flat = (field, end) => ({ field, type: "quantitative", axis: null, scale: { domain: [0, end], nice: false, zero: false } });
   const down = (field) => ({ ...flat(field, height), scale: { domain: [height, 0], nice: false, zero: false } });
   const opacity = { condition: { test: "datum.found", value: 1 }, value: 0.2 };
-  const text = getComputedStyle(document.documentElement).getPropertyValue("--text").trim();
+  const style = getComputedStyle(document.documentElement);
+  const [text, card] = ["--text", "--card"].map((name) => style.getPropertyValue(name).trim());
   const spec = {
     width, height, padding: 4,
     layer: [
       { data: { values: edges }, mark: { type: "rule", color: "#8b8d98", strokeWidth: 1, opacity: 0.6 },
         encoding: { x: flat("x", width), y: down("y"), x2: { field: "x2" }, y2: { field: "y2" } } },
+      { data: { values: boxes }, mark: { type: "rect", cornerRadius: 6, color: card },
+        encoding: { x: flat("left", width), x2: { field: "right" }, y: down("top"), y2: { field: "low" } } },
       { data: { values: boxes }, mark: { type: "rect", cornerRadius: 6, strokeWidth: 1.5, fillOpacity: 0.18, cursor: "pointer" },
         encoding: {
           x: flat("left", width), x2: { field: "right" }, y: down("top"), y2: { field: "low" }, opacity,
@@ -186,7 +193,7 @@ function start() {
   document.querySelectorAll(".colour-by").forEach((select) => {
     select.onchange = () => drawMemory(state.graph);
   });
-  document.querySelectorAll("time").forEach((time) => {
+  document.querySelectorAll("time.made").forEach((time) => {
     time.textContent = new Date(Number(time.dataset.seconds) * 1000).toLocaleTimeString();
   });
   if (GRAPHS.length) show(0);

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import user_line
+from ...host_graph.user_code import user_line
 from .row_calls import Call, RowDimension, RowsMixed, tensors_in
 from .row_rules import POINTWISE, RULES, Rule
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from ...host_graph.nodes import Kind, is_work, kind_of, operator_name, user_line
+from ...host_graph.nodes import Kind, is_work, kind_of, operator_name
+from ...host_graph.user_code import user_line
 from ...plan import Cut, NodeVerdict, Partition, StorageFacts, Verdict
 
 if TYPE_CHECKING:
