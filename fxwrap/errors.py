@@ -54,7 +54,7 @@ class PlanError(FxwrapError):
 
 
 class PipelineError(FxwrapError):
-    """A stage of the pipeline returns nothing, or a rewrite leaves an invalid graph."""
+    """A stage of the pipeline returns nothing or leaves an invalid graph, or a pass of the user's raises."""
 
 
 class CaptureError(FxwrapError):

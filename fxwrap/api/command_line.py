@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import inspect as inspect_module
 import io
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from ..errors import FxwrapError
+from ..host_graph.user_code import described
 from .doctor import doctor as examine
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ app = typer.Typer(
     help="See what fxwrap makes of a function, and whether all is there for it; save programs, and run them.",
 )
 _console, _errors = Console(), Console(stderr=True)
-_PACKAGE = Path(__file__).parent.parent
 
 
 @app.callback()
@@ -73,19 +73,24 @@ def _named(source: str, default: str = "") -> tuple[Any, dict[str, Any]]:
         return eval(expression or default, names), names
     except Exception as error:
         expected = "package.module:function, or package.module:Model(size=8)"
-        raise FxwrapError(f"{source} cannot be imported", expected=expected, got=_described(error)) from error
+        raise FxwrapError(f"{source} cannot be imported", expected=expected, got=described(error)) from error
 
 
-def _described(error: BaseException) -> str:
-    """An error of the user's code, with its line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    where = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+def _to_be_written(*paths: Path | None) -> list[Path]:
+    """The paths that are given, each in a folder that is there from now on.
 
-
-# Code without a file, and folders of code that is not the user's.
-_NOT_THE_USERS = ("<", *(str(Path(str(module.__file__)).parent) for module in (torch, importlib)), str(_PACKAGE))
+    Raises:
+        FxwrapError: no file can have such a path.
+    """
+    given = [path for path in paths if path is not None]
+    for path in given:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FxwrapError(f"{path} cannot be written", got=str(error)) from error
+        if path.is_dir():
+            raise FxwrapError(f"{path} cannot be written", expected="the name of a file", got="a folder")
+    return given
 
 
 class _ScriptCommand(TyperCommand):
@@ -123,9 +128,7 @@ def explain(
     """
     ended = None
     with _errors_as_text():
-        for path in filter(None, (html, json, picture)):
-            if not path.parent.is_dir():
-                raise FxwrapError(f"{path} cannot be written", got=f"no folder {path.parent}")
+        written = _to_be_written(html, json, picture)
         if not what.endswith(".py"):
             explanation = _explained(what, args, _options(option), calls, target, no_grad)
         elif args or option or calls > 1 or target or no_grad:
@@ -146,9 +149,9 @@ def explain(
             explanation.save(json)
         if picture is not None:
             explanation.memory_picture(picture)
-    for path in filter(None, (html, json, picture)):
+    for path in written:
         _errors.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
-    if html is None and json is None and picture is None:
+    if not written:
         print(explanation)
     elif not explanation.graphs:
         _errors.print(str(explanation), style="yellow", markup=False, soft_wrap=True)
@@ -168,7 +171,7 @@ def _explained(what: str, args: str, options: dict[str, Any], calls: int, target
             given, by_name = eval(f"_({args})", {**names, "_": lambda *given, **by_name: (given, by_name)})
         except Exception as error:
             remedy = "write what stands between the brackets of a call: torch.randn(3, 8), scale=2"
-            raise FxwrapError(f"--args {args}", got=_described(error), remedy=remedy) from error
+            raise FxwrapError(f"--args {args}", got=described(error), remedy=remedy) from error
         status.update(f"compiling {what}")
         extra: dict[str, Any] = {"target": target} if target else {}
         try:
@@ -177,7 +180,21 @@ def _explained(what: str, args: str, options: dict[str, Any], calls: int, target
         except FxwrapError:
             raise
         except Exception as error:
-            raise FxwrapError(f"{what} cannot run with ({args})", got=_described(error)) from error
+            remedy = _how_to_call(function, given, by_name)
+            raise FxwrapError(f"{what} cannot run with ({args})", got=described(error), remedy=remedy) from error
+
+
+def _how_to_call(function: Any, given: tuple[Any, ...], by_name: dict[str, Any]) -> str:
+    """What to do if a function does not take its arguments; empty if it does."""
+    try:
+        signature = inspect_module.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except (TypeError, ValueError):  # a function of C
+        return ""
+    try:
+        signature.bind(*given, **by_name)
+    except TypeError:
+        return f"write --args as between the brackets of a call of {signature}"
+    return ""
 
 
 def _options(texts: list[str]) -> dict[str, Any]:
@@ -253,6 +270,7 @@ def save(
         python -m fxwrap save examples.decoder:methods -o decoder.fxw
     """
     with _errors_as_text():
+        _to_be_written(output)
         function, _ = _named(source, "methods")
         from ..artifacts.save import save as write
 
@@ -320,6 +338,9 @@ def run(
     with _errors_as_text():
         if not random:
             raise FxwrapError("no inputs", expected="--random", got="nothing")
+        if not trust:
+            remedy = f"--trust runs it: give it if you made {file}, or know who did"
+            raise FxwrapError(f"{file} holds native code", expected="--trust", got="nothing", remedy=remedy)
         target = loading.load(file, trust=trust)[method]
         inputs = _random_inputs(target.signature, _sizes(target.signature, size))
         times = []

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from torch.fx import GraphModule
 
 from ..compilation import Compilation
 from ..devices import device_support
-from ..errors import EmissionError, FxwrapError, OptionError, UnsupportedModelError, causes
+from ..errors import EmissionError, FxwrapError, OptionError, PipelineError, UnsupportedModelError, causes
 from ..graphs.memory.locks import lock_of_process
+from ..host_graph.user_code import described, owner_of
 from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
@@ -188,16 +190,23 @@ def _fallback_reason(error: BaseException) -> FxwrapError | None:
             return cause
         if isinstance(cause, OSError):
             return None
-    # An unexpected exception in the converter (``FxwrapCodegen._generate``), not in Inductor's lowering.
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_name == "_generate":
-            return EmissionError(
-                f"emission failed with {type(error).__name__}: {error}",
-                remedy="the graph runs through Inductor's own wrapper; please report this",
-            )
-        trace = trace.tb_next
-    return None
+    # An unexpected exception in the codegen (``FxwrapCodegen._generate``), not in Inductor's lowering.
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = codes[next((n for n, code in enumerate(codes) if code.co_name == "_generate"), len(codes)) :]
+    if not codes:
+        return None
+    owners = [owner for code in codes if (owner := owner_of(code.co_filename)) != "torch"]
+    if owners[-1:] == ["user"]:
+        first = next(code for code in codes if owner_of(code.co_filename) == "user")
+        name = getattr(first, "co_qualname", first.co_name)  # from Python 3.11 on
+        return PipelineError(
+            f"{name}, which is the user's, raises {described(cause)}",
+            remedy="mend it: fxwrap only calls it; without strict=True the graph runs through Inductor's own wrapper",
+        )
+    return EmissionError(
+        f"emission failed with {described(cause)}",
+        remedy="the graph runs through Inductor's own wrapper; please report this",
+    )
 
 
 def _report_fallback(reason: FxwrapError, request: CompileRequest) -> None:

@@ -39,6 +39,8 @@ def test_save_inspect_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert code == 0 and "forward: float32[2, 3]" in said
     code, said = command("run", "linear.fxw", "forward", "--random", "--trust", "--size", "nobody=8")
     assert code == 1 and "--size nobody=8" in said
+    code, said = command("run", "linear.fxw", "forward", "--random")
+    assert code == 1 and "expected: --trust" in said and "trust=True" not in said
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def test_save_inspect_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         (("save", "nowhere:methods", "-o", "x.fxw"), "cannot be imported"),
         (("save", "torch:nothing", "-o", "x.fxw"), "cannot be imported"),
+        (("save", "torch:nothing", "-o", "."), ". cannot be written"),
         (("inspect", "README.md"), "cannot be loaded"),
         (("inspect", "missing.fxw"), "does not exist"),
         (("run", "README.md", "decode", "--random", "--trust"), "cannot be loaded"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
 
 import fxwrap
+from fxwrap import pipeline
 from fxwrap.codegen.emit.statements import StatementReader, assigned_names
 from fxwrap.codegen.store.stored_program import functions
-from fxwrap.errors import EmissionError
+from fxwrap.errors import EmissionError, PipelineError, causes
 from fxwrap.host_graph.arithmetic import is_arithmetic, select
 from fxwrap.host_graph.listing import list_graph
 from fxwrap.host_graph.nodes import Kind, check, kind_of, launch
+from fxwrap.plan import PartitionGraph
 
 # -- reading statements --------------------------------------------------------------------------------
 
@@ -246,6 +250,70 @@ def test_passes_see_the_graph_before_it_is_planned(compiled: Any) -> None:
         x, y = torch.randn(2, 4, 4)
         torch.testing.assert_close(f(x, y), y @ x)
     assert f.program.counters.replays == 2
+
+
+def _of_passes() -> type[fxwrap.FxwrapCodegen]:
+    def nameless(gm: GraphModule) -> None:
+        gm.graph.nobody  # type: ignore[attr-defined]
+
+    class Raising(fxwrap.FxwrapCodegen):
+        def passes(self) -> Any:
+            return [nameless]
+
+    return Raising
+
+
+def _of_compile_graph() -> type[fxwrap.FxwrapCodegen]:
+    class Raising(fxwrap.FxwrapCodegen):
+        def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
+            return json.loads("no JSON")  # type: ignore[no-any-return]  # in Python's own library
+
+    return Raising
+
+
+def _of_compile_partition() -> type[fxwrap.FxwrapCodegen]:
+    class Raising(fxwrap.FxwrapCodegen):
+        def compile_partition(self, graph: PartitionGraph) -> Callable[..., Any]:
+            return torch.ones(2) @ torch.ones(3)  # type: ignore[return-value]  # in torch
+
+    return Raising
+
+
+@pytest.mark.parametrize(
+    "codegen, name, error",
+    [
+        (_of_passes, "nameless", "AttributeError: 'Graph' object has no attribute 'nobody'"),
+        (_of_compile_graph, "compile_graph", "JSONDecodeError: Expecting value"),
+        (_of_compile_partition, "compile_partition", "RuntimeError: "),
+    ],
+)
+def test_code_of_the_user_s_that_raises_is_named(
+    compiled: Any, codegen: Callable[[], type[fxwrap.FxwrapCodegen]], name: str, error: str
+) -> None:
+    """It is no fault of fxwrap's, which nobody need report."""
+    x = torch.randn(4, 4)
+    with pytest.raises(BackendCompilerFailed) as raised:
+        compiled(lambda x: x.sin() @ x, options={"codegen": codegen(), "strict": True})(x)
+    (cause,) = (one for one in causes(raised.value) if isinstance(one, PipelineError))
+    assert re.search(
+        rf"^(\S+\.)?{name}, which is the user's, raises {error}.*test_emission\.py:\d+\)$", cause.subject
+    )
+    assert "report this" not in str(cause)
+    f: Compiled = compiled(lambda x: x.sin() @ x, options={"codegen": codegen()})
+    with pytest.warns(UserWarning, match=rf"{name}, which is the user's, raises {error}"):
+        torch.testing.assert_close(f(x), x.sin() @ x)
+
+
+def test_a_fault_of_fxwrap_s_is_not_the_user_s(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A codegen of the user's is among the callers."""
+
+    class Calling(fxwrap.FxwrapCodegen):
+        def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
+            return super().compile_graph(gm)
+
+    monkeypatch.setattr(pipeline, "HostGraphPlanner", None)
+    with pytest.raises(BackendCompilerFailed, match=r"emission failed with TypeError(.|\n)*please report this"):
+        compiled(lambda x: x.sin() @ x, options={"codegen": Calling, "strict": True})(torch.randn(4, 4))
 
 
 def test_a_pass_that_drops_dead_code_keeps_launches_and_asserts(compiled: Any) -> None:

@@ -98,6 +98,29 @@ def test_pages_and_data_are_written(folder: Path) -> None:
     assert graph["phase"] == "forward"
 
 
+def test_the_folder_of_what_is_written_is_made(folder: Path) -> None:
+    arguments = ("--args", "*example()", "--html", "a/b/page.html", "--json", "c/data.json")
+    assert command("explain", "of_explain:scaled", *arguments)[0] == 0
+    assert Path("a/b/page.html").exists() and Path("c/data.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, missing",
+    [
+        (("explain",), "MODULE:FUNCTION|SCRIPT.py"),
+        (("diff",), "before"),
+        (("save",), "source"),
+        (("save", "torch:nothing"), "--output"),
+        (("inspect",), "file"),
+        (("run",), "file"),
+        (("run", "train.py"), "method"),
+    ],
+)
+def test_what_is_missing_is_named(folder: Path, arguments: tuple[str, ...], missing: str) -> None:
+    code, said, told = command(*arguments)
+    assert code == 2 and not said and missing.lower() in told.lower().partition("missing")[2]
+
+
 def test_that_nothing_was_compiled_is_said_whatever_is_written(folder: Path) -> None:
     code, said, told = command("explain", "torch.nn:LSTM(2, 3)", "--args", "torch.ones(1, 2)", "--json", "data.json")
     assert code == 0 and not said and "nothing was compiled" in told and "LSTM" in told
@@ -119,10 +142,16 @@ def test_a_picture_is_drawn(folder: Path) -> None:
         (("of_explain:scaled", "--args", "torch.rand(2"), "SyntaxError"),
         (("of_explain:scaled", "--args", "1 / 0"), "ZeroDivisionError: division by zero"),
         (("of_explain:fails", "--args", "*example()"), "of_explain:fails cannot run with (*example())"),
+        (
+            ("of_explain:scaled", "--args", "scale=2"),
+            "argument: 'x' what to do: write --args as between the brackets",
+        ),
+        (("of_explain:scaled", "--args", "*example(), size=2"), "unexpected keyword argument 'size'"),
         (("of_explain:scaled", "--option", "capture"), "--option capture"),
         (("of_explain:scaled", "--option", "captures=always"), "capture"),
         (("of_explain:scaled", "--option", "warmup=often"), "warmup"),
-        (("of_explain:scaled", "--html", "no/such/page.html"), "no folder no/such"),
+        (("of_explain:fails", "--args", "*example()", "--html", "."), ". cannot be written"),
+        (("of_explain:fails", "--args", "*example()", "--json", "train.py/x"), "train.py/x cannot be written"),
         (("missing.py",), "no script missing.py"),
         (("--no-grad", "train.py"), "are for functions"),
     ],
