@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckError
-from ..graphs.buckets import BucketedGraph, BucketLayout, Buffer
+from ..graphs.buckets import BucketedGraph, BucketLayout, Buffer, dim_of
+from ..host_graph.tensors import unexpanded
 from .copies import Generators, difference, without_gradients
 
 # With ``checked=True``, every tenth call is checked.
@@ -48,9 +49,9 @@ class CheckedBuckets(BucketedGraph):
             _restore(inputs, before)
             generators.set()
             arguments = self._padded(inputs, rows, padded, buffers)
-            self._fill_padding(rows, padded, buffers)
+            self._pad_otherwise(rows, buffers)
             again = _copied(self._cut(self.compiled(*arguments), rows, layout))
-            self._copy_back(inputs, rows, buffers)
+            self._copy_back(inputs, buffers)
             written_again = self._written(inputs)
             _restore(inputs, after)
             random.set()
@@ -76,24 +77,15 @@ class CheckedBuckets(BucketedGraph):
         """Copies of the inputs that the graph writes to, by position."""
         return {position: inputs[position].clone() for position in sorted(self.places.written)}
 
-    def _fill_padding(self, rows: Sequence[int], padded: Sequence[int], buffers: Sequence[Buffer]) -> None:
-        """Fill rows of padding with the caller's rows, changed; but integers, which may be indices, unchanged."""
+    def _pad_otherwise(self, rows: Sequence[int], buffers: Sequence[Buffer]) -> None:
+        """Fill rows of padding with all of the caller's rows, in every input with the same ones."""
         for places, buffer in zip(self.places.padded, buffers, strict=True):
-            for number, place in enumerate(places):
-                true, bucket, dim = rows[place.size], padded[place.size], place.dim
-                if dim is None or not true or true == bucket or buffer.tensor.stride(dim) == 0:
-                    continue
-                numbers = torch.arange(bucket - true, device=buffer.tensor.device) % true
-                buffer.tensor.narrow(dim, true, bucket - true).copy_(
-                    _changed(buffer.tensor.index_select(dim, numbers))
-                )
-                buffer.filled[number] = bucket
-
-
-def _changed(rows: torch.Tensor) -> torch.Tensor:
-    if rows.dtype == torch.bool:
-        return rows.logical_not()
-    return rows.mul(-2).add(1) if rows.is_floating_point() or rows.is_complex() else rows
+            for place in places:
+                true, dim = rows[place.size], dim_of(place)
+                padding = buffer.tensor.narrow(dim, true, buffer.tensor.size(dim) - true)
+                if padding.stride(dim):
+                    numbers = torch.arange(padding.size(dim), device=padding.device) % true
+                    unexpanded(padding).copy_(unexpanded(buffer.tensor).index_select(dim, numbers))
 
 
 def _copied(outputs: Sequence[Any]) -> list[Any]:

@@ -4,8 +4,9 @@
 
     inputs (5 rows) --copied--> buffers (8 rows) --> compiled graph --> outputs (8 rows) --cut--> outputs (5 rows)
 
-The compiled graph only ever sees the bucket's size. That rows of padding change no other row is proved before
-(``passes/analysis/rows.py``).
+Rows of padding are copies of the caller's last row: whatever is valid for that row (an index that it computes, a
+divisor) is valid for them. The compiled graph only ever sees the bucket's size. That rows of padding change no other
+row is proved before (``passes/analysis/rows.py``).
 """
 
 from __future__ import annotations
@@ -72,13 +73,30 @@ class Buffer:
 
     Attributes:
         tensor: the buffer, of the bucket's size.
-        filled: rows along each bucketed dimension that may be other than zero.
         repeats: whether it has one element along a dimension that repeats it.
+        rows: what the views below are for: the rows that the caller has, of each bucketed size.
+        part: the part of the buffer that holds the caller's rows.
+        padding: rows of padding, and the row that is copied there, along one dimension after the other.
     """
 
     tensor: torch.Tensor
-    filled: list[int]
     repeats: bool
+    rows: Sequence[int] = ()
+    part: torch.Tensor = field(init=False)
+    padding: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
+
+    def view(self, places: Sequence[Place], rows: Sequence[int]) -> None:
+        """Make the views for so many rows; calls in a row mostly have the same."""
+        padding = []
+        with torch.inference_mode(False):
+            self.part = true_part(self.tensor, places, rows)
+            for done, place in enumerate(places, 1):
+                # Along later dimensions there is no padding yet.
+                whole, true, dim = true_part(self.tensor, places[done:], rows), rows[place.size], dim_of(place)
+                rest = whole.narrow(dim, true, whole.size(dim) - true)
+                if rest.size(dim) and rest.stride(dim):
+                    padding.append((unexpanded(rest), unexpanded(whole.narrow(dim, true - 1, 1))))
+        self.rows, self.padding = rows, padding
 
 
 @dataclass
@@ -209,9 +227,10 @@ class BucketedGraph:
         padded, layout, reason = list[int](), None, ""
         for size, true in zip(self.places.sizes, rows, strict=True):
             bucket = size.bucket_of(true)
-            reason = reason or (
-                "" if bucket else f"without a bucket: {size.name!r} is larger than {size.buckets[-1]}"
-            )
+            if not bucket:
+                reason = reason or f"without a bucket: {size.name!r} is larger than {size.buckets[-1]}"
+            elif not true:
+                reason = reason or f"without a bucket: {size.name!r} is 0, and no row can be copied"
             padded.append(bucket or true)
         if not reason:
             found = self._layout_of(padded, inputs)
@@ -248,39 +267,34 @@ class BucketedGraph:
             for places, (size, stride) in zip(self.places.padded, layout.shapes, strict=True):
                 like = inputs[places[0].position]
                 tensor = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
-                unexpanded(tensor).zero_()
-                buffers.append(Buffer(tensor, [0] * len(places), 0 in stride))
+                buffers.append(Buffer(tensor, 0 in stride))
         return buffers
 
     def _run(
         self, inputs: Sequence[Any], rows: list[int], padded: list[int], layout: BucketLayout, buffers: list[Buffer]
     ) -> Any:
         outputs = self._cut(self.compiled(*self._padded(inputs, rows, padded, buffers)), rows, layout)
-        self._copy_back(inputs, rows, buffers)
+        self._copy_back(inputs, buffers)
         return outputs
 
     def _padded(
         self, inputs: Sequence[Any], rows: Sequence[int], padded: Sequence[int], buffers: Sequence[Buffer]
     ) -> list[Any]:
-        """The inputs of the compiled graph: buffers filled with the caller's rows, and zeros after them."""
+        """The inputs of the compiled graph: buffers filled with the caller's rows, and copies of the last one."""
         arguments = list(inputs)
         for place in self.places.numbers:
             arguments[place.position] = padded[place.size]
         for places, buffer in zip(self.places.padded, buffers, strict=True):
             position = places[0].position
-            target = buffer.tensor
-            for number, place in enumerate(places):
-                true = rows[place.size]
-                if buffer.filled[number] > true:
-                    unexpanded(target.narrow(_dim(place), true, buffer.filled[number] - true)).zero_()
-                # What is written to rows of padding stays there until the next call.
-                buffer.filled[number] = padded[place.size] if position in self.places.written else true
-            part = _true_part(target, places, rows)
+            if buffer.rows != rows:
+                buffer.view(places, rows)
             if buffer.repeats:
-                copy_tensors(inputs[position], part)
+                copy_tensors(inputs[position], buffer.part)
             else:
-                part.copy_(inputs[position])
-            arguments[position] = target
+                buffer.part.copy_(inputs[position])
+            for padding, last in buffer.padding:
+                padding.copy_(last)
+            arguments[position] = buffer.tensor
         return arguments
 
     def _cut(self, outputs: Any, rows: Sequence[int], layout: BucketLayout) -> list[Any]:
@@ -297,19 +311,19 @@ class BucketedGraph:
             cut[place.position] = part.contiguous() if whole.is_contiguous() else part
         return cut
 
-    def _copy_back(self, inputs: Sequence[Any], rows: Sequence[int], buffers: Sequence[Buffer]) -> None:
+    def _copy_back(self, inputs: Sequence[Any], buffers: Sequence[Buffer]) -> None:
         for places, buffer in zip(self.places.padded, buffers, strict=True):
             if (position := places[0].position) in self.places.written:
-                inputs[position].copy_(_true_part(buffer.tensor, places, rows))
+                inputs[position].copy_(buffer.part)
 
 
-def _dim(place: Place) -> int:
+def dim_of(place: Place) -> int:
     assert place.dim is not None  # an input is a tensor
     return place.dim
 
 
-def _true_part(tensor: torch.Tensor, places: Sequence[Place], rows: Sequence[int]) -> torch.Tensor:
+def true_part(tensor: torch.Tensor, places: Sequence[Place], rows: Sequence[int]) -> torch.Tensor:
     """The part of a padded tensor that holds the caller's rows."""
     for place in places:
-        tensor = tensor.narrow(_dim(place), 0, rows[place.size])
+        tensor = tensor.narrow(dim_of(place), 0, rows[place.size])
     return tensor

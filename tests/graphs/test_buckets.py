@@ -147,7 +147,7 @@ def test_a_mutated_input_keeps_its_rows_and_no_other_memory_is_written(device: t
 
 
 def test_rows_of_an_earlier_call_are_not_seen_by_a_shorter_one(device: torch.device) -> None:
-    """Padding is zero at every call: also where an earlier call had rows, or the program has written."""
+    """Padding is the last row at every call: also where an earlier call had rows, or the program has written."""
     fast = compiled(lambda x: (x.exp_(), x / x)[1], (8,))
     for rows in (7, 2, 7, 3):
         assert torch.equal(fast(marked(torch.zeros(rows, 3, device=device))), torch.ones(rows, 3, device=device))
@@ -213,6 +213,51 @@ def test_two_names(device: torch.device) -> None:
         fxwrap.mark_bucket(k, 0, "k")
         torch.testing.assert_close(fast(q, k), q @ k.t())
     assert sum(fxwrap.stats(fast)["recordings"].values()) == 1
+
+
+class Draft(nn.Module):
+    """The next token's embedding. Columns 50 to 63 of the head pad its vocabulary: no row of a caller chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embed = nn.Linear(8, 64), nn.Embedding(50, 4)
+        self.head.weight[50:], self.head.bias[50:] = 0, -100
+        self.head.weight[:50, 0], self.head.bias[:50] = 200, -150
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.embed(self.head(x).argmax(-1))
+
+
+@pytest.mark.launches_graphs
+@pytest.mark.parametrize("checked", [False, 1])
+def test_rows_of_padding_are_valid_where_the_callers_are(device: torch.device, checked: bool | int) -> None:
+    """A row of zeros would choose column 63, and divide by zero.
+
+    ::
+
+        rows [r0 r1 r2 | r2]    r2 is a caller's row: what it computes is in range
+    """
+    net = Draft().to(device)
+
+    def fn(x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+        return net(x), 60 // ids, net.embed(mask.cumsum(1) - 1), net.embed.weight[ids - 1], net.embed(ids).sum(1)
+
+    fast = compiled(fn, checked=checked)
+    for rows in (4, 3, 8, 5):
+        x = torch.rand(rows, 8, device=device) + 1
+        ids = torch.randint(1, 50, (rows, 3), device=device)
+        mask = torch.ones_like(ids)
+        for got, expected in zip(fast(marked(x), marked(ids), marked(mask)), fn(x, ids, mask), strict=True):
+            torch.testing.assert_close(got, expected)
+    assert fxwrap.stats(fast)["events"]["bucket 8 of 'batch'"] == 2
+
+
+def test_no_rows_have_a_program_of_their_own(device: torch.device) -> None:
+    fast = compiled(lambda x: x * 2 + 1)
+    for rows in (5, 0, 6):
+        x = marked(torch.randn(rows, 3, device=device))
+        assert torch.equal(fast(x), x * 2 + 1)
+    assert fxwrap.stats(fast)["events"]["bucket 8 of 'batch'"] == 2
 
 
 def test_a_branch_on_the_number_of_rows_is_kept() -> None:
@@ -338,8 +383,8 @@ def test_checked_mode_finds_an_operator_that_is_wrongly_allowed(
     """
     ::
 
-        rows [3 5 | 0 0]  sorted  [0 0 3 5]  cut [0 0]    wrong, and silent
-        rows [3 5 | 7 9]  sorted  [3 5 7 9]  cut [3 5]    with other padding another result: found
+        rows [5 3 | 3 3]  sorted  [3 3 3 5]  cut [3 3]    wrong, and silent
+        rows [5 3 | 5 3]  sorted  [3 3 5 5]  cut [3 3]    of more rows some differ with other padding: found
     """
 
     def fn(x: torch.Tensor) -> torch.Tensor:

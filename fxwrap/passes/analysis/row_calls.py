@@ -67,22 +67,19 @@ class Call:
         before: the factor before the rows in the bucketed dimension, which is ``(before, rows, after)`` merged: 1
             where rows are the outermost factor. None if all rows of the operands are the same, or no operand has
             rows. A rule changes it for the results.
+        numbered: nodes whose rows depend on their own number, counted from the first one. A rule adds its call.
 
     Raises:
         RowsMixed: rows of two operands lie in different orders.
     """
 
-    def __init__(self, node: Node, rows: RowDimension, before: Mapping[Node, Any]) -> None:
-        self.node, self.rows = node, rows
+    def __init__(self, node: Node, rows: RowDimension, before: Mapping[Node, Any], numbered: set[Node]) -> None:
+        self.node, self.rows, self.numbered = node, rows, numbered
         orders = {order for operand in node.all_input_nodes if (order := before.get(operand)) is not None}
         if len(orders) > 1:
             raise RowsMixed("combines rows that lie in different orders")
         self.before: Any = orders.pop() if orders else None
-        schema = getattr(node.target, "_schema", None)
-        names = [argument.name for argument in schema.arguments] if schema is not None else []
-        given = dict(zip(names, node.args, strict=False)) if names else dict(enumerate(node.args))
-        defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
-        self.nodes: dict[Any, Any] = {**defaults, **given, **node.kwargs}
+        self.nodes = arguments_of(node)
         self.args: dict[Any, Any] = {
             name: torch.fx.map_arg(value, lambda arg: arg.meta.get("val")) for name, value in self.nodes.items()
         }
@@ -110,6 +107,15 @@ class Call:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(self.args.values()))
+
+
+def arguments_of(node: Node) -> dict[Any, Any]:
+    """The arguments of a call by the schema's names, defaults included; by their positions without a schema."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = dict(zip(names, node.args, strict=False)) if names else dict(enumerate(node.args))
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
+    return {**defaults, **given, **node.kwargs}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

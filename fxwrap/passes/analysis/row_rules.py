@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from ...host_graph.sizes import expression
-from .row_calls import Call, RowDimension, RowsMixed, shape_text, tensors_in
+from .row_calls import Call, RowsMixed, arguments_of, shape_text, tensors_in
 
 # Reading to the end of a dimension: torch has several large numbers for it.
 _END = 2**31 - 1
@@ -29,20 +29,14 @@ _END = 2**31 - 1
 def pointwise(call: Call) -> int | None:
     """Element by element, operands broadcast to the result."""
     (result, *_) = call.results
-    if any(not argument.is_floating_point() for argument in _padded_divisors(call)):
-        raise RowsMixed("divides integers by rows, and rows of padding are zero")
+    # Floating-point division by zero is defined; an integer one ends the process on the CPU.
+    whole = not any(r.is_floating_point() or r.is_complex() for r in call.results)
+    if whole and _operator(call.node) in _DIVISIONS and call.nodes["other"] in call.numbered:
+        raise RowsMixed("divides integers by what a row's number decides, which may be zero for rows of padding")
     dims = {dim + result.dim() - t.dim() for t in call.tensors() if (dim := call.rows.of(t)) is not None}
     if len(dims) > 1:
         raise RowsMixed("combines rows with rows by broadcasting")
     return dims.pop() if dims else call.rows.of(result)
-
-
-def _padded_divisors(call: Call) -> list[torch.Tensor]:
-    divides = call.node.target._schema.name in _DIVISIONS  # type: ignore[union-attr]
-    # Floating-point division by zero is defined; an integer one ends the process on the CPU.
-    if not divides or any(result.is_floating_point() or result.is_complex() for result in call.results):
-        return []
-    return [call.args["other"]] if call.dim("other") is not None else []
 
 
 _DIVISIONS = {"aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod"}
@@ -51,7 +45,10 @@ _DIVISIONS = {"aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod"
 def made(call: Call) -> int | None:
     """New tensors whose rows are the same, or count from the first one."""
     (result,) = call.results
-    call.before = sympy.Integer(1) if _operator(call.node) in _COUNT else None
+    counts = _operator(call.node) in _COUNT
+    call.before = sympy.Integer(1) if counts else None
+    if counts:
+        call.numbered.add(call.node)
     return call.rows.of(result)
 
 
@@ -219,7 +216,7 @@ def padded(call: Call) -> int:
 def looked_up(call: Call) -> int:
     """``embedding``: rows of a table, by indices."""
     call.without("weight")
-    _check_indices(call.nodes["indices"], call.rows)
+    _check_indices(call, call.nodes["indices"], call.args["weight"].size(0))
     return call.own_dim("indices")
 
 
@@ -235,8 +232,8 @@ def indexed(call: Call) -> int | None:
         raise RowsMixed("takes as many elements as a mask has")
     if len({call.rows.of(index) - index.dim() for index in by_rows}) > 1:  # type: ignore[operator]
         raise RowsMixed("combines rows with rows by broadcasting")
-    for node in call.nodes["indices"]:
-        _check_indices(node, call.rows)
+    for dim, node in enumerate(call.nodes["indices"]):
+        _check_indices(call, node, call.args["self"].size(dim))
     # One operand alone has rows, and the result has one such dimension: it is theirs.
     return call.rows.of(call.results[0])
 
@@ -264,7 +261,7 @@ def index_written(call: Call) -> int:
 def gathered(call: Call) -> int:
     """``gather``, ``scatter`` and the like: each element has its own index along one dimension."""
     own, index, dim = call.dim("self"), call.own_dim("index"), call.args["dim"] % max(1, call.args["self"].dim())
-    _check_indices(call.nodes["index"], call.rows)
+    _check_indices(call, call.nodes["index"], call.args["self"].size(dim))
     if own is None and dim == index and not call.has("src") and "value" not in call.args:
         return index
     if own != index or dim == own or not _same_rows(call, "self", "index", *(("src",) if call.has("src") else ())):
@@ -274,7 +271,7 @@ def gathered(call: Call) -> int:
 
 def index_selected(call: Call) -> int:
     own, dim = call.dim("self"), call.args["dim"] % call.args["self"].dim()
-    _check_indices(call.nodes["index"], call.rows)
+    _check_indices(call, call.nodes["index"], call.args["self"].size(dim))
     if own is None:
         return int(dim)
     if dim == own or call.dim("index") is not None:
@@ -355,34 +352,45 @@ def encoder(call: Call) -> int:
 # -- indices --------------------------------------------------------------------------------------------------
 
 
-def _check_indices(node: Any, rows: RowDimension) -> None:
-    """Check that rows of padding hold valid indices. There an input is zero, and zero is valid.
+def _check_indices(call: Call, node: Any, size: Any) -> None:
+    """Check that rows of padding hold valid indices, below ``size``.
+
+    A row of padding computes what the caller's row does that it is a copy of, as far as its number has no part in it.
 
     Raises:
-        RowsMixed: the indices are computed, so that nothing is known of what they are for a zero.
+        RowsMixed: the number of a row has a part in the indices, and may take them out of range.
     """
-    if isinstance(node, Node) and not _is_valid_for_padding(node, rows):
-        raise RowsMixed("uses indices that are computed from rows, which may be invalid for rows of padding")
+    if node in call.numbered and not _is_below(node, size):
+        raise RowsMixed("uses indices that a row's number decides, which may be out of range for rows of padding")
 
 
-def _is_valid_for_padding(node: Any, rows: RowDimension) -> bool:
+def _is_below(node: Any, size: Any) -> bool:
+    """Whether indices are below a size whatever the numbers are that they are computed from."""
     if not isinstance(node, Node):
-        return True
-    value = node.meta.get("val")
-    if not any(rows.of(tensor) is not None for tensor in tensors_in(value)) or node.op in ("placeholder", "get_attr"):
-        return True
+        return isinstance(node, int) and _at_most(node + 1, size) and node >= 0
+    name, operands = _operator(node), node.args
     if node.target is _GETITEM:
-        source, item = node.args
-        is_index = _operator(source) in _RETURNS_INDICES and isinstance(item, int) and item == 1
-        return is_index or _is_valid_for_padding(source, rows)
-    name = _operator(node)
+        node, item = operands  # type: ignore[assignment]
+        name, operands = _operator(node), node.args
+        if item == 1 and name in _RETURNS_INDICES:
+            return _at_most(_places(node), size)
     if name in ("aten::argmax", "aten::argmin"):
-        return True
+        return _at_most(_places(node), size)
     if name == "aten::full":
-        return isinstance(node.args[1], (int, bool)) and node.args[1] >= 0
+        return _is_below(operands[1], size)
     if name == "aten::where":
-        return all(_is_valid_for_padding(branch, rows) for branch in node.args[1:])
-    return name in _KEEPS_VALUES and all(_is_valid_for_padding(arg, rows) for arg in node.all_input_nodes)
+        return all(_is_below(branch, size) for branch in operands[1:])
+    return name in _KEEPS_VALUES and all(_is_below(operand, size) for operand in node.all_input_nodes)
+
+
+def _places(node: Node) -> Any:
+    """The size of the dimension in which an operator looks for an element, whose place it returns."""
+    arguments = arguments_of(node)
+    return arguments["self"].meta["val"].size(arguments["dim"])
+
+
+def _at_most(size: Any, limit: Any) -> bool:
+    return bool(sympy.sympify(expression(limit) - expression(size)).is_nonnegative)
 
 
 def _operator(node: Any) -> str:

@@ -65,14 +65,18 @@ class _Walk:
 
     Attributes:
         before: the factor before the rows in the bucketed dimension of each value (``Call.before``), if it is known.
+        numbered: nodes whose rows depend on their own number.
     """
 
     def __init__(self, rows: RowDimension) -> None:
         self.rows = rows
         self.before: dict[Node, Any] = {}
+        self.numbered: set[Node] = set()
 
     def visit(self, node: Node) -> None:
         """Check one node. Raises RowsMixed."""
+        if not self.numbered.isdisjoint(node.all_input_nodes):
+            self.numbered.add(node)
         if node.op == "placeholder":
             if any(self.rows.of(tensor) is not None for tensor in tensors_in(node.meta.get("val"))):
                 self.before[node] = sympy.Integer(1)
@@ -89,7 +93,7 @@ class _Walk:
         of_sizes = str(node.target).startswith("aten.sym_") or not any(map(_is_tensor, node.all_input_nodes))
         if of_sizes and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return  # checked where it is used
-        call = Call(node, rows, self.before)
+        call = Call(node, rows, self.before, self.numbered)
         if not any(_has_rows(operand, rows) for operand in (*call.args.values(), value)):
             return
         rule = _rule(node)

@@ -87,6 +87,12 @@ APART: dict[str, tuple[Any, ...]] = {
     "elements of each row by its own indices": (lambda x: x.gather(2, x.argmax(2, keepdim=True)), X),
     "a counter of rows": (lambda x: x + torch.arange(x.shape[0])[:, None, None], X),
     "the batch second": (lambda x: F.linear(x, W.t()).sum(0), X.transpose(0, 1), 1),
+    "computed indices, and divisors": (lambda i: (F.embedding(i - 1, TABLE), i // (i + 1)), IDS),
+    "places among as many columns as a table has rows": (
+        lambda x: F.embedding((x.view(-1, 12)[:, :11] + torch.arange(x.shape[0])[:, None]).argmax(1), TABLE),
+        X,
+    ),
+    "floating-point division by the number of a row": (lambda x: x / torch.arange(x.shape[0])[:, None, None], X),
     "size 1 dimensions": (lambda x: x[:, :1].squeeze(1).unsqueeze(0).squeeze(0).flip(1), X),
 }
 
@@ -111,13 +117,26 @@ MIXED: dict[str, tuple[Any, Any, str]] = {
     "joined rows": (lambda x: torch.cat([x, x * 2]), X, "aten.cat.default joins tensors along this dimension"),
     "the number of rows": (lambda x: x / x.shape[0], X, "uses the number of rows as a number"),
     "random numbers": (lambda x: x + torch.rand_like(x), X, "draws random numbers for rows"),
-    "computed indices": (lambda i: F.embedding(i - 1, TABLE), IDS, "uses indices that are computed from rows"),
+    "indices by the number of a row": (
+        lambda i: F.embedding(i + torch.arange(i.shape[0])[:, None], TABLE),
+        IDS,
+        "uses indices that a row's number decides",
+    ),
+    "places in more columns than the table has rows": (
+        lambda x: F.embedding((x.view(-1, 12) + torch.arange(x.shape[0])[:, None]).argmax(1), TABLE),
+        X,
+        "uses indices that a row's number decides",
+    ),
     "a histogram": (
         lambda i: torch.zeros(11).scatter_add(0, i[:, 0], torch.ones(i.shape[0])),
         IDS,
         "aten.scatter_add.default takes or writes rows by indices",
     ),
-    "integer division": (lambda i: i // (i + 1), IDS, "divides integers by rows, and rows of padding are zero"),
+    "division by the number of a row": (
+        lambda i: i // (5 - torch.arange(i.shape[0]))[:, None],
+        IDS,
+        "divides integers by what a row's number decides",
+    ),
     "rows inside of a merged dimension": (
         lambda x: x.transpose(0, 1).reshape(-1, 4),
         X,
