@@ -153,6 +153,25 @@ def test_strict_names_every_line(compiled: Any, monkeypatch: pytest.MonkeyPatch)
         assert line in str(caught.value)
 
 
+class ReturnsNothing(fxwrap.FxwrapCodegen):
+    def compile_graph(self, gm: torch.fx.GraphModule) -> Any:
+        super().compile_graph(gm)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_compile_graph_that_returns_no_callable(compiled: Any, strict: bool) -> None:
+    """The error names the user's class and what it returned; without ``strict`` it is the reason for the fallback."""
+    f: Compiled = compiled(lambda x: x.sin() @ x, options={"codegen": ReturnsNothing, "strict": strict})
+    x = torch.randn(4, 4)
+    if strict:
+        with pytest.raises(Exception, match=r"ReturnsNothing.compile_graph[\s\S]*callable[\s\S]*got: None"):
+            f(x)
+    else:
+        with pytest.warns(UserWarning, match="ReturnsNothing.compile_graph"):
+            torch.testing.assert_close(f(x), x.sin() @ x)
+        assert len(f.compilation.fallbacks) == 1
+
+
 def test_wrong_number_of_inputs(compiled: Any) -> None:
     f: Compiled = compiled(lambda x: x + 1)
     f(torch.ones(2))

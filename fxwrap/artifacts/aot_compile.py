@@ -82,6 +82,9 @@ def compile_methods(
     for name, method in methods.items():
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise OptionError("the name of a method", expected="a Python name", got=repr(name))
+        if hasattr(AotProgram, name):
+            expected = "one that the compiled program has no other use for, as in program.decode(x)"
+            raise OptionError("the name of a method", expected=expected, got=repr(name))
         progress(f"{name}: tracing")
         traced = traced_method(name, _exported(name, method))
         _check_sizes(traced)

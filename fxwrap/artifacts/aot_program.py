@@ -78,11 +78,8 @@ class AotMethod(_OfThisProcess):
         self._constant = _constant_results(program.plan)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == self._plain and not kwargs:
-            inputs = list(args)
-        else:
-            inputs = list(flatten(self.signature.arguments, (args, kwargs)))
-        return self.call_flat(inputs)
+        plain = len(args) == self._plain and not kwargs
+        return self.call_flat(list(args) if plain else self.signature.flat(args, kwargs))
 
     def run(self, *args: Any, out: Any, **kwargs: Any) -> Any:
         """Call the method, and write results to tensors of the caller.
@@ -108,7 +105,7 @@ class AotMethod(_OfThisProcess):
                 with an input; then nothing has run.
         """
         plain = len(args) == self._plain and not kwargs
-        inputs = list(args) if plain else list(flatten(self.signature.arguments, (args, kwargs)))
+        inputs = list(args) if plain else self.signature.flat(args, kwargs)
         if self._single:
             (result,) = self._outputs.call(inputs, [out])
             return result
@@ -261,8 +258,11 @@ class AotProgram(_OfThisProcess):
             weights: new values by name; a tied weight has several names, and any of them will do.
 
         Raises:
-            StorageError: a name is unknown, a shape differs, or one weight gets two values; then nothing was copied.
+            StorageError: a name is unknown, a shape differs, real weights get complex values, or one weight gets two
+                values; then nothing was copied.
         """
+        if not isinstance(weights, Mapping):
+            raise StorageError("new weights", expected="a dictionary of names and tensors", got=repr(weights))
         values: dict[str, torch.Tensor] = {}
         for name, value in weights.items():
             self._frozen.check(name, self._names.get(name))
@@ -276,6 +276,8 @@ class AotProgram(_OfThisProcess):
             sizes = str(tuple(weight.size())), str(tuple(value.size()))
             if sizes[0] != sizes[1]:
                 raise StorageError(f"weight {name!r}", expected=sizes[0], got=sizes[1])
+            if value.is_complex() and not weight.is_complex():
+                raise StorageError(f"weight {name!r}", expected=f"real numbers, {weight.dtype}", got=str(value.dtype))
             once = unexpanded(value, weight.stride())
             if once.size() != value.size() and not torch.equal(once.expand_as(value), value):
                 raise StorageError(

@@ -19,7 +19,7 @@ from ..codegen.torch_runtime import (
     torch_functions,
     wrapper_functions,
 )
-from ..errors import StorageError
+from ..errors import OptionError, StorageError
 from ..host_graph.graph_json import Functions, graph_from_data
 from ..host_graph.nodes import Kernel
 from ..host_graph.stand_ins import StandIns
@@ -49,7 +49,12 @@ def load(path: str | Path, *, weights: Mapping[str, torch.Tensor] | None = None,
     Raises:
         StorageError: the file is damaged, or was saved for another torch, Python, processor or device; or ``trust``
             is False; or weights are missing or do not fit.
+        OptionError: ``trust`` is no bool, or ``weights`` no dictionary.
     """
+    if type(trust) is not bool:
+        raise OptionError("wrong value for trust", expected="True or False", got=repr(trust))
+    if not isinstance(weights, (Mapping, type(None))):
+        raise OptionError("wrong value for weights", expected="a dictionary of names and tensors", got=repr(weights))
     package = Package(Path(path))
     with contextlib.closing(package), package.refusing():
         check_machine(package)

@@ -72,6 +72,8 @@ def save(
         raise OptionError(
             "wrong value for compile", expected=f"one of {', '.join(map(repr, COMPILED))}", got=repr(compile)
         )
+    if type(weights) is not bool:
+        raise OptionError("wrong value for weights", expected="True or False", got=repr(weights))
     if not isinstance(methods, AotProgram):
         compiled = compile_methods(methods, options, progress, _check_storable)
     elif options is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from ..codegen.torch_runtime import call_check, is_plain_memory
 from ..errors import InputError
 from ..host_graph.sizes import expression
+from .structure import flatten
 
 # A size: a number, or an expression of symbols.
 Size = Any
@@ -87,6 +88,23 @@ class Signature:
     def __str__(self) -> str:
         suffix = f" with {self.conditions}" if self.conditions else ""
         return f"{self.method}({', '.join(map(str, self.inputs))}){suffix}"
+
+    def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The inputs of a call as a flat list.
+
+        Raises:
+            InputError: arguments are missing, too many, called otherwise than in the example, or nested otherwise.
+        """
+        positional, named = self.arguments["tuple"]
+        names = [name for name, _ in named["dict"]]
+        if len(args) != len(positional["tuple"]) or kwargs.keys() != set(names):
+            raise InputError(
+                f"call of {self}",
+                expected=_called(len(positional["tuple"]), names),
+                got=_called(len(args), kwargs),
+                remedy="pass each argument by position or by name, as the example that the method was exported with",
+            )
+        return list(flatten(self.arguments, (args, kwargs)))
 
     def check(self, values: Sequence[Any]) -> None:
         """Check that the method may run on these inputs.
@@ -181,6 +199,10 @@ class Signature:
     def _range_error(self, name: str, expected: str, got: int) -> InputError:
         where = ", ".join(i.name for i in self.inputs if isinstance(i, TensorInput) and name in map(str, i.size))
         return InputError(f"size {name} of {where or self.method}", expected=expected, got=str(got))
+
+
+def _called(count: int, names: Iterable[str]) -> str:
+    return f"{count} by position" + "".join(f", {name}=" for name in names)
 
 
 class Checker:

@@ -623,6 +623,8 @@ def test_what_is_no_program_to_save_or_no_method_to_compile(tmp_path: Path) -> N
         fxwrap.save(path, program, options={"warmup": 3})
     with pytest.raises(OptionError, match="compile"):
         fxwrap.save(path, program, compile="binary")
+    with pytest.raises(OptionError, match="weights"):
+        fxwrap.save(path, program, weights="no")  # type: ignore[arg-type]
     assert path.read_bytes() == before
     linear = nn.Linear(4, 4)
     for methods, options in (
@@ -633,6 +635,8 @@ def test_what_is_no_program_to_save_or_no_method_to_compile(tmp_path: Path) -> N
         ({"two words": (linear, (x,))}, None),
         ({"_private": (linear, (x,))}, None),
         ({1: (linear, (x,))}, None),
+        # A method of such a name would be hidden behind the program's own.
+        *(({name: (linear, (x,))}, None) for name in ("explain", "load_weights", "methods", "weights")),
         ({"f": (linear, (x,))}, {"warm": 1}),
     ):
         with pytest.raises(OptionError):

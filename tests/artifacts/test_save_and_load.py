@@ -191,11 +191,11 @@ def test_reports_are_those_of_compiled_code(saved: Path) -> None:
 
 TOKEN, AT = torch.ones(1, 4, dtype=torch.long), torch.arange(4)
 CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]] = {
-    "no inputs": ("prefill", (), {}, "tuple of 2"),
-    "one too few": ("prefill", (TOKEN,), {}, "tuple of 2"),
-    "one too many": ("prefill", (TOKEN, AT, AT), {}, "tuple of 2"),
-    "a keyword": ("prefill", (TOKEN,), {"at": AT}, "tuple of 2"),
-    "another keyword": ("prefill", (TOKEN, AT), {"more": AT}, "nothing"),
+    "no inputs": ("prefill", (), {}, "2 by position"),
+    "one too few": ("prefill", (TOKEN,), {}, "2 by position"),
+    "one too many": ("prefill", (TOKEN, AT, AT), {}, "2 by position"),
+    "a keyword": ("prefill", (TOKEN,), {"at": AT}, r"got: 1 by position, at="),
+    "another keyword": ("prefill", (TOKEN, AT), {"more": AT}, "more="),
     "rank": ("prefill", (TOKEN[0], AT), {}, "dimensions 2"),
     "rank above": ("decode", (TOKEN[:, :1, None], AT[:1]), {}, "dimensions 2"),
     "a fixed size": ("prefill", (TOKEN.repeat(2, 1), AT), {}, r"size \(1, 4\)"),
@@ -358,6 +358,12 @@ def test_a_wrong_file_is_refused(saved: Path, tmp_path: Path, name: str) -> None
 def test_nothing_of_a_file_runs_without_trust(saved: Path) -> None:
     with pytest.raises(StorageError, match="trust=True"):
         fxwrap.load(saved)
+    for trust in ("no", "yes", 1, None):
+        with pytest.raises(OptionError, match="trust"):
+            fxwrap.load(saved, trust=trust)  # type: ignore[arg-type]
+    for weights in (3, [torch.ones(2)], "weights"):
+        with pytest.raises(OptionError, match="weights"):
+            fxwrap.load(saved, trust=True, weights=weights)  # type: ignore[arg-type]
 
 
 def test_files_that_are_none(tmp_path: Path, saved: Path) -> None:

@@ -216,8 +216,28 @@ def test_what_is_no_tensor_is_no_weight(tmp_path: Path) -> None:
     for given, expected in ((None, "NoneType"), (wrapper, "TwoTensor"), (torch.ones(3).to_sparse(), "plain memory")):
         with pytest.raises(StorageError, match=expected):
             fxwrap.load(path, weights={"b": given}, trust=True)  # type: ignore[dict-item]
+    program = fxwrap.load(path, trust=True)
     with pytest.raises(StorageError, match="NoneType"):
-        fxwrap.load(path, trust=True).load_weights({"b": None})  # type: ignore[dict-item]
+        program.load_weights({"b": None})  # type: ignore[dict-item]
+    for no_weights in (None, [torch.ones(3)], "b"):
+        with pytest.raises(StorageError, match="a dictionary of names"):
+            program.load_weights(no_weights)  # type: ignore[arg-type]
+
+
+def test_new_values_keep_their_imaginary_parts(tmp_path: Path) -> None:
+    """Or are refused; other conversions are those of ``load_state_dict``."""
+    real = loaded(tmp_path, {"f": (Sum(b=torch.ones(3)), (torch.ones(3),))})
+    with pytest.raises(StorageError, match="real numbers"):
+        real.load_weights({"b": torch.ones(3) * 1j})
+    assert torch.equal(real.f(torch.ones(3)), torch.full((3,), 2.0))
+    real.load_weights({"b": torch.full((3,), 2)})
+    assert torch.equal(real.f(torch.ones(3)), torch.full((3,), 3.0))
+    values = torch.ones(3, dtype=torch.complex64)
+    numbers = loaded(tmp_path, {"f": (Times(b=values.clone()), (values,))})
+    numbers.load_weights({"b": values * 1j})
+    assert torch.equal(numbers.f(values), values * 1j)
+    numbers.load_weights({"b": torch.full((3,), 2.0)})
+    assert torch.equal(numbers.f(values), values * 2)
 
 
 class Windows(Holder):

@@ -14,6 +14,7 @@ from torch._inductor.utils import ValueWithLineMap
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 
+from ...errors import EmissionError
 from ...passes.analysis.windows import used_outside
 from ...pipeline import REWRITES, Stages, compile_host_graph, rewrite
 from ...plan import PartitionGraph
@@ -142,6 +143,13 @@ class FxwrapCodegen(WrapperFxCodegen):
         gm = converter.generate()
         with no_garbage_collection():
             compiled = self.compile_graph(gm)
+            if not callable(compiled):
+                raise EmissionError(
+                    f"{type(self).__name__}.compile_graph",
+                    expected="a callable that runs the graph, callable(*inputs) -> outputs",
+                    got=repr(compiled),
+                    remedy="return what runs it, such as gm.forward; this graph runs through Inductor's own wrapper",
+                )
             if caching() and not self.is_subgraph:  # type: ignore[misc,truthy-function]
                 text = as_module(compiled, gm)
                 write_module(text)
