@@ -176,7 +176,7 @@ def report(console: Console, sides: list[Contender], alphabet: list[str], length
     if any(plan.size for plan in plans):
         table.add_row("arena bytes", "", "", " + ".join(f"{plan.size:,}" for plan in plans))
     else:  # as on the CPU
-        table.add_row("bytes kept between calls", "", "", "0: memory comes and goes with each call")
+        table.add_row("bytes kept between calls", "", "", f"{max(plan.kept for plan in plans):,}")
         table.add_row("bytes at the peak of a call", "", "", " + ".join(f"{plan.peak:,}" for plan in plans))
     table.add_row("lower bound", "", "", " + ".join(f"{plan.lower_bound:,}" for plan in plans))
     table.add_row("without reuse", "", "", " + ".join(f"{plan.plain:,}" for plan in plans))

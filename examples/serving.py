@@ -89,7 +89,7 @@ def serve(device: str, suspendable: bool) -> None:
         torch.testing.assert_close(again, model(*request_like(call)), rtol=1e-3, atol=1e-3)
         print(f"5. {given_back:,} bytes were given back, and taken again by a call")
     else:
-        print("5. on a CPU a recording keeps no memory between calls: there is nothing to suspend")
+        print("5. on a CPU there is nothing to suspend: fxwrap.release frees what is kept there")
 
 
 def request_like(call: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

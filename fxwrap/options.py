@@ -41,7 +41,8 @@ class Options:
     max_memory: int = _option(
         0,
         "bytes that arenas of a device, and what recordings keep outside them, may take: for more, the least "
-        "recently used recordings end, and a program that needs more by itself runs eagerly; 0 is no limit",
+        "recently used recordings end, and a program that needs more by itself runs eagerly (on the CPU it keeps "
+        "nothing between calls); 0 is no limit",
         minimum=0,
     )
     eager_ops: tuple[str | EagerRule, ...] = _option(

@@ -291,6 +291,7 @@ class Region:
         lower_bound: the largest sum of storages that are alive at one time, in bytes.
         plain: the bytes that separate allocations without any reuse would take.
         reserved: the intervals of the region that live outputs of other recordings occupy.
+        kept: whether the memory is kept for later calls, of any program. The region exists in all steps then.
     """
 
     device: torch.device
@@ -302,6 +303,7 @@ class Region:
     lower_bound: int = 0
     plain: int = 0
     reserved: tuple[Reserved, ...] = ()
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,17 @@ class MemoryPlan:
     def size(self) -> int:
         """The bytes of all arenas."""
         return sum(region.size for region in self.arenas.values())
+
+    @property
+    def kept(self) -> int:
+        """The bytes of regions whose memory is kept for later calls."""
+        return sum(region.size for region in self.regions if region.kept)
+
+    def keeping(self, most: int) -> MemoryPlan:
+        """The same plan; no memory is kept if that would be more than ``most`` bytes."""
+        if self.kept <= most:
+            return self
+        return dataclasses.replace(self, regions=tuple(dataclasses.replace(r, kept=False) for r in self.regions))
 
     def inside(self, region: Region) -> dict[int, int]:
         """The offsets of the storages in a region, by storage."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..graphs.memory.regions import KeptRegion
 from ..graphs.replay.native import NativeReplay
 from ..host_graph.arithmetic import ARITHMETIC
 from ..host_graph.nodes import Kernel
@@ -48,6 +49,18 @@ def native_replay() -> NativeReplay | str:
         why = f"the helper library cannot be built: {error}" + (f": {said[0]}" if said else "")
         log.warning("recordings replay in Python, for %s", why)
         return why
+
+
+def kept_region(nbytes: int) -> KeptRegion | None:
+    """A region whose memory is kept for later calls; None without the library."""
+    native = native_replay()
+    return None if isinstance(native, str) else native.library.KeptRegion(nbytes)
+
+
+def kept_memory() -> int:
+    """The bytes that are kept for later calls, and not in use."""
+    native = native_replay()
+    return 0 if isinstance(native, str) else native.library.kept_memory()
 
 
 def replay_library() -> Path:

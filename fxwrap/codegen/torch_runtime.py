@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..devices import device_function
 from ..graphs.torch_functions import TorchFunctions
-from .native_library import native_replay
+from .native_library import kept_memory, kept_region, native_replay
 from .traces import ProgramTraces
 
 # ``(size, stride, dtype)``: the allocation of Inductor's wrapper; torch.empty_strided takes three times as long.
@@ -298,6 +298,8 @@ def torch_functions() -> TorchFunctions:
         profiling=profiling,
         traces=ProgramTraces.of,
         native=native_replay,
+        kept_region=kept_region,
+        kept_memory=kept_memory,
     )
 
 

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..devices import RecoverFromFailedCapture
 from ..plan import MemoryPlan, ProgramPlan
 from .devices.device_graph import DeviceGraph
+from .memory.regions import KeptRegion
 from .replay.native import NativeReplay
 
 # A condition on the inputs of a call.
@@ -67,3 +68,5 @@ class TorchFunctions:
     profiling: Callable[[], bool]
     traces: Callable[[str], Traces]
     native: Callable[[], NativeReplay | str]
+    kept_region: Callable[[int], KeptRegion | None]
+    kept_memory: Callable[[], int]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, cast
 
 from torch.fx import Node
+from typing_extensions import NotRequired
 
 from ..graphs.program import Program
 from ..host_graph.nodes import output_values
@@ -87,6 +88,7 @@ class MemoryData(TypedDict):
         inductor_peak_bytes: the peak of the same storages in Inductor's own wrapper, in the order of its lines.
         without_reuse_bytes: the sum of separate allocations.
         operator_bytes: the peak of what operators allocate themselves, as far as it is known.
+        region_bytes, kept_bytes: the sizes of all regions on the CPU, and of those that are kept for later calls.
         predicted: the memory of a call by device; that of a forward and its backward together is in the forward.
         predicted_with: "alone", or the phase of the other graph that the prediction includes.
         steps: the number of steps.
@@ -102,6 +104,7 @@ class MemoryData(TypedDict):
     arenas: list[ArenaData]
     regions: int
     region_bytes: int
+    kept_bytes: NotRequired[int]
     predicted: list[PredictionData]
     predicted_with: str
     static_input_bytes: int
@@ -159,6 +162,7 @@ def memory_data(program: Program, plan: ProgramPlan, sized: SizedProgram | None,
         ],
         "regions": len(shared := [region for region in memory.regions if not region.arena]),
         "region_bytes": sum(region.size for region in shared),
+        "kept_bytes": memory.kept,
         "predicted": [cast(PredictionData, {**to_data(p), "total": p.total}) for p in predictions(program)],
         "predicted_with": predicted_with,
         "static_input_bytes": estimate.static_inputs if estimate is not None else 0,

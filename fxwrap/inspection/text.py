@@ -126,6 +126,8 @@ def _memory(graph: GraphData, memory: MemoryData) -> RenderableType:
         sizes = (f"{memory[key]:,}" for key in ("peak_bytes", "lower_bound_bytes", "without_reuse_bytes"))  # type: ignore[literal-required]
         table.add_row("comes and goes with each call", str(len(planned)), *sizes)
         table.add_row(f"  of which in {memory['regions']} region(s)", str(len(shared)), f"{memory['region_bytes']:,}")
+        if kept := memory.get("kept_bytes", 0):
+            table.add_row("  of which kept for later calls", "", f"{kept:,}")
     outside = graph["outside_the_plan"]
     table.add_row("  of which outputs", str(outputs), f"{memory['output_bytes']:,}")
     table.add_row("allocated by operators", str(len(outside)), "not planned")

@@ -6,29 +6,40 @@ An allocation takes time, so that few large ones are better than many small ones
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .planner import plan_memory
 from .problem import Buffer
 from .reserved import alive_at_steps, lowest_gap
 
+# Bytes, from glibc's malloc. Smaller blocks it keeps when they are freed, whatever was before (M_TRIM_THRESHOLD).
+_SMALL = 128 << 10
+# Larger ones always return to the system (the most that M_MMAP_THRESHOLD grows to, less a page for what it adds).
+_LARGE = (32 << 20) - 4096
 # The limit of steps and storages that are visited; a storage counts as ten steps. Half a second on a CPU.
 _EFFORT = 10_000_000
 
 
 @dataclass(frozen=True)
 class SharedRegion:
-    """``size`` bytes in steps ``[begin, end)``; offsets in bytes by storage."""
+    """``size`` bytes in steps ``[begin, end)``; offsets in bytes by storage. A ``kept`` one is there in all steps."""
 
     begin: int
     end: int
     size: int
     offsets: Mapping[int, int]
+    kept: bool = False
 
 
 def share_regions(
-    buffers: Mapping[int, Buffer], others: Sequence[Buffer], room: int, alignment: int, unshared: Collection[int] = ()
+    buffers: Mapping[int, Buffer],
+    others: Sequence[Buffer],
+    room: int,
+    alignment: int,
+    steps: int,
+    unshared: Collection[int] = (),
 ) -> tuple[SharedRegion, ...]:
     """Put storages into few regions, with at most ``room`` bytes in use in any step.
 
@@ -43,21 +54,27 @@ def share_regions(
     them, where there is room for that. One region for all storages is tried first. If there is no room for it,
     regions are joined, those of the largest storages first: each with the region that grows least.
 
+    Touching new memory takes time, too: the system zeroes it page by page. So one region is kept between calls, as
+    large as there is room for in all steps; the others are no larger than what the C library may keep.
+
     Args:
         buffers: by storage index, in steps of the program.
         others: other memory in use.
         room: bytes; it is enough for the storages if each has a region of its own.
         alignment: bytes, of offsets in a region.
+        steps: the number of steps.
         unshared: storages that need a region of their own.
     """
-    regions = {i: SharedRegion(b.begin, b.end, b.size, {i: 0}) for i, b in buffers.items()}
+    regions = {index: _alone(index, buffer) for index, buffer in buffers.items()}
     alone = [regions.pop(i) for i in buffers if i in unshared]
-    budget = _Budget(alive_at_steps([*others, *regions.values(), *alone]), room)
+    budget = _Budget(alive_at_steps([*others, *regions.values(), *alone, Buffer("", 0, steps, steps)]), room)
     whole = _one_region([buffers[i] for i in regions], list(regions), alignment) if regions else None
     if whole is not None and budget.fits([*regions.values()], whole):
+        budget.replace([*regions.values()], whole)
         joined = [whole]
     else:
-        joined = _joined(sorted(regions.values(), key=_extent, reverse=True), buffers, budget, alignment)
+        joined = _joined(regions.values(), buffers, budget, alignment)
+    joined = _with_one_kept(joined, buffers, budget, alignment, steps)
     return tuple(sorted([*alone, *joined], key=lambda region: region.begin))
 
 
@@ -69,10 +86,50 @@ def _one_region(buffers: Sequence[Buffer], indices: Sequence[int], alignment: in
     return SharedRegion(min(b.begin for b in buffers), max(b.end for b in buffers), packed.size, offsets)
 
 
-def _joined(
-    regions: Sequence[SharedRegion], buffers: Mapping[int, Buffer], budget: _Budget, alignment: int
+def _with_one_kept(
+    regions: Iterable[SharedRegion], buffers: Mapping[int, Buffer], budget: _Budget, alignment: int, steps: int
 ) -> list[SharedRegion]:
-    """Fewer regions for the same storages: each is joined to one before it, then the remaining ones are joined."""
+    """Stack regions, largest first, in one that is kept, where there is room in all steps. Large others are split."""
+    kept, others = SharedRegion(0, steps, 0, {}, kept=True), list(regions)
+
+    def stack() -> None:
+        nonlocal kept
+        for region in sorted(others, key=lambda region: region.size, reverse=True):
+            base = -(-kept.size // alignment) * alignment
+            offsets = {index: base + offset for index, offset in region.offsets.items()}
+            more = replace(kept, size=base + region.size, offsets={**kept.offsets, **offsets})
+            if region.size >= _SMALL and budget.fits([kept, region], more):
+                budget.replace([kept, region], more)
+                kept = more
+                others.remove(region)
+
+    stack()
+    large = [region for region in others if region.size > _LARGE]
+    parts = [_alone(index, buffers[index]) for region in large for index in region.offsets]
+    budget.replace(large, *parts)
+    others = [region for region in others if region not in large]
+    others += _joined(parts, buffers, budget, alignment, most=_LARGE)
+    stack()
+    return [kept, *others] if kept.offsets else others
+
+
+def _alone(index: int, buffer: Buffer) -> SharedRegion:
+    return SharedRegion(buffer.begin, buffer.end, buffer.size, {index: 0})
+
+
+def _joined(
+    regions: Iterable[SharedRegion],
+    buffers: Mapping[int, Buffer],
+    budget: _Budget,
+    alignment: int,
+    most: float = math.inf,
+) -> list[SharedRegion]:
+    """Fewer regions for the same storages: each is joined to one before it, then the remaining ones are joined.
+
+    Args:
+        most: bytes that a region may have if it is larger than both that are joined.
+    """
+    regions = sorted(regions, key=_extent, reverse=True)
     remaining: list[SharedRegion] = []
     effort = _EFFORT
 
@@ -85,7 +142,8 @@ def _joined(
             both = _both(other, region, buffers, alignment)
             effort -= both.end - both.begin + 10 * len(both.offsets)
             growth = _extent(both) - _extent(other)
-            if (best is None or growth < best[0]) and budget.fits([other, region], both):
+            suits = both.size <= max(most, region.size, other.size)
+            if suits and (best is None or growth < best[0]) and budget.fits([other, region], both):
                 best = growth, other, both
         if best is None:
             return False
@@ -136,18 +194,15 @@ class _Budget:
             for begin, end, more in self._changes(before, after)
         )
 
-    def replace(self, before: Sequence[SharedRegion], after: SharedRegion) -> None:
-        """Replace regions by one."""
-        for begin, end, more in self._changes(before, after):
+    def replace(self, before: Sequence[SharedRegion], *after: SharedRegion) -> None:
+        """Replace regions by others."""
+        for begin, end, more in self._changes(before, *after):
             self._at_steps[begin:end] = [nbytes + more for nbytes in self._at_steps[begin:end]]
 
-    def _changes(self, before: Sequence[SharedRegion], after: SharedRegion) -> list[tuple[int, int, int]]:
+    def _changes(self, before: Sequence[SharedRegion], *after: SharedRegion) -> list[tuple[int, int, int]]:
         """Steps ``[begin, end)``, and how many more bytes are in use there."""
-        bounds = sorted({step for region in (after, *before) for step in (region.begin, region.end)})
-        return [
-            (begin, end, after.size * (after.begin <= begin < after.end) - _at(before, begin))
-            for begin, end in itertools.pairwise(bounds)
-        ]
+        bounds = sorted({step for region in (*after, *before) for step in (region.begin, region.end)})
+        return [(begin, end, _at(after, begin) - _at(before, begin)) for begin, end in itertools.pairwise(bounds)]
 
 
 def _at(regions: Sequence[SharedRegion], step: int) -> int:

@@ -22,6 +22,8 @@ from cuda_memory import kept_bytes
 
 import fxwrap
 from fxwrap.api.memory.bill import DeviceBill, RecordingBill
+from fxwrap.codegen import torch_runtime
+from fxwrap.codegen.native_library import kept_memory
 from fxwrap.graphs.memory.arenas import ArenaPool
 from fxwrap.graphs.program import REHEARSALS
 
@@ -30,6 +32,7 @@ ROWS = (2, 8, 64, 256)
 
 @pytest.fixture(autouse=True)
 def its_own(own_arenas: ArenaPool) -> Iterator[ArenaPool]:
+    fxwrap.release()  # what the CPU keeps for programs of other tests
     yield own_arenas
     assert not REHEARSALS
 
@@ -81,12 +84,18 @@ def _counted(device: torch.device, arenas: ArenaPool) -> int:
     if device.type == "cuda":
         return kept_bytes()
     gc.collect()
+    if not freezes(device):
+        return kept_memory()
     kept = {s._cdata: s for a in arenas.alive() for r, _ in a.users() for s in r.own_storages}
     blocks = [arena.nbytes for arena in arenas.alive()] + [storage.nbytes() for storage in kept.values()]
     return sum(-(-nbytes // 512) * 512 for nbytes in blocks)
 
 
 # bill of each size, and of all, == counted afterwards
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch_runtime._free_cublas_workspaces() is None,
+    reason="this torch frees no workspace of one stream: each thread keeps its own, and warm-ups keep some",
+)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bill_is_what_the_device_counts(
@@ -107,7 +116,7 @@ def test_the_bill_is_what_the_device_counts(
         assert fxwrap.record(call, *examples) == len(bill.recordings) == len(examples) * (1 + training)
         counted = _counted(device, its_own) - before
         assert counted <= bill.total <= 1.02 * counted
-        assert not bill.not_kept and bool(bill.devices) == freezes(device)
+        assert not bill.not_kept and bool(bill.devices) == (freezes(device) or counted > 0)
         billed = [(b.program, b.graphs, b.arena, b.own) for b in bill.recordings]
         assert sorted(billed) == sorted(_made(compiled))
         fxwrap.release(compiled.call)
@@ -116,9 +125,10 @@ def test_the_bill_is_what_the_device_counts(
 def _made(compiled: Compiled) -> list[tuple[str, int, int, int]]:
     """What the recordings of a function take: program, graphs, bytes of the arena and of their own."""
     return [
-        (program.name, len(recording.graphs), recording.request.memory.size, recording.own_bytes)
+        (program.name, len(recording.graphs), memory.size + memory.kept, recording.own_bytes)
         for program in compiled.programs
         for recording in program.specializations.recordings()
+        for memory in (recording.request.memory,)
     ]
 
 

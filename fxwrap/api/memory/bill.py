@@ -21,7 +21,8 @@ class RecordingBill:
     Attributes:
         program: the program's name.
         sizes: the sizes that vary, by symbol.
-        arena: the bytes of the arena that it needs. Recordings share an arena: their largest need counts.
+        arena: the bytes of the arena that it needs, or, on the CPU, that are kept for its temporaries. Recordings
+            share them: their largest need counts.
         copied_in: of these, static input buffers.
         own: what is kept for it alone: static buffers of eager results, and results that operators allocate.
         graphs: the number of device graphs. A driver keeps memory for these, too, which is not in the bill.
@@ -46,7 +47,8 @@ class DeviceBill:
     """What the recordings would keep on one device between calls, in bytes.
 
     Attributes:
-        arenas: temporaries, outputs and static input buffers; shared by all recordings.
+        arenas: temporaries, outputs and static input buffers; shared by all recordings. On the CPU temporaries only,
+            and as much again for each further call that runs at the same time.
         pools: the segments in which graphs allocate: results and temporaries of operators, workspaces of libraries.
         workspaces: of these, what libraries keep for one stream (cuBLAS).
         static_buffers: static buffers of eager results between partitions.
@@ -74,7 +76,7 @@ class Bill:
     pool, so that all together keep less than the sum of their bills.
 
     Attributes:
-        devices: empty on the CPU, whose recordings keep no memory between calls.
+        devices: without the CPU if its recordings keep nothing, because they need little.
         recordings: for each program and each set of sizes that was called, in the order of the calls.
     """
 

@@ -124,7 +124,7 @@ class Rehearsed:
         return RecordingBill(
             program=self.program.name,
             sizes=self.sizes,
-            arena=max((recording.request.memory.size for recording in recordings), default=0),
+            arena=max((r.request.memory.size + r.request.memory.kept for r in recordings), default=0),
             copied_in=sum(nbytes for one in sized for _, nbytes in one.input_buffers.values()),
             own=sum(recording.own_bytes for recording in recordings),
             graphs=sum(len(recording.graphs) for recording in recordings),
@@ -166,10 +166,13 @@ class Rehearsal:
 
     def bill(self) -> Bill:
         """What the recordings keep at this moment."""
-        devices = dict.fromkeys(arena.device for arena in self.arenas.alive())
+        devices = [*map(self._device_bill, dict.fromkeys(arena.device for arena in self.arenas.alive()))]
+        recordings = (recording for calls in self.rehearsed.values() for recording in calls.recordings)
+        if kept := max((recording.request.memory.kept for recording in recordings), default=0):
+            devices.append(DeviceBill(torch.device("cpu"), kept, pools=0, workspaces=0, static_buffers=0))
         # Code with dynamic sizes can take the place of code that has only warmed up.
         called = [calls for calls in self.rehearsed.values() if calls.took or calls.eager not in (WARM_UP, COMPILES)]
-        return Bill(tuple(map(self._device_bill, devices)), tuple(calls.bill for calls in called))
+        return Bill(tuple(devices), tuple(calls.bill for calls in called))
 
     def end(self) -> None:
         """Free the memory of all recordings."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...artifacts.aot_program import AotProgram
 from ...codegen.store.kernel_libraries import close_unused
 from ...graphs.memory.shared_state import SHARED
+from ...graphs.program import Program
 from ..report import report
 
 
@@ -15,7 +16,8 @@ def release(fn: Callable[..., Any] | AotProgram | None = None) -> int:
     """End recordings and free their memory. The next call records again, and counts as a recording.
 
     Live outputs keep their memory. Recordings that another thread runs at this moment do not end. On an accelerator
-    the memory returns to the caching allocator; ``torch.accelerator.empty_cache()`` returns it to the driver. C++
+    the memory returns to the caching allocator; ``torch.accelerator.empty_cache()`` returns it to the driver. On the
+    CPU it is what is kept for temporaries: as much as the largest of all remaining recordings needs stays. C++
     kernels of saved files whose programs are gone are unloaded.
 
     Args:
@@ -29,9 +31,15 @@ def release(fn: Callable[..., Any] | AotProgram | None = None) -> int:
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
     reports = report(fn).graphs
-    before = SHARED.arenas.kept()
-    for graph in reports:
-        graph.program.release()
+    programs = [graph.program for graph in reports]
+    before = _kept(programs)
+    for program in programs:
+        program.release()
     SHARED.arenas.give_back()
     close_unused()
-    return before - SHARED.arenas.kept()
+    return before - _kept(programs)
+
+
+def _kept(programs: Sequence[Program]) -> int:
+    on_the_cpu = programs[0].functions.kept_memory() if programs else 0
+    return SHARED.arenas.kept() + on_the_cpu

@@ -6,6 +6,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 
+#include "kept_memory.h"
 #include "products.h"
 #include "python_steps.h"
 
@@ -59,6 +60,12 @@ inline void define_steps(py::module_& m) {
   m.def("resize", [](const py::object& storage, size_t bytes) {
     return made<ResizeStep>(torch::createStorage(storage.ptr()), bytes);
   });
+  py::class_<KeptRegion>(m, "KeptRegion", py::module_local())
+      .def(py::init<size_t>())
+      .def_property_readonly("storage", [](const KeptRegion& region) {
+        return py::reinterpret_steal<py::object>(torch::createPyObject(region.storage()));
+      });
+  m.def("kept_memory", [] { return KeptMemory::all().idle(); });
   m.def("item", made<ItemStep, size_t, size_t, Py_ssize_t>);
   m.def("set", made<SetStep, size_t, const Value&>);
   m.def("copy", made<CopyStep, size_t, size_t>);

@@ -396,5 +396,6 @@ PyMODINIT_FUNC PyInit_fxwrap_replay() {
     process = getpid();
     Call::forked();
   });
+  KeptMemory::survive_forks();
   return module;
 }

@@ -181,9 +181,8 @@ class MemoryProvider:
         sized = self._sized(inputs, static)
         if not sized.frozen:
             # Such a plan does not depend on addresses: the one made ahead is still right.
-            if estimate is not None and estimate.is_for(sized):
-                return RecordingMemory(sized, estimate.memory)
-            return RecordingMemory(sized, self.planner.plan(sized))
+            memory = estimate.memory if estimate is not None and estimate.is_for(sized) else self.planner.plan(sized)
+            return RecordingMemory(sized, memory.keeping(self.max_memory) if self.max_memory else memory)
         if estimate is not None:
             estimate.sized = sized  # by now it is known which inputs stay
         hint = self._with_successor(sized, estimate)

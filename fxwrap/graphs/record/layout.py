@@ -39,7 +39,7 @@ class Layout:
         self._request, self._plan = request, request.sized.program
         self._freezes_addresses = request.runtime.frozen_addresses
         self.tensors: dict[Node, torch.Tensor] = {}
-        self.regions = Regions(self._plan, request.memory)
+        self.regions = Regions(self._plan, request.memory, request.functions.kept_region)
         self.placed = PlacedResults()
         self.in_arenas: dict[int, tuple[torch.device, int]] = {}
         self.input_buffers: dict[Node, torch.Tensor] = {}

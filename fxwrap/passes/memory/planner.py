@@ -96,8 +96,9 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     peak_limit, alignment = most_alive([*unplanned, *buffers.values()]), _alignment(_CPU)
     # Memory of unknown size counts as all that there may be, so that no region grows over that step.
     others += [Buffer("unknown", peak_limit, step, step + 1) for step in requirements.unknown]
-    shared = share_regions(requirements.temporaries, others, peak_limit, alignment, requirements.unshared)
-    regions = [Region(_CPU, region.begin, region.end, region.size, alignment) for region in shared]
+    steps = requirements.end - 1
+    shared = share_regions(requirements.temporaries, others, peak_limit, alignment, steps, requirements.unshared)
+    regions = [Region(_CPU, one.begin, one.end, one.size, alignment, kept=one.kept) for one in shared]
     plan = _assign_homes(requirements, regions, [region.offsets for region in shared], Home.CALL)
     per_call = [buffer for index, buffer in buffers.items() if plan.places[index].home is Home.CALL]
     bound, plain = most_alive(buffers.values()), sum(buffer.size for buffer in buffers.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,8 @@ from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import Home, MemoryPlan, Origin, Place, Region, SizedProgram
 
 aten = torch.ops.aten
+# What shared_regions.py knows of the C library, in bytes.
+SMALL, LARGE = 128 << 10, (32 << 20) - 4096
 
 
 def recordings(program: Program) -> list[Recording]:
@@ -64,9 +66,12 @@ def bytes_of(recording: Recording) -> dict[str, int]:
 # -- which storages share one --------------------------------------------------------------------------------
 
 
-def share(buffers: Mapping[int, Buffer], others: Sequence[int], *rest: Any) -> tuple[SharedRegion, ...]:
+def share(
+    buffers: Mapping[int, Buffer], others: Sequence[int], room: int, alignment: int, unshared: Collection[int] = ()
+) -> tuple[SharedRegion, ...]:
     """``others``: bytes that other things take, at each step."""
-    return share_regions(buffers, [Buffer("", n, step, step + 1) for step, n in enumerate(others)], *rest)
+    taken = [Buffer("", n, step, step + 1) for step, n in enumerate(others)]
+    return share_regions(buffers, taken, room, alignment, len(others), unshared)
 
 
 def test_one_region_for_everything_where_there_is_room() -> None:
@@ -142,13 +147,60 @@ def test_what_is_counted_from_the_start_of_a_storage_has_a_region_of_its_own() -
     assert share({}, [0, 0], 1000, 64) == ()
 
 
+def test_the_region_that_is_kept_is_there_in_all_steps() -> None:
+    """One that is worth it, where there is room in all steps; a capital letter is 128 KiB for one step.
+
+    ::
+
+        . A A B B .        K K K K K K      room for 2
+        X . . . . X   ->   X . . . . X
+    """
+    buffers = {1: Buffer("a", SMALL, 1, 3), 2: Buffer("b", SMALL, 3, 5)}
+    others = [SMALL, 0, 0, 0, 0, SMALL]
+    assert share(buffers, others, 2 * SMALL, 64) == (SharedRegion(0, 6, SMALL, {1: 0, 2: 0}, kept=True),)
+    # A little less: too small to be worth it; or no room for it in the first and the last step.
+    fewer = {i: replace(buffer, size=SMALL - 64) for i, buffer in buffers.items()}
+    assert share(fewer, others, 2 * SMALL, 64) == (SharedRegion(1, 5, SMALL - 64, {1: 0, 2: 0}),)
+    assert share(buffers, others, 2 * SMALL - 1, 64) == (SharedRegion(1, 5, SMALL, {1: 0, 2: 0}),)
+
+
+def test_as_much_is_kept_as_there_is_room_for() -> None:
+    """
+    ::
+
+        A A A C C        K K K K K      a and c take turns in what is kept
+        . . B B .   ->   . . b b .      b would have to be there when x is
+        . . . . X        . . . . X
+    """
+    buffers = {1: Buffer("a", 4 * SMALL, 0, 3), 2: Buffer("b", 2 * SMALL, 2, 4), 3: Buffer("c", 4 * SMALL, 3, 5)}
+    others = [0, 0, 0, 0, 2 * SMALL]
+    expected = SharedRegion(0, 5, 4 * SMALL, {1: 0, 3: 0}, kept=True), SharedRegion(2, 4, 2 * SMALL, {2: 0})
+    assert share(buffers, others, 6 * SMALL, 64) == expected
+
+
+@pytest.mark.parametrize("size", [LARGE // 2, LARGE // 2 + 64])
+def test_what_is_not_kept_is_no_larger_than_what_the_c_library_may_keep(size: int) -> None:
+    """
+    ::
+
+        a a . c c .        r r r r r .      up to 32 MiB; a larger one would return to the system at every call
+        b b . . . .   ->   r r r r r .
+        . . . . . x        . . . . . x      x takes all that there is
+    """
+    buffers = {1: Buffer("a", size, 0, 2), 2: Buffer("b", size, 0, 2), 3: Buffer("c", size, 3, 5)}
+    regions = share(buffers, [0, 0, 0, 0, 0, 2 * size], 2 * size, 64)
+    assert not any(region.kept for region in regions)
+    assert [region.size for region in regions] == ([2 * size] if 2 * size <= LARGE else [size, size])
+
+
 @st.composite
 def temporaries(draw: st.DrawFn) -> tuple[dict[int, Buffer], list[int]]:
-    sizes = draw(st.lists(st.one_of(st.just(0), st.integers(1, 400)), max_size=12))
+    unit = draw(st.sampled_from([1, 1 << 10, 1 << 18]))  # kept are regions from 128 KiB on, split those above 32 MiB
+    sizes = draw(st.lists(st.one_of(st.just(0), st.integers(1, 400).map(unit.__mul__)), max_size=12))
     begins = [draw(st.integers(0, 11)) for _ in sizes]
     ends = [draw(st.integers(begin + 1, 12)) for begin in begins]
     buffers = {i: Buffer(f"b{i}", *one) for i, one in enumerate(zip(sizes, begins, ends, strict=True))}
-    return buffers, draw(st.lists(st.integers(0, 1000), min_size=12, max_size=12))
+    return buffers, draw(st.lists(st.integers(0, 1000).map(unit.__mul__), min_size=12, max_size=12))
 
 
 def alone(buffers: Iterable[Buffer], others: Sequence[int]) -> int:
@@ -167,8 +219,11 @@ def test_regions_have_what_their_storages_need(
     assert sorted(index for region in regions for index in region.offsets) == sorted(buffers)
     for step, nbytes in enumerate(others):
         assert nbytes + sum(region.size for region in regions if region.begin <= step < region.end) <= room
+    assert sum(region.kept for region in regions) <= 1
     for region in regions:
         assert len(region.offsets) == 1 or apart.isdisjoint(region.offsets)
+        assert not region.kept or ((region.begin, region.end) == (0, 12) and apart.isdisjoint(region.offsets))
+        assert region.kept or region.size <= max(LARGE, *(buffers[index].size for index in region.offsets))
         for index, offset in region.offsets.items():
             own = buffers[index]
             assert region.begin <= own.begin < own.end <= region.end
