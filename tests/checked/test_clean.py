@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from conftest import Compiled, assert_same, freezes, inductor, tensors_in
+from conftest import HOSTCUDA, Compiled, assert_same, freezes, inductor, tensors_in
 from threads import in_threads
 
 import fxwrap
@@ -34,7 +34,10 @@ def test_models(compiled: Any, device: torch.device, own_arenas: Any, name: str)
         for _ in range(6):
             f(**{key: value.to(device) for key, value in inputs().items()})
     assert any(f.replays())
-    assert not any(event.startswith("not") for program in f.programs for event in program.counters.events)
+    events = {event for program in f.programs for event in program.counters.events if event.startswith("not")}
+    if device.type in ("cuda", "xpu") and not HOSTCUDA:  # hardware's attention returns a seed that it does not set
+        events = {event for event in events if "does not compute the same twice" not in event}
+    assert not events
 
 
 @pytest.mark.parametrize("name", _some("gpt2", "vit", sample="vit"))

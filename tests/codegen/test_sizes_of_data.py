@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compiled, assert_same, inductor
+from torch._inductor.exc import InductorError
 
 import fxwrap
 from fxwrap.plan import Verdict
@@ -96,6 +97,8 @@ def assert_alike(ours: Callable[..., Any], theirs: Callable[..., Any], counts: l
     for call, count in enumerate(counts):
         inputs = rows(count, device), torch.ones(4, device=device) * call
         expected = outcome(theirs, *inputs)
+        if isinstance(expected, InductorError):
+            pytest.skip(f"this torch's Inductor does not compile it: {expected}")
         assert isinstance(expected, Exception) is (count != 4), expected
         got = outcome(ours, *inputs)
         if isinstance(expected, Exception):

@@ -160,11 +160,11 @@ def test_inputs_that_share_memory_with_one_that_is_written_run_without_a_bucket(
         return y * 2
 
     fast = compiled(fn)
-    x, y = (torch.zeros(5, 3, device=device) for _ in range(2))
-    assert torch.equal(fast(marked(x), marked(y)), torch.zeros(5, 3, device=device))
-    whole = torch.zeros(6, 3, device=device)
+    x, y = (torch.zeros(5, 4, device=device) for _ in range(2))
+    assert torch.equal(fast(marked(x), marked(y)), torch.zeros(5, 4, device=device))
+    whole = torch.zeros(6, 4, device=device)
     out = fast(whole[:5], whole[1:])
-    right = torch.zeros(6, 3, device=device)
+    right = torch.zeros(6, 4, device=device)
     assert torch.equal(out, fn(right[:5], right[1:])) and torch.equal(whole, right)
     reason = "without a bucket: an input that is written shares memory with another input"
     assert fxwrap.stats(fast)["events"][reason] == 1

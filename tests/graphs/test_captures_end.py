@@ -157,13 +157,17 @@ def _wait_elsewhere() -> None:
 def test_another_thread_waits_while_one_captures(
     compiled: Any, device: torch.device, own_arenas: ArenaPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """... and once more while the device is put right, whose little graph is lost, too."""
+    """... and once more while the device is put right, whose little graph is lost, too.
+
+    Torch 2.11's generators stay in a capture that fails until another one succeeds.
+    """
     if device.type not in ("cuda", "xpu"):
         pytest.skip("whether that is refused is the driver's own matter")
     zero, putting_right = torch.Tensor.zero_, list[bool]()
 
     def zero_late(x: torch.Tensor) -> torch.Tensor:
         if putting_right and torch.get_device_module(device).is_current_stream_capturing():
+            putting_right.pop()
             _wait_elsewhere()
         return zero(x)
 
@@ -176,3 +180,4 @@ def test_another_thread_waits_while_one_captures(
         for _ in range(3):
             torch.testing.assert_close(f(x), f.fn(x))
             assert_nothing_captures(device)
+    assert not putting_right and torch.randn(3, device=device).isfinite().all()

@@ -69,6 +69,16 @@ def part(device: torch.device) -> Tensor:
     return torch.randn(40, device=device)[4:20].view(4, 4)
 
 
+@pytest.fixture(autouse=True)
+def inductor_is_right(request: pytest.FixtureRequest) -> None:
+    """On a GPU torch 2.11's Inductor reads a window of an input where it would lie in a storage that begins there."""
+    if "device" in request.fixturenames and (device := request.getfixturevalue("device")).type in ("cuda", "xpu"):
+        x = part(device)
+        with torch.no_grad():
+            if not torch.equal(inductor(before)(x), before(x)):
+                pytest.skip("this torch's Inductor is wrong")
+
+
 def compare(f: Compiled, fn: Callable[..., Any], make: Callable[[], Any], **options: Any) -> None:
     theirs = inductor(fn, **options)
     for _ in range(4):

@@ -25,7 +25,7 @@ class CUDAGraphAdapter:
 
     def __init__(self, pool: Any = None) -> None:
         self._graph: Any = torch.cuda.CUDAGraph()
-        self._pool = pool
+        self._pool, self._kept = pool, False
 
     def capture_begin(self) -> None:
         # Other threads may continue to allocate and synchronize while this one captures.
@@ -35,7 +35,9 @@ class CUDAGraphAdapter:
         self._graph.capture_end()
 
     def instantiate(self) -> None:
-        """Does nothing: ``capture_end`` instantiates the graph."""
+        """``capture_end`` instantiates the graph, and drops what it has captured, unless that is kept to be seen."""
+        if self._kept:
+            self._graph.instantiate()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -47,6 +49,7 @@ class CUDAGraphAdapter:
         return self._graph.pool()
 
     def enable_debug_mode(self) -> None:
+        self._graph, self._kept = type(self._graph)(keep_graph=True), True
         self._graph.enable_debug_mode()
 
     def debug_dump(self, path: str) -> None:
@@ -58,7 +61,7 @@ class XPUGraphAdapter(CUDAGraphAdapter):
 
     def __init__(self, pool: Any = None) -> None:
         self._graph = torch.xpu.XPUGraph()
-        self._pool = pool
+        self._pool, self._kept = pool, False
 
     def capture_begin(self) -> None:
         self._graph.capture_begin(pool=self._pool)

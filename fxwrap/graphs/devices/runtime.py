@@ -150,9 +150,13 @@ class DeviceRuntime:
         if pool.recover is not None:
             with contextlib.suppress(Exception):
                 pool.recover(self.device, pool.id)
-        if not spoiled_before:  # the pool below is marked from the start, so that its failure is not retried
+        if spoiled_before:
+            return
+        for _ in range(_ATTEMPTS):
             with contextlib.suppress(Exception):
+                # The pool is marked from the start: its failure does not come here again.
                 self._capture_little(GraphPool(self, self.new_pool(), pool.stream, pool.recover, spoiled=True))
+                return
 
     @contextlib.contextmanager
     def capture_stream(self, side: Any) -> Iterator[None]:
@@ -174,6 +178,9 @@ def current_stream(device: torch.device) -> Any:
 
 
 _pools = weakref.WeakSet[GraphPool]()
+# How often a small graph is captured after a failed capture. What has ended that capture (another thread that waits
+# for the device) may end this one, too.
+_ATTEMPTS = 5
 # The number of streams of a device that torch returns in turn.
 _STREAMS = 32
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same, inductor
+from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch.fx import Graph, GraphModule, Node
 
 import fxwrap
@@ -95,7 +96,11 @@ def test_a_condition_writes_an_input(compiled: Any, device: torch.device) -> Non
     for _ in range(4):
         x = torch.randn(4, 4, device=device)
         mine, others = torch.zeros(4, 4, device=device), torch.zeros(4, 4, device=device)
-        assert_same((f(x, mine), mine), (theirs(x, others), others))
+        try:
+            expected = theirs(x, others)
+        except UncapturedHigherOrderOpError:
+            pytest.skip("this torch's Dynamo refuses a condition that writes")
+        assert_same((f(x, mine), mine), (expected, others))
     assert f.replays() == [2] and not f.compilation.fallbacks
 
 
