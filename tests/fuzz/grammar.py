@@ -133,11 +133,13 @@ class Text:
         source: defines a class ``Program``.
         writes_inputs: whether x or y may be written.
         pure: whether equal inputs give equal outputs and nothing else happens: two threads may call it at one time.
+        windows: whether it looks outside of x: one row behind it, and one row before it, at element 4 of the storage.
     """
 
     source: str
     writes_inputs: bool
     pure: bool
+    windows: bool
 
     def make(self, seed: int, device: torch.device) -> torch.nn.Module:
         """An instance whose code nobody shares: what is compiled from it is its own."""
@@ -155,6 +157,7 @@ _names = iter(range(1 << 60))
 _HEAD = """\
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.while_loop import while_loop
 
 
 class Program(torch.nn.Module):
@@ -179,7 +182,7 @@ class _Writer:
         self.from_inputs = {"x", "y"}  # lie in the memory of an input, or may
         self.of_buffers = set[str]()
         self.also_returned = list[str]()
-        self.writes_inputs = False
+        self.writes_inputs = self.windows = False
         self.pure = True
 
     def text(self) -> Text:
@@ -190,7 +193,7 @@ class _Writer:
         chosen = [everything[-1 - pick % len(everything)] for pick in self.recipe.outputs] + self.also_returned
         self.lines.append(f"return {', '.join(chosen)},")
         body = "".join(f"        {line}\n" for line in self.lines)
-        return Text(_HEAD.format(rows=ROWS_OF_CACHE) + body, self.writes_inputs, self.pure)
+        return Text(_HEAD.format(rows=ROWS_OF_CACHE) + body, self.writes_inputs, self.pure, self.windows)
 
     # -- words
 
@@ -296,6 +299,13 @@ class _Writer:
         if c % 2:
             self.also_returned.append(f"{name}s")
 
+    def _op_window(self, a: int, b: int, c: int) -> None:
+        if self.writes_inputs:
+            return  # what takes the place of a written x is no part of anything
+        self.windows, x = True, "x.detach()" if self.recipe.training else "x"
+        window = (".as_strided((x.shape[0] + 1, 4), (4, 1))[1:]", ".as_strided((x.shape[0], 4), (4, 1), 4)")[b % 2]
+        self.add("wide", f"{x}{window} * 2")
+
     # -- updates in place
 
     def _op_add_(self, a: int, b: int, c: int) -> None:
@@ -347,6 +357,16 @@ class _Writer:
         branches = f"lambda v: v.cos(), lambda v: v @ self.weight{'.detach()' if self.recipe.training else ''}"
         self.add("wide", f"torch.cond({wide}.sum() > 0, {branches}, ({wide},))")
 
+    def _op_loop(self, a: int, b: int, c: int) -> None:
+        """Its condition writes. Where it is differentiated, torch refuses that."""
+        if self.recipe.training:
+            return
+        counted = self.written(self.pick("wide", b))
+        name = self.add("wide", f"{self.pick('wide', a)}.clone()")
+        self.lines += ["def condition(i, v):", f"    {counted}.add_(1)", "    return i < 2"]
+        start = f"(torch.zeros((), dtype=torch.int64, device=x.device), {name})"
+        self.lines.append(f"{name} = while_loop(condition, lambda i, v: (i + 1, v.cos()), {start})[1]")
+
     def _op_break(self, a: int, b: int, c: int) -> None:
         self.lines.append("torch._dynamo.graph_break()")
 
@@ -382,6 +402,7 @@ class _Writer:
 OPS = tuple(name.removeprefix("_op_") for name in vars(_Writer) if name.startswith("_op_"))
 # Each of these compiles more than one program, or is worth little where there are many of it.
 RARE = ("some_rows", "if_flag", "if_positive", "if_long", "cond", "break", "scale_by_number", "sort", "keeps", "same")
+RARE += ("loop", "window")
 
 
 def text_of(recipe: Recipe) -> Text:

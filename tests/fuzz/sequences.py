@@ -330,7 +330,7 @@ class Side:
         elif what in ("release", "release all") and self.ours:
             with contextlib.suppress(fxwrap.FxwrapError):  # nothing was compiled yet
                 fxwrap.release(*([program.call] if what == "release" else []))
-        elif what == "record":
+        elif what == "record" and not program.text.windows:  # an example's copy is no part of anything
             self._record(program, step, draw)
         elif what == "raise":
             AROUND.raising = True
@@ -377,6 +377,13 @@ class Side:
 
     def _given(self, program: Compiled, step: Step, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         """x and y."""
+        x, y = self._laid_out(program, step, draw)
+        if program.text.windows:
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(x.size(), x.stride(), strict=True))
+            x = self.normal(draw, extent + 16).as_strided(x.size(), x.stride(), 8).copy_(x)
+        return x, y
+
+    def _laid_out(self, program: Compiled, step: Step, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         variant = program.variant
         n = variant.sizes[step.size % len(variant.sizes)]
         layout = variant.layouts[step.layout % len(variant.layouts)]

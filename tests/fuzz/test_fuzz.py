@@ -33,12 +33,17 @@ from sequences import (
     shrunk,
     torch_settings,
 )
+from torch.fx import Node
 
+from fxwrap import pipeline
 from fxwrap.api import record as record_module
+from fxwrap.codegen.emit import emission
 from fxwrap.graphs.prepared import DynamicSizes
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.replay.liveness_guard import LivenessGuard
 from fxwrap.graphs.replay.recording import Recording, Replay
+from fxwrap.host_graph.nodes import ControlFlow, control_flow_of
+from fxwrap.passes.analysis import aliasing
 from fxwrap.passes.memory import requirements
 from fxwrap.passes.verify import memory as verify_memory
 from fxwrap.plan import SizedProgram
@@ -69,7 +74,7 @@ def as_fuzzed() -> Iterator[None]:
 
 
 def test_a_sample(device: torch.device) -> None:
-    drawn = Pool(device, seed=1)
+    drawn = Pool(device, seed=2)
     # Plain inputs, and sizes that vary: fewer programs are compiled.
     variants = {
         n: replace(drawn.variant(n), layouts=drawn.variant(n).layouts[:2], dynamic=True) for n in range(PROGRAMS)
@@ -209,6 +214,19 @@ def _swallows_exceptions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Program, "run", faulty)
 
 
+def _overlooks_conditions(patch: pytest.MonkeyPatch) -> None:
+    def faulty(node: Node) -> ControlFlow | None:
+        flow = control_flow_of(node)
+        return None if flow is None else replace(flow, subgraphs=flow.returning)
+
+    patch.setattr(aliasing, "control_flow_of", faulty)
+    patch.setattr(pipeline, "verify_schedule", lambda gm, schedule: None)
+
+
+def _overlooks_windows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(emission, "used_outside", lambda gm, from_storage: {})
+
+
 PLANTED: list[Plant] = [
     _takes_every_output_for_dead,
     _leaves_inputs_in_their_buffers,
@@ -226,6 +244,27 @@ PLANTED: list[Plant] = [
 def _variant(training: bool, outputs: tuple[int, ...], *ops: str) -> Variant:
     statements = tuple(Statement(op, (1, 0, 0) if op == "loss" else (0, 0, 0)) for op in ops)  # of x itself
     return Variant(Recipe(statements, outputs, training), (("capture", "always"),), True, (3, 5, 2), ("plain",))
+
+
+@pytest.mark.parametrize(
+    ("statements", "plant"),
+    [
+        # The last one reads what the condition has written.
+        ((("linear", 0), ("loop", 0), ("linear", 1)), _overlooks_conditions),
+        ((("window", 0), ("sin", 0)), _overlooks_windows),
+    ],
+)
+def test_a_fault_of_the_analysis_is_found(
+    monkeypatch: pytest.MonkeyPatch, statements: tuple[tuple[str, int], ...], plant: Plant
+) -> None:
+    recipe = Recipe(tuple(Statement(op, (pick, 0, 0)) for op, pick in statements), (0, 1))
+    for planted in (False, True):
+        torch._dynamo.reset()
+        with on_simulated() as device, monkeypatch.context() as patch:
+            if planted:
+                plant(patch)
+            pool = Pool(device, variants={0: replace(_variant(False, ()), recipe=recipe)})
+            assert any(_fails(number, pool, device, 1) for number in range(4)) == planted
 
 
 @pytest.mark.sweep

@@ -138,8 +138,11 @@ class HostGraphConverter(SubgraphEmitter, LaunchEmitter, CallEmitter):
         placeholders = V.graph.orig_gm.graph.find_nodes(op="placeholder")
         names = {str(node.target): versions.input_name(node, known) for node in placeholders}
         taken = Counter([*names.values(), *(node.name for node in self.gm.graph.nodes)])
+        # Kernels may read an input by another node (``aligned``); sizes have the names of their symbols.
+        own = {node.target: node for node in self.gm.graph.find_nodes(op="placeholder")}
         for placeholder, name in names.items():
-            if name and taken[name] == 1 and isinstance(node := self.buffer_to_node.get(placeholder), Node):
+            node = own.get(placeholder) or self.buffer_to_node.get(placeholder)
+            if name and taken[name] == 1 and isinstance(node, Node):
                 node.meta["user_name"] = name
 
     def _generate_graph_constants(self) -> None:
