@@ -170,6 +170,10 @@ def difference(got: list[Tensor], expected: list[Tensor]) -> float:
 # -- timing ---------------------------------------------------------------------------------------------------------
 
 
+# Before any row sets another.
+_DEFAULT_THREADS = torch.get_num_threads()
+
+
 def clock_for(device: str, threads: int) -> Callable[[], float]:
     return time.process_time if device == "cpu" and threads == 1 else time.perf_counter
 
@@ -418,11 +422,11 @@ def commit() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", metavar="MODEL", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--models", nargs="+", metavar="MODEL", choices=WORKLOADS)
     parser.add_argument("--alternatives", nargs="+", metavar="ONE", choices=ALTERNATIVES)
     parser.add_argument("--max-autotune", action="store_true", help="with max-autotune, too")
     parser.add_argument("--seconds", type=float, default=8.0, help="of timing, a model (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU, in most rows (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda", "xpu", "hostsim"], help="default: the GPU, or the CPU")
     parser.add_argument("--start", action="store_true", help="the first call of new processes, caches empty and full")
     parser.add_argument("--rounds", type=int, default=3, help="warm starts (default: %(default)s)")
@@ -442,6 +446,8 @@ def main(argv: list[str] | None = None) -> int:
         from hostsim.inductor import register
 
         register()
+    if args.models is None:
+        args.models = [name for name, one in WORKLOADS.items() if args.device == "cpu" or not one.all_threads]
     torch.set_num_threads(args.threads)
     torch._logging.set_logs(all=logging.ERROR)
     if args.one:
@@ -466,8 +472,10 @@ def main(argv: list[str] | None = None) -> int:
         "models": {},
     }
     for name in args.models:
+        args.threads = _DEFAULT_THREADS if WORKLOADS[name].all_threads else found["threads"]
+        torch.set_num_threads(args.threads)
         try:
-            row = found["models"][name] = measure(name, args)
+            row = found["models"][name] = {"threads": args.threads, **measure(name, args)}
         except ModuleNotFoundError as missing:
             print(f"{name}: skipped: {missing}", file=sys.stderr)
             continue
@@ -496,8 +504,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def wrong_numbers(found: dict[str, Any]) -> Iterator[str]:
     """The models and alternatives with numbers other than the reference's, and where fxwrap failed."""
-    exact = found["device"] == "cpu" and found["threads"] == 1
     for model, row in found["models"].items():
+        exact = found["device"] == "cpu" and row["threads"] == 1
         yield from (f"{model}, {name}" for name in OWN if name in row["failed"])
         for name, entry in row["alternatives"].items():
             # AdamW divides by what may be next to nothing: a training step's rounding may differ by any amount.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 OVERHEAD, TRAINING, LARGE, LEAST = "overhead-bound", "training, overhead-bound", "large", "least"
+THREADS = "default threads"
 VOCABULARY = 512
 # A module and its inputs.
 Made = tuple[nn.Module, tuple[Tensor, ...]]
@@ -19,11 +20,17 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of the table: a call of a model, or a training step of it."""
+    """One row of the table: a call of a model, or a training step of it.
+
+    Attributes:
+        all_threads: whether the CPU has its default number of threads, as a newcomer's process has, and not
+            ``--threads``.
+    """
 
     make: Callable[[], Made]
     group: str
     training: bool = False
+    all_threads: bool = False
 
 
 class Residual(nn.Module):
@@ -248,6 +255,9 @@ WORKLOADS: dict[str, Workload] = {
     "bert training": Workload(lambda: bert(layers=2, width=128), LARGE, training=True),
     "gpt2 training": Workload(lambda: gpt2(layers=2, width=128), LARGE, training=True),
     "x + 1": Workload(plus_one, LEAST),
+    "mlp, default threads": Workload(mlp, THREADS, all_threads=True),
+    "decoder step, default threads": Workload(decoder, THREADS, all_threads=True),
+    "gpt2 prefill, default threads": Workload(gpt2, THREADS, all_threads=True),
 }
 
 

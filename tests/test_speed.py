@@ -132,12 +132,12 @@ def test_unsafe_calls_do_not_evaluate_guards(imported: ModuleType) -> None:
 def test_numbers_that_are_wrong(
     imported: ModuleType, model: str, name: str, difference: float, threads: int, wrong: bool
 ) -> None:
-    row = {"failed": {}, "alternatives": {name: {"difference": difference}}}
-    found = {"device": "cpu", "threads": threads, "models": {model: row}}
+    row = {"failed": {}, "alternatives": {name: {"difference": difference}}, "threads": threads}
+    found = {"device": "cpu", "models": {model: row}}
     assert list(imported.wrong_numbers(found)) == [f"{model}, {name}"] * wrong
 
 
 def test_a_failure_of_fxwrap_is_wrong_and_that_of_another_is_not(imported: ModuleType) -> None:
-    row = {"failed": {"fxwrap ahead of time": "StorageError", "onnxruntime": "Fail"}, "alternatives": {}}
-    found = {"device": "cpu", "threads": 1, "models": {"moe": row}}
+    failed = {"fxwrap ahead of time": "StorageError", "onnxruntime": "Fail"}
+    found = {"device": "cpu", "models": {"moe": {"failed": failed, "alternatives": {}, "threads": 1}}}
     assert list(imported.wrong_numbers(found)) == ["moe, fxwrap ahead of time"]
