@@ -20,6 +20,8 @@ import torch
 from conftest import Compiled, assert_same, freezes, inductor
 from torch import Tensor
 
+from fxwrap.graphs import program
+
 Program = Callable[..., Tensor]
 
 
@@ -267,3 +269,31 @@ def test_a_returned_view(
     assert f.program.counters.replays >= 5, f.program.counters.to_dict()
     if freezes(device) and kept:
         assert f.program.counters.events.get("an output is live at the next call", 0) <= 2
+
+
+@torch.no_grad()
+def test_the_layout_of_a_written_input_is_checked_at_every_call(
+    compiled: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its address stays: AOTAutograd makes one input of several that overlap, and nothing guards it."""
+    given, run = list[list[Any]](), program.Program.run
+
+    def noted(self: program.Program, inputs: list[Any]) -> Any:
+        given.append(list(inputs))
+        return run(self, inputs)
+
+    cache = torch.zeros(8, 4, device=device)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        cache[3] = x.sum(0)
+        return cache @ x.t()
+
+    f: Compiled = compiled(fn)
+    for _ in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(program.Program, "run", noted)
+            f(torch.randn(3, 4, device=device))
+    otherwise = [value.view(-1) if value.data_ptr() == cache.data_ptr() else value for value in given[-1]]
+    with pytest.raises(AssertionError):
+        f.program.run(otherwise)
+    torch.testing.assert_close(f(x := torch.ones(3, 4, device=device)), fn(x))
