@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ...host_graph.nodes import (
     kind_of,
     must_be_awaited,
     nodes_in,
-    output_node,
+    output_values,
     receives,
     schema_of,
     waits,
@@ -225,31 +225,26 @@ class _Analysis:
 
     def _visit_control_flow(self, node: Node, flow: ControlFlow) -> None:
         """A branch or a loop writes and returns those of its operands that its subgraphs write and return."""
-        written: frozenset[int] = _NONE
-        handed_back: list[list[frozenset[int]]] = []
+        written, returned = set[int](), defaultdict[int, set[int]](set)  # positions of operands; of each result
         for subgraph in flow.subgraphs:
             facts = analyse_storages(subgraph)
-            inputs = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
-            operand = {n.name: self._storages_in(value) for n, value in zip(inputs, flow.operands, strict=True)}
+            position = {operand.name: p for p, operand in enumerate(subgraph.graph.find_nodes(op="placeholder"))}
+            inside = {s.index: position[s.node] for s in facts.storages if s.node in position}
+            written |= {inside[index] for index in facts.all_written() if index in inside}
+            for p, value in enumerate(output_values(subgraph) if subgraph in flow.returning else ()):
+                storages = facts.of(value) if isinstance(value, Node) else _NONE
+                returned[p] |= {inside[index] for index in storages if index in inside}
+        # What may lie at each position: in the next iteration, what the body has returned there.
+        found = {p: {p} for p in range(len(flow.operands))}
+        for _ in flow.operands if flow.repeats else ():
+            for p, sources in returned.items():
+                found[p] = found[p].union(*(found[source] for source in sources))
 
-            def outside(
-                indices: frozenset[int], facts: StorageFacts = facts, operand: Any = operand
-            ) -> frozenset[int]:
-                return _NONE.union(*(operand.get(facts.storages[index].node, _NONE) for index in indices))
+        def behind(positions: Iterable[int]) -> frozenset[int]:
+            return self._storages_in([flow.operands[q] for p in positions for q in found[p]])
 
-            written |= outside(facts.all_written())
-            if subgraph in flow.returning:
-                results: Any = output_node(subgraph).args[0]
-                values = [value if isinstance(value, Node) else None for value in results]
-                handed_back.append([_NONE if value is None else outside(facts.of(value)) for value in values])
-        shared = [_NONE.union(*sets) for sets in zip(*handed_back, strict=True)]
-        if flow.repeats:
-            # A result may be an operand of another position in the iteration before.
-            everything = self._storages_in(flow.operands)
-            shared = [everything] * len(shared) if any(shared) else shared
-            written = everything if written else written
-        self.writes[node] = written
-        self.elements[node] = {i: old | self._new(node, Origin.EXTERN, i) for i, old in enumerate(shared)}
+        self.writes[node] = behind(written)
+        self.elements[node] = {p: behind(ps) | self._new(node, Origin.EXTERN, p) for p, ps in returned.items()}
         self.of[node] = _NONE.union(*self.elements[node].values())
 
 

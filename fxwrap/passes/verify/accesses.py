@@ -6,6 +6,7 @@ Aliasing is the union of what views declare and what the fake values of operator
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -110,8 +111,8 @@ class Accesses:
                     return elements[index]
             return self._roots.get(base, frozenset())
         if node.target in CALL_SUBGRAPHS:
-            returned = enumerate(self._returned_by_subgraphs(node))
-            elements = [frozenset({(node, position)}) | roots for position, roots in returned]
+            _, returned = self._run_subgraphs(node)
+            elements = [frozenset({(node, position)}) | roots for position, roots in enumerate(returned)]
             self._elements[node] = elements
             return frozenset().union(*elements)
         schema = _schema(node)
@@ -224,7 +225,7 @@ class Accesses:
             assert isinstance(kernel, Kernel)
             return self.roots_in([node.args[1 + position] for position in kernel.writes])
         if node.target in CALL_SUBGRAPHS:
-            return self._written_by_subgraphs(node)
+            return self._run_subgraphs(node)[0]
         schema, name = _schema(node), _qualified_name(node)
         if schema is None or name in _WAITS or name in _RECEIVERS:
             return self.roots_in((node.args, node.kwargs))
@@ -236,32 +237,40 @@ class Accesses:
             )
         )
 
-    def _written_by_subgraphs(self, node: Node) -> frozenset[Root]:
-        operands, written = _operands(node), frozenset[Root]()
-        for subgraph in called(node):
-            inner = Accesses(subgraph.graph)
-            roots = frozenset[Root]().union(*(inner.written(n) for n in subgraph.graph.nodes if is_work(n)))
-            written |= self._outside(roots, subgraph, operands)
-        # An operand may have another position in the next iteration.
-        return self.roots_in(operands) if written and node.target is while_loop else written
+    def _run_subgraphs(self, node: Node) -> tuple[frozenset[Root], list[frozenset[Root]]]:
+        """The storages that a node's subgraphs write, and for each result those of operands that it may lie in.
 
-    def _returned_by_subgraphs(self, node: Node) -> list[frozenset[Root]]:
-        """For each result, the operands that it may be, or may be a view of."""
-        operands, returned = _operands(node), list[frozenset[Root]]()
-        for subgraph in called(node)[1 if node.target is while_loop else 0 :]:
-            inner = Accesses(subgraph.graph)
-            (results,) = output_node(subgraph).args
-            for position, result in enumerate(results):  # type: ignore[union-attr,arg-type]
-                returned += [frozenset()] * (position + 1 - len(returned))
-                returned[position] |= self._outside(inner.roots_in(result), subgraph, operands)
-        if node.target is while_loop and any(returned):
-            return [self.roots_in(operands)] * len(returned)
-        return returned
+        A loop is run until its operands lie in no storage more, after one iteration or another.
+        """
+        operands = [self.roots_in(operand) for operand in _operands(node)]
+        loops = node.target is while_loop
+        while True:
+            written, returned = frozenset[Root](), list[frozenset[Root]]()
+            for number, subgraph in enumerate(called(node)):
+                inner = Accesses(subgraph.graph)
+                given = dict(zip(subgraph.graph.find_nodes(op="placeholder"), operands, strict=True))
+                work = filter(is_work, subgraph.graph.nodes)
+                written |= _outside(frozenset[Root]().union(*map(inner.written, work)), given)
+                if loops and number == 0:
+                    continue  # a condition returns whether to go on
+                (results,) = output_node(subgraph).args
+                lying = [_outside(inner.roots_in(result), given) for result in results]  # type: ignore[union-attr,arg-type]
+                returned = _joined(returned, lying)
+            following = _joined(operands, returned)
+            if not loops or following == operands:
+                return written, returned
+            operands = following
 
-    def _outside(self, roots: frozenset[Root], subgraph: GraphModule, operands: Sequence[Any]) -> frozenset[Root]:
-        placeholders = [node for node in subgraph.graph.nodes if node.op == "placeholder"]
-        inside = (operands[placeholders.index(n)] for n, _ in roots if n.op == "placeholder")
-        return self.roots_in(tuple(inside))
+
+def _joined(first: Sequence[frozenset[Root]], second: Sequence[frozenset[Root]]) -> list[frozenset[Root]]:
+    """Position by position; the shorter one has nothing at the end."""
+    nothing: frozenset[Root] = frozenset()
+    return [a | b for a, b in itertools.zip_longest(first, second, fillvalue=nothing)]
+
+
+def _outside(roots: frozenset[Root], given: Mapping[Node, frozenset[Root]]) -> frozenset[Root]:
+    """Storages of a subgraph as those that its inputs lie in."""
+    return frozenset[Root]().union(*(given.get(node, frozenset()) for node, _ in roots))
 
 
 def called(node: Node) -> list[GraphModule]:

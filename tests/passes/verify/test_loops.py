@@ -17,6 +17,7 @@ from fxwrap.passes.analysis import aliasing
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.verify import verify_schedule
+from fxwrap.passes.verify.accesses import Accesses
 
 aten = torch.ops.aten
 
@@ -53,11 +54,30 @@ def test_what_a_loop_does_to_its_operands_is_known(condition: bool, body: bool) 
     gm = loop_and_reader(condition, body)
     facts, work = analyse_storages(gm), work_of(gm)
     inputs = facts.behind(gm.graph.find_nodes(op="placeholder"))
-    # What is written at one position may lie at another in the next iteration.
-    assert facts.writes(work["loop"]) == (inputs if condition or body else frozenset())
+    written = facts.of(gm.graph.find_nodes(op="placeholder")[1])  # the loop hands w on from iteration to iteration
+    assert facts.writes(work["loop"]) == (written if condition or body else frozenset())
     assert facts.reads(work["loop"]) == inputs and not facts.of(work["loop"]) & inputs
     edges = build_dependency_graph(gm, facts)
     assert edges.has_edge(work["loop"], work["reader"]) == (condition or body)
+
+
+def test_an_operand_may_lie_at_another_position_in_the_next_iteration() -> None:
+    """``(a, b) = loop(x, y)``, whose body returns ``(b, a)`` and writes to the first: it writes to both."""
+    modules, body, graph = torch.nn.Module(), Graph(), Graph()
+    a, b = body.placeholder("a"), body.placeholder("b")
+    body.call_function(aten.add_.Tensor, (a, 1))
+    body.output([b, a])
+    modules.condition, modules.body = _subgraph("sum", False), GraphModule({}, body)
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    handles = [graph.create_node("get_attr", name) for name in ("condition", "body")]
+    loop = graph.call_function(while_loop, (*handles, (x, y), ()), name="loop")
+    loop.meta["val"] = [torch.empty(4), torch.empty(4)]
+    graph.output([loop])
+    facts = analyse_storages(GraphModule(modules, graph))
+    both = facts.behind((x, y))
+    assert facts.writes(loop) == both and both < facts.of(loop)
+    accesses = Accesses(graph)
+    assert accesses.written(loop) == accesses.roots_in((x, y))
 
 
 def without_condition(node: Node) -> ControlFlow | None:
