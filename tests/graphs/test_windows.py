@@ -102,6 +102,26 @@ def test_a_window_outside_of_an_input(compiled: Any, device: torch.device, fn: A
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_window_between_the_elements_of_an_input(compiled: Any, device: torch.device, dynamic: bool) -> None:
+    """
+    ::
+
+        storage      | 0 1 2 3 4 5 6 7 ...
+        input          |   |   |   |        every second element: its static buffer has no others
+        window           |-------|
+    """
+
+    def fn(x: Tensor) -> Tensor:
+        return x.as_strided((3, 4), (4, 1), 4) * 2
+
+    f: Compiled = compiled(fn, dynamic=dynamic)
+    compare(f, fn, lambda: torch.randn(40, device=device)[::2], dynamic=dynamic)
+    if freezes(device):
+        assert not f.program.counters.replays
+
+
+@torch.no_grad()
 @pytest.mark.launches_graphs
 def test_checked_mode_finds_a_window_that_nobody_has_noticed(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault is planted. It is found once, and does not run again."""
@@ -187,13 +207,16 @@ def test_what_lies_outside_is_told_byte_by_byte() -> None:
         base = torch.zeros(128, dtype=draw.choice([torch.float32, torch.int16]))
         low = draw.choice([0, draw.randrange(16)])
         whole = base[low : low + draw.randrange(8, 40)]
+        dense = draw.random() < 0.8
+        if not dense:
+            whole = whole.as_strided((2, 4), draw.choice([(4, 2), (9, 1), (1, 3)]), low)
         graph = Graph()
         x = node = graph.placeholder("x")
         x.meta["val"] = whole
-        if draw.random() < 0.5:
+        if dense and draw.random() < 0.5:
             node = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, draw.randrange(4), 128))
             node.meta["val"] = whole[node.args[2] :]
-        if draw.random() < 0.3 and whole.dtype is torch.float32:
+        if dense and draw.random() < 0.3 and whole.dtype is torch.float32:
             view = node.meta["val"].view(torch.int16)
             node = graph.call_function(torch.ops.aten.view.dtype, (node, torch.int16))
             node.meta["val"] = view
@@ -204,7 +227,8 @@ def test_what_lies_outside_is_told_byte_by_byte() -> None:
         window = operand.as_strided(size, stride, offset)
         graph.output(graph.call_function(torch.ops.aten.as_strided.default, (node, size, stride, offset)))
         outside = not _bytes(window) <= _bytes(whole)
-        assert used_outside(GraphModule({}, graph), True) == ({0: "aten::as_strided"} if outside else {})
+        told = bool(used_outside(GraphModule({}, graph), True))
+        assert told == outside or (told and not dense)  # of what has holes not all windows are known to be inside
         found[outside] += 1
     assert min(found.values()) > 150
 

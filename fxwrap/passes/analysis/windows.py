@@ -1,11 +1,12 @@
 """Which inputs a traced graph uses outside of the tensor, found out on the graph that Inductor lowers.
 
 ``as_strided`` looks at a storage through a window of its own. Inductor compiles it into a kernel, which then reads or
-writes elements before or behind the input. Nothing in the host graph shows that.
+writes elements before or behind the input, or between its elements. Nothing in the host graph shows that.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +76,25 @@ def _lies_inside(window: dict[str, Any], seen: Node, from_storage: bool) -> bool
     before = first * operand.itemsize - start * whole.itemsize
     reached, there = _reach(operand, size, stride), _reach(whole, whole.size(), whole.stride())
     inside = before >= 0, before + reached <= there
-    return statically_known_true(reached == 0) or all(map(statically_known_true, inside))
+    if statically_known_true(reached == 0):
+        return True
+    return all(map(statically_known_true, inside)) and (_is_dense(whole) or _is_itself(before, size, stride, whole))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is known to have all bytes from its first element to its last; some may be repeated."""
+    sizes = [
+        n for n, step in zip(tensor.size(), tensor.stride(), strict=True) if not statically_known_true(step == 0)
+    ]
+    reached = _reach(tensor, tensor.size(), tensor.stride())
+    return statically_known_true(math.prod(sizes) * tensor.itemsize == reached)
+
+
+def _is_itself(before: Any, size: Any, stride: Any, whole: torch.Tensor) -> bool:
+    layout = (before, *size, *stride), (0, *whole.size(), *whole.stride())
+    return len(layout[0]) == len(layout[1]) and all(
+        statically_known_true(a == b) for a, b in zip(*layout, strict=True)
+    )
 
 
 def _reach(tensor: torch.Tensor, size: Any, stride: Any) -> Any:
