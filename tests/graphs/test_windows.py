@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule
 
 import fxwrap
 from fxwrap.codegen.emit import emission
+from fxwrap.passes.analysis import windows
 from fxwrap.passes.analysis.windows import used_outside
 
 
@@ -165,6 +166,23 @@ def test_a_window_inside_of_an_input_is_recorded(compiled: Any, device: torch.de
     assert f.replays() == [2]
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "dense"),
+    [
+        ((3, 4), (4, 1), True),
+        ((2, 3, 4), (4, 8, 1), True),
+        ((3, 1, 4), (4, 7, 1), True),
+        ((5, 3, 4), (0, 4, 1), True),
+        ((3, 4), (8, 2), False),
+        ((3, 4), (1, 1), False),
+        ((2, 2, 2), (1, 1, 5), False),  # as many elements as there are from the first to the last
+        ((2, 2, 3), (3, 4, 2), False),
+    ],
+)
+def test_whether_a_tensor_has_holes(size: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
+    assert windows._is_dense(torch.empty_strided(size, stride)) == dense
+
+
 def test_gradients_through_a_window(compiled: Any, device: torch.device) -> None:
     def fn(x: Tensor) -> Tensor:
         return x.as_strided((3, 3), (5, 1), 7).sin().sum()
@@ -209,7 +227,7 @@ def test_what_lies_outside_is_told_byte_by_byte() -> None:
         whole = base[low : low + draw.randrange(8, 40)]
         dense = draw.random() < 0.8
         if not dense:
-            whole = whole.as_strided((2, 4), draw.choice([(4, 2), (9, 1), (1, 3)]), low)
+            whole = whole.as_strided((2, 4), draw.choice([(4, 2), (9, 1), (1, 3), (1, 2), (4, 1)]), low)
         graph = Graph()
         x = node = graph.placeholder("x")
         x.meta["val"] = whole

@@ -6,7 +6,6 @@ writes elements before or behind the input, or between its elements. Nothing in 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -82,12 +81,18 @@ def _lies_inside(window: dict[str, Any], seen: Node, from_storage: bool) -> bool
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is known to have all bytes from its first element to its last; some may be repeated."""
-    sizes = [
-        n for n, step in zip(tensor.size(), tensor.stride(), strict=True) if not statically_known_true(step == 0)
-    ]
-    reached = _reach(tensor, tensor.size(), tensor.stride())
-    return statically_known_true(math.prod(sizes) * tensor.itemsize == reached)
+    """Whether a tensor is known to have each element from its first to its last; it may repeat them."""
+    dims = [dim for dim in zip(tensor.size(), tensor.stride(), strict=True) if not statically_known_true(dim[1] == 0)]
+    extent: Any = 1  # of the dimensions that were found
+    while dims:
+        found = next(
+            (d for d in dims if statically_known_true(d[1] == extent) or statically_known_true(d[0] == 1)), None
+        )
+        if found is None:
+            return False
+        dims.remove(found)
+        extent = extent * found[0]
+    return True
 
 
 def _is_itself(before: Any, size: Any, stride: Any, whole: torch.Tensor) -> bool:
