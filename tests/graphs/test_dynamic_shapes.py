@@ -100,15 +100,17 @@ def test_a_size_of_data_is_known_in_backward(compiled: Any, device: torch.device
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         ours: Compiled = compiled(f, fullgraph=True)
         theirs = inductor(f, fullgraph=True)
+        # Triton's reductions are tuned for each function by itself, by time: two may round differently.
+        check = torch.testing.assert_close if device.type in ("cuda", "xpu") else assert_same
         for count in (3, 5, 3, 5, 3, 5):
             x = torch.randn(8, 4, device=device)
             mask = torch.arange(8, device=device) < count
             w, twin = (torch.ones(4, 4, device=device, requires_grad=True) for _ in range(2))
             results = ours(x, mask, w), theirs(x, mask, twin)
-            assert_same(*results)
+            check(*results)
             for result in results:
                 result.sum().backward()
-            assert_same(w.grad, twin.grad)
+            check(w.grad, twin.grad)
     forward, backward = ours.programs
     assert Verdict.EAGER in {partition.verdict for partition in forward.plan.partitions}
     assert {partition.verdict for partition in backward.plan.partitions} == {Verdict.CAPTURED}
