@@ -24,7 +24,8 @@ export MINIMAL_CACHE ?= $(CACHES)/minimal
 # How many processes run tests/ on the CPU at a time; `make test` has up to two more, for the simulated accelerator and
 # examples/. Each compiles in itself, and with one thread.
 WORKERS ?= 2
-CUDA_TESTS := cuda-own cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy
+# The longest first; two at a time.
+CUDA_TESTS := cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
 TESTS := quick test test-main test-hostsim test-device test-own test-minimal test-models test-vendor $(CUDA_TESTS)
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 $(TESTS): export OMP_NUM_THREADS ?= 1
@@ -94,10 +95,13 @@ cuda-torch: $(VENV)/bin/python
 	$(MAKE) --no-print-directory $(VENV)/.installed-test
 	$(BIN)/python -m hostcuda --build
 
-# The longest first; two at a time.
-cuda: cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
+# make test-cuda CUDA_LANE="cuda-own cuda-graphs" runs these two.
+CUDA_LANE := $(CUDA_TESTS)
+cuda: $(CUDA_LANE)
 # The limits end what hangs; beside other work a check takes several times as long.
-CUDA_PYTEST = -m pytest -p hostcuda.plugin --timeout 900
+CUDA_PYTEST = -m pytest -p hostcuda.plugin --timeout 900 -o cache_dir=$(VENV)/pytest-$@
+# Triton tunes some kernels by time. What fails beside other work runs once more by itself; both are told.
+cuda-own cuda-graphs cuda-rest: again = $(CUDA_PYTEST) --last-failed --last-failed-no-failures none
 FUZZ := tests/fuzz/sweep.py --device gpu --sequences 100000 --minutes 2
 cuda-own: chosen = $(CUDA_PYTEST) hostcuda/tests
 cuda-graphs: chosen = $(CUDA_PYTEST) -m "gpu and not sweep" tests/graphs
@@ -110,6 +114,8 @@ cuda-fuzz-lazy: export HOSTCUDA_ORDER := lifo
 # Each tells in the end, as it would with the terminal to itself.
 $(CUDA_TESTS): $(VENV)/.installed-test
 	@begin=$$(date +%s); $(BIN)/python $(chosen) > $(VENV)/$@.log 2>&1; code=$$?; \
+		if test $$code = 1 && test -n '$(again)'; then \
+			$(BIN)/python $(again) >> $(VENV)/$@.log 2>&1; code=$$?; fi; \
 		echo "$@: $$(( $$(date +%s) - begin )) s"; cat $(VENV)/$@.log; exit $$code
 
 # Native replay with the helper library under sanitizers, which end the process at the first error. What they say goes
