@@ -36,7 +36,7 @@ def main() -> None:
         nodes = graph["nodes"]
         print(f"a cache {'made anew' if made_anew else 'that stays'}: every replay copies")
         for copy in graph["memory"]["copies"]:
-            print(f"  {copy['bytes']:>7,} bytes of {copy['what']} {nodes[copy['name']]['line']}")
+            print(f"  {copy['bytes']:>7,} bytes of {copy['what']} {nodes[copy['node']]['line']}")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ class CopyData(TypedDict):
 
     what: str
     name: str
+    node: str
     bytes: int
 
 
@@ -302,11 +303,12 @@ def _copies(program: Program, sized: SizedProgram | None, memory: MemoryPlan) ->
     """The copies that each replay of the newest plan makes, largest first."""
     copies: list[CopyData] = []
     for name, (_, nbytes) in (sized.input_buffers if sized is not None else {}).items():
-        copies.append({"what": "input", "name": shown_name(program.plan.nodes[name]), "bytes": nbytes})
+        shown = shown_name(program.plan.nodes[name])
+        copies.append({"what": "input", "name": shown, "node": name, "bytes": nbytes})
     for recording in program.specializations.recordings():
         if recording.request.memory is memory and memory.arenas:  # without arenas outputs are new tensors
             for index in sorted(recording.request.copied):
-                name, nbytes = program.plan.shown_name(index), memory.sizes.get(index, 0)
-                copies.append({"what": "output", "name": name, "bytes": nbytes})
+                name, node = program.plan.shown_name(index), program.plan.facts.storages[index].node
+                copies.append({"what": "output", "name": name, "node": node, "bytes": memory.sizes.get(index, 0)})
             break
     return sorted(copies, key=lambda copy: -copy["bytes"])
