@@ -49,7 +49,7 @@ def test_documents_are_of_their_types(explanation: fxwrap.Explanation) -> None:
     memory = document["graphs"][0]["memory"]
     for kind, found in ((MemoryData, memory), (PeakData, memory["peak"]), (StorageData, memory["storages"][0])):
         _same_keys(kind, found)
-    assert set(CopyData.__annotations__) == {"what", "name", "bytes"}
+    assert set(CopyData.__annotations__) == {"what", "name", "node", "bytes"}
 
 
 def test_triton_is_among_the_versions_if_kernels_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
