@@ -163,7 +163,8 @@ def test_the_reports_are_those_of_the_compiled_function() -> None:
     bound = fxwrap.bind(function, x)
     for _ in range(3):
         bound(x)
-    assert fxwrap.report(bound).to_dict() == fxwrap.report(function).to_dict()
+    ours, theirs = ({**fxwrap.report(fn).to_dict(), "when": 0} for fn in (bound, function))
+    assert ours == theirs
     assert fxwrap.stats(bound)["replays"] == fxwrap.stats(function)["replays"] > 0
     assert "ordinary" in fxwrap.stats(bound) and "ordinary" not in fxwrap.stats(function)
     assert fxwrap.release(bound) == 0
