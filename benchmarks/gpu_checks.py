@@ -35,7 +35,7 @@ from memory_peak import UNet, loss_of
 from torch import Tensor, nn
 
 import fxwrap
-from fxwrap.codegen.torch_runtime import _free_cublas_workspaces
+from fxwrap.codegen.torch_runtime import frees_workspaces
 from fxwrap.graphs.memory.arenas import AT_ONE_TIME
 
 Check = Callable[[Place, Findings], None]
@@ -562,7 +562,7 @@ def memory_short_in_growth(place: Place, findings: Findings) -> None:
     place.demand_limits()
     holder = place.ours(calling(place.model(lambda: Mixer(1024))))
     x, spare = place.random(place.size(32, 1) * MIB // 4 // 1024, 1024, seed=3), place.size(2, 1) * MIB
-    if torch.cuda.is_available() and _free_cublas_workspaces() is None:
+    if torch.cuda.is_available() and not frees_workspaces():
         spare += 32 * MIB  # the workspace of the graphs' stream, which this torch does not free
     with torch.no_grad():
         settle(lambda: holder(x))

@@ -189,6 +189,11 @@ def _free_cublas_workspaces() -> Callable[[Any], None] | None:
     return function
 
 
+def frees_workspaces() -> bool:
+    """Whether torch can free what cuBLAS retains for one stream."""
+    return _free_cublas_workspaces() is not None
+
+
 def free_workspaces(stream: Any) -> None:
     """Free the workspaces that cuBLAS retains for a stream: 32 MiB for each thread that has called it there (sm_90).
 

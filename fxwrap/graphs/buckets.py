@@ -89,10 +89,10 @@ class Buffer:
         """Make the views for so many rows; calls in a row mostly have the same."""
         padding = []
         with torch.inference_mode(False):
-            self.part = true_part(self.tensor, places, rows)
+            self.part = _true_part(self.tensor, places, rows)
             for done, place in enumerate(places, 1):
                 # Along later dimensions there is no padding yet.
-                whole, true, dim = true_part(self.tensor, places[done:], rows), rows[place.size], dim_of(place)
+                whole, true, dim = _true_part(self.tensor, places[done:], rows), rows[place.size], dim_of(place)
                 rest = whole.narrow(dim, true, whole.size(dim) - true)
                 if rest.size(dim) and rest.stride(dim):
                     padding.append((unexpanded(rest), unexpanded(whole.narrow(dim, true - 1, 1))))
@@ -322,7 +322,7 @@ def dim_of(place: Place) -> int:
     return place.dim
 
 
-def true_part(tensor: torch.Tensor, places: Sequence[Place], rows: Sequence[int]) -> torch.Tensor:
+def _true_part(tensor: torch.Tensor, places: Sequence[Place], rows: Sequence[int]) -> torch.Tensor:
     """The part of a padded tensor that holds the caller's rows."""
     for place in places:
         tensor = tensor.narrow(dim_of(place), 0, rows[place.size])

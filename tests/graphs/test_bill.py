@@ -22,8 +22,8 @@ from cuda_memory import kept_bytes
 
 import fxwrap
 from fxwrap.api.memory.bill import DeviceBill, RecordingBill
-from fxwrap.codegen import torch_runtime
 from fxwrap.codegen.native_library import kept_memory
+from fxwrap.codegen.torch_runtime import frees_workspaces
 from fxwrap.graphs.memory.arenas import ArenaPool
 from fxwrap.graphs.program import REHEARSALS
 
@@ -93,7 +93,7 @@ def _counted(device: torch.device, arenas: ArenaPool) -> int:
 
 # bill of each size, and of all, == counted afterwards
 @pytest.mark.skipif(
-    torch.cuda.is_available() and torch_runtime._free_cublas_workspaces() is None,
+    torch.cuda.is_available() and not frees_workspaces(),
     reason="this torch frees no workspace of one stream: each thread keeps its own, and warm-ups keep some",
 )
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

@@ -111,7 +111,7 @@ def test_a_torch_that_cannot_free_those_of_one_stream_frees_none(monkeypatch: py
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch_runtime._free_cublas_workspaces() is None, reason="this torch frees all workspaces or none")
+@pytest.mark.skipif(not torch_runtime.frees_workspaces(), reason="this torch frees all workspaces or none")
 def test_a_program_keeps_one_workspace_in_its_pool_for_all_threads(compiled: Any) -> None:
     """Warm-up and capture, forward and backward, each on a thread of its own: four workspaces without this."""
     with on_gpu() as device:

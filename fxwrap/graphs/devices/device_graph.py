@@ -23,9 +23,11 @@ class DeviceGraph(Protocol):
 class CUDAGraphAdapter:
     """``torch.cuda.CUDAGraph`` with the methods of ``torch.accelerator.Graph``."""
 
+    _kept = False  # whether the graph keeps what it has captured
+
     def __init__(self, pool: Any = None) -> None:
         self._graph: Any = torch.cuda.CUDAGraph()
-        self._pool, self._kept = pool, False
+        self._pool = pool
 
     def capture_begin(self) -> None:
         # Other threads may continue to allocate and synchronize while this one captures.
@@ -61,7 +63,7 @@ class XPUGraphAdapter(CUDAGraphAdapter):
 
     def __init__(self, pool: Any = None) -> None:
         self._graph = torch.xpu.XPUGraph()
-        self._pool, self._kept = pool, False
+        self._pool = pool
 
     def capture_begin(self) -> None:
         self._graph.capture_begin(pool=self._pool)

@@ -164,9 +164,9 @@ class RecordingBuilder:
         Of inputs that overlap, one of which is written, AOTAutograd makes one, whose layout nothing guards (torch
         2.14.1 passes it with other dimensions). So a static input that is written is checked at every call.
         """
-        facts = self.plan.facts
-        static = {self._placeholders[position] for position in self.request.static_inputs}
-        static = {node for node in static if facts.all_written().isdisjoint(facts.of(node))}
+        facts, written = self.plan.facts, self.plan.facts.all_written()
+        placeholders = (self._placeholders[position] for position in self.request.static_inputs)
+        static = {node for node in placeholders if written.isdisjoint(facts.of(node))}
         # Only inputs exist here: asserts that need results come later.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
