@@ -45,7 +45,7 @@ test: $(VENV)/.installed-test hostsim
 	$(MAKE) --no-print-directory --jobs 3 test-main test-device test-own test-minimal
 
 # A test that compiles has the mark `compiler`. With this CXX one without it fails: no cache has what `false` has built.
-QUICK := tests/packing tests/passes tests/graphs/test_flat.py tests/graphs/test_live_outputs.py tests/test_docs.py \
+QUICK := tests/packing tests/passes tests/features tests/graphs/test_flat.py tests/graphs/test_live_outputs.py tests/test_docs.py \
 	tests/test_options.py tests/test_package.py tests/test_pipeline.py tests/test_plan_json.py tests/test_rules_table.py
 quick: export CXX := false
 quick: $(VENV)/.installed-test

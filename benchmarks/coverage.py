@@ -151,7 +151,7 @@ def examine(name: str, make_case: Callable[[], Case | None], dynamic: bool) -> O
     import functools
 
     from fxwrap.backend import fxwrap
-    from fxwrap.compilation import Compilation
+    from fxwrap.graphs.compilation import Compilation
 
     start = time.monotonic()
     torch.manual_seed(0)

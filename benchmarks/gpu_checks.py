@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import fxwrap
 from fxwrap.codegen.torch_runtime import frees_workspaces
-from fxwrap.graphs.memory.arenas import AT_ONE_TIME
+from fxwrap.graphs.memory.arena_pool import AT_ONE_TIME
 
 Check = Callable[[Place, Findings], None]
 # Calls until a program replays: one runs eagerly, one is recorded, and one more if it was cut anew or its arena grew.

@@ -55,7 +55,7 @@ def microseconds(functions: dict[str, Callable[[], Any]], turns: int, calls: int
 
 def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) -> dict[str, float]:
     import fxwrap
-    from fxwrap.compilation import live_compilations
+    from fxwrap.graphs.compilation import live_compilations
     from fxwrap.graphs.replay.ranges import copies_of_inputs
 
     torch._dynamo.reset()
@@ -102,7 +102,7 @@ def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) ->
 
 def ranges(turns: int, calls: int) -> dict[str, float]:
     """What ranges cost a call while no profiler is on, in microseconds, natively and in Python."""
-    from fxwrap.compilation import live_compilations
+    from fxwrap.graphs.compilation import live_compilations
 
     torch._dynamo.reset()
     compiled, x = torch.compile(lambda x: x + 1, backend="fxwrap", options={"capture": "always"}), torch.randn(8)

@@ -24,26 +24,31 @@ from .errors import (
     SuspendError,
     UnsupportedModelError,
 )
+from .features import buckets as _buckets  # noqa: F401 (adds an option)
+from .features import checked as _checked  # noqa: F401 (adds options)
+from .features import difference as _difference  # noqa: F401 (adds a method of reports)
+from .features import page as _page  # noqa: F401 (adds methods of reports)
+from .features import suspend as _suspendable  # noqa: F401 (adds an option)
 from .options import Options
-from .packing import plan_memory
 
 if TYPE_CHECKING:
-    from .api.bind import bind
-    from .api.doctor import Diagnosis, doctor
-    from .api.explain import explain
-    from .api.memory.bill import Bill
-    from .api.memory.release import release
-    from .api.memory.suspend import resume, suspend
-    from .api.record import record
+    from .api.release import release
     from .api.report import report
     from .api.stats import stats
-    from .artifacts.aot_compile import aot_compile
-    from .artifacts.aot_program import AotProgram
-    from .artifacts.load import load
-    from .artifacts.save import save
     from .codegen.devices.registration import DeviceRegistration, register_device
-    from .codegen.dynamo.marks import mark_bucket
     from .codegen.emit.emission import FxwrapCodegen
+    from .features.ahead_of_time.aot_compile import aot_compile
+    from .features.ahead_of_time.aot_program import AotProgram
+    from .features.ahead_of_time.load import load
+    from .features.ahead_of_time.save import save
+    from .features.bill.bill import Bill
+    from .features.bill.record import record
+    from .features.bind.bind import bind
+    from .features.buckets.codegen.marks import mark_bucket
+    from .features.command_line.doctor import Diagnosis, doctor
+    from .features.exact_packing.plan_memory import plan_memory
+    from .features.suspend.suspend import resume, suspend
+    from .features.target.explain import explain
     from .inspection.explanation import Explanation
 
 __version__ = "0.1.0"
@@ -93,27 +98,27 @@ __all__ = [
 
 # Inductor takes seconds to import, so names that need it are imported at their first use.
 _LAZY = {
-    "AotProgram": ".artifacts.aot_program",
-    "aot_compile": ".artifacts.aot_compile",
-    "load": ".artifacts.load",
-    "save": ".artifacts.save",
-    "FxwrapCodegen": ".codegen.emit.emission",
     "DeviceRegistration": ".codegen.devices.registration",
-    "register_device": ".codegen.devices.registration",
-    "mark_bucket": ".codegen.dynamo.marks",
-    "bind": ".api.bind",
-    "Diagnosis": ".api.doctor",
-    "doctor": ".api.doctor",
     "Explanation": ".inspection.explanation",
+    "FxwrapCodegen": ".codegen.emit.emission",
     "explain": ".api.explain",
-    "report": ".api.report",
-    "Bill": ".api.memory.bill",
+    "plan_memory": ".packing",
     "record": ".api.record",
-    "release": ".api.memory.release",
+    "register_device": ".codegen.devices.registration",
+    "release": ".api.release",
+    "report": ".api.report",
     "stats": ".api.stats",
-    "resume": ".api.memory.suspend",
-    "suspend": ".api.memory.suspend",
 }
+# What features add, or extend: without a feature and its line the function above stands.
+_LAZY.update(aot_compile=".features.ahead_of_time.aot_compile", AotProgram=".features.ahead_of_time.aot_program")
+_LAZY.update(load=".features.ahead_of_time.load", save=".features.ahead_of_time.save")
+_LAZY.update(bind=".features.bind.bind")
+_LAZY.update(Bill=".features.bill.bill", record=".features.bill.record")
+_LAZY.update(mark_bucket=".features.buckets.codegen.marks")
+_LAZY.update(Diagnosis=".features.command_line.doctor", doctor=".features.command_line.doctor")
+_LAZY.update(plan_memory=".features.exact_packing.plan_memory")
+_LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
+_LAZY.update(explain=".features.target.explain")
 
 
 def __getattr__(name: str) -> Any:

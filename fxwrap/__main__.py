@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 try:
-    from .api.command_line import app
+    from .features.command_line.command_line import app
 except ImportError as error:
     if error.name != "typer":
         raise
     if sys.argv[1:] == ["doctor"]:  # it reports missing packages, so it needs no optional package itself
-        from .api.doctor import doctor
+        from .features.command_line.doctor import doctor
 
         diagnosis = doctor()
         print(diagnosis)

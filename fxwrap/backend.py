@@ -12,7 +12,7 @@ from .codegen.dynamo.collection import collected_by
 from .codegen.frames import with_room
 from .codegen.inductor import compile_with_inductor, inductor_options, mode_options
 from .codegen.torch_versions import registered_operators
-from .compilation import Compilation
+from .graphs.compilation import Compilation
 from .options import Options, parse_options
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_origin
 
@@ -73,34 +73,53 @@ class Options:
         "copy what the caller gets, and would lie in an arena, to memory of torch's allocator: for outputs that "
         "another stream still reads when they are dropped (record_stream)",
     )
-    buckets: tuple[tuple[str, tuple[int, ...]], ...] = _option(
-        (),
-        "sizes by name, such as {'batch': (1, 2, 4, 8)}: dimensions marked with fxwrap.mark_bucket are padded to the "
-        "next of these sizes, so that one recording serves many",
-        minimum=1,
-        compiling=True,
-    )
-    suspendable: bool = _option(
-        False,
-        "keep the memory of recordings where fxwrap.suspend can give it back to the device, while graphs and "
-        "addresses stay",
-    )
-    checked: bool | int = _option(
-        False,
-        "compare replays with eager work, bit for bit, and look for what can make them wrong, after each recording "
-        "and at every tenth call (True), or at every so many calls; fxwrap.CheckError says what was found",
-        minimum=1,
-    )
-    through_capture: bool = _option(
-        False, "run what a recording would capture at every call, in the recording's memory, without a device graph"
-    )
     codegen: type | None = _option(
         None, "a subclass of fxwrap.FxwrapCodegen to emit and compile with", compiling=True
     )
+    added: tuple[tuple[str, Any], ...] = field(default=(), metadata={"compiling": True})  # see AddedOption
 
     def at_run(self) -> dict[str, Any]:
         """The options that a compiled program reads when it runs, by name."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if not spec.metadata["compiling"]}
+        own = {spec.name: getattr(self, spec.name) for spec in fields(self) if not spec.metadata["compiling"]}
+        added = [(name, value) for name, value in self.added if not ADDED[name].compiling]
+        return {**own, "added": added} if added else own
+
+    @classmethod
+    def from_run(cls, data: Mapping[str, Any]) -> Options:
+        """Options from what ``at_run`` returned, also as JSON; options of features that are not here are left out."""
+        added = [(name, ADDED[name].parse(value)) for name, value in data.get("added", ()) if name in ADDED]
+        return cls(**{**data, "added": tuple(added)})
+
+    def is_set(self, name: str) -> bool:
+        """Whether the user asks for an option that a feature adds."""
+        return name in dict(self.added)
+
+    def value(self, name: str) -> Any:
+        """The value of an option that a feature adds; its default where the user gives none."""
+        return dict(self.added).get(name, ADDED[name].default if name in ADDED else None)
+
+
+@dataclass(frozen=True)
+class AddedOption:
+    """An option of a feature. Its value is in ``Options.added`` if it is not the default.
+
+    Attributes:
+        doc: its description.
+        expected: what a value must be.
+        parse: returns the value that is kept, which can be hashed; None for a wrong one.
+        default: what stands for a value that was not given.
+        compiling: whether only compiling reads it; a saved program does not keep such a one.
+    """
+
+    doc: str
+    expected: str
+    parse: Callable[[Any], Any]
+    default: Any
+    compiling: bool = True
+
+
+# By name. A feature adds its options when it is imported.
+ADDED: dict[str, AddedOption] = {}
 
 
 def parse_options(
@@ -128,43 +147,55 @@ def parse_options(
         )
     own_options: dict[str, Any] = {}
     patches: dict[str, Any] = {}
-    specs = {spec.name: spec for spec in fields(Options)}
+    added: dict[str, Any] = {}
+    specs = {spec.name: spec for spec in fields(Options) if spec.name != "added"}
     for name, value in (user or {}).items():
         key = str(name).replace("-", "_")
         if key in specs:
             own_options[key] = _checked(key, value, specs[key])
+        elif key in ADDED:
+            added[key] = _parsed(key, value, ADDED[key])
         elif key in inductor_options:
             patches[key] = _checked_inductor(key, value, *inductor_options[key])
         else:
-            close = difflib.get_close_matches(key, [*specs, *inductor_options], n=1)
+            names = sorted([*specs, *ADDED])
+            close = difflib.get_close_matches(key, [*names, *inductor_options], n=1)
             raise OptionError(
                 f"unknown option {name!r}",
-                expected=f"one of {', '.join(sorted(specs))}, or an option of Inductor",
+                expected=f"one of {', '.join(names)}, or an option of Inductor",
                 got=repr(name),
                 remedy=f"did you mean {close[0]!r}?" if close else "see the table of options in docs/reference.md",
             )
-    parsed = Options(**own_options)
+    given = sorted((name, value) for name, value in added.items() if value != ADDED[name].default)
+    parsed = Options(**own_options, added=tuple(given))
     check_names(parsed.eager_ops, operators)
     return parsed, patches
 
 
-def _checked(name: str, value: Any, spec: Any) -> Any:
-    default, doc = spec.default, spec.metadata["doc"]
-    error = OptionError(
+def _wrong(name: str, value: Any, doc: str, expected: str, default: Any) -> OptionError:
+    return OptionError(
         f"wrong value for option {name!r} ({doc})",
-        expected=_expectation(name, default, spec.metadata["minimum"], spec.metadata["choices"]),
+        expected=expected,
         got=repr(value),
         remedy=f"leave it out for the default, {default!r}",
     )
+
+
+def _parsed(name: str, value: Any, option: AddedOption) -> Any:
+    parsed = option.parse(value)
+    if parsed is None:
+        raise _wrong(name, value, option.doc, option.expected, option.default)
+    return parsed
+
+
+def _checked(name: str, value: Any, spec: Any) -> Any:
+    default, doc = spec.default, spec.metadata["doc"]
+    expected = _expectation(name, default, spec.metadata["minimum"], spec.metadata["choices"])
+    error = _wrong(name, value, doc, expected, default)
     if name == "codegen":
         if value is not None and not (isinstance(value, type) and hasattr(value, "compile_graph")):
             raise error
         return value
-    if name == "buckets":
-        sizes = {key: _sizes(value[key]) for key in value} if isinstance(value, Mapping) else {}
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) and sizes[key] for key in sizes):
-            raise error
-        return tuple(sorted(sizes.items()))
     if isinstance(default, tuple):
         items = (value,) if isinstance(value, (str, EagerRule)) else value
         if not isinstance(items, (tuple, list, set, frozenset)) or not all(
@@ -174,22 +205,14 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
         return tuple(items)
     if isinstance(default, float) and type(value) is int:
         value = float(value)
-    if name == "checked" and type(value) is int and value >= spec.metadata["minimum"]:
-        return value
     # A bool is an int in Python, but strict=3 and warmup=True are mistakes.
     if type(value) is not type(default):
         raise error
-    if spec.metadata["minimum"] is not None and name != "checked" and not value >= spec.metadata["minimum"]:
+    if spec.metadata["minimum"] is not None and not value >= spec.metadata["minimum"]:
         raise error
     if spec.metadata["choices"] and value not in spec.metadata["choices"]:
         raise error
     return value
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    """Sizes of buckets in ascending order; empty if they are none."""
-    sizes = tuple(value) if isinstance(value, (tuple, list, set, frozenset, range)) else ()
-    return tuple(sorted(set(sizes))) if all(type(size) is int and size >= 1 for size in sizes) else ()
 
 
 def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[str, ...]) -> str:
@@ -197,10 +220,6 @@ def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[st
         return "one of " + ", ".join(map(repr, choices))
     if name == "codegen":
         return "a subclass of fxwrap.FxwrapCodegen"
-    if name == "checked":
-        return "a bool, or an int of at least 1"
-    if name == "buckets":
-        return "a dictionary of names and sequences of sizes of at least 1, such as {'batch': (1, 2, 4, 8)}"
     if isinstance(default, tuple):
         return "a string, a fxwrap.EagerRule, or a sequence of these"
     kind = type(default).__name__

@@ -11,16 +11,18 @@ import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
+from .host_graph.lifetimes import Lifetimes
 from .host_graph.nodes import by_name
+from .host_graph.storages import StorageFacts
 from .host_graph.user_code import shown_name
 from .packing import Placement, Reserved, joined
 
-_NONE: frozenset[int] = frozenset()
-# A field that is not stored with the plan: who reads a plan gives its value to ``from_data``.
+# A field that is not serialised: the reader of a plan passes it to ``from_data`` as a keyword.
 _NOT_STORED = {"stored": False}
 
 
@@ -46,102 +48,6 @@ class NodeVerdict:
     inherited: bool = False
 
 
-class Origin(enum.Enum):
-    """Where a storage of the host graph comes from."""
-
-    INPUT = "input"
-    CONSTANT = "constant"
-    ALLOCATION = "allocation"  # an allocation node: can be planned
-    EXTERN = "extern"  # an operator allocates it; a copy of it can be planned
-
-
-@dataclass(frozen=True)
-class Storage:
-    """The memory behind one or more values of a host graph.
-
-    Attributes:
-        index: position in ``StorageFacts.storages``.
-        node: the node that makes the storage.
-        element: the position among the node's results, for operators with several.
-    """
-
-    index: int
-    origin: Origin
-    node: str
-    element: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.node if self.element is None else f"{self.node}[{self.element}]"
-
-    def value(self, maker: Node) -> torch.Tensor | None:
-        """The fake tensor that the node returned in this storage when the graph was traced.
-
-        None if there is none: a loop also has storages for values between iterations, which it does not return.
-
-        Args:
-            maker: the node that makes the storage.
-        """
-        return self.result_in(maker.meta.get("val"))  # type: ignore[return-value]
-
-    def result_in(self, value: object) -> object:
-        """The part of ``value``, which the node returned, that lies in this storage; None if there is none."""
-        if self.element is None or not isinstance(value, (tuple, list)):
-            return value
-        return value[self.element] if self.element < len(value) else None
-
-
-@dataclass(frozen=True)
-class StorageFacts:
-    """Alias analysis: the storages of each node's value, and the storages that each node reads and writes.
-
-    Only work nodes (launches, extern calls) read and write; a view reads nothing. A communication uses its storages
-    until it is waited for: the node that waits reads what the communication reads, and writes what it fills.
-
-    Attributes:
-        values: the storages of a node's value, by node.
-        read, written: the storages that a node reads and writes, by node.
-        awaited: the communications that end at a wait, by the node that waits.
-        in_flight: storages that a communication uses before the graph begins, or after it ends.
-    """
-
-    storages: tuple[Storage, ...]
-    values: Mapping[str, frozenset[int]]
-    read: Mapping[str, frozenset[int]]
-    written: Mapping[str, frozenset[int]]
-    awaited: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    in_flight: frozenset[int] = frozenset()
-
-    def of(self, node: Node) -> frozenset[int]:
-        """Storages of a node's value."""
-        return self.values.get(node.name, _NONE)
-
-    def reads(self, node: Node) -> frozenset[int]:
-        return self.read.get(node.name, _NONE)
-
-    def writes(self, node: Node) -> frozenset[int]:
-        return self.written.get(node.name, _NONE)
-
-    def all_written(self) -> frozenset[int]:
-        """Storages that some node writes."""
-        return _NONE.union(*self.written.values())
-
-    def behind(self, nodes: Iterable[Node]) -> frozenset[int]:
-        """Storages of the values of any of these nodes."""
-        return _NONE.union(*map(self.of, nodes))
-
-    def behind_named(self, names: Iterable[str]) -> frozenset[int]:
-        """As ``behind``, for nodes that are given by name."""
-        return _NONE.union(*(self.values.get(name, _NONE) for name in names))
-
-    def touched(self, node: Node) -> frozenset[int]:
-        return self.reads(node) | self.writes(node)
-
-    def named_in(self, nodes: Iterable[Node]) -> frozenset[int]:
-        """Storages that must exist for these nodes to run. They include bases of views that no node reads."""
-        return _NONE.union(*(self.touched(node) | self.of(node) for node in nodes))
-
-
 @dataclass(frozen=True)
 class Partition:
     """Nodes of one verdict that run one after another: work, and in eager partitions also sizes of data.
@@ -159,21 +65,8 @@ class Partition:
     reason: str
     device: torch.device
     launches: int
-    externs: int
-    benefit: CaptureBenefit | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        """The partition as plain data, for reports and traces."""
-        return {
-            "index": self.index,
-            "verdict": self.verdict.value,
-            "launches": self.launches,
-            "extern_calls": self.externs,
-            "device": str(self.device),
-            "reason": self.reason,
-            "benefit_us": None if self.benefit is None else dataclasses.asdict(self.benefit),
-            "nodes": list(self.nodes),
-        }
+    externs: int = field(metadata={"key": "extern_calls"})
+    benefit: CaptureBenefit | None = field(default=None, metadata={"key": "benefit_us"})
 
 
 @dataclass(frozen=True)
@@ -384,6 +277,8 @@ class Prediction:
         outputs: the part of all this that the caller still has after the call.
     """
 
+    SHOWN: ClassVar = ("total",)
+
     device: torch.device
     arena: int
     operators: int
@@ -396,17 +291,33 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class InputFacts:
+    """What is known of a program's inputs and outputs before its graph is analysed. Both are given by position.
+
+    Attributes:
+        phase: "inference", "forward" or "backward".
+        static: inputs that AOTAutograd marks as static: their addresses stay the same.
+        donated: inputs that AOTAutograd marks as donated: not needed after their last use.
+        write_only: inputs whose values are never read, because they are written first.
+        used_outside: inputs of which a kernel uses bytes outside of the tensor, with the operator.
+        saved: AOTAutograd's names of the outputs that only backward gets.
+        names: AOTAutograd's names of the inputs.
+    """
+
+    phase: str = "inference"
+    static: frozenset[int] = frozenset()
+    donated: frozenset[int] = frozenset()
+    write_only: frozenset[int] = frozenset()
+    used_outside: Mapping[int, str] = field(default_factory=dict)
+    saved: Mapping[int, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ProgramPlan:
     """Every decision about a host graph that holds for all sizes.
 
     Attributes:
-        static_inputs: positions of inputs that AOTAutograd marks as static: their addresses stay the same.
-        phase: "inference", "forward" or "backward".
-        donated: positions of inputs that AOTAutograd marks as donated: not needed after their last use.
-        write_only: positions of inputs whose values are never read, because they are written first.
-        used_outside: positions of inputs of which a kernel uses bytes outside of the tensor, with the operator.
-        saved: AOTAutograd's names of the outputs that only backward gets, by output position.
-        inputs: AOTAutograd's names of the inputs.
         workspace: measured workspace of library calls in bytes, by node.
         compiled: the signatures of partitions that ``compile_partition`` replaced, by the partition's index.
     """
@@ -416,15 +327,13 @@ class ProgramPlan:
     verdicts: Mapping[str, NodeVerdict]
     cut: Cut
     device: torch.device
-    static_inputs: frozenset[int]
-    phase: str
-    donated: frozenset[int] = frozenset()
-    write_only: frozenset[int] = frozenset()
-    used_outside: Mapping[int, str] = field(default_factory=dict)
-    saved: Mapping[int, str] = field(default_factory=dict)
-    inputs: tuple[str, ...] = ()
+    inputs: InputFacts
     workspace: Mapping[str, int] = field(default_factory=dict)
     compiled: Mapping[int, Signature] = field(default_factory=dict)
+
+    @property
+    def phase(self) -> str:
+        return self.inputs.phase
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -453,6 +362,21 @@ class ProgramPlan:
     def placeholders(self) -> tuple[Node, ...]:
         """The inputs, in order."""
         return tuple(node for node in self.graph.graph.nodes if node.op == "placeholder")
+
+    @functools.cached_property
+    def lifetimes(self) -> Lifetimes:
+        """When storages have to exist, in steps of the schedule.
+
+        A partition that ``compile_partition`` replaced may work in any order: it uses its storages in all its steps.
+        """
+        steps: list[frozenset[int]] = []
+        for partition in self.partitions:
+            nodes = self.work_in(partition)
+            if partition.index in self.compiled:
+                steps += [self.facts.named_in(nodes)] * len(nodes)
+            else:
+                steps += (self.facts.named_in([node]) for node in nodes)
+        return Lifetimes.of(steps)
 
     @functools.cached_property
     def captured_work(self) -> frozenset[Node]:

@@ -33,14 +33,14 @@ import torch._inductor.compile_fx  # compiled code is what most tests need
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler as _DTYPES
 from torch._inductor.exc import InductorError
 
-from fxwrap.api.memory.rehearsal import RehearsalRuntime
 from fxwrap.backend import fxwrap as backend
 from fxwrap.codegen.inductor import _EMISSION
-from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
+from fxwrap.features.bill.rehearsal import RehearsalRuntime
+from fxwrap.graphs.compilation import Compilation
 from fxwrap.graphs.devices.cpu_graph import capturing_graph
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
-from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.policy.counters import Counters
 from fxwrap.graphs.record.recording_builder import RecordingBuilder

@@ -1,7 +1,7 @@
 """What Inductor and fxwrap make for a CUDA device, on a machine without one: everything but running it.
 
-fxwrap compiles for an H100 that is not there (``fxwrap.codegen.devices.cross_target``). What comes out is checked
-here: the driver's launcher is replaced by one that compares what it is given with what the cubin takes.
+fxwrap compiles for an H100 that is not there (``fxwrap.features.target.codegen.cross_target``). What comes out is
+checked here: the driver's launcher is replaced by one that compares what it is given with what the cubin takes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import fxwrap
 from fxwrap.backend import fxwrap as backend_of_fxwrap
 from fxwrap.codegen import inductor
-from fxwrap.codegen.devices.ahead import example_inputs, value_of
-from fxwrap.codegen.devices.cross_target import (
+from fxwrap.codegen.emit.triton_kernels import TritonLauncher
+from fxwrap.errors import StorageError
+from fxwrap.features.ahead_of_time.codegen import export_triton
+from fxwrap.features.ahead_of_time.codegen.stored_triton import stored_launcher
+from fxwrap.features.target.codegen.ahead import example_inputs, value_of
+from fxwrap.features.target.codegen.cross_target import (
     AbsentDriver,
-    cuda_machine,
     present,
     register_device_guard,
     retarget,
     retargeted,
 )
-from fxwrap.codegen.emit.triton_kernels import TritonLauncher
-from fxwrap.codegen.store import export_triton
-from fxwrap.codegen.store.stored_triton import stored_launcher
-from fxwrap.compilation import Compilation
-from fxwrap.errors import StorageError
+from fxwrap.features.target.codegen.machines import cuda_machine
+from fxwrap.graphs.compilation import Compilation
 from fxwrap.graphs.memory.memory_provider import Saved
 from fxwrap.host_graph.nodes import Kernel, Kind, kernel_of, kind_of
 from fxwrap.plan import MemoryPlan, Verdict
@@ -480,7 +480,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
         saved = None
         if plan.phase == "backward" and forward is not None:
             (first, before), received = forward, program.recorder._forward[1]
-            own_outputs = [i for p, i in first.recorder.prepared.outputs if p in first.plan.saved]
+            own_outputs = [i for p, i in first.recorder.prepared.outputs if p in first.plan.inputs.saved]
             assert received or not own_outputs, "backward gets nothing of its forward"
             saved = Saved(before, received)
         estimate = provider.estimate(inputs, None, saved)

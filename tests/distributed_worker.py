@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from fxwrap.backend import fxwrap as backend
-from fxwrap.compilation import Compilation
+from fxwrap.graphs.compilation import Compilation
 
 WORLD = 2
 # Of one collective, so that a process that is alone says so before the test gives up.

@@ -27,7 +27,7 @@ from conftest import Compiled, assert_same, inductor, tensors_in
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.program import Program
 from fxwrap.native_build import built_library
@@ -371,7 +371,8 @@ class Faulty:
         self.case.forget()
         for program in self.programs:
             forward = program.recorder._forward, program.recorder._saved_tensors
-            program.__init__(program.planner.partition({}), program.planner, program.options, program.functions)  # type: ignore[misc]
+            plan = program.planner.partition(program.plan.inputs, {})
+            program.__init__(plan, program.planner, program.options, program.functions)  # type: ignore[misc]
             program.recorder._forward, program.recorder._saved_tensors = forward
             program.counters.eager.clear()
         SHARED.arenas = ArenaPool()

@@ -27,11 +27,12 @@ from random_graphs import (
 from torch.fx import GraphModule, Node
 
 from fxwrap.host_graph.nodes import Kind, kind_of, launch, reinterpret
+from fxwrap.host_graph.storages import Origin, Storage, StorageFacts
 from fxwrap.packing import Reserved
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import MemoryPlan, Origin, ProgramPlan, SizedProgram, Storage, StorageFacts
+from fxwrap.plan import MemoryPlan, ProgramPlan, SizedProgram
 
 ALIGNMENT = 64
 PLACE = 256  # bytes that every place has

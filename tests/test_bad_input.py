@@ -296,8 +296,8 @@ def test_whatever_a_program_calls_may_be_listed(compiled: Any) -> None:
 @pytest.mark.parametrize("stage", ["emission", "analysis"])
 def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """An unexpected exception is a fallback like any other, and with strict=True an error that says what broke."""
-    from fxwrap import pipeline
     from fxwrap.codegen.emit import converter
+    from fxwrap.passes.analysis import aliasing
 
     def broken(*_: Any) -> Any:
         raise TypeError("planted bug")
@@ -305,7 +305,7 @@ def test_a_bug_in_a_stage_loses_no_compile(compiled: Any, monkeypatch: pytest.Mo
     if stage == "emission":
         monkeypatch.setattr(converter.HostGraphConverter, "_line_KernelCallLine", broken)
     else:
-        monkeypatch.setattr(pipeline, "analyse_storages", broken)
+        monkeypatch.setattr(aliasing._Analysis, "run", broken)
     f: Compiled = compiled(lambda x: x.sin() @ x)
     with pytest.warns(UserWarning, match="planted bug"):
         for _ in range(3):

@@ -18,8 +18,8 @@ import processes
 import pytest
 
 from fxwrap import native_build
-from fxwrap.artifacts import package
 from fxwrap.errors import StorageError
+from fxwrap.features.ahead_of_time import package
 
 # Compiles a model and trains it, in processes that are forked from one that has done so before: the next call after a
 # fault is one of the same process, or of another.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +40,7 @@ def _imports(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_torch_is_fenced_to_codegen(path: Path) -> None:
-    if PACKAGE / "codegen" in path.parents:
+    if any(folder.name == "codegen" for folder in path.parents):
         return
     assert not [name for name in _imports(path) if name.startswith(PRIVATE)]
     text = path.read_text()
@@ -46,7 +49,7 @@ def test_private_torch_is_fenced_to_codegen(path: Path) -> None:
 
 # Imports go one way, in the order in which data flows.
 # What users call.
-_ACTS = ("fxwrap.api", "fxwrap.inspection", "fxwrap.artifacts", "fxwrap.backend")
+_ACTS = ("fxwrap.api", "fxwrap.inspection", "fxwrap.features.ahead_of_time", "fxwrap.backend")
 # What says how a program is made, and what makes and runs it.
 _RULES = ("fxwrap.eager_rules", "fxwrap.options", "fxwrap.devices")
 _RUNS = ("fxwrap.passes", "fxwrap.graphs", "fxwrap.pipeline", "fxwrap.codegen")
@@ -60,13 +63,12 @@ MAY_NOT_IMPORT = {
     "devices.py": ("fxwrap.plan", *_RUNS, *_ACTS),
     "plan.py": (*_RUNS, *_ACTS),
     "passes": ("fxwrap.graphs", "fxwrap.pipeline", "fxwrap.codegen", *_ACTS),
-    "graphs": ("fxwrap.passes", "fxwrap.checked", "fxwrap.pipeline", "fxwrap.codegen", *_ACTS),
-    "checked": ("fxwrap.passes", "fxwrap.pipeline", "fxwrap.codegen", *_ACTS),
+    "graphs": ("fxwrap.passes", "fxwrap.pipeline", "fxwrap.codegen", *_ACTS),
     "pipeline.py": ("fxwrap.codegen", *_ACTS),
     "codegen": _ACTS,
     "backend.py": _ACTS[:3],
     "inspection": _ACTS[:1] + _ACTS[2:],
-    "artifacts": _ACTS[:1],
+    "hooks.py": ("fxwrap.plan", *_RUNS, *_ACTS),
     # Within graphs/: a recording is made of memory, by the record folder, for the policy, by the program.
     "graphs/devices": tuple(f"fxwrap.graphs.{room}" for room in ("memory", "replay", "record", "policy", "program")),
     "graphs/memory": tuple(f"fxwrap.graphs.{room}" for room in ("replay", "record", "policy", "program")),
@@ -74,7 +76,11 @@ MAY_NOT_IMPORT = {
     "graphs/record": tuple(f"fxwrap.graphs.{room}" for room in ("policy", "program")),
     "graphs/policy": tuple(f"fxwrap.graphs.{room}" for room in ("record", "program")),
     # Within codegen/: what is emitted can be stored; Dynamo's side and the devices' know neither's inside.
-    "codegen/emit": ("fxwrap.codegen.store.stored_triton", "fxwrap.codegen.dynamo", "fxwrap.codegen.devices"),
+    "codegen/emit": (
+        "fxwrap.features.ahead_of_time.codegen.stored_triton",
+        "fxwrap.codegen.dynamo",
+        "fxwrap.codegen.devices",
+    ),
     "codegen/dynamo": ("fxwrap.codegen.emit", "fxwrap.codegen.store", "fxwrap.codegen.devices"),
 }
 
@@ -85,6 +91,84 @@ def test_imports_go_one_way(part: str) -> None:
     for path in paths:
         for name in _imports(path):
             assert not name.startswith(MAY_NOT_IMPORT[part]), f"{path.name} imports {name}"
+
+
+# -- features: each is a folder that can be deleted -----------------------------------------------------------
+
+FEATURES = sorted(folder.parent.name for folder in (PACKAGE / "features").glob("*/__init__.py"))
+# The features whose code a feature uses.
+USES = {
+    "ahead_of_time": {"caller_outputs"},
+    "bill": {"checked"},
+    "bind": {"caller_outputs"},
+    "command_line": {"ahead_of_time", "target"},
+}
+
+
+def _features_in(path: Path) -> set[str]:
+    """The features that a file imports."""
+    names = [name.split(".") for name in _imports(path) if name.startswith("fxwrap.features.")]
+    return {name[2] for name in names}
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_line_imports_no_feature(path: Path) -> None:
+    inside = path.relative_to(PACKAGE).parts
+    if inside[0] == "features" and len(inside) > 2:
+        assert _features_in(path) <= {inside[1], *USES.get(inside[1], ())}
+    # These two name what users call.
+    elif inside not in {("__init__.py",), ("__main__.py",)}:
+        assert not _features_in(path)
+
+
+def test_a_feature_uses_what_the_table_says() -> None:
+    for name in FEATURES:
+        used = set[str]().union(*map(_features_in, (PACKAGE / "features" / name).rglob("*.py")))
+        assert used - {name} == USES.get(name, set())
+
+
+def _without(feature: str, folder: Path) -> None:
+    """Copy the package without a feature, those that use it, and their lines in ``__init__``."""
+    package = folder / "fxwrap"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in [feature, *(name for name, uses in USES.items() if feature in uses)]:
+        shutil.rmtree(package / "features" / name)
+        lines = (package / "__init__.py").read_text().splitlines()
+        named = f".features.{name}.", f"from .features import {name} "
+        kept = [line for line in lines if not any(text in line for text in named)]
+        (package / "__init__.py").write_text("\n".join(kept))
+        if name == "command_line":
+            (package / "__main__.py").unlink()
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_line_works_without_a_feature(feature: str, tmp_path: Path) -> None:
+    """Every module imports; a model's training is compiled, recorded, replayed and explained."""
+    _without(feature, tmp_path)
+    code = """
+import importlib, pkgutil, sys, torch, fxwrap
+assert fxwrap.__file__.startswith(sys.argv[1])
+for module in pkgutil.walk_packages(fxwrap.__path__, "fxwrap."):
+    if not module.name.startswith(("fxwrap.testing", "fxwrap.__main__")):
+        importlib.import_module(module.name)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+f = torch.compile(model, backend="fxwrap", dynamic=True)
+for rows in (3, 5, 3, 5, 3, 5):
+    x = torch.randn(rows, 8)
+    assert torch.equal(f(x), model(x))
+    f(x).sum().backward()
+counters = fxwrap.stats(f)
+assert counters["replays"] and sum(counters["recordings"].values()) >= 4 and not counters["fallbacks"], counters
+assert str(fxwrap.explain(model, x)) and str(fxwrap.report(f))
+with torch.no_grad():
+    assert fxwrap.record(f, torch.randn(7, 8)) == 1
+assert fxwrap.release(f) >= 0 and fxwrap.plan_memory([]).size == 0
+print("works")
+"""
+    command, environment = [sys.executable, "-c", code, str(tmp_path)], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.stdout.strip() == "works", done.stderr
 
 
 def _run(code: str) -> str:
@@ -140,8 +224,10 @@ def test_import_is_quick_and_does_not_load_inductor() -> None:
 
 
 def test_what_is_not_python_is_shipped() -> None:
-    """Each file is there, and named in the package's data."""
+    """Each file is named in the package's data."""
     named = (PACKAGE.parent / "pyproject.toml").read_text()
-    for name in ("py.typed", "packing/exact.cpp"):
-        assert (PACKAGE / name).exists()
-        assert f'"{name}"' in named
+    (listed,) = re.findall(r"^fxwrap = \[(.*)\]$", named, re.MULTILINE)
+    patterns = re.findall(r'"([^"]+)"', listed)
+    others = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc")]
+    assert Path("features/exact_packing/exact.cpp") in others
+    assert not [path for path in others if not any(path.match(pattern) for pattern in patterns)]

@@ -23,12 +23,10 @@ from torch.fx import GraphModule
 
 import fxwrap
 from fxwrap.errors import PipelineError, PlanError
+from fxwrap.host_graph.storages import StorageFacts
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.pipeline import (
     REWRITES,
-    Aliased,
-    Emitted,
-    MemoryInput,
     Stage,
     Stages,
     compile_host_graph,
@@ -82,14 +80,16 @@ def test_a_hook_is_taken_away_after_an_error() -> None:
 
 def test_a_stage_in_the_wrong_place_is_a_type_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {
-        ("aliasing", "Emitted", "Aliased"): True,
-        ("aliasing", "Judged", "Aliased"): False,
-        ("cut", "Uncut", "Cut"): False,
-        ("memory", "MemoryInput", "ProgramPlan"): False,
+        ("aliasing", "graph: GraphModule", "StorageFacts"): True,
+        ("aliasing", "verdicts: Verdicts", "StorageFacts"): False,
+        ("dependencies", "graph: GraphModule, verdicts: Verdicts", "nx.DiGraph"): False,
+        ("memory", "sized: SizedProgram, *others: object", "MemoryPlan"): True,
+        ("memory", "sized: SizedProgram, *others: object", "ProgramPlan"): False,
     }
     lines = ["from fxwrap.pipeline import *", "from fxwrap.plan import *"]
-    for number, (field, before, after) in enumerate(cases):
-        lines += [f"def run_{number}(before: {before}) -> {after}: raise NotImplementedError"]
+    lines += ["from torch.fx import GraphModule", "import networkx as nx"]
+    for number, (field, given, result) in enumerate(cases):
+        lines += [f"def run_{number}({given}) -> {result}: raise NotImplementedError"]
         lines += [f"Stages({field}=Stage('mine', run_{number}))"]
     snippet, root = tmp_path / "snippet.py", Path(fxwrap.__file__).parent.parent
     snippet.write_text("\n".join(lines))
@@ -97,12 +97,12 @@ def test_a_stage_in_the_wrong_place_is_a_type_error(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(root)
     told, _, _ = mypy.api.run(["--follow-imports=silent", "--ignore-missing-imports", str(snippet)])
     wrong = {int(line.split(":")[1]) for line in told.splitlines() if ": error:" in line}
-    assert wrong == {4 + 2 * number for number, fits in enumerate(cases.values()) if not fits}, told
+    assert wrong == {6 + 2 * number for number, fits in enumerate(cases.values()) if not fits}, told
 
 
 @pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(Stages) if one.name != "rewrites"])
 def test_a_stage_that_returns_nothing_is_named(name: str) -> None:
-    stage = replace(getattr(STAGES, name), run=lambda before: None)
+    stage = replace(getattr(STAGES, name), run=lambda *given: None)
     with pytest.raises(PipelineError, match=f"stage {stage.name!r} returns nothing"):
         program = compile_host_graph(small_graph(), compile_request(), replace(STAGES, **{name: stage}))
         program.planner.plan(SizedProgram(program.plan, {}, {}))
@@ -111,8 +111,8 @@ def test_a_stage_that_returns_nothing_is_named(name: str) -> None:
 def test_what_a_stage_returns_is_checked() -> None:
     """By code that shares nothing with it."""
 
-    def overlapping(given: MemoryInput) -> MemoryPlan:
-        memory = plan_program(given.sized)
+    def overlapping(sized: SizedProgram, *others: object) -> MemoryPlan:
+        memory = plan_program(sized)
         return moved(memory, dict.fromkeys(located(memory), 0))
 
     stages = replace(STAGES, memory=replace(STAGES.memory, run=overlapping))
@@ -129,10 +129,10 @@ def test_a_subclass_replaces_a_stage() -> None:
         def stages(self) -> Stages:
             stages = super().stages()
 
-            def count(emitted: Emitted) -> Aliased:
-                found = stages.aliasing.run(emitted)
-                seen.append(len(found.facts.storages))
-                return found
+            def count(graph: GraphModule) -> StorageFacts:
+                facts = stages.aliasing.run(graph)
+                seen.append(len(facts.storages))
+                return facts
 
             return replace(stages, aliasing=Stage("count", count))
 
@@ -162,4 +162,4 @@ def test_a_restored_program_that_is_partitioned_again_measures_nothing(monkeypat
 
     monkeypatch.setattr("fxwrap.pipeline.measure_workspace", measured)
     restored = restore_program(plan, compile_request())
-    assert restored.planner.partition({"mix": "planted"}).workspace == {"mix": 64}
+    assert restored.planner.partition(plan.inputs, {"mix": "planted"}).workspace == {"mix": 64}

@@ -20,7 +20,7 @@ from random_graphs import GraphMaker, compile_request
 from fxwrap.host_graph.typed_json import from_data, to_data
 from fxwrap.passes.memory.planner import plan_program
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import MemoryPlan, ProgramPlan, SizedProgram
+from fxwrap.plan import InputFacts, MemoryPlan, ProgramPlan, SizedProgram
 
 
 def to_json(plan: Any) -> str:
@@ -56,7 +56,7 @@ def test_what_is_in_the_text() -> None:
     stored = json.loads(to_json(plan))
     assert "graph" not in stored and "calls" not in stored
     assert stored["facts"]["storages"][0] == {"index": 0, "origin": "input", "node": "x", "element": None}
-    assert stored["facts"]["written"] == [["k0", [1]], ["k1", [2]]]
+    assert stored["facts"]["written"] == {"k0": [1], "k1": [2]}
     (partition,) = stored["cut"]["partitions"]
     assert (partition["verdict"], partition["nodes"]) == ("captured", ["k0", "k1"])
     memory = json.loads(to_json(plan_program(SizedProgram(plan, {}, {}))))
@@ -66,12 +66,12 @@ def test_what_is_in_the_text() -> None:
 def test_a_tensor_or_a_function_is_no_data() -> None:
     plan = small_plan()
     with pytest.raises(TypeError, match="is no data"):
-        to_json(replace(plan, phase=len))
+        to_json(replace(plan, inputs=InputFacts(phase=len)))
 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda d: d.pop("cut"), lambda d: d.update(more=1), lambda d: d.update(static_inputs=["0"]), dict.clear],
+    [lambda d: d.pop("cut"), lambda d: d.update(more=1), lambda d: d.update(inputs={"static": ["0"]}), dict.clear],
 )
 def test_a_text_that_is_no_plan_is_refused(change: object) -> None:
     plan = small_plan()

@@ -41,11 +41,22 @@ def test_the_host_time_of_the_readme_is_that_of_the_table() -> None:
 def test_every_option_is_in_the_reference() -> None:
     from dataclasses import fields
 
-    from fxwrap.options import Options
+    from fxwrap.options import ADDED, Options
 
     text = (ROOT / "docs" / "reference.md").read_text()
-    for option in fields(Options):
-        assert f"| `{option.name}` |" in text, option.name
+    for name in ({option.name for option in fields(Options)} - {"added"}) | ADDED.keys():
+        assert f"| `{name}` |" in text, name
+
+
+def test_the_versions_of_torch_are_the_same_everywhere() -> None:
+    from fxwrap.features.command_line.doctor import _TORCH
+
+    (bounds,) = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    oldest, end = map(int, bounds)
+    assert ((2, oldest), (2, end)) == _TORCH
+    assert f"torch 2.{oldest} to 2.{end - 1}" in (ROOT / "README.md").read_text()
+    tried = [path.stem.split("-")[1].split(".") for path in (ROOT / "constraints").glob("torch-*.txt")]
+    assert sorted(int(minor) for _, minor, _ in tried) == list(range(oldest, end))
 
 
 def test_the_guide_names_every_step_of_the_contract() -> None:

@@ -71,7 +71,7 @@ assert refused(lambda: report.to_html("report.html")).startswith("pip install 'f
 
 DOCTOR = """
 import json
-from fxwrap.api.doctor import _packages
+from fxwrap.features.command_line.doctor import _packages
 print(json.dumps({one.subject: one.state for one in _packages("") if one.subject.startswith("extra ")}))
 try:
     import triton

@@ -15,9 +15,15 @@ from ..codegen.dynamo.collection import with_own_code
 from ..codegen.dynamo.report import compilations_of
 from ..codegen.torch_runtime import allocations
 from ..codegen.torch_versions import own_caches
-from ..compilation import Compilation
+from ..graphs.compilation import Compilation
 from ..inspection.document import CallData
 from ..inspection.explanation import Explanation, name_of
+
+
+def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind what ``torch.compile`` returned."""
+    fn = getattr(fn, "_torchdynamo_orig_callable", fn)
+    return getattr(fn, "_orig_mod", fn)
 
 
 def compile_afresh(
@@ -54,7 +60,7 @@ def _measured(run: Callable[[], Any]) -> CallData:
         torch.accelerator.synchronize()
         peak = torch.accelerator.memory.max_memory_allocated() if before is not None else 0
         allocated = {str(accelerator): peak - before} if before is not None else {}
-    return {"us": (time.perf_counter() - begin) * 1e6, "allocated_bytes": allocated}
+    return CallData((time.perf_counter() - begin) * 1e6, allocated)
 
 
 def _reset_peak() -> int | None:

@@ -2,113 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, Literal, overload
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..checked.copies import Copies
 from ..codegen.dynamo.report import compilations_of
 from ..errors import FxwrapError, InputError
-from ..graphs.memory.take_memory import empty_cache
-from ..graphs.program import WARM_UP, compiles_only
+from ..graphs.compilation import live_compilations
+from ..graphs.copies import Copies
+from ..graphs.program import WARM_UP, Program
+from ..graphs.program_runs import programs_run_by
 from ..host_graph.tensors import has_address
-from .memory.bill import Bill
-from .memory.rehearsal import Rehearsal
 from .report import report, total
 
+COMPILES = "fxwrap.record compiles for all examples first"
 # The largest number of calls of one example: a recording may lead to another, and some programs always run eagerly.
 _CALLS = 16
 
 
-@overload
-def record(fn: Callable[..., Any], *examples: Any, dry_run: Literal[False] = False) -> int: ...
-@overload
-def record(fn: Callable[..., Any], *examples: Any, dry_run: Literal[True]) -> Bill: ...
-def record(fn: Callable[..., Any], *examples: Any, dry_run: bool = False) -> int | Bill:
+def record(fn: Callable[..., Any], *examples: Any) -> int:
     """Call ``fn`` with examples until no call makes a recording. The largest comes first, so that arenas grow once.
 
-    ::
-
-        fxwrap.record(decode, *[(torch.zeros(batch, 1, dtype=torch.long),) for batch in (1, 2, 4, 8)])
-
-    Each call has its usual side effects (on buffers, on files). Results are dropped, and the states of random number
-    generators are restored. For training, pass a function that also runs the backward. The modes of later calls
-    (``torch.no_grad``, ``torch.inference_mode``, autocast) must be active here as well.
-
-    Args:
-        fn: what ``torch.compile`` returned, or a function that calls compiled code.
-        examples: the arguments of one call each: a tuple of positional arguments, or a single one. Every call gets
-            copies, so that no example is taken for an input whose address stays. An input whose address does stay,
-            such as a cache, should be held by ``fn`` itself. Copies have the strides of the examples, and share
-            memory where the examples do.
-        dry_run: find out what recordings would keep, without a capture. The calls compile, warm up and compute as
-            usual, and need the memory that recordings would keep, until this returns. What is recorded already is
-            left alone, and is not in the bill. An operator whose capture fails is only found by a capture.
+    ``features/bill/record.py`` has all that a user can ask for, and what the arguments are.
 
     Returns:
-        The number of recordings that were made; with ``dry_run`` the bill.
+        The number of recordings that were made.
 
     Raises:
         FxwrapError: ``fn`` calls nothing that was compiled with fxwrap, or runs through Inductor's own wrapper.
         InputError: there are no examples.
     """
-    if not examples:
-        raise InputError("record() has nothing to call", expected="arguments of at least one call", got="none")
-    calls = [example if isinstance(example, tuple) else (example,) for example in examples]
-    devices = {
-        tensor.device for call in calls for tensor in _tensors(call) if tensor.device.type not in ("cpu", "meta")
-    }
-    if dry_run:
-        return _rehearse(fn, calls, devices)
-    alive = report()  # keeps all programs alive until the end, because their counters are compared
+    calls = ExampleCalls(examples)
+    alive = live_compilations()  # until the end, because the counters of their programs are compared
     recordings, ran = _recordings(), _calls()
-    _call(fn, calls, devices, lambda: (_recordings(), _counts()["eager"].get(WARM_UP)))
+    calls.make(fn, lambda: (_recordings(), _counts()["eager"].get(WARM_UP)), compiles_only())
     if _calls() == ran:
-        raise _no_program(fn)
+        raise no_program(fn)
     recordings = _recordings() - recordings
     del alive
     return recordings
 
 
-def _rehearse(fn: Callable[..., Any], calls: list[tuple[Any, ...]], devices: Collection[torch.device]) -> Bill:
-    rehearsal = Rehearsal()
-    try:
-        with rehearsal.under_way():
-            _call(fn, calls, devices, lambda: rehearsal.progress)
-        if not rehearsal.rehearsed:
-            raise _no_program(fn)
-        return rehearsal.bill()
-    finally:
-        rehearsal.end()
-        empty_cache()
+@contextlib.contextmanager
+def compiles_only() -> Iterator[None]:
+    """Programs that this thread calls replay if they can. Else they run eagerly, and that is no warm-up."""
+
+    def without_recording(program: Program, inputs: list[Any]) -> Any:
+        return program.run_in_python(inputs, COMPILES)
+
+    # A backward calls its program on this thread, too.
+    with torch.autograd.set_multithreading_enabled(False), programs_run_by(without_recording):
+        yield
 
 
-def _call(
-    fn: Callable[..., Any],
-    calls: list[tuple[Any, ...]],
-    devices: Collection[torch.device],
-    progress: Callable[[], object],
-) -> None:
-    """Make each call, the largest first, until it makes no progress.
+class ExampleCalls:
+    """Calls with copies of examples: tuples of positional arguments, or single ones.
 
-    Before that, each is made once, to compile: if one of them compiles code with dynamic sizes, Dynamo prefers that
-    for the others. Nothing is recorded then, and no arena grows for code that is not called again.
+    Raises:
+        InputError: there are no examples.
     """
-    device_type = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
-        examples = list(map(_Example, sorted(calls, key=_bytes, reverse=True)))
-        if len(examples) > 1:
-            with compiles_only():
-                for example in examples:
+
+    def __init__(self, examples: Sequence[Any]) -> None:
+        if not examples:
+            raise InputError("record() has nothing to call", expected="arguments of at least one call", got="none")
+        self._calls = [example if isinstance(example, tuple) else (example,) for example in examples]
+
+    def make(
+        self,
+        fn: Callable[..., Any],
+        progress: Callable[[], object],
+        compiling: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        """Make each call, the largest first, until it makes no progress.
+
+        Before that, each is made once, to compile: if one of them compiles code with dynamic sizes, Dynamo prefers
+        that for the others. Nothing is recorded then, and no arena grows for code that is not called again.
+
+        Args:
+            compiling: entered for these first calls, whose programs it keeps from recording.
+        """
+        tensors = [tensor for call in self._calls for tensor in _tensors(call)]
+        devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        device_type = next((device.type for device in devices), "cuda")
+        with torch.random.fork_rng(devices=[d.index or 0 for d in devices], device_type=device_type):
+            examples = list(map(_Example, sorted(self._calls, key=_bytes, reverse=True)))
+            if len(examples) > 1:
+                with compiling:
+                    for example in examples:
+                        fn(*example.copied())
+            for example in examples:
+                for _ in range(_CALLS):
+                    before = progress()
                     fn(*example.copied())
-        for example in examples:
-            for _ in range(_CALLS):
-                before = progress()
-                fn(*example.copied())
-                if progress() == before:
-                    break
+                    if progress() == before:
+                        break
 
 
 def _recordings() -> int:
@@ -124,7 +114,7 @@ def _counts() -> dict[str, Any]:
     return total([graph.program for graph in report().graphs])
 
 
-def _no_program(fn: Callable[..., Any]) -> FxwrapError:
+def no_program(fn: Callable[..., Any]) -> FxwrapError:
     compilations, story = compilations_of(fn)
     reasons = [reason.splitlines()[0] for compilation in compilations for reason in compilation.fallbacks]
     if reasons:

@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..artifacts.aot_program import AotMethod, AotProgram
 from ..codegen.dynamo.report import compilations_of
-from ..compilation import live_compilations
 from ..errors import FxwrapError
+from ..graphs.compilation import HasPrograms, live_compilations
 from ..graphs.program import Program
-from ..inspection.document import Facts
+from ..inspection.document import Document
 from ..inspection.explanation import Explanation, name_of
 
 
-def report(fn: Callable[..., Any] | AotProgram | None = None) -> Explanation:
+def report(fn: Callable[..., Any] | HasPrograms | None = None) -> Explanation:
     """Report the decisions about compiled code that is in use. Compiles and runs nothing.
 
     Args:
@@ -28,10 +27,9 @@ def report(fn: Callable[..., Any] | AotProgram | None = None) -> Explanation:
     """
     if fn is None:
         return Explanation.of(live_compilations(), "all that is compiled")
-    if isinstance(fn, AotProgram):
-        return fn.explain()
-    if isinstance(fn, AotMethod):
-        return Explanation([fn.program], Facts(fn.signature.method))
+    if isinstance(fn, HasPrograms):
+        programs, name = fn.fxwrap_programs()
+        return Explanation(programs, Document(function=name))
     compilations, story = compilations_of(fn)
     if not compilations:
         raise FxwrapError(

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..artifacts.aot_program import AotProgram
+from ..graphs.compilation import HasPrograms
 from .report import report, total
 
 
-def stats(fn: Callable[..., Any] | AotProgram | None = None) -> dict[str, Any]:
+def stats(fn: Callable[..., Any] | HasPrograms | None = None) -> dict[str, Any]:
     """The numbers of replays, recordings, eager runs and fallbacks, by reason.
 
     Args:

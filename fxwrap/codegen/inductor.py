@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,16 +16,16 @@ from torch._inductor.codegen import common
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
-from ..compilation import Compilation
 from ..devices import device_support
-from ..errors import EmissionError, FxwrapError, OptionError, PipelineError, UnsupportedModelError, causes
+from ..errors import FxwrapError, OptionError, UnsupportedModelError, causes
+from ..graphs.compilation import Compilation
 from ..graphs.memory.locks import lock_of_process
-from ..host_graph.user_code import described, owner_of
+from ..hooks import around_graph
 from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..pipeline import CompileRequest
+from ..plan import InputFacts
 from . import torch_versions as versions
-from .buckets import Buckets, traced_anew
 from .dynamo.names import input_names
 from .emit.emission import FxwrapCodegen
 from .emit.library_calls import prepare
@@ -78,7 +77,7 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     options: Options,
     patches: dict[str, Any],
-    compilation: Compilation | None,
+    compilation: Compilation,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph. ``options.codegen`` (default: FxwrapCodegen) compiles the host graphs.
 
@@ -93,39 +92,43 @@ def compile_with_inductor(
     common.init_backend_registration()  # from torch 2.15 on it calls hooks with which devices register themselves
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
-    buckets = Buckets.of(gm, options)
+    around = around_graph(gm, options)
     key = cache_key(options, devices, shared_storages(example_inputs))
-    if compilation is not None:
-        compilation.lines = UserLines.of(gm, input_names(gm))
+    compilation.lines = UserLines.of(gm, input_names(gm))
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        request = CompileRequest(
-            options=options,
-            static_inputs=tuple(kwargs.get("static_input_idxs") or ()),
+        inputs = InputFacts(
+            phase=_phase(kwargs),
+            static=frozenset(kwargs.get("static_input_idxs") or ()),
             donated=versions.donated_inputs() if kwargs.get("is_backward") else frozenset(),
             saved=versions.saved_outputs(gm) if _phase(kwargs) == "forward" else {},
-            inputs=tuple(node.name for node in gm.graph.nodes if node.op == "placeholder"),
-            phase=_phase(kwargs),
-            compilation=compilation,
-            functions=torch_functions(),
+            names=tuple(node.name for node in gm.graph.nodes if node.op == "placeholder"),
         )
-        if buckets is not None:
-            buckets.check(gm, request.phase)
-        parts = request.phase, sorted(request.donated), request.saved, request.inputs
+        request = CompileRequest(torch_functions(), options, inputs, compilation)
+        for feature in around:
+            feature.check(gm, inputs.phase)
+        parts = inputs.phase, sorted(inputs.donated), inputs.saved, inputs.names
         with extended_cache_key(cache_key(options, devices, *parts)):
             return _compile_program(gm, example_inputs, args, kwargs, request)
 
     changed = without_uuid(options.codegen, FxwrapCodegen) if options.codegen is not None else []
-    if changed and compilation is not None:
+    if changed:
         name = getattr(options.codegen, "__name__", "")
         compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
     # A hit in AOTAutograd's cache loads programs without calling ``inner_compile``: they need a request here.
     base = CompileRequest(options=options, compilation=compilation, functions=torch_functions())
-    with requesting(base), extended_cache_key(key), traced_anew() if buckets else contextlib.nullcontext():
+    with requesting(base), extended_cache_key(key), contextlib.ExitStack() as contexts:
+        for feature in around:
+            contexts.enter_context(feature.compiling())
         # ``compile_fx`` branches on these; the process's own values are meant for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
-        return compiled if buckets is None else buckets.program(compiled, compilation, options)
+    wrapped = compiled
+    for feature in around:
+        wrapped = feature.wrapped(wrapped, compilation, options)
+    for program in compilation.programs:
+        program.is_wrapped = wrapped is not compiled
+    return wrapped
 
 
 def _compile_program(
@@ -149,8 +152,10 @@ def _compile_program(
         return compiled
     except Exception as error:
         reason = _fallback_reason(error)
-        if reason is None or request.options.strict:
-            raise (reason if reason is not None else error) from error
+        if reason is None:
+            raise
+        if request.options.strict:
+            raise reason from reason.__cause__  # Inductor's error has it as its cause: not the other way round, too
         _report_fallback(reason, request)
     _forget_pending_symbols(pristine)
     with config.patch({"fx_graph_cache": False, "triton.cudagraphs": False}):
@@ -185,36 +190,17 @@ def _fallback_reason(error: BaseException) -> FxwrapError | None:
     Returns:
         None for failures of Inductor itself and of the machine (a full disk), which are raised.
     """
-    for cause in causes(error):
-        if isinstance(cause, FxwrapError):
-            return cause
-        if isinstance(cause, OSError):
-            return None
-    # An unexpected exception in the codegen (``FxwrapCodegen._generate``), not in Inductor's lowering.
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    codes = codes[next((n for n, code in enumerate(codes) if code.co_name == "_generate"), len(codes)) :]
-    if not codes:
-        return None
-    owners = [owner for code in codes if (owner := owner_of(code.co_filename)) != "torch"]
-    if owners[-1:] == ["user"]:
-        first = next(code for code in codes if owner_of(code.co_filename) == "user")
-        name = getattr(first, "co_qualname", first.co_name)  # from Python 3.11 on
-        return PipelineError(
-            f"{name}, which is the user's, raises {described(cause)}",
-            remedy="mend it: fxwrap only calls it; without strict=True the graph runs through Inductor's own wrapper",
-        )
-    return EmissionError(
-        f"emission failed with {described(cause)}",
-        remedy="the graph runs through Inductor's own wrapper; please report this",
-    )
+    found = (cause for cause in causes(error) if isinstance(cause, (FxwrapError, OSError)))
+    cause = next(found, None)
+    return cause if isinstance(cause, FxwrapError) else None
 
 
 def _report_fallback(reason: FxwrapError, request: CompileRequest) -> None:
     if request.compilation is not None:
         request.compilation.fallbacks.append(str(reason))
-    log.info("a %s graph runs through Inductor's own wrapper: %s", request.phase, reason)
+    log.info("a %s graph runs through Inductor's own wrapper: %s", request.inputs.phase, reason)
     warnings.warn(
-        f"fxwrap: a {request.phase} graph runs through Inductor's own wrapper, because {reason}", stacklevel=2
+        f"fxwrap: a {request.inputs.phase} graph runs through Inductor's own wrapper, because {reason}", stacklevel=2
     )
 
 

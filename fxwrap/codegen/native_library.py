@@ -20,8 +20,6 @@ import torch
 
 from ..graphs.memory.regions import KeptRegion
 from ..graphs.replay.native import NativeReplay
-from ..host_graph.arithmetic import ARITHMETIC
-from ..host_graph.nodes import Kernel
 from ..native_build import built_library, library_path
 
 log = logging.getLogger(__name__)
@@ -85,8 +83,7 @@ def _load() -> NativeReplay:
     assert spec is not None
     library: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(library)
-    operations = {ARITHMETIC[name]: (number, count) for number, (name, count) in enumerate(library.OPERATIONS)}
-    return NativeReplay(library, operations, kernel_address, _gemms())
+    return NativeReplay(library, _gemms())
 
 
 def _gemms() -> tuple[int, int] | None:
@@ -111,16 +108,3 @@ def _flags() -> tuple[str, ...]:
     if platform.system() == "Darwin":
         return (*common, "-undefined", "dynamic_lookup")
     return (*common, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10")
-
-
-def kernel_address(kernel: Kernel) -> int | None:
-    """Where the machine code of a C++ kernel of the CPU is: in the module whose function calls it."""
-    module = getattr(kernel.call, "__self__", None)
-    if kernel.language != "cpp" or kernel.device.type != "cpu" or module is None:
-        return None
-    if (address := getattr(module, "address", None)) is not None:  # in a library of a saved file
-        return int(address)
-    try:
-        return ctypes.cast(ctypes.CDLL(module.__file__).kernel, ctypes.c_void_p).value
-    except (OSError, AttributeError):
-        return None

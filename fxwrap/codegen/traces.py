@@ -18,6 +18,7 @@ from torch._logging import trace_structured
 from ..graphs.devices.device_graph import DeviceGraph
 from ..host_graph.listing import list_graph
 from ..host_graph.nodes import is_work
+from ..host_graph.typed_json import to_data
 from ..plan import MemoryPlan, ProgramPlan, Verdict
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def partitions_data(plan: ProgramPlan) -> dict[str, Any]:
     return {
         "phase": plan.phase,
         "device": str(plan.device),
-        "partitions": [partition.to_dict() for partition in plan.partitions],
+        "partitions": to_data(plan.partitions),
         "eager_nodes": {
             name: {"reason": verdict.reason, "to_capture_it": verdict.remedy}
             for name, verdict in plan.verdicts.items()

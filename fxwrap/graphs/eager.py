@@ -11,7 +11,7 @@ from torch.fx import Node
 from ..host_graph.nodes import checks_on, constants, output_node
 from ..plan import ProgramPlan
 from .policy.eager_memory import GiveBack, can_run_again
-from .record.flat import FlatBuilder, FlatFunction
+from .record.flat import FlatBuilder
 from .replay.flat_python import Part
 from .replay.guards import Description
 from .replay.native import CannotReplay
@@ -28,7 +28,7 @@ _RUNS_BEFORE_UNIT = 3
 class EagerRuns:
     """Runs the whole schedule eagerly: in Python at first, natively after the ``_RUNS_BEFORE_UNIT``-th run."""
 
-    def __init__(self, name: str, flat: FlatFunction, inputs: int, functions: TorchFunctions) -> None:
+    def __init__(self, name: str, flat: Part, inputs: int, functions: TorchFunctions) -> None:
         self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
         self._calls, self._tried = 0, False
         self._unit: Callable[[list[Any]], Any] | None = None
@@ -41,23 +41,22 @@ class EagerRuns:
                 self._make_unit()
         elif (outputs := unit(inputs)) is not self._missed:
             return outputs
-        return (self._flat.profiled if self._functions.profiling() else self._flat.function)(inputs)
+        return (self._flat.run_profiled if self._functions.profiling() else self._flat.run)(inputs)
 
     def _make_unit(self) -> None:
         self._tried = True
         native = self._functions.native()
         if isinstance(native, str):
             return
-        parts = [Part(self._flat.function, self._flat.steps, self._flat.result)]
         try:
             description = Description(self._inputs, True, give_back=self._flat.give_back)
-            unit = make_unit(native, parts, self._inputs, description)
+            unit = make_unit(native, [self._flat], self._inputs, description)
             self._missed, self._unit = native.missed, unit  # in this order: another thread may call it at once
         except CannotReplay as error:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))
 
 
-def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> FlatFunction:
+def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> Part:
     """The whole schedule as one flat function that allocates from torch's allocator."""
     registers = {node: i for i, node in enumerate(plan.placeholders)}
 
@@ -73,4 +72,4 @@ def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> 
         builder.begin_range(partition_range(name, partition.index))
         builder.run_partition(plan, partition)
     builder.begin_range("")
-    return builder.build(output_node(plan.graph).args[0], give_back)
+    return builder.build(output_node(plan.graph).args[0], give_back=give_back)

@@ -3,65 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from ..errors import InputError, MemoryLimitError, SuspendError
+from ..errors import InputError
 from ..host_graph.tensors import stands_for_memory
 from ..options import Options
 from ..plan import MemoryPlan, ProgramPlan
 from .devices.runtime import capture_check, current_stream, freezes_addresses
-from .memory.arenas import Arena
-from .memory.locks import LockOwner, after_fork, drop_other_threads
+from .memory.locks import LockOwner
 from .memory.memory_provider import Planner
 from .memory.shared_state import SHARED
-from .policy.counters import Counters, RecordingMade
+from .policy.counters import RecordingMade
 from .policy.specialization import Decision, Specialization
-from .policy.specializations import Specializations
-from .prepared import DynamicSizes, Prepared
+from .prepared import Prepared, ProgramContext
+from .program_runs import MISSES, RUNNERS
 from .recorder import NOT_RECORDED, Recorder
 from .replay.native import Unit
-from .replay.overlaps import MutatedInputs
 from .replay.recording import Recording, next_use
 from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)
 
 _NOT_REPLAYED = object()
-WARM_UP, COMPILES = "warm-up", "fxwrap.record compiles for all examples first"
-_CAPTURED = "called while the caller captures"
-_NOT_RESUMED = "suspended, and the device is out of memory"
+WARM_UP = "warm-up"
+CALLER_CAPTURES = "called while the caller captures"
 _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
 _WAIT_S = 1.0
 _serial_numbers = itertools.count()
-# By thread: a function that is called once, with the program and its inputs, in place of the next program that the
-# thread runs (api/bound_outputs.py sets it for ``bound.run``).
-REQUESTS: dict[int, Callable[[Program, list[Any]], Any]] = {}
-# By thread: the same, in place of every program that the thread runs, until it is removed (a dry run).
-REHEARSALS: dict[int, Callable[[Program, list[Any]], Any]] = {}
-for _table in (REQUESTS, REHEARSALS):
-    after_fork(functools.partial(drop_other_threads, _table))
-_compiles_only: ContextVar[bool] = ContextVar("fxwrap_compiles_only", default=False)
-
-
-@contextlib.contextmanager
-def compiles_only() -> Iterator[None]:
-    """Programs that this thread calls replay if they can. Else they run eagerly, and that is no warm-up."""
-    token = _compiles_only.set(True)
-    try:
-        with torch.autograd.set_multithreading_enabled(False):  # backward programs run on this thread, too
-            yield
-    finally:
-        _compiles_only.reset(token)
 
 
 class Program:
@@ -70,10 +46,12 @@ class Program:
     Thread-safe: a recording serves one call at a time. Other calls use other recordings, or run eagerly.
 
     Attributes:
-        name: the program's name in logs, profiles and reports: its number in this process, and its phase.
-        planner: plans its memory, and partitions its graph again.
+        context: what never changes of it; ``name``, ``options`` and others are its fields.
         recorder: makes recordings, and has the newest plan.
+        is_wrapped: a feature changes what it gets and returns, around its compiled graph.
     """
+
+    is_wrapped = False
 
     def __init__(
         self,
@@ -82,26 +60,14 @@ class Program:
         options: Options,
         functions: TorchFunctions,
     ) -> None:
-        self.options, self.functions, self.planner = options, functions, planner
-        self.name = f"fxwrap {next(_serial_numbers)} {plan.phase}"
-        self.counters = Counters()
-        self.specializations = Specializations(options.max_recordings)
+        name = f"fxwrap {next(_serial_numbers)} {plan.phase}"
+        self.context = context = ProgramContext.of(name, plan, planner, options, functions)
+        self.recorder = Recorder(context, plan)
+        # Read at every call: attributes of their own.
+        self.name, self.options, self.planner, self.functions = name, options, planner, functions
+        self.counters, self.specializations, self._sizes = context.counters, context.specializations, context.sizes
         self._input_count = len(plan.placeholders)
-        self._sizes = DynamicSizes.of(plan.placeholders)
         self._freezes_addresses = freezes_addresses(plan.device)
-        self._mutated_inputs = MutatedInputs.of(plan, functions.overlap) if self._freezes_addresses else None
-        self.recorder = Recorder(
-            self.name,
-            plan,
-            planner,
-            options,
-            functions,
-            self.counters,
-            self.specializations,
-            self._sizes,
-            self._mutated_inputs,
-            self._count,
-        )
         self._profiling = functions.profiling
         self._is_forward = plan.phase == "forward"
         self._on_accelerator = plan.device.type != "cpu"
@@ -131,10 +97,8 @@ class Program:
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the program on a list of inputs, which is emptied."""
-        if REQUESTS and (request := REQUESTS.pop(threading.get_ident(), None)) is not None:
-            return request(self, inputs)
-        if REHEARSALS and (rehearse := REHEARSALS.get(threading.get_ident())) is not None:
-            return rehearse(self, inputs)
+        if RUNNERS and (runner := RUNNERS.get(threading.get_ident())) is not None:
+            return runner(self, inputs)
         for unit in self.specializations.units or self._units_for(inputs):
             try:
                 outputs = unit(inputs)
@@ -143,25 +107,33 @@ class Program:
                 raise
             if outputs is not self.specializations.missed:
                 return outputs
-        inputs, emptied = self.functions.primals(list(inputs)), inputs
-        emptied.clear()
-        if len(inputs) != self._input_count:
+        return self.run_in_python(inputs)
+
+    def run_in_python(self, inputs: list[Any], unrecorded: str = "") -> Any:
+        """Choose a recording, record, or run eagerly: for a call that no native unit accepts.
+
+        Args:
+            unrecorded: why this call must not record, nor count as a warm-up; empty if it may.
+        """
+        values = self.functions.primals(list(inputs))
+        inputs.clear()
+        if len(values) != self._input_count:
             raise InputError(
                 "program called with the wrong number of inputs",
                 expected=str(self._input_count),
-                got=str(len(inputs)),
+                got=str(len(values)),
             )
         try:
             # Saved-tensors hooks may have kept some of these inputs: those are copied before they are overwritten.
             if overwritten := self.recorder.prepared.overwritten:
-                SHARED.packed.copy_from(inputs, overwritten)
-            key = self._sizes.key(inputs)
+                SHARED.packed.copy_from(values, overwritten)
+            key = self._sizes.key(values)
             run = self._run_in_range if self._profiling() else self._run
             if self._on_accelerator:
                 with self._on_device():
-                    outputs = run(key, inputs)
+                    outputs = run(key, values, unrecorded)
             else:
-                outputs = run(key, inputs)
+                outputs = run(key, values, unrecorded)
             if self._is_forward and self.functions.saved_tensors_hooks():
                 SHARED.packed.note(outputs)
             return outputs
@@ -174,29 +146,24 @@ class Program:
         return by_key.get(self._sizes.key(inputs), ()) if by_key and len(inputs) == self._input_count else ()
 
     def _failed(self, error: BaseException, unit: Unit | None = None) -> None:
-        self._count("events", f"a call raised {type(error).__name__}")
+        self.context.count("events", f"a call raised {type(error).__name__}")
         for recording in self.specializations.recordings():
             if unit is None:
                 recording.forget_inputs()
             elif recording.unit is unit:
                 recording.failed_natively(error)
 
-    def _count(self, kind: str, reason: str) -> None:
-        """Count an eager run's reason, or an event. Each thread logs the first of each."""
-        if self.counters.count(kind, reason) == 1:
-            log.info("%s: %s%s", self.name, "runs eagerly: " if kind == "eager" else "", reason)
-
-    def _run_in_range(self, key: Any, inputs: list[Any]) -> Any:
+    def _run_in_range(self, key: Any, inputs: list[Any], unrecorded: str) -> Any:
         with record_function(self.name):
-            return self._run(key, inputs)
+            return self._run(key, inputs, unrecorded)
 
-    def _run(self, key: Any, inputs: list[Any]) -> Any:
+    def _run(self, key: Any, inputs: list[Any], unrecorded: str) -> Any:
         specialization = self.specializations.get(key) or self._add_specialization(key, inputs)
         if specialization.recordings:
             outputs = self._replay(specialization, inputs)
             if outputs is not _NOT_REPLAYED:
                 return outputs
-        return self._not_replayed(specialization, inputs)
+        return self._not_replayed(specialization, inputs, unrecorded)
 
     def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
         for value in inputs:
@@ -224,13 +191,15 @@ class Program:
     def _owner(self) -> LockOwner:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
-    def _not_replayed(self, specialization: Specialization, inputs: list[Any]) -> Any:
+    def _not_replayed(self, specialization: Specialization, inputs: list[Any], unrecorded: str) -> Any:
         specialization.eviction.missed_at.append(next_use())
-        prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs)
-        if self._freezes_addresses:
-            suspended, captures = self._suspended_arenas(specialization), reason == _CAPTURED
-            reason = self._resume(suspended, captures) or reason
-            if suspended and not reason and (outputs := self._replay(specialization, inputs)) is not _NOT_REPLAYED:
+        prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs, unrecorded)
+        if MISSES and self._freezes_addresses:
+            captures, changed = reason == CALLER_CAPTURES, False
+            for prepare in MISSES:
+                miss = prepare(self, specialization, captures)
+                reason, changed = miss.run_eagerly or reason, changed or miss.changed
+            if changed and not reason and (outputs := self._replay(specialization, inputs)) is not _NOT_REPLAYED:
                 return outputs
         if reason:
             return self._run_eagerly(prepared, inputs, reason, specialization)
@@ -241,7 +210,7 @@ class Program:
         try:
             decision = specialization.decide(inputs, owner, self.specializations.is_full())
             if decision.event:
-                self._count("events", decision.event)
+                self.context.count("events", decision.event)
             reason = decision.eager
             if decision.record and (short_of := specialization.shortage.reason(self.plan.device)):
                 reason = short_of
@@ -257,41 +226,6 @@ class Program:
             return self._run_recording(decision.replay, inputs, owner)
         return self._run_eagerly(prepared, inputs, reason, specialization)
 
-    def _suspended_arenas(self, specialization: Specialization) -> list[Arena]:
-        """Suspended arenas that a call needs: those of its specialization's recordings, and all others that have live
-        outputs, which the call may read.
-        """
-        own = [arena for recording in specialization.recordings for arena in recording.suspended_arenas()]
-        return list(dict.fromkeys([*own, *SHARED.arenas.with_suspended_outputs()]))
-
-    def _resume(self, arenas: Sequence[Arena], captures: bool) -> str:
-        """Resume arenas; returns why the call must run eagerly (too little memory), empty if it need not.
-
-        While the caller captures, the call runs eagerly, and nothing is resumed.
-
-        Raises:
-            MemoryLimitError: there is too little memory, and ``strict`` is set or live outputs are on the host.
-            SuspendError: the caller captures, and live outputs are on the host.
-        """
-        try:
-            for arena in arenas:
-                if captures and arena not in SHARED.arenas.with_suspended_outputs():
-                    continue  # the call runs eagerly, and no live output is on the host
-                if captures:
-                    raise SuspendError(
-                        f"{self.name} called while the caller captures, after fxwrap.suspend",
-                        expected="live outputs on the device, which the call may read",
-                        got="they are on the host",
-                        remedy="call fxwrap.resume() before the capture",
-                    )
-                if arena.resume():
-                    self._count("events", "a call resumed suspended memory")
-        except MemoryLimitError:
-            if self.options.strict or SHARED.arenas.with_suspended_outputs():
-                raise
-            return _NOT_RESUMED
-        return ""
-
     def _run_recording(self, recording: Recording, inputs: list[Any], owner: LockOwner) -> Any:
         try:
             outputs = recording.run(inputs, owner)
@@ -303,14 +237,15 @@ class Program:
         finally:
             recording.release(owner)
 
-    def _eager_reason(self, specialization: Specialization, inputs: Sequence[Any]) -> str:
+    def _eager_reason(self, specialization: Specialization, inputs: Sequence[Any], unrecorded: str) -> str:
         if self._caller_captures():
-            return _CAPTURED
-        if _compiles_only.get():
-            return COMPILES
+            return CALLER_CAPTURES
+        if unrecorded:
+            return unrecorded
         if self.recorder.never_recorded:
             return self.recorder.never_recorded
-        if self._mutated_inputs is not None and not self._mutated_inputs.are_apart(inputs):
+        mutated = self.context.mutated_inputs
+        if mutated is not None and not mutated.are_apart(inputs):
             return _OVERLAP
         # One-time work cannot be captured: kernels are loaded and tuned, libraries make a handle for each thread.
         # Therefore each thread warms up first.
@@ -330,7 +265,7 @@ class Program:
     def release(self) -> None:
         """End every recording that no other call uses at this moment; the next call records again."""
         for recording in self.specializations.recordings():
-            if any(arena.end_suspended([recording], "released") for arena in recording.suspended_arenas()):
+            if recording.end_if_suspended("released"):
                 continue
             owner = LockOwner()
             try:
@@ -345,7 +280,7 @@ class Program:
     # -- eager ------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, prepared: Prepared, inputs: list[Any], reason: str, specialization: Specialization) -> Any:
-        self._count("eager", reason)
+        self.context.count("eager", reason)
         if reason != WARM_UP:
             return self._run_schedule(prepared, inputs)
         if specialization.estimate is None:

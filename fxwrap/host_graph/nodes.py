@@ -18,6 +18,7 @@ A host graph can be called (``gm(*inputs)``). Whatever fxwrap does with it compu
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -74,6 +75,19 @@ class Kernel:
     def configurations(self) -> Sequence[Mapping[str, Any]]:
         """Triton's block sizes, warps and stages: the chosen configuration, or all candidates before tuning."""
         return getattr(self.call, "configurations", ())
+
+    @property
+    def address(self) -> int | None:
+        """Where the machine code of a C++ kernel of the CPU is: in the module whose function calls it."""
+        module = getattr(self.call, "__self__", None)
+        if self.language != "cpp" or self.device.type != "cpu" or module is None:
+            return None
+        if (address := getattr(module, "address", None)) is not None:  # in a library of a saved file
+            return int(address)
+        try:
+            return ctypes.cast(ctypes.CDLL(module.__file__).kernel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            return None
 
 
 def launch(kernel: Kernel, *args: Any) -> None:
@@ -239,7 +253,8 @@ def kind_of(node: Node) -> Kind:
         return Kind.SYMBOLIC if is_symbolic_value(node.meta.get("val")) else Kind.VIEW
     if node.target in _VIEWS:
         return Kind.VIEW
-    if is_symbolic_value(node.meta.get("val")) and not _reads_data(node):
+    of_shape = is_arithmetic(node.target) or node.target in _SHAPE_READERS  # others read data, as ``.item()``
+    if is_symbolic_value(node.meta.get("val")) and of_shape:
         return Kind.SYMBOLIC
     return Kind.EXTERN
 
@@ -278,11 +293,6 @@ def nodes_in(value: Any) -> list[Node]:
 def is_symbolic_value(value: Any) -> bool:
     """Whether a value is a number, symbolic or not."""
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _reads_data(node: Node) -> bool:
-    """Whether a number is read from a tensor's data (``.item()``), not from its shape."""
-    return not is_arithmetic(node.target) and node.target not in _SHAPE_READERS
 
 
 _SHAPE_READERS = {
@@ -403,39 +413,25 @@ def constants(gm: GraphModule) -> dict[Node, Any]:
     return {node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"}
 
 
+def _uses(node: Node, exclude: Container[Node] = ()) -> list[Node]:
+    """The users of a value, and of its views and of arithmetic on its sizes, the nearest first."""
+    users = [user for user in node.users if user not in exclude]
+    seen = set(users)
+    for user in users:
+        if kind_of(user) in (Kind.VIEW, Kind.SYMBOLIC):
+            further = [one for one in user.users if one not in seen]
+            users += further
+            seen.update(further)
+    return users
+
+
 def effective_users(node: Node, exclude: Container[Node] = ()) -> set[Node]:
     """The nodes that use a value, directly or through views and arithmetic, which are made again for each use.
 
     Args:
         exclude: direct users to ignore.
     """
-    users: set[Node] = set()
-    todo = [user for user in node.users if user not in exclude]
-    seen = set(todo)
-    while todo:
-        user = todo.pop()
-        if kind_of(user) in (Kind.VIEW, Kind.SYMBOLIC):
-            for further in user.users:
-                if further not in seen:
-                    seen.add(further)
-                    todo.append(further)
-        elif kind_of(user) is not Kind.CHECK:
-            users.add(user)
-    return users
-
-
-def _checks_on(node: Node) -> list[Node]:
-    """The asserts that can run once ``node`` has run: those on it, on views of it and on its sizes."""
-    checks: list[Node] = []
-    todo = list(node.users)
-    while todo:
-        user = todo.pop(0)
-        kind = kind_of(user)
-        if kind is Kind.CHECK and user not in checks:
-            checks.append(user)
-        elif kind in (Kind.VIEW, Kind.SYMBOLIC):
-            todo.extend(user.users)
-    return checks
+    return {user for user in _uses(node, exclude) if kind_of(user) not in (Kind.VIEW, Kind.SYMBOLIC, Kind.CHECK)}
 
 
 def checks_layout(node: Node) -> bool:
@@ -449,5 +445,5 @@ def checks_alignment(node: Node) -> bool:
 
 
 def checks_on(nodes: Sequence[Node]) -> list[Node]:
-    """The asserts on ``nodes``, on views of them and on their sizes, each once."""
-    return list(dict.fromkeys(check for node in nodes for check in _checks_on(node)))
+    """The asserts on ``nodes``, on views of them and on their sizes. They can run once the nodes have run."""
+    return list(dict.fromkeys(user for node in nodes for user in _uses(node) if kind_of(user) is Kind.CHECK))

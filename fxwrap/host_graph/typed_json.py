@@ -1,6 +1,9 @@
-"""Conversion of dataclasses (plans) and typed dictionaries (reports) to JSON data and back, driven by their types.
+"""Conversion of dataclasses (plans, reports) to JSON data and back, driven by their types.
 
-A plan is cached, saved and compared in this form, so a stored plan has exactly the fields of the one that runs.
+A plan is cached, saved and compared in this form, so a stored plan has exactly the fields of the one that runs. The
+metadata of a field may say: ``stored=False`` (who reads the data gives the value to ``from_data``), ``key`` (its name
+in JSON), ``added`` (older data lacks it: the value that it gets then). Properties named in a class's ``SHOWN`` are
+written, too, so that who reads the JSON need not compute them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from typing_extensions import NotRequired
 
 Record = TypeVar("Record")
 
@@ -26,13 +28,16 @@ def to_data(value: Any) -> Any:
         TypeError: the value contains an object that has no JSON form.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: to_data(getattr(value, name)) for name in _stored(type(value))}
+        names = {key: field.name for key, (field, _) in _stored(type(value), foreign=False).items()}
+        names |= {name: name for name in getattr(value, "SHOWN", ())}
+        return {key: to_data(getattr(value, name)) for key, name in names.items()}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, torch.device):
         return str(value)
     if isinstance(value, Mapping):
-        # A list of pairs: JSON's keys are text only, and the order of a mapping counts (a schedule is one).
+        if all(type(key) is str for key in value):
+            return {key: to_data(item) for key, item in value.items()}
         return [[to_data(key), to_data(item)] for key, item in value.items()]
     if isinstance(value, frozenset):
         return sorted(map(to_data, value))
@@ -43,66 +48,70 @@ def to_data(value: Any) -> Any:
     raise TypeError(f"{value!r} is no data: a plan holds names and numbers")
 
 
-def from_data(kind: type[Record], data: Any, **missing: Any) -> Record:
-    """Rebuild a dataclass or a typed dictionary from what ``to_data`` returned.
+def from_data(kind: type[Record], data: Any, *, foreign: bool = False, **missing: Any) -> Record:
+    """Rebuild a dataclass from what ``to_data`` returned.
 
     Args:
         kind: the class to build.
+        foreign: whether another version or machine may have written the data. Then unknown keys are passed over, and
+            a device that is unknown here stays a name. Otherwise they are errors: a plan without a decision would be
+            another plan.
         missing: values of the fields that are not stored (``graph`` of a ProgramPlan).
 
     Raises:
         TypeError, ValueError, KeyError: the data does not fit the class.
     """
-    return typing.cast(Record, _record(kind, data, **missing))
+    return typing.cast(Record, _record(kind, foreign, data, **missing))
 
 
 Reader = Callable[[Any], Any]
 
 
 @functools.cache
-def _reader(kind: Any) -> Reader:
+def _reader(kind: Any, foreign: bool) -> Reader:
     """The function that converts JSON data to a type. Cached by type: a plan has thousands of values."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    reader = functools.partial(_reader, foreign=foreign)
     if origin in (typing.Union, types.UnionType):
-        (only,) = [_reader(member) for member in inner if member is not type(None)]
+        (only,) = [reader(member) for member in inner if member is not type(None)]
         return lambda value: None if value is None else only(value)
     if kind is Any:
         return lambda value: value
-    if origin is NotRequired:
-        return _reader(inner[0])
-    if typing.is_typeddict(kind) or (dataclasses.is_dataclass(kind) and isinstance(kind, type)):
-        return functools.partial(_record, kind)
-    if kind is torch.device or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        return typing.cast(Reader, kind)
-    if origin is dict:
-        read_item = _reader(inner[1])
-        return lambda value: {key: read_item(item) for key, item in _mapping(value).items()}
+    if dataclasses.is_dataclass(kind):
+        return functools.partial(_record, kind, foreign)
+    if kind is torch.device:
+        return functools.partial(_device, foreign)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind
     if origin is not None and issubclass(origin, Mapping):
-        read_key, read_item = map(_reader, inner)
+        read_key, read_item = map(reader, inner)
+        if inner[0] is str:
+            return lambda value: {key: read_item(item) for key, item in _mapping(value).items()}
         return lambda value: {read_key(key): read_item(item) for key, item in value}
-    if origin in (frozenset, list) or (origin is tuple and inner[-1] is Ellipsis):
-        read_item = _reader(inner[0])
+    if origin is frozenset or (origin is tuple and inner[-1] is Ellipsis):
+        read_item = reader(inner[0])
         return lambda value: origin(map(read_item, value))
     if origin is tuple:
-        readers = tuple(map(_reader, inner))
+        readers = tuple(map(reader, inner))
         return lambda value: tuple(read(item) for read, item in zip(readers, value, strict=True))
     return functools.partial(_atom, kind)
 
 
-def _record(kind: Any, value: Any, **missing: Any) -> Any:
-    """Build a record. Unknown keys are an error for a dataclass, and are ignored for a typed dictionary."""
-    fields, value, arguments = _stored(kind), _mapping(value), {}
-    wrong = [f"without {name}" for name, (_, needed) in fields.items() if needed and name not in value]
-    if dataclasses.is_dataclass(kind):
-        wrong += [f"with {name}" for name in value if name not in fields]
+def _record(kind: Any, foreign: bool, value: Any, **missing: Any) -> Any:
+    fields, value, arguments = _stored(kind, foreign), _mapping(value), {}
+    needed = (key for key, (field, _) in fields.items() if "added" not in field.metadata)
+    wrong = [f"without {key}" for key in needed if key not in value]
+    if not foreign:
+        known = {*fields, *getattr(kind, "SHOWN", ())}
+        wrong += [f"with {key}" for key in value if key not in known]
     if wrong:
-        raise ValueError(f"a {getattr(kind, '__name__', kind)} {', '.join(wrong)}")
-    for name, (read, _) in fields.items():
+        raise ValueError(f"a {kind.__name__} {', '.join(wrong)}")
+    for key, (field, read) in fields.items():
         try:
-            if name in value:
-                arguments[name] = read(value[name])
+            added = field.metadata.get("added")
+            arguments[field.name] = read(value[key]) if key in value else added
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(f"{key}: {error}") from error
     return kind(**arguments, **missing)
 
 
@@ -112,6 +121,15 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def _device(foreign: bool, value: Any) -> Any:
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        if foreign:
+            return value
+        raise ValueError(str(error)) from error
+
+
 def _atom(kind: Any, value: Any) -> Any:
     if kind not in (str, int, float, bool) or not isinstance(value, (int, float) if kind is float else kind):
         raise TypeError(f"expected {kind.__name__}, got {value!r:.100}")
@@ -119,9 +137,10 @@ def _atom(kind: Any, value: Any) -> Any:
 
 
 @functools.cache
-def _stored(kind: Any) -> dict[str, tuple[Reader, bool]]:
-    """The stored fields of a record by name: the reader of each, and whether it is required."""
-    types_of = typing.get_type_hints(kind, include_extras=True)
-    if dataclasses.is_dataclass(kind):
-        types_of = {f.name: types_of[f.name] for f in dataclasses.fields(kind) if f.metadata.get("stored", True)}
-    return {name: (_reader(hint), typing.get_origin(hint) is not NotRequired) for name, hint in types_of.items()}
+def _stored(kind: Any, foreign: bool) -> dict[str, tuple[dataclasses.Field[Any], Reader]]:
+    """The stored fields of a dataclass by key, and what reads each."""
+    types_of, stored = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        if field.metadata.get("stored", True):
+            stored[field.metadata.get("key", field.name)] = field, _reader(types_of[field.name], foreign)
+    return stored

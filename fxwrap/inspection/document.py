@@ -1,43 +1,40 @@
 """The document: a report as plain data, from which text, page and comparison are made; it can be stored as JSON.
 
-The typed dictionaries below are its schema, and ``SCHEMA`` is the version: adding a key keeps the number; removing a
-key or changing its meaning raises it. Sizes are in bytes, times in microseconds; a step is the position of a work
-node in the order in which these run.
+The dataclasses below, in ``memory_map.py`` and in ``plan.py`` are its schema. ``SCHEMA`` is the version: adding a key
+keeps the number (its field says ``added``); removing a key or changing its meaning raises it. Sizes are in bytes,
+times in microseconds; a step is the position of a work node in the order in which these run.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypedDict, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
-from typing_extensions import NotRequired
 
 from ..codegen.dynamo.report import DynamoReport
-from ..compilation import Compilation
-from ..errors import InputError
+from ..graphs.policy.counters import RecordingMade
 from ..graphs.program import Program
 from ..host_graph.listing import line_of, list_graph
 from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, operator_name
 from ..host_graph.sizes import expression
-from ..host_graph.typed_json import from_data, to_data
+from ..host_graph.storages import Origin
 from ..host_graph.user_code import module_path, user_line
-from ..plan import Origin, ProgramPlan
+from ..plan import Partition, ProgramPlan
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"
 
 
-class NodeData(TypedDict):
+@dataclass(frozen=True)
+class NodeData:
     """A node of a host graph. Asserts are left out, except those of the user's about data.
 
     ``reads`` and ``writes`` are names of storages; the storages that an operator allocates for its results count as
@@ -48,9 +45,9 @@ class NodeData(TypedDict):
     kind: str
     operator: str
     line: str
-    inputs: list[str]
-    reads: list[str]
-    writes: list[str]
+    inputs: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
     partition: int | None
     verdict: str
     reason: str
@@ -60,24 +57,8 @@ class NodeData(TypedDict):
     module: str
 
 
-class BenefitData(TypedDict):
-    saved: float
-    replay: float
-    copies: float
-
-
-class PartitionData(TypedDict):
-    index: int
-    verdict: str
-    launches: int
-    extern_calls: int
-    device: str
-    reason: str
-    benefit_us: BenefitData | None
-    nodes: list[str]
-
-
-class CutData(TypedDict):
+@dataclass(frozen=True)
+class CutData:
     """The numbers of captured partitions that are possible, and the memory peak of each order of the work."""
 
     captured: int
@@ -89,7 +70,8 @@ class CutData(TypedDict):
     peak_budget: float
 
 
-class CompiledData(TypedDict):
+@dataclass(frozen=True)
+class CompiledData:
     """One configuration of a Triton kernel that was compiled for a device which this machine lacks."""
 
     configuration: dict[str, Any]
@@ -99,49 +81,40 @@ class CompiledData(TypedDict):
     cubin_bytes: int
 
 
-class KernelData(TypedDict):
+@dataclass(frozen=True)
+class KernelData:
     """A compiled kernel.
 
     ``configurations`` are those of a Triton kernel: block sizes, warps and stages; of a tuned kernel, the chosen one.
-    ``compiled`` is present if ``explain(..., target=...)`` compiled for another machine.
+    ``compiled`` is empty unless ``explain(..., target=...)`` compiled for another machine.
     """
 
     name: str
     language: str
     device: str
     source: str
-    launches: list[str]
-    configurations: list[dict[str, Any]]
-    compiled: NotRequired[list[CompiledData]]
+    launches: tuple[str, ...]
+    configurations: tuple[dict[str, Any], ...]
+    compiled: tuple[CompiledData, ...] = field(default=(), metadata={"added": ()})
 
 
-class RecordingData(TypedDict):
-    """How one recording was made; ``when`` is in seconds since 1970."""
-
-    when: float
-    why: str
-    us: float
-    sizes: dict[str, Any]
-    graphs: int
-    arena_bytes: int
-    copied_in_bytes: int
-    copied_out_bytes: int
-
-
-class StageData(TypedDict):
+@dataclass(frozen=True)
+class StageData:
     stage: str
     runs: int
     us: float
 
 
-class CountersData(TypedDict):
+@dataclass(frozen=True)
+class CountersData:
     replays: int
     recordings: dict[str, int]
     eager: dict[str, int]
     events: dict[str, int]
 
 
-class GraphData(TypedDict):
+@dataclass(frozen=True)
+class GraphData:
     """A host graph, the decisions about it, and the counters of its program.
 
     ``name`` is the program's name in profiles and logs.
@@ -154,231 +127,90 @@ class GraphData(TypedDict):
     graph: str
     code: str
     nodes: dict[str, NodeData]
-    partitions: list[PartitionData]
+    partitions: tuple[Partition, ...]
     cut: CutData
-    kernels: list[KernelData]
+    kernels: tuple[KernelData, ...]
     memory: MemoryData | None
     sizes: dict[str, str]
     outside_the_plan: dict[str, str]
-    unit: list[str]
-    stages: list[StageData]
-    recordings: list[RecordingData]
+    unit: tuple[str, ...]
+    stages: tuple[StageData, ...]
+    recordings: tuple[RecordingMade, ...]
     counters: CountersData
 
 
-class BreakData(TypedDict):
-    reason: str
-    user_line: str
-
-
-class SkippedData(TypedDict):
-    function: str
-    user_line: str
-    reason: str
-
-
-class FrameData(TypedDict):
-    function: str
-    user_line: str
-    graphs: int
-
-
-class DynamoData(TypedDict):
-    """Graph breaks, skipped functions and compiled frames: ``codegen.dynamo.report.DynamoReport`` as plain data."""
-
-    breaks: list[BreakData]
-    skipped: list[SkippedData]
-    frames: list[FrameData]
-    seen: bool
-
-
-class CallData(TypedDict):
+@dataclass(frozen=True)
+class CallData:
     """One call that ``explain`` made; ``allocated_bytes`` is the peak of what it allocated, by device."""
 
     us: float
     allocated_bytes: dict[str, int]
 
 
-class Document(TypedDict):
+def versions(with_triton: bool = False) -> dict[str, str]:
+    from .. import __version__
+
+    triton = getattr(sys.modules.get("triton"), "__version__", "") if with_triton else ""
+    found = {"fxwrap": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {**found, "triton": triton} if triton else found
+
+
+@dataclass(frozen=True)
+class Document:
     """A whole report; ``limits`` says what a report for a device that this machine lacks cannot contain.
 
     ``function`` is what is reported on, and ``when`` the time of the report, in seconds since 1970.
     """
 
-    schema: str
-    function: NotRequired[str]
-    when: NotRequired[float]
-    versions: dict[str, str]
-    compile_us: float
-    dynamo: DynamoData
-    graphs: list[GraphData]
-    fallbacks: list[str]
-    not_stored: list[str]
-    calls: list[CallData]
-    limits: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """The parts of a report that do not belong to a single program."""
-
-    function: str = ""
-    when: float = dataclasses.field(default_factory=time.time)
+    schema: str = SCHEMA
+    function: str = field(default="", metadata={"added": ""})
+    when: float = field(default_factory=time.time, metadata={"added": 0.0})
+    versions: dict[str, str] = field(default_factory=versions)
     compile_us: float = 0.0
+    dynamo: DynamoReport = DynamoReport()
+    graphs: tuple[GraphData, ...] = ()
     fallbacks: tuple[str, ...] = ()
     not_stored: tuple[str, ...] = ()
-    dynamo: DynamoReport = DynamoReport()
     calls: tuple[CallData, ...] = ()
+    limits: tuple[str, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        compilations: Sequence[Compilation],
-        function: str = "",
-        dynamo: DynamoReport | None = None,
-        calls: Sequence[CallData] = (),
-    ) -> Facts:
-        return cls(
-            function,
-            compile_us=sum(compilation.seconds for compilation in compilations) * 1e6,
-            fallbacks=tuple(reason for compilation in compilations for reason in compilation.fallbacks),
-            not_stored=tuple(reason for compilation in compilations for reason in compilation.not_stored),
-            dynamo=dynamo or DynamoReport(),
-            calls=tuple(calls),
-        )
-
-    @classmethod
-    def from_document(cls, document: Document) -> Facts:
-        """The facts of a document."""
-        return cls(
-            document.get("function", ""),
-            document.get("when", 0.0),
-            document["compile_us"],
-            tuple(document["fallbacks"]),
-            tuple(document["not_stored"]),
-            from_data(DynamoReport, from_data(DynamoData, document["dynamo"])),
-            tuple(document["calls"]),
-        )
-
-
-def document_of(programs: Sequence[Program], about: Facts) -> Document:
-    """The document of programs in their present state."""
-    graphs = list(map(graph_data, programs))
-    return {
-        "schema": SCHEMA,
-        "function": about.function,
-        "when": about.when,
-        "versions": versions(any(kernel["language"] == "triton" for graph in graphs for kernel in graph["kernels"])),
-        "compile_us": about.compile_us,
-        "dynamo": cast(DynamoData, to_data(about.dynamo)),
-        "graphs": graphs,
-        "fallbacks": list(about.fallbacks),
-        "not_stored": list(about.not_stored),
-        "calls": list(about.calls),
-        "limits": [],
-    }
-
-
-def checked(data: Any) -> Document:
-    """Check that data from a file is a document, and return it.
-
-    Raises:
-        InputError: it is no document, one of another version, or an incomplete one.
-    """
-    schema = data.get("schema") if isinstance(data, Mapping) else None
-    got = repr(schema) if schema is not None else "data without a schema"
-    if schema == SCHEMA:
-        try:
-            from_data(Document, data)  # type: ignore[type-var]
-            return data  # type: ignore[no-any-return]
-        except (TypeError, ValueError) as error:
-            got = str(error)
-    raise InputError(
-        "this is not a report that can be read here",
-        expected=f"a document with schema {SCHEMA!r}",
-        got=got,
-        remedy="write it with this version of fxwrap: fxwrap.explain(...).to_dict()",
-    )
-
-
-def read(path: Path) -> Any:
-    """Read the JSON data in a file, which ``checked`` checks.
-
-    Raises:
-        InputError: the file holds no JSON.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # no JSON, or no text
-        got = f"{type(error).__name__}: {error}"
-        remedy = "python -m fxwrap explain --json writes one, and so does fxwrap.explain(...).save"
-        raise InputError(f"{path} is no report", expected="JSON", got=got, remedy=remedy) from error
-
-
-def versions(with_triton: bool) -> dict[str, str]:
-    from .. import __version__
-
-    triton = getattr(sys.modules.get("triton"), "__version__", "") if with_triton else ""
-    found = {"fxwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {**found, "triton": triton} if triton else found
-
-
-def planned_graph(document: Document, number: int) -> tuple[GraphData, MemoryData]:
-    """The graph with a number, and its memory plan.
-
-    Raises:
-        InputError: there is no such graph, or it has no plan.
-    """
-    graphs = document["graphs"]
-    graph = graphs[number] if 0 <= number < len(graphs) else None
-    memory = graph["memory"] if graph is not None else None
-    if graph is None or memory is None or not memory["storages"]:
-        got = f"number {number}" if graph is None else f"number {number}, {graph['phase']}, without a plan"
-        raise InputError("there is no memory to show", expected=f"a planned graph below {len(graphs)}", got=got)
-    return graph, memory
+    def of(self, programs: Iterable[Program]) -> Document:
+        """The same report, with the graphs of programs in their present state."""
+        graphs = tuple(map(graph_data, programs))
+        triton = any(kernel.language == "triton" for graph in graphs for kernel in graph.kernels)
+        return replace(self, graphs=graphs, versions=versions(triton))
 
 
 def graph_data(program: Program) -> GraphData:
     """The data of a program in its present state. Its plan is read once, because other threads may run it."""
     plan, sized, memory = program.plan, program.recorder.newest_sized, program.newest_plan
-    return {
-        "name": program.name,
-        "phase": plan.phase,
-        "device": str(plan.device),
-        "graph": list_graph(plan.graph),
-        "code": plan.graph.code.strip(),
-        "nodes": _nodes(plan),
-        "partitions": [cast(PartitionData, partition.to_dict()) for partition in plan.partitions],
-        "cut": {
-            "captured": plan.cut.captured,
-            "fewest_possible": plan.cut.fewest,
-            "in_program_order": plan.cut.in_program_order,
-            "chosen": plan.cut.chosen,
-            "peak_bytes": plan.cut.peak,
-            "peak_bytes_in_program_order": plan.cut.program_order_peak,
-            "peak_budget": plan.cut.peak_budget,
-        },
-        "kernels": _kernels(plan.graph),
-        "memory": None if memory is None else memory_data(program, plan, sized, memory),
-        "sizes": sizes_in_symbols(plan),
-        "outside_the_plan": outside_the_plan(plan),
-        "unit": unit_of(program),
-        "stages": [{"stage": name, "runs": n, "us": s * 1e6} for name, (n, s) in list(program.stages.items())],
-        "recordings": [
-            {
-                "when": made.when,
-                "why": made.why,
-                "us": made.seconds * 1e6,
-                "sizes": dict(made.sizes),
-                "graphs": made.graphs,
-                "arena_bytes": made.arenas,
-                "copied_in_bytes": made.copied_in,
-                "copied_out_bytes": made.copied_out,
-            }
-            for made in list(program.history)
-        ],
-        "counters": cast(CountersData, program.counters.to_dict()),
-    }
+    cut = plan.cut
+    return GraphData(
+        name=program.name,
+        phase=plan.phase,
+        device=str(plan.device),
+        graph=list_graph(plan.graph),
+        code=plan.graph.code.strip(),
+        nodes=_nodes(plan),
+        partitions=plan.partitions,
+        cut=CutData(
+            captured=cut.captured,
+            fewest_possible=cut.fewest,
+            in_program_order=cut.in_program_order,
+            chosen=cut.chosen,
+            peak_bytes=cut.peak,
+            peak_bytes_in_program_order=cut.program_order_peak,
+            peak_budget=cut.peak_budget,
+        ),
+        kernels=tuple(_kernel(kernel, launches) for kernel, launches in kernels_of(plan.graph).items()),
+        memory=None if memory is None else memory_data(program, plan, sized, memory),
+        sizes=sizes_in_symbols(plan),
+        outside_the_plan=outside_the_plan(plan),
+        unit=unit_of(program),
+        stages=tuple(StageData(name, runs, s * 1e6) for name, (runs, s) in list(program.stages.items())),
+        recordings=tuple(list(program.history)),  # a list first: calls append to it
+        counters=CountersData(**program.counters.to_dict()),
+    )
 
 
 def _nodes(plan: ProgramPlan) -> dict[str, NodeData]:
@@ -388,23 +220,26 @@ def _nodes(plan: ProgramPlan) -> dict[str, NodeData]:
         if storage.origin is Origin.EXTERN:
             made[storage.node] = made.get(storage.node, frozenset()) | {storage.index}
 
+    def names(indices: frozenset[int]) -> tuple[str, ...]:
+        return tuple(map(plan.shown_name, sorted(indices)))
+
     def data(node: Node) -> NodeData:
         verdict, work = plan.verdicts.get(node.name), is_work(node)
-        return {
-            "kind": kind_of(node).value,
-            "operator": operator_name(node) if work else "",
-            "line": line_of(node),
-            "inputs": [operand.name for operand in node.all_input_nodes],
-            "reads": _names(plan, plan.facts.reads(node)),
-            "writes": _names(plan, plan.facts.writes(node) | made.get(node.name, frozenset())),
-            "partition": partition_of.get(node.name),
-            "verdict": verdict.verdict.value if verdict is not None and work else "",
-            "reason": verdict.reason if verdict is not None else "",
-            "to_capture_it": verdict.remedy if verdict is not None else "",
-            "inherited": verdict is not None and verdict.inherited,
-            "user_line": user_line(node),
-            "module": module_path(node),
-        }
+        return NodeData(
+            kind=kind_of(node).value,
+            operator=operator_name(node) if work else "",
+            line=line_of(node),
+            inputs=tuple(operand.name for operand in node.all_input_nodes),
+            reads=names(plan.facts.reads(node)),
+            writes=names(plan.facts.writes(node) | made.get(node.name, frozenset())),
+            partition=partition_of.get(node.name),
+            verdict=verdict.verdict.value if verdict is not None and work else "",
+            reason=verdict.reason if verdict is not None else "",
+            to_capture_it=verdict.remedy if verdict is not None else "",
+            inherited=verdict is not None and verdict.inherited,
+            user_line=user_line(node),
+            module=module_path(node),
+        )
 
     shown = (n for n in plan.nodes.values() if kind_of(n) is not Kind.CHECK or n.name in partition_of)
     return {node.name: data(node) for node in shown}
@@ -414,10 +249,6 @@ def short_line(user_line: str) -> str:
     """A line of user code, without the folders of its file."""
     file, line, code = user_line.partition(", line ")
     return file.rpartition(os.sep)[2] + line + code
-
-
-def _names(plan: ProgramPlan, indices: frozenset[int]) -> list[str]:
-    return list(map(plan.shown_name, sorted(indices)))
 
 
 def kernels_of(graph: GraphModule) -> dict[Kernel, list[str]]:
@@ -430,24 +261,25 @@ def kernels_of(graph: GraphModule) -> dict[Kernel, list[str]]:
     return launches
 
 
-def _kernels(graph: GraphModule) -> list[KernelData]:
-    return [
-        {
-            "name": kernel.name,
-            "language": kernel.language,
-            "device": str(kernel.device),
-            "source": kernel.source,
-            "launches": launches,
-            "configurations": list(map(dict, kernel.configurations)),
-        }
-        for kernel, launches in kernels_of(graph).items()
-    ]
+def _kernel(kernel: Kernel, launches: Sequence[str]) -> KernelData:
+    def plain(value: Any) -> Any:
+        """A kernel of the user's may be configured by anything, such as a type of numbers."""
+        return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+    return KernelData(
+        name=kernel.name,
+        language=kernel.language,
+        device=str(kernel.device),
+        source=kernel.source,
+        launches=tuple(launches),
+        configurations=tuple({name: plain(value) for name, value in one.items()} for one in kernel.configurations),
+    )
 
 
-def unit_of(program: Program) -> list[str]:
+def unit_of(program: Program) -> tuple[str, ...]:
     """The steps of the newest recording with a native unit, a line for each; empty if there is none."""
     listings = [recording.listing for recording in program.specializations.recordings() if recording.unit]
-    return list(listings[-1]) if listings else []
+    return tuple(listings[-1]) if listings else ()
 
 
 def sizes_in_symbols(plan: ProgramPlan) -> dict[str, str]:

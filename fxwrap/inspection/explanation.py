@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import pickle
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +15,14 @@ from torch.fx import GraphModule
 
 from ..codegen.dynamo.report import DynamoReport
 from ..codegen.dynamo.search import BOUND
-from ..compilation import Compilation
+from ..errors import InputError
+from ..graphs.compilation import Compilation
 from ..graphs.program import Program
+from ..hooks import REPORT_METHODS, imported
 from ..host_graph.nodes import Kernel
+from ..host_graph.typed_json import from_data, to_data
 from ..plan import MemoryPlan, Partition, Prediction
-from .difference import Difference, difference
-from .document import (
-    CallData,
-    Document,
-    Facts,
-    checked,
-    document_of,
-    graph_data,
-    kernels_of,
-    planned_graph,
-    read,
-    unit_of,
-)
+from .document import SCHEMA, CallData, Document, kernels_of, unit_of
 from .memory_map import predictions
 from .text import text_of
 
@@ -77,7 +68,7 @@ class GraphReport:
 
         A forward's prediction includes its backward, once that has run; the backward alone has none then.
         """
-        return tuple(predictions(self.program))
+        return predictions(self.program)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -93,10 +84,6 @@ class GraphReport:
     def counters(self) -> dict[str, Any]:
         return self.program.counters.to_dict()
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data: ``document.GraphData``."""
-        return dict(graph_data(self.program))
-
 
 class Explanation:
     """Every decision about a function. Print it, read ``graphs``, or save it as data.
@@ -106,10 +93,14 @@ class Explanation:
             file: then ``to_dict()["graphs"]`` has everything about them.
     """
 
-    def __init__(self, programs: Sequence[Program], about: Facts | None = None) -> None:
+    def __init__(self, programs: Sequence[Program], document: Document | None = None) -> None:
+        """An explanation of programs; without any, of what a document says.
+
+        Args:
+            document: everything besides the graphs of programs.
+        """
         self.graphs = list(map(GraphReport, programs))
-        self._about = about if about is not None else Facts()
-        self._document: Document | None = None
+        self._document = document or Document()
 
     @classmethod
     def of(
@@ -124,8 +115,16 @@ class Explanation:
         Args:
             function: what was compiled (``name_of``).
         """
-        facts = Facts.of(compilations, function, dynamo, calls)
-        return cls([program for compilation in compilations for program in compilation.programs], facts)
+        programs = [program for compilation in compilations for program in compilation.programs]
+        document = Document(
+            function=function,
+            compile_us=sum(compilation.seconds for compilation in compilations) * 1e6,
+            fallbacks=tuple(reason for compilation in compilations for reason in compilation.fallbacks),
+            not_stored=tuple(reason for compilation in compilations for reason in compilation.not_stored),
+            dynamo=dynamo or DynamoReport(),
+            calls=tuple(calls),
+        )
+        return cls(programs, document)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Explanation:
@@ -134,89 +133,67 @@ class Explanation:
         Raises:
             InputError: the data is no report, or is one of another version of fxwrap.
         """
-        explanation = cls([])
-        explanation._document = checked(document)
-        explanation._about = Facts.from_document(explanation._document)
-        return explanation
+        schema = document.get("schema") if isinstance(document, Mapping) else None
+        got = repr(schema) if schema is not None else "data without a schema"
+        if schema == SCHEMA:
+            try:
+                return cls([], from_data(Document, document, foreign=True))
+            except (TypeError, ValueError) as error:
+                got = str(error)
+        raise InputError(
+            "this is not a report that can be read here",
+            expected=f"a document with schema {SCHEMA!r}",
+            got=got,
+            remedy="write it with this version of fxwrap: fxwrap.explain(...).to_dict()",
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Explanation:
         """Read a file that ``save`` has written. Raises InputError for any other file."""
-        return cls.from_dict(read(Path(path)))
+        try:
+            data = json.loads(Path(path).read_bytes())
+        except (ValueError, RecursionError) as error:  # no JSON, or no text
+            got = f"{type(error).__name__}: {error}"
+            remedy = "python -m fxwrap explain --json writes one, and so does fxwrap.explain(...).save"
+            raise InputError(f"{path} is no report", expected="JSON", got=got, remedy=remedy) from error
+        return cls.from_dict(data)
 
     @property
     def fallbacks(self) -> list[str]:
         """Graphs that run through Inductor's own wrapper, with the reason."""
-        return list(self._about.fallbacks)
+        return list(self._document.fallbacks)
 
     @property
     def not_stored(self) -> list[str]:
         """Why no cache could hold a compiled graph; empty if all could be stored, or none was to be stored."""
-        return list(self._about.not_stored)
+        return list(self._document.not_stored)
 
     @property
     def dynamo(self) -> DynamoReport:
         """Graph breaks and functions that were not compiled, with Dynamo's reasons; empty if ``fn`` was None."""
-        return self._about.dynamo
+        return self._document.dynamo
 
     def to_document(self) -> Document:
-        if self._document is not None:
-            return self._document
-        return document_of([graph.program for graph in self.graphs], self._about)
+        """The present state as frozen data, of which everything that is shown is made."""
+        return self._document.of(graph.program for graph in self.graphs) if self.graphs else self._document
 
     def to_dict(self) -> dict[str, Any]:
         """The present state as plain data, for JSON: ``fxwrap.inspection.document.Document``."""
-        return dict(self.to_document())
-
-    def diff(self, other: Explanation) -> Difference:
-        """The changes from this report to ``other``: print it; it is false if there are none."""
-        return difference(self.to_document(), other.to_document())
+        data: dict[str, Any] = to_data(self.to_document())
+        return data
 
     def save(self, path: str | Path) -> None:
         """Write the data as JSON."""
-        _in_a_folder(path).write_text(json.dumps(self.to_dict(), indent=1))
+        in_a_folder(path).write_text(json.dumps(self.to_dict(), indent=1))
 
-    def to_html(self, path: str | Path, title: str = "") -> None:
-        """Write an HTML page with memory, partitions, the host graph and kernels: one file that needs no network.
+    def __getattr__(self, name: str) -> Any:
+        """A method that a feature adds (``hooks.REPORT_METHODS``): ``diff``, ``to_html``, ``memory_picture``."""
+        if name in REPORT_METHODS:
+            return types.MethodType(imported(REPORT_METHODS[name]), self)
+        raise AttributeError(f"a report has no {name!r}")
 
-        Args:
-            title: what was compiled, by default.
-
-        Raises:
-            FxwrapError: the library that draws is missing (``pip install 'fxwrap[page]'``).
-        """
-        from .page import page_of
-
-        _in_a_folder(path).write_text(page_of(self.to_document(), title), encoding="utf-8")
-
-    def memory_picture(self, path: str | Path, graph: int = 0, width: int = 900, height: int = 360) -> None:
-        """Write the memory picture of one graph, as SVG or PNG, by the ending of the name.
-
-        Args:
-            graph: its number in ``to_dict()["graphs"]``.
-            width, height: pixels of the part with the storages.
-
-        Raises:
-            InputError: another ending, no such graph, or one without a plan.
-            FxwrapError: the library that draws is missing.
-        """
-        from .page.memory_picture import write_picture
-
-        shown, _ = planned_graph(self.to_document(), graph)
-        write_picture(shown, _in_a_folder(path), width, height)
-
-    def memory_snapshot(self, path: str | Path, graph: int = 0) -> None:
-        """Write the memory plan of one graph as a pickled snapshot for pytorch.org/memory_viz.
-
-        A microsecond of the snapshot is one step.
-
-        Raises:
-            InputError: there is no such graph, or it has no plan.
-        """
-        from .memory_snapshot import snapshot_of
-
-        _, memory = planned_graph(self.to_document(), graph)
-        _in_a_folder(path).write_bytes(pickle.dumps(snapshot_of(memory)))
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *REPORT_METHODS]
 
     def __str__(self) -> str:
         return text_of(self.to_document())
@@ -224,7 +201,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def _in_a_folder(path: str | Path) -> Path:
+def in_a_folder(path: str | Path) -> Path:
     """The path of a file; its folder is made if it is not there."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return Path(path)

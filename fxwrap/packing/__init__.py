@@ -1,6 +1,6 @@
 """Packs buffers into one arena: a stand-alone memory planner.
 
-It imports nothing of torch, and of fxwrap only ``native_build``, which compiles the exact search.
+It imports nothing of torch, and nothing of fxwrap.
 """
 
 from .planner import plan_memory

@@ -23,7 +23,7 @@ import fxwrap
 from fxwrap.codegen.emit.converter import HostGraphConverter
 from fxwrap.codegen.emit.out_forms import OutForm, out_form
 from fxwrap.host_graph.listing import list_graph
-from fxwrap.plan import Origin
+from fxwrap.host_graph.storages import Origin
 
 aten = torch.ops.aten
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend
-from fxwrap.compilation import Compilation
 from fxwrap.devices import registered_devices
+from fxwrap.graphs.compilation import Compilation
 from fxwrap.graphs.devices.runtime import runtime_for
-from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.shared_state import SHARED
 
 # -- what is drawn --------------------------------------------------------------------------------------------------

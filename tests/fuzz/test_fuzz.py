@@ -155,8 +155,9 @@ def _does_not_copy_back(patch: pytest.MonkeyPatch) -> None:
 def _loses_what_is_written_to_donated_inputs(patch: pytest.MonkeyPatch) -> None:
     copied_back = requirements._copied_back
 
-    def faulty(sized: SizedProgram, handed_out: frozenset[int]) -> frozenset[str]:
-        return copied_back(sized, handed_out) - {sized.program.placeholders[p].name for p in sized.program.donated}
+    def faulty(sized: SizedProgram) -> frozenset[str]:
+        plan = sized.program
+        return copied_back(sized) - {plan.placeholders[p].name for p in plan.inputs.donated}
 
     patch.setattr(requirements, "_copied_back", faulty)
     patch.setattr(verify_memory, "_check_copied_back", lambda storage, plan: None)

@@ -14,7 +14,7 @@ from conftest import Compiled, assert_nothing_captures
 from fxwrap.errors import CaptureError
 from fxwrap.graphs.devices.cpu_graph import issue
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
-from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.testing.simulated import SimulatedRuntime, simulated
 
 STEPS = ("before it begins", "when it has begun", "before it ends", "when it has ended")

@@ -40,16 +40,16 @@ from fxwrap.errors import PlanError
 from fxwrap.graphs.devices.runtime import DeviceRuntime, using_runtime
 from fxwrap.graphs.record.flat import FlatBuilder
 from fxwrap.graphs.record.registers import Registers
+from fxwrap.host_graph.storages import StorageFacts
 from fxwrap.options import Options
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.memory.planner import plan_program
-from fxwrap.passes.memory.requirements import live_ranges
 from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_memory, verify_schedule
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import ProgramPlan, SizedProgram, StorageFacts
+from fxwrap.plan import InputFacts, ProgramPlan, SizedProgram
 from fxwrap.testing.simulated import SIMULATED
 
 
@@ -65,7 +65,7 @@ def plan_of(gm: GraphModule, facts: StorageFacts | None = None) -> ProgramPlan:
     facts = facts or analyse_storages(gm)
     verdicts = judge(gm, ALWAYS_EAGER)
     found = cut(build_dependency_graph(gm, facts), verdicts, CPU)
-    return ProgramPlan(gm, facts, verdicts, found, CPU, frozenset(), "inference")
+    return ProgramPlan(gm, facts, verdicts, found, CPU, InputFacts())
 
 
 def forgetful(gm: GraphModule, facts: StorageFacts) -> StorageFacts:
@@ -221,13 +221,13 @@ def test_what_a_collective_reads_keeps_its_bytes_until_the_wait() -> None:
     plan = plan_of(gm)
     assert [node.name for node in plan.schedule] == ["k0", "g", "k1", "w", "k2"]
     index = {storage.name: storage.index for storage in plan.facts.storages}
-    assert live_ranges(plan)[index["b"]] == (0, 4)
+    assert plan.lifetimes[index["b"]] == range(4)
     memory = plan_program(SizedProgram(plan, {}, {}))
     verify_memory(gm, plan.schedule, plan.facts, memory, {})
 
     forgotten = replace(plan, facts=forgetful(plan.graph, plan.facts))
     faulty = plan_program(SizedProgram(forgotten, {}, {}))
-    assert live_ranges(forgotten)[index["b"]] == (0, 2)
+    assert forgotten.lifetimes[index["b"]] == range(2)
     with pytest.raises(PlanError, match="b and c overlap at step 2"):
         verify_memory(gm, plan.schedule, plan.facts, faulty, {})
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, inductor, on_simulated
 
-from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.policy.specialization import Specialization
 from fxwrap.graphs.policy.specializations import Specializations

@@ -12,7 +12,8 @@ from conftest import Compiled, freezes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxwrap.graphs.eager import EagerRuns
-from fxwrap.graphs.memory.arenas import NEEDED_ELSEWHERE, ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
+from fxwrap.graphs.memory.arenas import NEEDED_ELSEWHERE
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.policy.eager_memory import EVENT

@@ -25,7 +25,8 @@ from fxwrap.codegen import torch_runtime
 from fxwrap.errors import CaptureError
 from fxwrap.graphs.devices.cpu_graph import issue
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
-from fxwrap.graphs.memory.arenas import Arena, ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
+from fxwrap.graphs.memory.arenas import Arena
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.record.placed_results import ResultCopy
@@ -108,7 +109,8 @@ class Programs:
         fxwrap.release()
         for f in (self.small, self.large, self.huge, self.refused):
             for program in f.programs:
-                program.__init__(program.planner.partition({}), program.planner, program.options, program.functions)
+                plan = program.planner.partition(program.plan.inputs, {})
+                program.__init__(plan, program.planner, program.options, program.functions)
         self.used = [self.small]
 
     def run(self, f: Compiled, n: int, calls: int = 4) -> None:

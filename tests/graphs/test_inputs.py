@@ -367,7 +367,7 @@ def test_an_input_that_lands_where_another_was_freed_is_not_taken_to_stay(compil
     f(w, torch.randn(2, 8))
     f.program.specializations.clear()
     # AOTAutograd calls all saved activations static, in the hope that the forward program makes them so.
-    object.__setattr__(f.program.plan, "static_inputs", frozenset({0, 1}))
+    object.__setattr__(f.program.plan.inputs, "static", frozenset({0, 1}))
     for _ in range(5):
         x = torch.frombuffer(memory, dtype=torch.float32).view(2, 8)  # another storage, the same address
         x.normal_()

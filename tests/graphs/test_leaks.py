@@ -81,6 +81,7 @@ def test_functions_that_are_compiled_and_deleted(
     device: torch.device, own_arenas: Any, functions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is called until it replays, forward and backward; then nothing of it is there."""
+    Compiled(lambda x: x.sin() + 1)(torch.randn(3, device=device))  # Inductor keeps a graph of its first compilation
     watched: dict[str, list[weakref.ref[Any]]] = {}
 
     def watch(kind: type) -> None:

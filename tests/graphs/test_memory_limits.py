@@ -16,7 +16,8 @@ import torch
 from conftest import Compiled, freezes
 
 import fxwrap
-from fxwrap.graphs.memory.arenas import Arena, ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
+from fxwrap.graphs.memory.arenas import Arena
 from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
 from fxwrap.graphs.memory.locks import LockOwner
 

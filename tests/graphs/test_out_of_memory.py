@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxwrap
 from fxwrap.graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, using_runtime
-from fxwrap.graphs.memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena, ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
+from fxwrap.graphs.memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from fxwrap.graphs.memory.live_outputs import WatchedOutputs
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.memory.static_buffers import StaticBuffers

@@ -21,7 +21,7 @@ import torch
 from conftest import Compiled, assert_same, inductor, tensors_in
 from torch.autograd import forward_ad
 
-from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.memory.output_views import copy_out, relay, views_of
 from fxwrap.graphs.memory.static_buffers import StaticBuffers

@@ -12,7 +12,7 @@ import torch
 from conftest import Compiled
 from hypothesis import given
 from hypothesis import strategies as st
-from native_calls import listing, native, natively, recorded
+from native_calls import BLAS, listing, native, natively, recorded
 from random_graphs import PROPERTY
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +20,6 @@ from fxwrap.codegen.native_library import native_replay
 from fxwrap.graphs.replay import steps
 from fxwrap.graphs.replay.flat_python import Part, as_python
 from fxwrap.graphs.replay.guards import Description
-from fxwrap.graphs.replay.lowering import BLAS
 from fxwrap.graphs.replay.native import NativeReplay, Unit
 from fxwrap.graphs.replay.operands import Bound, Local, Operand, Register
 from fxwrap.graphs.replay.units import make_unit
@@ -454,7 +453,7 @@ def test_the_listing_says_where_the_blas_is_called(compiled: Any) -> None:
     weight, bias = torch.randn(6, 4), torch.randn(4)
     f: Compiled = compiled(lambda x: torch.relu(torch.addmm(bias, x, weight).sin() @ weight.t()) + 1)
     recording = recorded(f, lambda: torch.randn(5, 6))
-    products = [line for line in recording.listing if "mm.out(" in line]
+    products = [line for line in recording.listing if "mm(" in line]
     assert len(products) == 2 and all(line.endswith(BLAS) for line in products)
     assert BLAS not in listing(recording)
     x = torch.randn(5, 6)
@@ -471,7 +470,7 @@ def test_a_build_without_a_blas_calls_operators() -> None:
     lines = [steps.Multiply(MM, (Register(0), Register(1)), {"out": Register(2)}, overload=MM)]
     description = Description(3, False)
     unit = make_unit(library, [Part(as_python(lines, None)[0], lines, below_autograd=True)], 3, description)
-    assert "aten::mm.out(slot 0, slot 1, slot 2)" in description.listing
+    assert "aten.mm.out(r[0], r[1], out=r[2])" in description.listing
     tensors = [torch.randn(2, 2), torch.randn(2, 2), torch.empty(2, 2)]
     unit(list(tensors))
     assert torch.equal(tensors[2], tensors[0] @ tensors[1])
@@ -479,14 +478,14 @@ def test_a_build_without_a_blas_calls_operators() -> None:
 
 @native
 @blas
-@pytest.mark.parametrize("wrong", ["another operator", "a factor", "a tensor"])
-def test_what_the_library_refuses(wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["another overload", "a factor", "a tensor"])
+def test_what_is_not_known_to_be_a_product_is_the_operator(wrong: str) -> None:
     library: Any = _library().library
     slot, gemms = [library.slot(i) for i in range(4)], _library().gemms
-    with pytest.raises(RuntimeError):
-        if wrong == "another operator":
-            library.product("aten::mm", "", slot[:2], [None], gemms)
-        elif wrong == "a factor":
-            library.product("aten::addmm", "out", [*slot[:3], slot[3], None, slot[3]], [None], gemms)
-        else:
-            library.product("aten::mm", "out", [*slot[:2], library.constant(None)], [None], gemms)
+    overload, args, kwargs = {
+        "another overload": (torch.ops.aten.mm.default, slot[:2], {}),
+        "a factor": (ADDMM, slot[:3], {"beta": slot[3], "out": slot[3]}),
+        "a tensor": (MM, slot[:2], {"out": library.constant(None)}),
+    }[wrong]
+    given = library.tuple(args), library.dict(list(kwargs.values()), list(kwargs))
+    assert library.product([None], overload, *given, gemms).note == ""

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,10 +85,6 @@ def _guards() -> Any:
     return torch._C._dynamo.guards  # type: ignore[attr-defined]
 
 
-def _add_one(made: list[Any]) -> Any:
-    return made.pop() + 1
-
-
 def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     """For each kind: steps that use it, with memory of their own."""
     sin, sort, split = torch.ops.aten.sin.default, torch.ops.aten.sort.default, torch.ops.aten.split.Tensor
@@ -113,11 +110,7 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
 
     def fill() -> Example:
         buffer = torch.zeros(6)
-        return Example([steps.Fill((buffer,), (R0,))], memory=[buffer])
-
-    def copy() -> Example:
-        buffer = torch.zeros(6)
-        return Example([steps.Copy(Bound(buffer), R0)], memory=[buffer])
+        return Example([steps.Fill(Bound([buffer]), (R0,))], memory=[buffer])
 
     def resize() -> Example:
         storage = torch.UntypedStorage(0)
@@ -142,17 +135,17 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     def condition(value: int) -> Callable[[], Example]:
         def make() -> Example:
             compared = steps.Arithmetic(operator.gt, (B, 2), results=(C,))
-            checks = [steps.CheckCondition(function, C, "it is small") for function in (check, require)]
+            checks = [steps.CheckCondition(function, (C, "it is small")) for function in (check, require)]
             return Example([size, compared, *checks], C, inputs=lambda: [torch.zeros(1), value])
 
         return make
 
     def layout(tensor: torch.Tensor) -> Callable[[], Example]:
-        looks = steps.CheckLayout(_guards().assert_size_stride, A, Bound((2, 3)), (3, 1), "it")
+        looks = steps.CheckLayout(_guards().assert_size_stride, (A, Bound((2, 3)), (3, 1), "it"))
         return lambda: Example([load(), looks], A, inputs=lambda: [tensor])
 
     def alignment(offset: int) -> Callable[[], Example]:
-        looks = steps.CheckAlignment(_guards().assert_alignment, A, 16, "it")
+        looks = steps.CheckAlignment(_guards().assert_alignment, (A, 16, "it"))
         return lambda: Example([load(), looks], A, inputs=lambda: [torch.zeros(64)[offset:]])
 
     operand = steps.CallOperator(sin, (A,), overload=sin)
@@ -180,11 +173,8 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     yield steps.CheckCondition, condition(3)
     yield steps.CheckCondition, condition(2)
     yield steps.Fill, fill
-    yield steps.Copy, copy
     yield steps.Resize, resize
     yield steps.ReplayGraph, replay
-    process = steps.PostProcess(operand, _add_one, results=(B,))
-    yield steps.PostProcess, lambda: Example([load(), process], B, lines=1)
     yield steps.Load, lambda: Example([load(True)], A)
     stores = [steps.Store(R1, A), steps.Store(Register(2), (A, Bound(3))), steps.Store(R0, None)]
     yield steps.Store, lambda: Example([load(), *stores], (R0, R1, Register(2)), registers=3)
@@ -221,13 +211,15 @@ def _kinds(kind: type[Step] = Step) -> Iterator[type[Step]]:
 EXAMPLES = list(_examples())
 
 
+@native
 def test_every_kind_is_in_the_table() -> None:
-    """Each says what Python calls, or is a statement that has a native form; and has an example."""
-    kinds = set(_kinds())
+    """Each says what Python calls, or is a statement; what the library has is in the library; and has an example."""
+    kinds, library = set(_kinds()), native_replay()
+    assert not isinstance(library, str)
     assert len(kinds) > 15
     for kind in kinds:
-        calls = kind.call is not Step.call
-        assert calls or (kind.python is not Step.python and kind.native is not Step.native), kind
+        assert (kind.call is not Step.call) is not (kind.python is not Step.python), kind
+        assert not kind.NATIVE or hasattr(library.library, kind.NATIVE[0]), kind
         assert kind.__doc__, kind
     missing = kinds - {kind for kind, _ in EXAMPLES}
     assert missing <= (set() if hasattr(_guards(), "assert_alignment") else {steps.CheckAlignment})
@@ -271,23 +263,31 @@ def test_an_element_that_nobody_reads_is_freed_at_once() -> None:
 )
 def test_arithmetic_is_pythons(number: Any, other: Any) -> None:
     """Of integers that do not fit 64 bits, of other numbers, and where Python raises, too."""
-    library = native_replay()
-    assert not isinstance(library, str)
-    for function, (_, count) in library.operations.items():
+    for function in _OPERATIONS:
+        count = 1 if function in (operator.neg, abs) else 2
         if function in (max, min) and bool in (type(number), type(other)):
             continue  # the library returns an integer
         computes = steps.Arithmetic(function, (R0, R1)[:count], results=(A,))
         example = Example([computes], A, inputs=lambda: [number, other])
         assert _outcome(example.in_python) == _outcome(example.natively), (function, number, other)
+        assert not any(line.endswith(PYTHON) for line in example.listing)
+
+
+_OPERATIONS = [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, abs, max, min]
+_OPERATIONS += [operator.ge, operator.le, operator.gt, operator.lt, operator.eq, operator.ne]
 
 
 @native
-def test_the_library_tells_the_arithmetic_it_has() -> None:
+@pytest.mark.parametrize("function", sorted(ARITHMETIC.values(), key=repr))
+def test_the_library_leaves_other_arithmetic_to_python(function: Callable[..., Any]) -> None:
     library = native_replay()
     assert not isinstance(library, str)
-    for number, (name, count) in enumerate(library.library.OPERATIONS):
-        assert library.operations[ARITHMETIC[name]] == (number, count)
-    assert len(library.operations) == len(library.library.OPERATIONS)
+    for count in range(4):
+        description = Description(3, False)
+        computes = steps.Arithmetic(function, (R0, R1, Register(2))[:count], results=(A,))
+        make_unit(library, [Part(lambda _: None, [computes], A)], 3, description)
+        native_form = function in _OPERATIONS and count == (1 if function in (operator.neg, abs) else 2)
+        assert native_form is not any(line.endswith(PYTHON) for line in description.listing)
 
 
 @native
@@ -297,9 +297,9 @@ def test_a_step_belongs_to_one_unit() -> None:
     first = Description(1, False, result=library.library.slot(0))
     second = Description(1, False, result=library.library.slot(0), steps=first.steps)
     first.steps.append(library.library.drop(0))
-    library.library.unit(first.for_library())
+    library.library.unit(first)
     with pytest.raises(RuntimeError, match="another unit has this step"):
-        library.library.unit(second.for_library())
+        library.library.unit(second)
 
 
 @native
@@ -308,11 +308,12 @@ def test_what_the_library_refuses(wrong: str) -> None:
     library: Any = native_replay().library  # type: ignore[union-attr]
     with pytest.raises((RuntimeError, TypeError)):
         if wrong == "no such operator":
-            library.operator("fxwrap_steps::none", "", [], [])
+            unknown = SimpleNamespace(_schema=SimpleNamespace(name="fxwrap_steps::none", overload_name=""))
+            library.operator([], unknown, library.tuple([]), library.dict([], []))
         elif wrong == "no operand":
             library.set(0, 3)
         else:
-            library.condition(library.slot(0), library.drop(0))
+            library.condition(library.tuple([library.slot(0)]), library.drop(0))
 
 
 # -- a new kind ---------------------------------------------------------------------------------------------------
@@ -343,11 +344,12 @@ def test_a_new_kind_is_one_class() -> None:
     assert list(made[1].reads()) == [A]
     if os.environ.get("FXWRAP_NATIVE_REPLAY") != "0":
         assert torch.equal(example.natively(), expected)
-        assert [line.partition("(")[0] for line in example.listing] == [
-            "slot 2 = mul",
-            "drop slot 0",
-            "slot 3 = aten::sin",
-            "return slot 3",
+        assert example.listing == [
+            "a = r[0]; r[0] = None",
+            "b = mul(a, 2)  # Python",
+            "del a",
+            "c = aten.sin.default(b)",
+            "return c",
         ]
 
 

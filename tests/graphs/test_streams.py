@@ -18,7 +18,7 @@ from conftest import Compiled
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from fxwrap.graphs.devices import runtime as device_graph
-from fxwrap.graphs.memory.arenas import AT_ONE_TIME, ArenaPool
+from fxwrap.graphs.memory.arena_pool import AT_ONE_TIME, ArenaPool
 from fxwrap.graphs.memory.locks import LockOwner
 
 STREAMS = 12

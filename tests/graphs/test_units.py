@@ -36,35 +36,31 @@ from fxwrap.testing.simulated import SIMULATED
 
 @native
 def test_the_listing_of_a_small_program(compiled: Any) -> None:
-    """
-    ::
-
-        resize(region, 80)                     resize a region to 80 bytes
-        c2(v0, v1, v2, out=c1); del v0, v1     aten::addmm.out(slot 0, slot 1, slot 2, ..., <in the region>)
-        v3 = empty_strided(...)            ->  drop slot 0, drop slot 1
-        c6(c1, v4, out=v3)                     slot 3 = empty ..., aten::mm.out(..., slot 3)
-        resize(region, 0)                      resize a region to 0 bytes
-        c7(v3); return v3                      cpp_fused_add_relu_1(slot 3), return slot 3
-    """
+    """It is the Python of its steps: ``r`` are the registers, and values that a recording knows are described."""
     weight, bias = torch.randn(6, 4), torch.randn(4)
     f: Compiled = compiled(lambda x: torch.relu(torch.addmm(bias, x, weight).sin() @ weight.t()) + 1)
     recording = recorded(f, lambda: torch.randn(5, 6))
     assert listing(recording) == drawn("""
-    below autograd:
-    resize a region to 80 bytes
-    aten::addmm.out(slot 0, slot 1, slot 2, default, default, <float32[5, 4]>)
-    drop slot 0
-    drop slot 1
+    # below autograd
+    resize_(<UntypedStorage>, 80)
+    v0 = r[0]; r[0] = None
+    v1 = r[1]; r[1] = None
+    v2 = r[2]; r[2] = None
+    addmm(v0, v1, v2, out=<float32[5, 4]>)
+    del v0, v1
     cpp_fused_sin_0(<float32[5, 4]>)
-    slot 4 = slot 2 as (4, 6), strides (1, 4), offset 0
-    drop slot 2
-    slot 3 = empty (5, 6), torch.float32
-    aten::mm.out(<float32[5, 4]>, slot 4, slot 3)
-    drop slot 4
-    resize a region to 0 bytes
-    cpp_fused_add_relu_1(slot 3)
-    through autograd:
-    return slot 3
+    v3 = _reinterpret_tensor(v2, (4, 6), (1, 4), 0)
+    del v2
+    v4 = _empty_strided_cpu((5, 6), (6, 1), torch.float32)
+    r[3] = v4
+    mm(<float32[5, 4]>, v3, out=v4)
+    del v3
+    resize_(<UntypedStorage>, 0)
+    cpp_fused_add_relu_1(v4)
+    del v4
+    # through autograd
+    v0 = r[3]
+    return v0
     """)
 
 
@@ -74,9 +70,9 @@ def test_views_of_weights_are_made_once(compiled: Any) -> None:
 
     ::
 
-        slot 4 = nonzero(...)                             slot 4 = nonzero(...)
-        slot 7 = slot 1 as (4, 8), strides (1, 4)   ->    (the view of the weight is bound)
-        addmm.out(slot 2, ..., slot 7, ...)               addmm.out(<bias>, ..., <weight>, ...)
+        v0 = nonzero(...)                                 v0 = nonzero(...)
+        v1 = _reinterpret_tensor(v2, (4, 8), (1, 4), 0) -> (the view of the weight is bound)
+        addmm(v3, ..., v1, out=...)                       addmm(<bias>, ..., <weight>, out=...)
     """
 
     class Chosen(torch.nn.Module):
@@ -91,8 +87,8 @@ def test_views_of_weights_are_made_once(compiled: Any) -> None:
     with torch.no_grad():
         recording = recorded(compiled(Chosen()), lambda: torch.randn(5, 4))
     text = listing(recording)
-    assert "nonzero" in text and "addmm.out(<float32[8]>" in text
-    assert " as (4, 8)" not in text, text
+    assert "nonzero" in text and "addmm(<float32[8]>" in text
+    assert "(4, 8)" not in text, text
 
 
 @native
@@ -100,10 +96,10 @@ def test_the_listing_of_sizes_that_depend_on_data(compiled: Any) -> None:
     """
     ::
 
-        indices = nonzero(y > 0)          slot 3 = aten::nonzero(...)
-        u0 = indices.size(0)          ->  slot 4 = aten::sym_size.int(slot 3, 0)
-        assert u0 <= 16                   slot 6 = le(slot 4, 16); assert slot 6
-        launch(indices, out, u0)          cpp_fused_mul_1(slot 3, slot 2, slot 4)
+        indices = nonzero(y > 0)          v0 = aten.nonzero.default(...)
+        u0 = indices.size(0)          ->  v1 = aten.sym_size.int(v0, 0)
+        assert u0 <= 16                   v3 = le(v1, 16); require(v3, ...)
+        launch(indices, out, u0)          cpp_fused_mul_1(v0, v4, v1)
     """
 
     def g(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,27 +109,34 @@ def test_the_listing_of_sizes_that_depend_on_data(compiled: Any) -> None:
     f: Compiled = compiled(g)
     recording = recorded(f, lambda: torch.randn(4, 4))
     assert listing(recording) == drawn("""
-    below autograd:
-    resize a region to 80 bytes
-    cpp_fused_add_gt_sin_0(slot 0, <float32[4, 4]>, <bool[4, 4]>)
-    drop slot 0
-    slot 1 = empty (4, 4), torch.float32
-    aten::mm.out(<float32[4, 4]>, <float32[4, 4]>, slot 1)
-    through autograd:
-    slot 3 = aten::nonzero(<bool[4, 4]>)
-    resize a region to 0 bytes
-    slot 4 = aten::sym_size.int(slot 3, 0)
-    slot 5 = ge(slot 4, 0)
-    assert slot 5: u0 >= 0
-    drop slot 5
-    slot 6 = le(slot 4, 16)
-    assert slot 6: u0 <= 16
-    drop slot 6
-    slot 2 = empty (slot 4, 2), torch.int64
-    cpp_fused_mul_1(slot 3, slot 2, slot 4)
-    drop slot 3
-    drop slot 4
-    return (slot 1, slot 2)
+    # below autograd
+    resize_(<UntypedStorage>, 64)
+    resize_(<UntypedStorage>, 16)
+    v0 = r[0]; r[0] = None
+    cpp_fused_add_gt_sin_0(v0, <float32[4, 4]>, <bool[4, 4]>)
+    del v0
+    v1 = _empty_strided_cpu((4, 4), (4, 1), torch.float32)
+    r[1] = v1
+    mm(<float32[4, 4]>, <float32[4, 4]>, out=v1)
+    del v1
+    resize_(<UntypedStorage>, 0)
+    # through autograd
+    v0 = aten.nonzero.default(<bool[4, 4]>)
+    resize_(<UntypedStorage>, 0)
+    v1 = aten.sym_size.int(v0, 0)
+    v2 = ge(v1, 0)
+    require(v2, 'u0 >= 0')
+    del v2
+    v3 = le(v1, 16)
+    require(v3, 'u0 <= 16')
+    del v3
+    v4 = _empty_strided_cpu((v1, 2), (2, 1), torch.int64)
+    r[2] = v4
+    cpp_fused_mul_1(v0, v4, v1)
+    del v0, v1, v4
+    v0 = r[1]
+    v1 = r[2]
+    return [v0, v1]
     """)
     for _ in range(4):
         x = torch.randn(4, 4)
@@ -146,10 +149,10 @@ def test_the_listing_where_addresses_are_frozen(compiled: Any, own_arenas: Any) 
     """
     ::
 
-        static buffers <- x, counter          fill static buffers with slot 0, slot 1
+        static buffers <- x, counter          fill_buffers(..., r[0], r[1])
         graph                             ->  replay()  # Python
-        counter <- static buffer              aten::copy_(slot 0, ...)
-        outputs over the arena                slot 2 = <...> as (4, 4) ...
+        counter <- static buffer              aten.copy_.default(r[0], ...)
+        outputs over the arena                v0 = _reinterpret_tensor(...)
     """
 
     def g(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
@@ -160,11 +163,11 @@ def test_the_listing_where_addresses_are_frozen(compiled: Any, own_arenas: Any) 
         f: Compiled = compiled(g)
         recording = recorded(f, lambda: torch.randn(4, 4), lambda: torch.zeros(4))
         assert listing(recording) == drawn("""
-        fill static buffers with slot 0, slot 1
+        fill_buffers([<float32[4]>, <float32[4, 4]>], r[0], r[1])
         replay()  # Python
-        aten::copy_(slot 0, <float32[4]>, default)
-        slot 2 = <float32[4, 4]> as (4, 4), strides (4, 1), offset 0
-        return slot 2
+        aten.copy_.default(r[0], <float32[4]>)
+        v0 = _reinterpret_tensor(<float32[4, 4]>, (4, 4), (4, 1), 0)
+        return v0
         """)
         counter = torch.zeros(4)
         with natively(f.program):
@@ -178,10 +181,10 @@ def test_the_listing_of_copied_outputs(compiled: Any, own_arenas: Any) -> None:
 
     ::
 
-        static buffer <- x                    fill static buffers with slot 0
+        static buffer <- x                    fill_buffers(..., r[0])
         graph                             ->  replay()  # Python
-        a copy of x.sin() @ x                 slot 1 = aten::clone(<float32[4, 4]>, default)
-        a copy of the output with a gap       slot 2 = copies_out(<float32[4, 2]>)  # Python
+        a copy of x.sin() @ x                 v0 = aten.clone.default(...)
+        a copy of the output with a gap       v1 = copies_out(<float32[4, 2]>)  # Python
     """
 
     def g(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,11 +195,11 @@ def test_the_listing_of_copied_outputs(compiled: Any, own_arenas: Any) -> None:
         f: Compiled = compiled(g, options={"copy_outputs": True})
         recording = recorded(f, lambda: torch.randn(4, 4))
         assert listing(recording) == drawn("""
-        fill static buffers with slot 0
+        fill_buffers([<float32[4, 4]>], r[0])
         replay()  # Python
-        slot 1 = aten::clone(<float32[4, 4]>, default)
-        slot 2 = copies_out(<float32[4, 2]>)  # Python
-        return (slot 1, slot 2)
+        v0 = aten.clone.default(<float32[4, 4]>)
+        v1 = copies_out(<float32[4, 2]>)  # Python
+        return [v0, v1]
         """)
         x = torch.randn(4, 4)
         with natively(f.program):
@@ -408,4 +411,4 @@ def test_kernels_that_only_python_can_call() -> None:
             assert torch.equal(program(*given)[0], expected)
         assert type(numbers[-1]) is float
     (recording,) = program.specializations.recordings()
-    assert any("slot 3" in line and line.endswith("# Python") for line in recording.listing)
+    assert any(line.startswith("scale_by(") and line.endswith("# Python") for line in recording.listing)

@@ -17,12 +17,14 @@ import pytest
 import torch
 from conftest import Compiled, assert_same, freezes, inductor, on_simulated
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fxwrap
 from fxwrap.codegen.emit import emission
 from fxwrap.passes.analysis import windows
-from fxwrap.passes.analysis.windows import used_outside
+from fxwrap.passes.analysis.windows import _is_dense, used_outside
 
 
 def before(x: Tensor) -> Tensor:
@@ -255,3 +257,15 @@ def _bytes(tensor: Tensor) -> set[int]:
     numbers = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize)
     elements = numbers.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).flatten().tolist()
     return {element * tensor.itemsize + byte for element in elements for byte in range(tensor.itemsize)}
+
+
+def test_looking_at_sizes_makes_no_guards() -> None:
+    """A guard would compile the function again for other sizes, or refuse them."""
+    environment = ShapeEnv()
+    symbolic = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 3)
+    mode = FakeTensorMode(shape_env=environment)
+    tensor = mode.from_tensor(torch.empty(3, 4, 5), symbolic_context=symbolic)
+    before = list(environment.guards)
+    assert _is_dense(tensor)
+    assert _is_dense(tensor.transpose(0, 2))
+    assert environment.guards == before

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ class _Recorder(Recorder):
         self.freed: list[Any] = []
         functions: Any = type("Functions", (), {"free_workspaces": self.freed.append})
         functions.other_threads_wait = staticmethod(lambda: alone)
-        self._functions = functions
+        self._context: Any = SimpleNamespace(functions=functions)
 
 
 class _Stream:

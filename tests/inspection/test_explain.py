@@ -14,7 +14,7 @@ from conftest import Compiled, on_simulated
 
 import fxwrap
 from fxwrap.codegen.torch_runtime import allocations
-from fxwrap.graphs.memory.arenas import ArenaPool
+from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.host_graph.nodes import operator_name
 from fxwrap.passes.memory.workspace import measure_workspace
 

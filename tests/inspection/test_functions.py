@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import fxwrap
 from fxwrap.codegen.torch_versions import own_caches
-from fxwrap.compilation import live_compilations
 from fxwrap.errors import FxwrapError
+from fxwrap.graphs.compilation import live_compilations
 
 X = torch.randn(4, 4)
 

@@ -11,8 +11,8 @@ import torch
 from conftest import Compiled, freezes
 
 import fxwrap
-from fxwrap.compilation import live_compilations
-from fxwrap.graphs.program import COMPILES, compiles_only
+from fxwrap.api.record import COMPILES, compiles_only
+from fxwrap.graphs.compilation import live_compilations
 
 
 def _model(device: torch.device) -> torch.nn.Module:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend
-from fxwrap.compilation import Compilation
+from fxwrap.graphs.compilation import Compilation
 from fxwrap.host_graph.nodes import kernel_of
 from fxwrap.testing.triton_interpreter import interpreted_triton
 

@@ -15,7 +15,7 @@ from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_fn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
-from ...compilation import Compilation
+from ...graphs.compilation import Compilation
 
 COLLECTOR = "_fxwrap_compilation"
 # Prefix of the functions that Dynamo makes of the rest of a function after a graph break.

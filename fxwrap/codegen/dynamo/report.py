@@ -15,7 +15,7 @@ from torch._dynamo import config, trace_rules
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
-from ...compilation import Compilation
+from ...graphs.compilation import Compilation
 from . import collection as dynamo
 from .collection import RESUMED
 from .search import Search

@@ -21,7 +21,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list, innermost_backend
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...compilation import Compilation, live_compilations
+from ...graphs.compilation import Compilation, live_compilations
 from .collection import RESUME_CALL, RESUMED, WRAPPER
 
 # The attribute of a bound function that holds what torch.compile returned.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ from torch._inductor.utils import ValueWithLineMap
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule
 
-from ...errors import EmissionError
+from ...errors import EmissionError, FxwrapError, PipelineError
+from ...host_graph.user_code import described, owner_of
 from ...passes.analysis.windows import used_outside
 from ...pipeline import REWRITES, Stages, compile_host_graph, rewrite
 from ...plan import PartitionGraph
@@ -50,7 +52,9 @@ class FxwrapCodegen(WrapperFxCodegen):
     def compile_graph(self, gm: GraphModule) -> Callable[..., Any]:
         """Turn a host graph into the callable that runs it, ``callable(*inputs) -> outputs``."""
         outside = used_outside(V.graph.orig_gm, versions.as_strided_counts_from_storage())
-        request = replace(current_request(), compile_partition=self._partition_hook(), used_outside=outside)
+        request = current_request()
+        inputs = replace(request.inputs, used_outside=outside)
+        request = replace(request, inputs=inputs, compile_partition=self._partition_hook())
         return compile_host_graph(gm, request, self.stages())
 
     def stages(self) -> Stages:
@@ -130,6 +134,14 @@ class FxwrapCodegen(WrapperFxCodegen):
         self.codegen_subgraph_common(subgraph)
 
     def _generate(self, is_inference: bool) -> tuple[Any, None]:
+        try:
+            return self._emit(is_inference)
+        except (FxwrapError, OSError):
+            raise
+        except Exception as error:
+            raise _failure(error) from error
+
+    def _emit(self, is_inference: bool) -> tuple[Any, None]:
         self.run_wrapper_ir_passes(is_inference)
         converter = HostGraphConverter(
             lines=self.lines,
@@ -155,6 +167,23 @@ class FxwrapCodegen(WrapperFxCodegen):
                 write_module(text)
                 return ValueWithLineMap(text, []), None
         return HostGraphModule(gm, compiled), None
+
+
+def _failure(error: Exception) -> FxwrapError:
+    """An unexpected error of emission, as one of the user's code or of fxwrap's."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_user = [code for code in codes if owner_of(code.co_filename) == "user"]
+    owners = [owner for code in codes if (owner := owner_of(code.co_filename)) != "torch"]
+    if owners[-1:] == ["user"]:
+        name = getattr(of_user[0], "co_qualname", of_user[0].co_name)  # from Python 3.11 on
+        return PipelineError(
+            f"{name}, which is the user's, raises {described(error)}",
+            remedy="mend it: fxwrap only calls it; without strict=True the graph runs through Inductor's own wrapper",
+        )
+    return EmissionError(
+        f"emission failed with {described(error)}",
+        remedy="the graph runs through Inductor's own wrapper; please report this",
+    )
 
 
 class HostGraphModule(FileBackedGraphModule):

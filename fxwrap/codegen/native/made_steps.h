@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "kept_memory.h"
 #include "products.h"
@@ -12,29 +12,27 @@
 
 namespace fxwrap {
 
-// A step as Python has it, until a unit takes it.
-struct MadeStep {
-  std::unique_ptr<Step> step;
-};
-
+// None, where it cannot be made.
 template <typename Kind, typename... Arguments>
-MadeStep made(Arguments&&... arguments) {
-  return {std::make_unique<Kind>(std::forward<Arguments>(arguments)...)};
-}
-
-inline std::unique_ptr<PythonStep> python_in(MadeStep& made) {
-  TORCH_CHECK(dynamic_cast<PythonStep*>(made.step.get()) != nullptr, "this is no call of Python");
-  return std::unique_ptr<PythonStep>(static_cast<PythonStep*>(made.step.release()));
+py::object made(Arguments... arguments) {
+  try {
+    return py::cast(MadeStep{std::make_unique<Kind>(std::forward<Arguments>(arguments)...)});
+  } catch (const NotNative&) {
+    return py::none();
+  }
 }
 
 // What makes operands and steps, for graphs/replay/lowering.py and steps.py.
 inline void define_steps(py::module_& m) {
-  using Parts = Value::Parts;
-  py::class_<Value>(m, "Value", py::module_local());
-  py::class_<MadeStep>(m, "Step", py::module_local());
   using Kind = Value::Kind;
-  m.def("slot", [](size_t slot) { return Value(Kind::Slot, slot); });
-  m.def("moved", [](size_t slot) { return Value(Kind::Moved, slot); });
+  using Parts = Value::Parts;
+  using Given = const Value&;
+  using Object = const py::object&;
+  py::class_<Value>(m, "Value", py::module_local());
+  py::class_<MadeStep>(m, "Step", py::module_local()).def_property_readonly("note", [](const MadeStep& made) {
+    return made.step->note();
+  });
+  m.def("slot", [](size_t slot) { return Value(slot); });
   m.def("constant", [](py::object value) { return Value(std::move(value)); });
   m.def("tuple", [](Parts parts) { return Value(Kind::Tuple, std::move(parts)); });
   m.def("list", [](Parts parts) { return Value(Kind::List, std::move(parts)); });
@@ -43,50 +41,34 @@ inline void define_steps(py::module_& m) {
     return Value(Kind::Dict, std::move(parts), std::move(names));
   });
 
-  m.def("kernel", made<KernelStep, uint64_t, py::object, const Parts&, const std::vector<size_t>&, const std::vector<size_t>&>);
-  m.def("operator", made<OperatorStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
-                         const std::vector<std::optional<size_t>>&>);
-  m.def("product", made<ProductStep, const std::string&, const std::string&, const std::vector<std::optional<Value>>&,
-                        const std::vector<std::optional<size_t>>&, std::pair<uint64_t, uint64_t>>);
-  m.def("python", made<PythonStep, py::object, Parts, const py::tuple&, std::vector<size_t>, bool>);
-  m.def("empty", [](size_t slot, const Value& size, const Value& stride, const py::object& dtype) {
-    TORCH_CHECK(THPDtype_Check(dtype.ptr()));
-    return made<EmptyStep>(slot, Sizes(size), Sizes(stride), reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  // In graphs/replay/steps.py ``NATIVE`` says what each takes.
+  m.def("empty", made<EmptyStep, const Results&, Given, Given, at::ScalarType>);
+  m.def("view", made<ViewStep, const Results&, Given, Given, Given, Given>);
+  m.def("resize", made<ResizeStep, c10::Storage, Given>);
+  m.def("fill", made<FillStep, Given, Given>);
+  m.def("kernel", made<KernelStep, Given, Object, Given, Given>);
+  m.def("operator", made<OperatorStep, const Results&, Object, Given, Given>);
+  m.def("product", [](const Results& results, Object overload, Given args, Given kwargs, std::optional<Gemms> gemms) {
+    auto product = gemms ? made<ProductStep>(results, overload, args, kwargs, *gemms) : py::none();
+    return product.is_none() ? made<OperatorStep>(results, overload, args, kwargs) : product;
   });
-  m.def("view", [](size_t slot, const Value& base, const Value& size, const Value& stride, const Value& offset) {
-    return made<ViewStep>(slot, Operand(base), Sizes(size), Sizes(stride), Number(offset));
-  });
-  m.def("fill", made<FillStep, std::vector<at::Tensor>, const Parts&>);
-  m.def("resize", [](const py::object& storage, size_t bytes) {
-    return made<ResizeStep>(torch::createStorage(storage.ptr()), bytes);
-  });
+  m.def("arithmetic", made<ArithmeticStep, const Results&, Object, Given, MadeStep&>);
+  m.def("layout", made<LayoutStep, Given, MadeStep&>);
+  m.def("alignment", made<AlignmentStep, Given, MadeStep&>);
+  m.def("condition", made<ConditionStep, Given, MadeStep&>);
+  m.def("item", made<ItemStep, const Results&, Given, Given>);
+
+  m.def("python", made<PythonStep, Object, Parts, const py::tuple&, Results, bool>);
+  m.def("set", made<SetStep, size_t, Given>);
+  m.def("drop", made<DropStep, size_t>);
+  m.def("below_autograd", made<BelowAutogradStep, bool>);
+
   py::class_<KeptRegion>(m, "KeptRegion", py::module_local())
       .def(py::init<size_t>())
       .def_property_readonly("storage", [](const KeptRegion& region) {
         return py::reinterpret_steal<py::object>(torch::createPyObject(region.storage()));
       });
   m.def("kept_memory", [] { return KeptMemory::all().idle(); });
-  m.def("item", made<ItemStep, size_t, size_t, Py_ssize_t>);
-  m.def("set", made<SetStep, size_t, const Value&>);
-  m.def("copy", made<CopyStep, size_t, size_t>);
-  m.def("drop", made<DropStep, size_t>);
-  m.def("below_autograd", made<BelowAutogradStep, bool>);
-
-  m.def("layout", [](const Value& tensor, const Value& size, const Value& stride, MadeStep& python) {
-    return made<LayoutStep>(Operand(tensor), Sizes(size), Sizes(stride), python_in(python));
-  });
-  m.def("alignment", [](const Value& tensor, uint64_t bytes, MadeStep& python) {
-    return made<AlignmentStep>(Operand(tensor), bytes, python_in(python));
-  });
-  m.def("condition", [](const Value& condition, MadeStep& python) {
-    return made<ConditionStep>(Number(condition), python_in(python));
-  });
-  m.def("arithmetic", [](size_t slot, size_t operation, const Value& first, const Value& second, MadeStep& python) {
-    return made<ArithmeticStep>(slot, operation, Number(first), Number(second), python_in(python));
-  });
-  py::list operations;
-  for (const auto& one : ArithmeticStep::operations()) operations.append(py::make_tuple(one.name, one.operands));
-  m.attr("OPERATIONS") = operations;
 }
 
 }  // namespace fxwrap

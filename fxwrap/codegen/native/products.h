@@ -107,32 +107,35 @@ struct Product {
   }
 };
 
+using Gemms = std::pair<uint64_t, uint64_t>;
+
 // aten::mm.out or aten::addmm.out. The operator runs wherever the BLAS is not known to compute the same bits. Whether
 // it does is tried once, in memory of the step's own, for the sizes and strides of the first product.
 class ProductStep : public OperatorStep {
  public:
   // gemms: addresses, for float and double
-  ProductStep(const std::string& name, const std::string& overload, const std::vector<std::optional<Value>>& arguments,
-              const std::vector<std::optional<size_t>>& results, std::pair<uint64_t, uint64_t> gemms)
-      : OperatorStep(name, overload, arguments, results), gemms_(gemms), adds_(name == "aten::addmm") {
-    TORCH_CHECK(overload == "out" && (adds_ || name == "aten::mm"), "this is no product of matrices");
+  ProductStep(Results results, const py::object& overload, const Value& args, const Value& kwargs, Gemms gemms)
+      : OperatorStep(std::move(results), overload, args, kwargs),
+        gemms_(gemms),
+        adds_(operator_.schema().name() == "aten::addmm") {
+    if (operator_.schema().overload_name() != "out" || (!adds_ && operator_.schema().name() != "aten::mm"))
+      throw NotNative();
+    const auto arguments = in_order(args, kwargs);
     for (size_t i = 0; i < arguments.size(); ++i) {
       const bool factor = adds_ && (i == 3 || i == 4);
       if (factor) {
-        TORCH_CHECK(values_[i].isInt() || values_[i].isDouble(), "a factor is not known");
+        if (!values_[i].isInt() && !values_[i].isDouble()) throw NotNative();  // it is not known
         (i == 3 ? beta_ : alpha_) = values_[i].toScalar();
       } else {
-        const auto& value = arguments[i];
-        TORCH_CHECK(value && (value->is_slot() || (value->is_constant() && THPVariable_Check(value->make().ptr()))));
-        operands_.push_back({i, Operand(*value), {}, {}});
+        operands_.push_back({i, Operand(*arguments[i]), {}, {}});
       }
     }
   }
+  const char* note() const override { return "BLAS"; }
 
   void run(Slots& slots) override {
     if (!directly(slots)) return OperatorStep::run(slots);
-    if (!results_.empty() && results_[0] >= 0)
-      slots[static_cast<size_t>(results_[0])].set(operands_.back().tensor.in(slots));
+    if (!results_.empty() && results_[0]) slots[*results_[0]].set(operands_.back().tensor.in(slots));
   }
 
  private:
@@ -237,7 +240,7 @@ class ProductStep : public OperatorStep {
     return true;
   }
 
-  std::pair<uint64_t, uint64_t> gemms_;
+  Gemms gemms_;
   bool adds_, tried_ = false;
   at::Scalar alpha_ = 1, beta_ = 0;
   at::ScalarType dtype_ = at::kFloat;

@@ -13,8 +13,7 @@ namespace fxwrap {
 class PythonStep : public Step {
  public:
   // The last arguments have names.
-  PythonStep(py::object function, Value::Parts arguments, const py::tuple& names, std::vector<size_t> results,
-             bool unpacks)
+  PythonStep(py::object function, Value::Parts arguments, const py::tuple& names, Results results, bool unpacks)
       : function_(std::move(function)), unpacks_(unpacks), values_(std::move(arguments)), results_(std::move(results)) {
     if (!names.empty()) names_ = names;
     held_.resize(values_.size());
@@ -22,6 +21,7 @@ class PythonStep : public Step {
   }
 
   Lock lock() const override { return Lock::Needed; }
+  const char* note() const override { return "Python"; }
 
   int traverse(visitproc visit, void* arg) const override {
     Py_VISIT(function_.ptr());
@@ -41,7 +41,7 @@ class PythonStep : public Step {
     for (auto& argument : held_) argument = py::object();
     auto result = owned(returned);
     if (!unpacks_) {
-      if (!results_.empty()) slots[results_[0]].set(result.ptr());
+      if (!results_.empty()) slots[*results_[0]].set(result.ptr());
       return;
     }
     auto parts = owned(PySequence_Fast(result.ptr(), "a partition returns a sequence"));
@@ -49,7 +49,7 @@ class PythonStep : public Step {
       throw py::value_error("a partition returned " + std::to_string(PySequence_Fast_GET_SIZE(parts.ptr())) +
                             " values, and has " + std::to_string(results_.size()) + " outputs");
     for (size_t i = 0; i < results_.size(); ++i)
-      slots[results_[i]].set(PySequence_Fast_GET_ITEM(parts.ptr(), static_cast<Py_ssize_t>(i)));
+      if (results_[i]) slots[*results_[i]].set(PySequence_Fast_GET_ITEM(parts.ptr(), static_cast<Py_ssize_t>(i)));
   }
 
  private:
@@ -57,15 +57,23 @@ class PythonStep : public Step {
   bool unpacks_;
   Value::Parts values_;
   py::tuple names_ = py::reinterpret_steal<py::tuple>(nullptr);
-  std::vector<size_t> results_;
+  Results results_;
   std::vector<py::object> held_;
   std::vector<PyObject*> given_;
+};
+
+// A step as Python has it, until a unit takes it.
+struct MadeStep {
+  std::unique_ptr<Step> step;
 };
 
 // What a step can do natively as a rule; Python does the rest, or says what is wrong.
 class OrPythonStep : public Step {
  public:
-  explicit OrPythonStep(std::unique_ptr<PythonStep> python) : python_(std::move(python)) {}
+  explicit OrPythonStep(MadeStep& python) {
+    TORCH_CHECK(dynamic_cast<PythonStep*>(python.step.get()) != nullptr, "this is no call of Python");
+    python_ = std::move(python.step);
+  }
   int traverse(visitproc visit, void* arg) const override { return python_->traverse(visit, arg); }
   void run(Slots& slots) final {
     if (natively(slots)) return;
@@ -75,13 +83,13 @@ class OrPythonStep : public Step {
 
  private:
   virtual bool natively(Slots& slots) = 0;
-  std::unique_ptr<PythonStep> python_;
+  std::unique_ptr<Step> python_;
 };
 
 class LayoutStep : public OrPythonStep {
  public:
-  LayoutStep(Operand operand, Sizes size, Sizes stride, std::unique_ptr<PythonStep> say)
-      : OrPythonStep(std::move(say)), operand_(std::move(operand)), size_(std::move(size)), stride_(std::move(stride)) {}
+  LayoutStep(const Value& args, MadeStep& say)
+      : OrPythonStep(say), operand_(args.parts().at(0)), size_(args.parts().at(1)), stride_(args.parts().at(2)) {}
 
  private:
   bool natively(Slots& slots) override {
@@ -94,8 +102,8 @@ class LayoutStep : public OrPythonStep {
 
 class AlignmentStep : public OrPythonStep {
  public:
-  AlignmentStep(Operand operand, uint64_t bytes, std::unique_ptr<PythonStep> say)
-      : OrPythonStep(std::move(say)), operand_(std::move(operand)), bytes_(bytes) {}
+  AlignmentStep(const Value& args, MadeStep& say)
+      : OrPythonStep(say), operand_(args.parts().at(0)), bytes_(static_cast<uint64_t>(Number(args.parts().at(1)).in())) {}
 
  private:
   bool natively(Slots& slots) override {
@@ -109,7 +117,7 @@ class AlignmentStep : public OrPythonStep {
 
 class ConditionStep : public OrPythonStep {
  public:
-  ConditionStep(Number condition, std::unique_ptr<PythonStep> say) : OrPythonStep(std::move(say)), condition_(condition) {}
+  ConditionStep(const Value& args, MadeStep& say) : OrPythonStep(say), condition_(args.parts().at(0)) {}
 
  private:
   bool natively(Slots& slots) override { return condition_.there(slots) && condition_.in(slots) != 0; }
@@ -119,42 +127,45 @@ class ConditionStep : public OrPythonStep {
 // Arithmetic of sizes. What does not fit in 64 bits, and other numbers than integers, are Python's.
 class ArithmeticStep : public OrPythonStep {
  public:
-  ArithmeticStep(size_t slot, size_t operation, Number first, Number second, std::unique_ptr<PythonStep> python)
-      : OrPythonStep(std::move(python)),
-        slot_(slot),
-        compute_(operations().at(operation).function),
-        first_(first),
-        second_(second) {}
-
-  // False where Python has to compute.
-  using Function = bool (*)(int64_t, int64_t, Slot&);
-  struct Operation {
-    const char* name;  // in fxwrap/host_graph/arithmetic.py
-    size_t operands;
-    Function function;
-  };
-  static const std::vector<Operation>& operations() {
-    static const std::vector<Operation> all = {
-        {"operator.add", 2, add},
-        {"operator.sub", 2, subtract},
-        {"operator.mul", 2, multiply},
-        {"operator.floordiv", 2, divide},
-        {"operator.mod", 2, modulo},
-        {"operator.neg", 1, negate},
-        {"operator.ge", 2, compare<std::greater_equal<>>},
-        {"operator.le", 2, compare<std::less_equal<>>},
-        {"operator.gt", 2, compare<std::greater<>>},
-        {"operator.lt", 2, compare<std::less<>>},
-        {"operator.eq", 2, compare<std::equal_to<>>},
-        {"operator.ne", 2, compare<std::not_equal_to<>>},
-        {"builtins.abs", 1, absolute},
-        {"builtins.max", 2, larger},
-        {"builtins.min", 2, smaller},
-    };
-    return all;
-  }
+  ArithmeticStep(const Results& results, const py::object& function, const Value& args, MadeStep& python)
+      : OrPythonStep(python),
+        slot_(only(results)),
+        compute_(function_of(function, args.parts().size())),
+        first_(args.parts().front()),
+        second_(args.parts().back()) {}
 
  private:
+  // False where Python has to compute. One that takes one operand gets it twice.
+  using Function = bool (*)(int64_t, int64_t, Slot&);
+
+  static Function function_of(const py::object& python, size_t operands) {
+    struct Operation {
+      const char *module, *name;
+      size_t operands;
+      Function function;
+    };
+    static constexpr Operation kOperations[] = {
+        {"operator", "add", 2, add},
+        {"operator", "sub", 2, subtract},
+        {"operator", "mul", 2, multiply},
+        {"operator", "floordiv", 2, divide},
+        {"operator", "mod", 2, modulo},
+        {"operator", "neg", 1, negate},
+        {"operator", "ge", 2, compare<std::greater_equal<>>},
+        {"operator", "le", 2, compare<std::less_equal<>>},
+        {"operator", "gt", 2, compare<std::greater<>>},
+        {"operator", "lt", 2, compare<std::less<>>},
+        {"operator", "eq", 2, compare<std::equal_to<>>},
+        {"operator", "ne", 2, compare<std::not_equal_to<>>},
+        {"builtins", "abs", 1, absolute},
+        {"builtins", "max", 2, larger},
+        {"builtins", "min", 2, smaller},
+    };
+    for (const auto& one : kOperations)
+      if (one.operands == operands && py::object(py::module_::import(one.module).attr(one.name)).is(python)) return one.function;
+    throw NotNative();
+  }
+
   bool natively(Slots& slots) override {
     return first_.there(slots) && second_.there(slots) &&
            compute_(first_.in(slots), second_.in(slots), slots[slot_]);
@@ -182,7 +193,6 @@ class ArithmeticStep : public OrPythonStep {
   static bool modulo(int64_t a, int64_t b, Slot& slot) { return a >= 0 && b > 0 && stored(a % b, slot); }
   static bool larger(int64_t a, int64_t b, Slot& slot) { return stored(std::max(a, b), slot); }
   static bool smaller(int64_t a, int64_t b, Slot& slot) { return stored(std::min(a, b), slot); }
-  // Of one operand: the second repeats it.
   static bool negate(int64_t a, int64_t, Slot& slot) { return subtract(0, a, slot); }
   static bool absolute(int64_t a, int64_t, Slot& slot) { return a < 0 ? negate(a, a, slot) : stored(a, slot); }
   static bool stored(int64_t value, Slot& slot) {
@@ -199,16 +209,17 @@ class ArithmeticStep : public OrPythonStep {
 
 class ItemStep : public Step {
  public:
-  ItemStep(size_t slot, size_t of, Py_ssize_t position) : slot_(slot), of_(of), position_(position) {}
+  ItemStep(const Results& results, Value whole, const Value& position)
+      : slot_(only(results)), whole_(std::move(whole)), position_(Number(position).in()) {}
   Lock lock() const override { return Lock::Needed; }
   void run(Slots& slots) override {
-    auto whole = owned(slots[of_].get());
-    slots[slot_].set(owned(PySequence_GetItem(whole.ptr(), position_)).ptr());
+    slots[slot_].set(owned(PySequence_GetItem(whole_.make(slots).ptr(), position_)).ptr());
   }
 
  private:
-  size_t slot_, of_;
-  Py_ssize_t position_;
+  size_t slot_;
+  Value whole_;
+  int64_t position_;
 };
 
 class SetStep : public Step {
@@ -216,21 +227,16 @@ class SetStep : public Step {
   SetStep(size_t slot, Value value) : slot_(slot), value_(std::move(value)) {}
   int traverse(visitproc visit, void* arg) const override { return value_.traverse(visit, arg); }
   Lock lock() const override { return Lock::Needed; }
-  void run(Slots& slots) override { slots[slot_].set(value_.make(slots).ptr()); }
+  void run(Slots& slots) override {
+    if (value_.is_slot())
+      slots[slot_] = slots[value_.slot()];
+    else
+      slots[slot_].set(value_.make(slots).ptr());
+  }
 
  private:
   size_t slot_;
   Value value_;
-};
-
-class CopyStep : public Step {
- public:
-  CopyStep(size_t slot, size_t from) : slot_(slot), from_(from) {}
-  Lock lock() const override { return Lock::Needed; }
-  void run(Slots& slots) override { slots[slot_] = slots[from_]; }
-
- private:
-  size_t slot_, from_;
 };
 
 class DropStep : public Step {

@@ -24,7 +24,7 @@ struct UnitState {
   Py_ssize_t inputs = 0;
   bool empties_inputs = false;  // at once; else at the end
   Slots slots;
-  std::vector<std::pair<Py_ssize_t, size_t>> loads;  // input -> slot
+  std::vector<Py_ssize_t> loads;                     // each to the slot of its number
   std::vector<Py_ssize_t> kept_inputs;               // without a slot
   Shared shared;
   std::vector<std::unique_ptr<Step>> steps;
@@ -93,7 +93,8 @@ class Call {
   }
 
   py::object run(bool profiled) {
-    for (const auto& [position, slot] : state_.loads) state_.slots[slot].set(PyList_GET_ITEM(inputs_, position));
+    for (auto position : state_.loads)
+      state_.slots[static_cast<size_t>(position)].set(PyList_GET_ITEM(inputs_, position));
     for (auto position : state_.kept_inputs) kept_.push_back(Py_NewRef(PyList_GET_ITEM(inputs_, position)));
     if (state_.empties_inputs && PyList_SetSlice(inputs_, 0, PY_SSIZE_T_MAX, nullptr) != 0) throw python_error();
     size_t at = 0;
@@ -239,7 +240,13 @@ PyObject* unit_clear(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// expect(storages, counts, versions): cells, addresses and values
+// Where a cell of Python's (ctypes.c_int64) has its number; null without a cell.
+int64_t* cell(const py::handle& of) {
+  if (of.is_none()) return nullptr;
+  return reinterpret_cast<int64_t*>(py::cast<uintptr_t>(py::module_::import("ctypes").attr("addressof")(of)));
+}
+
+// expect(storages, counts, versions): cells and values
 PyObject* unit_expect(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   auto* unit = reinterpret_cast<Unit*>(self);
@@ -254,8 +261,8 @@ PyObject* unit_expect(PyObject* self, PyObject* arguments) {
   for (size_t i = 0; i < counts.size(); ++i)
     guards.counts.push_back({torch::createStorage(py::object(storages[i]).ptr()).unsafeGetStorageImpl(), counts[i]});
   for (auto version : given[2]) {
-    auto cell = py::cast<py::tuple>(version);
-    guards.versions.push_back({reinterpret_cast<const int64_t*>(py::cast<uintptr_t>(cell[1])), py::cast<int64_t>(cell[2])});
+    auto expected = py::cast<py::tuple>(version);
+    guards.versions.push_back({cell(expected[0]), py::cast<int64_t>(expected[1])});
   }
   guards.kept = given;
   Py_RETURN_NONE;
@@ -287,59 +294,60 @@ PyObject* unit_used(PyObject* self, void*) {
 
 PyTypeObject UnitType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// unit(description): a dictionary, whose entries graphs/replay/guards.py explains
+// unit(description): a Description of graphs/replay/guards.py
 PyObject* new_unit(PyObject*, PyObject* argument) {
   HANDLE_TH_ERRORS
-  auto described = py::reinterpret_borrow<py::dict>(argument);
+  const auto described = py::reinterpret_borrow<py::object>(argument);
+  const auto conditions = py::object(described.attr("guards"));
   auto state = std::make_unique<UnitState>();
-  state->inputs = py::cast<Py_ssize_t>(described["inputs"]);
-  state->empties_inputs = py::cast<bool>(described["empties_inputs"]);
-  state->slots.resize(py::cast<size_t>(described["slots"]));
-  state->loads = py::cast<std::vector<std::pair<Py_ssize_t, size_t>>>(described["loads"]);
-  state->kept_inputs = py::cast<std::vector<Py_ssize_t>>(described["kept_inputs"]);
-  state->cleared = py::cast<std::vector<size_t>>(described["cleared"]);
-  for (auto one : described["steps"]) {
+  state->inputs = py::cast<Py_ssize_t>(described.attr("inputs"));
+  state->empties_inputs = py::cast<bool>(described.attr("empties_inputs"));
+  state->slots.resize(py::cast<size_t>(described.attr("slots")));
+  state->loads = py::cast<std::vector<Py_ssize_t>>(described.attr("loads"));
+  state->kept_inputs = py::cast<std::vector<Py_ssize_t>>(described.attr("kept_inputs"));
+  state->cleared = py::cast<std::vector<size_t>>(described.attr("cleared"));
+  for (auto one : described.attr("steps")) {
     auto step = std::move(py::cast<MadeStep&>(one).step);
     TORCH_CHECK(step, "another unit has this step");
     step->join(state->shared);
     state->steps.push_back(std::move(step));
   }
-  state->result.emplace(py::cast<const Value&>(described["result"]));
-  state->name = py::cast<std::string>(described["name"]);
-  state->ranges = py::cast<std::vector<std::pair<size_t, std::string>>>(described["ranges"]);
+  state->result.emplace(py::cast<const Value&>(described.attr("result")));
+  state->name = py::cast<std::string>(described.attr("name"));
+  state->ranges = py::cast<std::vector<std::pair<size_t, std::string>>>(described.attr("ranges"));
   auto& guards = state->guards;
-  guards.addresses = py::cast<decltype(guards.addresses)>(described["addresses"]);
-  guards.numbers = py::cast<decltype(guards.numbers)>(described["numbers"]);
-  guards.dimensions = py::cast<decltype(guards.dimensions)>(described["dimensions"]);
-  guards.packed = described["packed"];
-  guards.overwritten = py::cast<std::vector<Py_ssize_t>>(described["overwritten"]);
-  guards.moving = py::cast<std::vector<std::pair<Py_ssize_t, bool>>>(described["moving"]);
-  guards.static_spans = py::cast<Spans>(described["static_spans"]);
-  guards.written_static_spans = py::cast<Spans>(described["written_static_spans"]);
-  guards.no_hooks = py::cast<bool>(described["no_hooks"]);
-  auto cell = [](const py::handle& address) { return reinterpret_cast<int64_t*>(py::cast<uintptr_t>(address)); };
-  auto addresses = py::list(described["lock_addresses"]);
-  size_t position = 0;
-  for (auto lock : described["locks"]) {
-    auto owners = py::cast<py::tuple>(lock)[0];
-    guards.locks.emplace_back(py::object(owners), cell(addresses[position++]));
+  guards.addresses = py::cast<decltype(guards.addresses)>(conditions.attr("addresses"));
+  guards.numbers = py::cast<decltype(guards.numbers)>(conditions.attr("numbers"));
+  guards.dimensions = py::cast<decltype(guards.dimensions)>(conditions.attr("dimensions"));
+  guards.packed = conditions.attr("packed");
+  guards.overwritten = py::cast<std::vector<Py_ssize_t>>(conditions.attr("overwritten"));
+  if (const auto mutated = py::object(conditions.attr("mutated_inputs")); !mutated.is_none()) {
+    guards.moving = py::cast<std::vector<std::pair<Py_ssize_t, bool>>>(mutated.attr("moving"));
+    guards.static_spans = py::cast<Spans>(mutated.attr("static_spans"));
+    guards.written_static_spans = py::cast<Spans>(mutated.attr("written_static_spans"));
   }
-  if (!described["device"].is_none()) {
-    guards.device = reinterpret_cast<THPDevice*>(py::object(described["device"]).ptr())->device;
+  guards.no_hooks = py::cast<bool>(conditions.attr("no_hooks"));
+  for (auto one : conditions.attr("locks")) {
+    auto lock = py::cast<py::tuple>(one);
+    guards.locks.emplace_back(py::object(lock[0]), cell(lock[1]));
+  }
+  if (!conditions.attr("device").is_none()) {
+    guards.device = reinterpret_cast<THPDevice*>(py::object(conditions.attr("device")).ptr())->device;
     TORCH_CHECK(guards.device->has_index() && c10::impl::hasDeviceGuardImpl(guards.device->type()),
                 "nothing tells the current stream of ", *guards.device);
   }
-  for (auto address : described["stream_addresses"]) guards.streams.push_back(cell(address));
-  if (!described["caller_captures"].is_none()) guards.caller_captures = described["caller_captures"];
+  for (auto stream : conditions.attr("streams")) guards.streams.push_back(cell(stream));
+  if (!conditions.attr("caller_captures").is_none()) guards.caller_captures = conditions.attr("caller_captures");
   // What is at these addresses.
-  state->kept = py::make_tuple(described["locks"], described["streams"], described["count"], described["clock"]);
-  state->counter = cell(described["count_address"]);
-  state->clock = cell(described["clock_address"]);
-  if (!described["give_back"].is_none()) {
-    state->give_back = described["give_back"];
+  state->kept = py::make_tuple(conditions.attr("locks"), conditions.attr("streams"), described.attr("count"),
+                               described.attr("clock"));
+  state->counter = cell(described.attr("count"));
+  state->clock = cell(described.attr("clock"));
+  if (!described.attr("give_back").is_none()) {
+    state->give_back = described.attr("give_back");
     state->out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
     state->repeats.resize(state->steps.size());
-    for (auto at : py::cast<std::vector<size_t>>(described["repeats"])) state->repeats.at(at) = true;
+    for (auto at : py::cast<std::vector<size_t>>(described.attr("repeats"))) state->repeats.at(at) = true;
   }
   auto* unit = PyObject_GC_New(Unit, &UnitType);
   if (unit == nullptr) throw python_error();

@@ -35,6 +35,8 @@ class Step {
   // Needed: it holds the interpreter's lock. InTheWay: it works long, and the lock is released. Either: it stays as it is.
   enum class Lock { Needed, InTheWay, Either };
   virtual Lock lock() const { return Lock::Either; }
+  // What a listing says of it.
+  virtual const char* note() const { return ""; }
   // For Python's garbage collection: every object of Python's that it refers to, except those in slots.
   virtual int traverse(visitproc, void*) const { return 0; }
 };
@@ -63,23 +65,25 @@ class KernelStep : public Step {
  public:
   Lock lock() const override { return Lock::InTheWay; }
   // owner: keeps what is at the address
-  // read, written: the positions of tensors; the other arguments are numbers
-  KernelStep(uint64_t address, py::object owner, const Value::Parts& arguments, const std::vector<size_t>& read,
-             const std::vector<size_t>& written)
-      : function_(reinterpret_cast<void*>(address)), owner_(std::move(owner)) {
-    TORCH_CHECK(arguments.size() <= kMostArguments);
-    caller_ = kCallers[arguments.size()];
-    values_.resize(arguments.size());
-    std::vector<bool> is_tensor(arguments.size());
-    for (auto i : read) pointers_.push_back({i, Operand(arguments.at(i)), false});
-    for (auto i : written) pointers_.push_back({i, Operand(arguments.at(i)), true});
-    for (const auto& pointer : pointers_) is_tensor[pointer.position] = true;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (is_tensor[i]) continue;
-      if (arguments[i].is_slot())
-        numbers_.emplace_back(i, Number(arguments[i]));
+  // types: the C types of the arguments
+  KernelStep(const Value& address, py::object owner, const Value& arguments, const Value& types)
+      : function_(reinterpret_cast<void*>(Number(address).in())), owner_(std::move(owner)) {
+    const auto& given = arguments.parts();
+    const auto names = py::cast<std::vector<std::string>>(types.make());
+    if (names.size() != given.size() || names.size() > kMostArguments) throw NotNative();
+    caller_ = kCallers[given.size()];
+    values_.resize(given.size());
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (names[i].ends_with('*')) {
+        pointers_.push_back({i, Operand(given[i]), !names[i].starts_with("const ")});
+        continue;
+      }
+      if (names[i] != "int64_t" && names[i] != "const int64_t") throw NotNative();
+      const Number number(given[i]);
+      if (number.known())
+        values_[i] = static_cast<uint64_t>(number.in());
       else
-        values_[i] = static_cast<uint64_t>(Number(arguments[i]).in(kNoSlots));
+        numbers_.emplace_back(i, number);
     }
   }
 
@@ -116,16 +120,14 @@ class KernelStep : public Step {
 
 class OperatorStep : public Step {
  public:
-  // An argument that is not there has its default; a result that is not there is dropped.
-  OperatorStep(const std::string& name, const std::string& overload, const std::vector<std::optional<Value>>& arguments,
-               const std::vector<std::optional<size_t>>& results)
-      : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str())) {
+  OperatorStep(Results results, const py::object& overload, const Value& args, const Value& kwargs)
+      : operator_(found(overload)), results_(std::move(results)) {
     const auto& schema = operator_.schema();
-    TORCH_CHECK(arguments.size() == schema.arguments().size());
+    if (!results_.empty() && results_.size() != schema.returns().size()) throw NotNative();  // a tuple
+    const auto arguments = in_order(args, kwargs);
     for (size_t i = 0; i < arguments.size(); ++i) {
       const auto& declared = schema.arguments()[i];
-      if (!arguments[i]) {
-        TORCH_CHECK(declared.default_value().has_value());
+      if (arguments[i] == nullptr) {
         values_.push_back(*declared.default_value());
         continue;
       }
@@ -142,8 +144,6 @@ class OperatorStep : public Step {
       else
         python_arguments_.push_back({i, value, declared.type()});
     }
-    for (auto result : results) results_.push_back(result ? static_cast<long>(*result) : -1);
-    TORCH_CHECK(results_.empty() || results_.size() == schema.returns().size());
     stack_.reserve(std::max(values_.size(), schema.returns().size()));
   }
 
@@ -203,8 +203,8 @@ class OperatorStep : public Step {
       operator_.callBoxed(&stack_);
     }
     for (size_t i = 0; i < results_.size(); ++i) {
-      if (results_[i] < 0) continue;
-      auto& slot = slots[static_cast<size_t>(results_[i])];
+      if (!results_[i]) continue;
+      auto& slot = slots[*results_[i]];
       if (stack_[i].isTensor()) {
         slot.set(std::move(stack_[i]).toTensor());
       } else if (stack_[i].isInt()) {
@@ -230,18 +230,43 @@ class OperatorStep : public Step {
   std::vector<SlotArgument> slot_arguments_;
   std::vector<PythonArgument> python_arguments_;
 
+  static c10::OperatorHandle found(const py::object& overload) {
+    const auto schema = overload.attr("_schema");
+    const auto name = py::cast<std::string>(schema.attr("name"));
+    const auto which = py::cast<std::string>(schema.attr("overload_name"));
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), which.c_str());
+  }
+
  protected:
+  // The arguments as the schema declares them; nullptr: the default.
+  std::vector<const Value*> in_order(const Value& args, const Value& kwargs) const {
+    std::vector<const Value*> ordered;
+    size_t taken = 0;
+    for (const auto& declared : operator_.schema().arguments()) {
+      const auto* given = !declared.kwarg_only() && taken < args.parts().size() ? &args.parts()[taken] : nullptr;
+      for (size_t i = 0; given == nullptr && i < kwargs.parts().size(); ++i)
+        if (py::cast<std::string>(kwargs.names()[i]) == declared.name()) given = &kwargs.parts()[i];
+      if (given != nullptr)
+        ++taken;
+      else if (!declared.default_value())
+        throw NotNative();
+      ordered.push_back(given);
+    }
+    if (taken != args.parts().size() + kwargs.parts().size()) throw NotNative();
+    return ordered;
+  }
+
   c10::OperatorHandle operator_;
   std::vector<c10::IValue> values_;
-  std::vector<long> results_;
+  Results results_;
 };
 
 // -- memory -----------------------------------------------------------------------------------------------
 
 class EmptyStep : public Step {
  public:
-  EmptyStep(size_t slot, Sizes size, Sizes stride, at::ScalarType dtype)
-      : slot_(slot), size_(std::move(size)), stride_(std::move(stride)), dtype_(dtype) {}
+  EmptyStep(const Results& results, const Value& size, const Value& stride, at::ScalarType dtype)
+      : slot_(only(results)), size_(size), stride_(stride), dtype_(dtype) {}
   void run(Slots& slots) override {
     slots[slot_].set(at::detail::empty_strided_cpu(size_.in(slots), stride_.in(slots), dtype_));
   }
@@ -254,8 +279,8 @@ class EmptyStep : public Step {
 
 class ViewStep : public Step {
  public:
-  ViewStep(size_t slot, Operand base, Sizes size, Sizes stride, Number offset)
-      : slot_(slot), base_(std::move(base)), size_(std::move(size)), stride_(std::move(stride)), offset_(offset) {}
+  ViewStep(const Results& results, const Value& base, const Value& size, const Value& stride, const Value& offset)
+      : slot_(only(results)), base_(base), size_(size), stride_(stride), offset_(offset) {}
   void run(Slots& slots) override {
     slots[slot_].set(torch::inductor::_reinterpret_tensor(base_.in(slots), size_.in(slots), stride_.in(slots),
                                                           offset_.in(slots)));
@@ -271,7 +296,8 @@ class ViewStep : public Step {
 // Gives a storage memory, or takes it back.
 class ResizeStep : public Step {
  public:
-  ResizeStep(c10::Storage storage, size_t bytes) : storage_(std::move(storage)), bytes_(bytes) {}
+  ResizeStep(c10::Storage storage, const Value& bytes)
+      : storage_(std::move(storage)), bytes_(static_cast<size_t>(Number(bytes).in())) {}
   void run(Slots&) override { resize(bytes_); }
   void join(Shared& unit) override { unit.regions.push_back(this); }
   void empty() { resize(0); }
@@ -293,8 +319,8 @@ class ResizeStep : public Step {
 // Copies inputs to their static buffers.
 class FillStep : public Step {
  public:
-  FillStep(std::vector<at::Tensor> buffers, const Value::Parts& inputs) : buffers_(std::move(buffers)) {
-    for (const auto& input : inputs) inputs_.emplace_back(input);
+  FillStep(const Value& buffers, const Value& inputs) : buffers_(py::cast<std::vector<at::Tensor>>(buffers.make())) {
+    for (const auto& input : inputs.parts()) inputs_.emplace_back(input);
     sources_.reserve(inputs_.size());
   }
   Lock lock() const override { return Lock::InTheWay; }

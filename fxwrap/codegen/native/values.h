@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -94,6 +95,16 @@ struct Slot {
 using Slots = std::vector<Slot>;
 inline const Slots kNoSlots;
 
+// Thrown where no step can be made of such operands: it is a call of Python then.
+struct NotNative {};
+
+// The slots of what a step makes; nothing, where nobody reads it.
+using Results = std::vector<std::optional<size_t>>;
+inline size_t only(const Results& results) {
+  if (results.size() != 1 || !results[0]) throw NotNative();
+  return *results[0];
+}
+
 inline py::object owned(PyObject* value) {
   if (value == nullptr) throw python_error();
   return py::reinterpret_steal<py::object>(value);
@@ -102,11 +113,11 @@ inline py::object owned(PyObject* value) {
 // A value of Python's in which slots stand for what is in them.
 class Value {
  public:
-  enum class Kind { Constant, Slot, Moved, Tuple, List, Slice, Dict };
+  enum class Kind { Constant, Slot, Tuple, List, Slice, Dict };
   using Parts = std::vector<Value>;
 
   explicit Value(py::object constant) : kind_(Kind::Constant), constant_(std::move(constant)) {}
-  Value(Kind kind, size_t slot) : kind_(kind), slot_(slot) {}  // a slot that is moved gives up its reference
+  explicit Value(size_t slot) : kind_(Kind::Slot), slot_(slot) {}
   Value(Kind kind, Parts parts, std::vector<py::object> names = {})
       : kind_(kind), parts_(std::move(parts)), names_(std::move(names)) {}
 
@@ -119,30 +130,23 @@ class Value {
   }
 
   bool is_slot() const { return kind_ == Kind::Slot; }
+  bool is_tuple() const { return kind_ == Kind::Tuple; }
   bool is_constant() const {
-    if (kind_ == Kind::Slot || kind_ == Kind::Moved) return false;
+    if (kind_ == Kind::Slot) return false;
     for (const auto& part : parts_)
       if (!part.is_constant()) return false;
     return true;
   }
   size_t slot() const { return slot_; }
   const Parts& parts() const { return parts_; }
+  const std::vector<py::object>& names() const { return names_; }
 
-  py::object make() const {
-    Slots none;
-    return make(none);
-  }
-  py::object make(Slots& slots) const {
+  py::object make(const Slots& slots = kNoSlots) const {
     switch (kind_) {
       case Kind::Constant:
         return constant_;
       case Kind::Slot:
         return owned(slots[slot_].get());
-      case Kind::Moved: {
-        auto moved = owned(slots[slot_].get());
-        slots[slot_].clear();
-        return moved;
-      }
       case Kind::Slice: {
         std::array<py::object, 3> bounds;
         for (size_t i = 0; i < 3; ++i) bounds[i] = parts_[i].make(slots);
@@ -180,10 +184,13 @@ class Value {
 class Operand {
  public:
   explicit Operand(const Value& value) {
-    if (value.is_slot())
+    if (value.is_slot()) {
       slot_ = static_cast<long>(value.slot());
-    else
-      tensor_ = THPVariable_Unpack(value.make().ptr());
+      return;
+    }
+    auto tensor = value.make();
+    if (!THPVariable_Check(tensor.ptr())) throw NotNative();
+    tensor_ = THPVariable_Unpack(tensor.ptr());
   }
   const at::Tensor& in(const Slots& slots) const { return slot_ < 0 ? tensor_ : slots[static_cast<size_t>(slot_)].tensor; }
 
@@ -196,14 +203,19 @@ class Operand {
 class Number {
  public:
   explicit Number(const Value& value) {
-    if (value.is_slot())
+    if (value.is_slot()) {
       slot_ = static_cast<long>(value.slot());
-    else
-      number_ = py::cast<int64_t>(value.make());
+      return;
+    }
+    auto number = value.make();
+    int overflow = 0;
+    if (!PyLong_CheckExact(number.ptr())) throw NotNative();
+    number_ = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    if (overflow != 0) throw NotNative();
   }
   bool known() const { return slot_ < 0; }
   bool there(const Slots& slots) const { return known() || slots[static_cast<size_t>(slot_)].is_number(); }
-  int64_t in(const Slots& slots) const {
+  int64_t in(const Slots& slots = kNoSlots) const {
     if (known()) return number_;
     const auto& slot = slots[static_cast<size_t>(slot_)];
     TORCH_CHECK_TYPE(slot.is_number(), "fxwrap: a size is no integer");
@@ -219,10 +231,15 @@ class Number {
 class Sizes {
  public:
   explicit Sizes(const Value& tuple) {
-    if (tuple.is_constant())
-      for (auto size : tuple.make()) parts_.emplace_back(Value(py::reinterpret_borrow<py::object>(size)));
-    else
+    if (tuple.is_constant()) {
+      auto sizes = tuple.make();
+      if (!PyTuple_Check(sizes.ptr())) throw NotNative();
+      for (auto size : sizes) parts_.emplace_back(Value(py::reinterpret_borrow<py::object>(size)));
+    } else if (tuple.is_tuple()) {
       for (const auto& part : tuple.parts()) parts_.emplace_back(part);
+    } else {
+      throw NotNative();
+    }
     known_ = std::all_of(parts_.begin(), parts_.end(), [](const Number& part) { return part.known(); });
     values_.resize(parts_.size());
     if (known_) evaluate(kNoSlots);

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ...compilation import Compilation
 from ...errors import StorageError
+from ...graphs.compilation import Compilation
 from ...graphs.program import Program
 from ...host_graph.graph_json import Functions, graph_from_data, graph_to_data
 from ...host_graph.listing import list_graph

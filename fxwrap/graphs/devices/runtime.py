@@ -19,9 +19,8 @@ from ...devices import (
     device_function,
     device_support,
 )
-from ...errors import CaptureError, DeviceError
+from ...errors import CaptureError
 from .cpu_graph import CPUGraph, capturing_graph
-from .cuda_memory import CudaMemory
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
 
 
@@ -223,37 +222,6 @@ def freezes_addresses(device: torch.device) -> bool:
         return False
 
 
-def suspendable_memory(device: torch.device) -> SuspendableMemory:
-    """New suspendable memory for an arena on a device.
-
-    Raises:
-        DeviceError: the device has none, or it cannot be had in this process.
-        CaptureError: no device graph exists for the device.
-    """
-    make = runtime_for(device).suspendable_memory
-    if make is None:
-        raise DeviceError(
-            f"memory of recordings on {device} cannot be suspended",
-            expected="a device whose memory can be unmapped while its addresses stay (CUDA), or suspendable_memory= "
-            "of fxwrap.register_device",
-            got="none was registered",
-            remedy="fxwrap.release() gives the memory back, too; the next call records again",
-        )
-    memory = _reclaiming[device] = make(device)
-    return memory
-
-
-def reclaim_memory() -> None:
-    """Return freed suspendable memory to its devices. Waits for the streams that worked in it."""
-    for memory in list(_reclaiming.values()):
-        with contextlib.suppress(Exception):  # as emptying a cache does
-            memory.reclaim()
-
-
-# One for each device that has had any, to reclaim memory of arenas that are gone.
-_reclaiming: dict[torch.device, SuspendableMemory] = {}
-
-
 def capture_check(device: torch.device) -> Callable[[], bool]:
     """A function that tells whether the caller captures: the device's current stream, or a CPU graph on this thread.
 
@@ -284,10 +252,8 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
             failures.append(f"{name}: {error}")
             continue
         new_pool = functools.partial(_new_pool, device)
-        memory = support.suspendable_memory
-        if memory is None and device.type == "cuda" and torch.version.hip is None:
-            memory = CudaMemory
-        return DeviceRuntime(device, make, True, False, name, new_pool, support.after_failed_capture, memory)
+        recover, memory = support.after_failed_capture, support.suspendable_memory
+        return DeviceRuntime(device, make, True, False, name, new_pool, recover, memory)
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "

@@ -10,13 +10,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ...errors import CaptureError
 from ...host_graph.sizes import evaluate_sizes
 from ...host_graph.tensors import has_address, reach, tensors_in
 from ...packing import Reserved
-from ...plan import MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
+from ...plan import InputFacts, MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
 from .locks import LockOwner
@@ -26,10 +26,11 @@ from .shared_state import SHARED
 class Planner(Protocol):
     """Plans one host graph. Implemented by ``pipeline.HostGraphPlanner``."""
 
-    def partition(self, refused: Mapping[str, str]) -> ProgramPlan:
+    def partition(self, inputs: InputFacts, refused: Mapping[str, str]) -> ProgramPlan:
         """The plan for all sizes.
 
         Args:
+            inputs: a program that is partitioned again takes them from its plan.
             refused: the error of each operator whose capture failed; it is kept out of captured partitions.
         """
 
@@ -49,6 +50,9 @@ class Planner(Protocol):
         self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
     ) -> tuple[PlacementHint, PlacementHint]:
         """Hints for a forward and its backward from a joint plan (``passes.memory.planner.plan_pair``)."""
+
+    def of_variant(self, gm: GraphModule) -> Planner:
+        """The planner of another graph, which was made of the one that this planner has."""
 
     @property
     def took(self) -> Mapping[str, tuple[int, float]]:
@@ -119,14 +123,14 @@ class MemoryProvider:
     Attributes:
         whole_storage: inputs of which bytes outside of the tensor may be used, with the operator that does so.
         max_memory: the option, in bytes.
-        suspendable: the option.
+        arena_class: the class of their arenas.
     """
 
     planner: Planner
     program: ProgramPlan
     whole_storage: Mapping[Node, str]
     max_memory: int
-    suspendable: bool = False
+    arena_class: type[Arena] = Arena
 
     def estimate(self, inputs: Sequence[Any], previous: MemoryPlan | None, saved: Saved | None) -> Estimate:
         """Plan ahead during a call that runs eagerly: the next one may be recorded.
@@ -139,11 +143,11 @@ class MemoryProvider:
             PlanError: the program cannot be recorded at all.
         """
         try:
-            sized = self._sized(inputs, self.program.static_inputs)
+            sized = self._sized(inputs, self.program.inputs.static)
         except CaptureError:
             sized = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planner.plan(sized, previous=previous)
-        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.static_inputs])))
+        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.inputs.static])))
         estimate = Estimate(sized, memory, static_inputs, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
@@ -190,7 +194,7 @@ class MemoryProvider:
         stream = current_stream(self.program.device)
         # The program's own device always has an arena: operators allocate in its pool during a capture.
         arenas = {
-            device: SHARED.arenas.acquire(device, stream, owner, locked, exclude, self.suspendable)
+            device: SHARED.arenas.acquire(device, stream, owner, locked, exclude, self.arena_class)
             for device in dict.fromkeys([*self.planner.devices(sized), self.program.device])
         }
         while True:
@@ -209,7 +213,7 @@ class MemoryProvider:
     def _donated_positions(self, inputs: Sequence[Any], static: Collection[int]) -> Mapping[int, Sequence[int]]:
         """Positions of donated inputs that are not copied, by the handle of their storage."""
         positions: dict[int, list[int]] = defaultdict(list)
-        for position in self.program.donated.intersection(static):
+        for position in self.program.inputs.donated.intersection(static):
             positions[inputs[position].untyped_storage()._cdata].append(position)
         return positions
 
@@ -246,7 +250,7 @@ class MemoryProvider:
             if isinstance(value, torch.Tensor) and has_address(value):
                 sharing[value.untyped_storage()._cdata].append(position)
         for positions in sharing.values():
-            if self.program.donated.issuperset(positions):
+            if self.program.inputs.donated.issuperset(positions):
                 nbytes = inputs[positions[0]].untyped_storage().nbytes()
                 yield nbytes, tuple(self.program.placeholders[p].name for p in positions)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .arenas import ArenaPool
+from .arena_pool import ArenaPool
 from .locks import TryLock
 from .packed_tensors import PackedTensors
 

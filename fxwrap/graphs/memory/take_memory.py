@@ -9,9 +9,16 @@ from typing import TypeVar
 import torch
 
 from ...errors import MemoryLimitError
-from ..devices.runtime import reclaim_memory
 
 Value = TypeVar("Value")
+# A feature's memory: each returns what is free to its device, when caches are emptied.
+RECLAIMING: list[Callable[[], object]] = []
+
+
+def reclaim_memory() -> None:
+    """Return free memory that is not the allocator's to its devices."""
+    for reclaim in RECLAIMING:
+        reclaim()
 
 
 def empty_cache() -> None:

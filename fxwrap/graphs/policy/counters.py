@@ -17,22 +17,22 @@ class RecordingMade:
     Attributes:
         when: seconds since 1970.
         why: the reason to record.
-        seconds: how long it took, including the first run.
+        us: how long it took, including the first run, in microseconds.
         sizes: values of the symbolic sizes and strides of inputs, by expression.
         graphs: the number of device graphs that it replays; those of the CPU are lists of calls.
-        arenas: bytes of arenas that its plan takes; 0 if memory is allocated per call.
-        copied_in, copied_out: bytes that every replay copies: inputs to static input buffers, outputs to memory of
-            their own.
+        arena_bytes: bytes of arenas that its plan takes; 0 if memory is allocated per call.
+        copied_in_bytes, copied_out_bytes: what every replay copies: inputs to static input buffers, outputs to memory
+            of their own.
     """
 
     when: float
     why: str
-    seconds: float
+    us: float
     sizes: Mapping[str, Any]
     graphs: int
-    arenas: int
-    copied_in: int
-    copied_out: int
+    arena_bytes: int
+    copied_in_bytes: int
+    copied_out_bytes: int
 
 
 class Counters:

@@ -11,8 +11,9 @@ a static input is elsewhere        record for the new address; after a few moves
 an output is live                  run eagerly; an output found live twice is copied from then on (an output of the
                                    last warm-up that is live at the first recording: from that recording on)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
-there are ``max_recordings``       the least recently used one ends, if this shape is called more often; asked again
-                                   after 0, 1, 2, 4, ... ``MOST_PATIENCE`` other calls, since it compares all shapes
+there are ``max_recordings``       the least recently used one ends, if this shape is called more often; after a
+                                   refusal the shape waits 0, 1, 2, 4, ... ``MOST_PATIENCE`` calls, since an attempt
+                                   looks at every shape
 there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
                                    growing number of calls: not every holder of memory is visible
 an eager run needed its memory     run eagerly, and retry after a growing number of calls: the two may alternate
@@ -28,7 +29,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..memory.arenas import AT_ONE_TIME, NEEDED_ELSEWHERE, OUT_OF_MEMORY, Arena
+from ..memory.arena_pool import AT_ONE_TIME
+from ..memory.arenas import NEEDED_ELSEWHERE, OUT_OF_MEMORY, Arena
 from ..memory.locks import LockOwner
 from ..memory.memory_provider import Estimate
 from ..memory.shared_state import SHARED
@@ -47,13 +49,14 @@ _ELSEWHERE = 3
 _BLOCKED = 3
 
 
-@dataclass
+@dataclass(frozen=True)
 class Decision:
     """What to do with a call for which no recording could be replayed at once.
 
     Attributes:
         replay: a recording that can be replayed after all; the call holds its locks.
         record: the reason to record; empty if the call is not recorded.
+        first: whether nothing was recorded for these sizes before.
         eager: the reason to run eagerly.
         event: what happened, for the counters.
         without_live_outputs: whether to record in an arena without live outputs.
@@ -62,14 +65,11 @@ class Decision:
 
     replay: Recording | None = None
     record: str = ""
+    first: bool = False
     eager: str = ""
     event: str = ""
     without_live_outputs: bool = False
     in_use: frozenset[Arena] = frozenset()
-
-    def excludes(self, arena: Arena) -> bool:
-        """Whether an arena must not be used for the recording."""
-        return arena in self.in_use or (self.without_live_outputs and bool(arena.live()))
 
 
 @dataclass(eq=False)
@@ -81,8 +81,9 @@ class Specialization:
 
     Attributes:
         estimate: the plan that was made ahead of the first recording.
-        blocked: how often live outputs of other programs blocked every recording that fits.
-        without_live_outputs: whether the verifier refused a plan around live outputs, so that the next recording is
+        recorded_around: how often it was recorded because live outputs of other programs blocked every recording.
+        waited_for_outputs: whether a call has run eagerly for such outputs since.
+        avoids_live_outputs: whether the verifier refused a plan around live outputs, so that the next recording is
             made in an arena without any.
         ended_because: why the last recording ended; it is the reason of the next one.
     """
@@ -94,14 +95,17 @@ class Specialization:
     output_copies: OutputCopies = field(default_factory=OutputCopies)
     shortage: Shortage = field(default_factory=Shortage)
     eviction: Eviction = field(default_factory=Eviction)
-    blocked: int = 0
-    without_live_outputs: bool = False
+    recorded_around: int = 0
+    waited_for_outputs: bool = False
+    avoids_live_outputs: bool = False
     ended_because: str = ""
 
     # -- decisions --------------------------------------------------------------------------------------
 
     def decide(self, inputs: list[Any], owner: LockOwner, full: bool) -> Decision:
         """Find out why no recording could be replayed, and decide what to do.
+
+        The call holds the locks of a recording that it is to replay, whose arenas wait for their earlier work.
 
         Args:
             owner: the call.
@@ -137,6 +141,11 @@ class Specialization:
         why = "another stream works in its memory" if other_stream else "every recording is in use"
         return Decision(record=why, in_use=arenas)
 
+    def excludes(self, arena: Arena, decision: Decision) -> bool:
+        """Whether an arena must not be used for the recording that was decided."""
+        avoids = decision.without_live_outputs or self.avoids_live_outputs
+        return arena in decision.in_use or (avoids and bool(arena.live()))
+
     def _drop_ended(self) -> None:
         gone = [r for r in self.recordings if r.ended or r.superseded]
         if gone:
@@ -147,7 +156,7 @@ class Specialization:
 
     def _decide_first(self) -> Decision:
         why, self.ended_because = self.ended_because, ""
-        return Decision(record=why or "first")
+        return Decision(record=why or "first", first=not why)
 
     def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
         """Decide for static inputs at addresses that no recording has.
@@ -177,13 +186,14 @@ class Specialization:
     def _decide_blocked(self, recordings: Sequence[Recording]) -> Decision:
         for recording in recordings:
             recording.report_live_outputs()
-        self.blocked += 1
         event = "an output of another program was live in memory that was needed"
-        if self.blocked % 2 or self.blocked > 2 * _BLOCKED:
+        # In turn: it may be dropped before the next call.
+        if not self.waited_for_outputs or self.recorded_around >= _BLOCKED:
+            self.waited_for_outputs = True
             return Decision(eager="an output of another program is live in its memory", event=event)
-        return Decision(
-            record="around live outputs of other programs", event=event, without_live_outputs=self.blocked > 2
-        )
+        self.waited_for_outputs, again = False, self.recorded_around > 0
+        self.recorded_around += 1
+        return Decision(record="around live outputs of other programs", event=event, without_live_outputs=again)
 
     def note_live(self, outputs: Collection[int]) -> bool:
         """Note that outputs (storage indices) were live when their memory was needed.

@@ -103,7 +103,7 @@ class Specializations:
                 return False
             why = "max_recordings: the least recently used"
             try:
-                if not any(arena.end_suspended([oldest], why) for arena in oldest.suspended_arenas()):
+                if not oldest.end_if_suspended(why):
                     if not oldest.acquire(owner):
                         continue
                     oldest.end(why)

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
@@ -43,8 +42,8 @@ from ...host_graph.nodes import (
 )
 from ...plan import Partition, ProgramPlan
 from ..replay import steps
-from ..replay.flat_python import as_python
-from ..replay.operands import LITERALS, Bound, Local, Operand, Register
+from ..replay.flat_python import Part
+from ..replay.operands import LITERALS, Bound, Call, Local, Operand, Register
 from ..replay.steps import Drop, Item, Load, Step
 
 # Kinds of nodes that are evaluated at their first use.
@@ -53,35 +52,6 @@ Steps = Mapping[Node, Sequence[Step]]
 
 # Post-processing of a node's result, passed in a one-element list so that the callee can drop the last reference.
 PostProcessing = Mapping[Node, Callable[[list[Any]], Any]]
-
-
-class FlatFunction:
-    """A built function.
-
-    Attributes:
-        steps: its steps.
-        result: the operand that it returns.
-        give_back: see ``as_python``.
-        function, source: the steps as a Python function of the registers, and its text.
-    """
-
-    def __init__(self, steps: Sequence[Step], result: Operand, give_back: Callable[[], object] | None = None) -> None:
-        self.steps, self.result, self.give_back = steps, result, give_back
-        self.function, self.source, self._nodes = as_python(steps, result, give_back=give_back)
-
-    @functools.cached_property
-    def profiled(self) -> Callable[[list[Any]], Any]:
-        """The function with its ranges."""
-        return as_python(self.steps, self.result, profiled=True, give_back=self.give_back)[0]
-
-    def node_at(self, error: BaseException) -> Node | None:
-        """The node whose call raised ``error``."""
-        trace = error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code is self.function.__code__:
-                return self._nodes.get(trace.tb_lineno)
-            trace = trace.tb_next
-        return None
 
 
 class FlatBuilder:
@@ -161,22 +131,21 @@ class FlatBuilder:
         self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
         self._add_all(self._before, plan.work_in(partition))
         inputs, outputs = ([plan.nodes[name] for name in names] for names in (signature.inputs, signature.outputs))
-        self.call(getattr(plan.graph, signature.target), inputs, outputs)
+        self._call(getattr(plan.graph, signature.target), inputs, outputs, plan.work_in(partition)[-1])
         for node in stores:
             self.keep(node)
         self._add_all(self._after, plan.work_in(partition))
 
-    def call(self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node]) -> None:
-        """Append ``*outputs, = function(*inputs)``."""
+    def _call(
+        self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node], node: Node
+    ) -> None:
+        """Append ``*outputs, = function(*inputs)``, as the step that runs ``node``."""
         args = tuple(map(self._argument, inputs))
         results = tuple(self._new_local() for _ in outputs)
-        self._steps.append(steps.CallPython(function, args, unpacks=bool(results), results=results))
-        for node, local in zip(outputs, results, strict=True):
-            self._locals[node] = local
+        self._steps.append(steps.CallPython(function, args, unpacks=bool(results), results=results, node=node))
+        self._locals.update(zip(outputs, results, strict=True))
+        for local in (*results, *(self._locals[given] for given in inputs if given in self._locals)):
             self._use(local)
-        for node in inputs:
-            if node in self._locals:
-                self._use(self._locals[node])
 
     def begin_range(self, name: str) -> None:
         """Append the begin of a range. It ends where the next range begins."""
@@ -190,7 +159,7 @@ class FlatBuilder:
             value = self._reference(node)
         else:
             value = tuple(None if part is None else self._reference(part) for part in parts)
-        self._steps.append(steps.Store(Register(self.registers[node]), value))
+        self._steps.append(steps.Store(Register(self.registers[node]), value, node=node))
         for part in parts if parts is not None else [node]:
             if part is not None:
                 self._use(self._locals[part])
@@ -214,11 +183,12 @@ class FlatBuilder:
         """The register of a node, as an operand."""
         return Register(self.registers[node])
 
-    def build(self, result: Any = None, give_back: Callable[[], object] | None = None) -> FlatFunction:
+    def build(self, result: Any = None, name: str = "", give_back: Callable[[], object] | None = None) -> Part:
         """Build the function.
 
         Args:
             result: the value that the function returns; nodes in it stand for their values.
+            name: see ``Part``.
             give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
         """
         returned = self._argument(result, literal_lists=True)
@@ -231,7 +201,7 @@ class FlatBuilder:
             everything.append(step)
             if position in dead:
                 everything.append(Drop(tuple(dead[position])))
-        return FlatFunction(everything, returned, give_back)
+        return Part.of(everything, returned, name, give_back)
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -243,26 +213,26 @@ class FlatBuilder:
             return  # the number is an element of a tuple that was taken apart
         step = self._step(node)
         if node in self._post_processing:
-            step = steps.PostProcess(step, self._post_processing[node])
+            step = _processed(step.call(), self._post_processing[node])
         if is_work(node) and not node.users and node not in self._post_processing:
             self._append(step, node, self._repeats(node))
         elif node.users and _only_elements_used(node):
             self._take_apart(node, step, scheduled)
         else:
-            self.assign(node, step, node)
+            self.assign(node, step)
 
     def _take_apart(self, node: Node, step: Step, scheduled: Container[Node]) -> None:
         """Define the elements of a tuple as locals of their own, so that each is freed after its own last use."""
         count, positions = len(node.meta["val"]), {user: int(user.args[1]) for user in node.users}  # type: ignore[arg-type]
-        call = step.step if isinstance(step, steps.PostProcess) else step
-        if isinstance(call, steps.CallOperator) and len(call.overload._schema.returns) == count > 1:
+        overload = schema_of(node)
+        if overload is not None and len(overload._schema.returns) == count > 1:
             elements = {position % count: self._new_local() for position in positions.values()}
             results = tuple(map(elements.get, range(count)))
             self._append(dataclasses.replace(step, results=results, unpacks=True), node, self._repeats(node))
             for user, position in positions.items():
                 self._locals[user] = self._use(elements[position % count])
         else:
-            self.assign(node, step, node)
+            self.assign(node, step)
             whole = self._locals[node]
             assert isinstance(whole, Local)
             for user, position in positions.items():
@@ -280,11 +250,11 @@ class FlatBuilder:
     def _new_local(self) -> Local:
         return Local(f"v{next(self._names)}")
 
-    def assign(self, node: Node, step: Step, runs: Node | None = None) -> None:
-        """Append the step that makes a node's value. ``runs`` is the node if the step is the node's own work."""
+    def assign(self, node: Node, step: Step) -> None:
+        """Append the step that makes a node's value."""
         self._locals[node] = local = self._new_local()
         repeats = not isinstance(step, (Load, Item)) and self._repeats(node)
-        self._steps.append(dataclasses.replace(step, results=(local,), node=runs, repeats=repeats))
+        self._steps.append(dataclasses.replace(step, results=(local,), node=node, repeats=repeats))
         self._use(local)
 
     def _use(self, operand: Local | Bound | Register) -> Local | Bound | Register:
@@ -307,21 +277,12 @@ class FlatBuilder:
         if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= _OPTIONS:
             (size, stride), options = args, dict[str, Any](given)
             return steps.Allocate(size, stride, **options, on_cpu=node.meta.get("call"))
-        if is_arithmetic(node.target):
-            return steps.Arithmetic(function, args, kwargs)
         if (overload := schema_of(node)) is not None:
             kind = steps.Multiply if overload in steps.Multiply.OVERLOADS else steps.CallOperator
             return kind(function, args, kwargs, overload=overload)
-        if not kwargs:
-            if node.target is reinterpret:
-                return steps.View(function, *args)
-            if checks_layout(node):
-                return steps.CheckLayout(function, *args)
-            if checks_alignment(node):
-                return steps.CheckAlignment(function, *args)
-            if node.target in (check, require):
-                return steps.CheckCondition(function, *args)
-        return steps.CallPython(function, args, kwargs)
+        if node.target is reinterpret and not kwargs:
+            return steps.View(function, *args)
+        return _kind(node)(function, args, kwargs)
 
     def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
@@ -402,8 +363,30 @@ def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
         for node in gm.graph.nodes
         if node in work or (kind_of(node) is Kind.CHECK and node not in with_their_values)
     )
-    function = builder.build(output_node(gm).args[0]).function
-    return lambda *values: function(list(values))
+    run = builder.build(output_node(gm).args[0]).run
+    return lambda *values: run(list(values))
+
+
+def _kind(node: Node) -> type[steps.CallPython]:
+    """The kind of call of a node that calls no operator."""
+    if node.kwargs:
+        return steps.CallPython
+    if is_arithmetic(node.target):
+        return steps.Arithmetic
+    if checks_layout(node):
+        return steps.CheckLayout
+    if checks_alignment(node):
+        return steps.CheckAlignment
+    return steps.CheckCondition if node.target in (check, require) else steps.CallPython
+
+
+def _processed(call: Call, process: Callable[[list[Any]], Any]) -> steps.CallPython:
+    """A call whose result goes through ``process``, which gets the last reference to it."""
+
+    def processed(*args: Any, **kwargs: Any) -> Any:
+        return process([call.function(*args, **kwargs)])
+
+    return steps.CallPython(processed, call.args, call.kwargs)
 
 
 # The options of an allocation, besides size and stride.

@@ -9,8 +9,9 @@ import torch
 from torch.fx import Node
 
 from ...host_graph.nodes import effective_users, only_computes
+from ...host_graph.storages import Origin
 from ...host_graph.tensors import reach, tensor_like, tensor_over, unexpanded
-from ...plan import Home, Origin
+from ...plan import Home
 from ..memory.regions import Regions
 from ..memory.static_buffers import copy_tensors
 from ..replay.flat_python import Part
@@ -93,7 +94,7 @@ class Layout:
             value = inputs[position]
             buffer = tensor_like(value, self.planned(index))
             self.input_buffers[node] = self.input_tensors[position] = buffer
-            if position in self._plan.write_only:
+            if position in self._plan.inputs.write_only:
                 pass  # nothing reads what the caller has there
             elif buffer.is_conj() or buffer.is_neg():  # torch refuses to write to such tensors in a list
                 copy = CallPython(copy_tensors, (Register(position), Bound(buffer)))
@@ -106,8 +107,8 @@ class Layout:
                 self.copies_back.append((position, buffer))
         name = copies_of_inputs(self._request.name)
         for device, (tensors, positions) in buffers.items():
-            steps.setdefault(device, []).append(Fill(tuple(tensors), tuple(map(Register, positions))))
-        return [Part.of(copies, name) for copies in steps.values()]
+            steps.setdefault(device, []).append(Fill(Bound(tensors), tuple(map(Register, positions))))
+        return [Part.of(copies, name=name) for copies in steps.values()]
 
     def static_inputs(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Static inputs, without a reference to them: the caller may free them, or count references.

@@ -105,8 +105,7 @@ class Outputs:
                 self._watch(owned, indices)
                 if self._freezes_addresses and isinstance(value, Bound):
                     self._lay_out_views(builder, node, value.value, output)
-        flat = builder.build(output.args[0])
-        return Part(flat.function, flat.steps, flat.result)
+        return builder.build(output.args[0])
 
     def _like(self, value: Bound | Register, tensor: torch.Tensor) -> View:
         """A new tensor over the memory of ``value``, laid out as ``tensor``."""

@@ -17,9 +17,9 @@ import torch
 from torch.fx import Node
 
 from ...errors import MemoryLimitError
-from ...host_graph.nodes import checks_layout, checks_on, constants, operator_name
+from ...host_graph.nodes import Kind, checks_layout, checks_on, constants, is_work, kind_of, operator_name
 from ...host_graph.tensors import has_address, tensors_in
-from ...plan import Partition, Verdict
+from ...plan import Partition, ProgramPlan, Verdict
 from ..devices.cpu_graph import BoundCall
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import GraphPool
@@ -30,9 +30,9 @@ from ..replay.flat_python import Part
 from ..replay.operands import Bound, Register
 from ..replay.ranges import copies_after, copies_to_inputs, partition_range
 from ..replay.recording import Recording, RecordingRequest, RecordingResources, Replay
-from ..replay.steps import CallPython, Copy, ReplayGraph, Resize, Step, Store
+from ..replay.steps import CallOperator, CallPython, ReplayGraph, Resize, Step, Store
 from .capture import capture_graph
-from .flat import FlatBuilder, FlatFunction, PostProcessing, Steps
+from .flat import FlatBuilder, PostProcessing, Steps
 from .layout import Layout
 from .outputs import Outputs
 from .registers import Registers
@@ -67,11 +67,9 @@ class RecordingBuilder:
         self.request = request
         self.plan = request.sized.program
         self._freezes_addresses = request.runtime.frozen_addresses
-        self._placeholders = self.plan.placeholders
         self._constants = constants(self.plan.graph)
         self.registers = Registers.of(self.plan, request.memory, self._freezes_addresses)
         self._values: list[Any] = [None] * len(self.registers.by_node)
-        self._inputs_end = len(self._placeholders)
         # Storages with a fixed address: captured work uses them, or the plan puts them in an arena.
         in_arenas = map(request.memory.inside, request.memory.arenas.values())
         self._fixed_storages = self.plan.facts.named_in(self.plan.captured_work).union(*in_arenas)
@@ -106,7 +104,7 @@ class RecordingBuilder:
             copies_back = list(self._copies_back())
             collect = made.part(FlatBuilder(*self._from_registers()), common)
             parts = (*self._parts, *copies_back, collect)
-            replay = Replay(self._values, self._inputs_end, not self._freezes_addresses, parts)
+            replay = Replay(self._values, len(inputs), not self._freezes_addresses, parts)
             recording = self._make_recording(replay)
             for part in copies_back:
                 part.run(self._values)
@@ -130,7 +128,7 @@ class RecordingBuilder:
         self._values[:] = [None] * len(self._values)
 
     def _make_recording(self, replay: Replay) -> Recording:
-        kept = [*self.layout.tensors.values(), *self.fixed_values.values()]
+        kept = {**self.layout.tensors, **self.layout.input_buffers, **self.fixed_values}
         resources = RecordingResources(
             self._graphs, self._pools, kept, self.layout.in_arenas, self.layout.regions, self._eager_reasons
         )
@@ -138,7 +136,7 @@ class RecordingBuilder:
 
     def _capture_all(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         """Run every partition once, captured or eagerly. Returns the values that are the same at every call."""
-        self._values[: self._inputs_end] = inputs
+        self._values[: len(inputs)] = inputs
         self._add_input_checks()
         for part in self.layout.fill_input_buffers(inputs):
             self._parts.append(part)
@@ -155,8 +153,12 @@ class RecordingBuilder:
 
     def _copies_back(self) -> Iterator[Part]:
         if self.layout.copies_back:
-            copies = [Copy(Register(position), Bound(buffer)) for position, buffer in self.layout.copies_back]
-            yield Part.of(copies, copies_to_inputs(self.request.name))
+            copy = torch.ops.aten.copy_.default
+            copies = [
+                CallOperator(copy, (Register(position), Bound(buffer)), overload=copy)
+                for position, buffer in self.layout.copies_back
+            ]
+            yield Part.of(copies, name=copies_to_inputs(self.request.name))
 
     def _add_input_checks(self) -> None:
         """Run the asserts on inputs now. Those on static inputs run only now, the others at every call.
@@ -165,14 +167,14 @@ class RecordingBuilder:
         2.14.1 passes it with other dimensions). So a static input that is written is checked at every call.
         """
         facts, written = self.plan.facts, self.plan.facts.all_written()
-        placeholders = (self._placeholders[position] for position in self.request.static_inputs)
+        placeholders = (self.plan.placeholders[position] for position in self.request.static_inputs)
         static = {node for node in placeholders if written.isdisjoint(facts.of(node))}
         # Only inputs exist here: asserts that need results come later.
         known, registers = self._from_registers()
         registers = {node: i for node, i in registers.items() if node.op == "placeholder"}
         once, layouts, others = (FlatBuilder(dict(known), registers) for _ in range(3))
         checked = set[int]()
-        for node in filter(once.available, checks_on(self._placeholders)):
+        for node in filter(once.available, checks_on(self.plan.placeholders)):
             inputs = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
             varying = [registers[arg] for arg in inputs if arg in registers]  # sizes are constants of the recording
             if static.issuperset(inputs):
@@ -186,13 +188,13 @@ class RecordingBuilder:
                 others.check(node)
         check_once, check_layouts, check_others = (builder.build() for builder in (once, layouts, others))
         for flat in (check_once, check_layouts, check_others):
-            flat.function(self._values)
+            flat.run(self._values)
         if checked:
             same = self.request.functions.layout_check(self._values, sorted(checked))
-            run = functools.partial(_unless, same, check_layouts.function)  # one check after another, which raise
-            self._parts.append(Part(run, check_layouts.steps))
+            run = functools.partial(_unless, same, check_layouts.run)  # one check after another, which raise
+            self._parts.append(dataclasses.replace(check_layouts, run=run))
         if check_others.steps:
-            self._parts.append(Part(check_others.function, check_others.steps))
+            self._parts.append(check_others)
 
     def _from_registers(self) -> tuple[dict[Node, Any], dict[Node, int]]:
         """What a flat function binds, and what it reads from registers, if it binds only numbers and constants."""
@@ -205,7 +207,7 @@ class RecordingBuilder:
         flat = self._flat(partition, bindings, True, stores)
         filled = [self.registers.by_node[node] for node in stores]
         call = BoundCall(
-            flat.function, flat.source, self._values, self.request.functions.below_autograd, self._inputs_end, filled
+            flat.run, flat.source, self._values, self.request.functions.below_autograd, len(bindings.inputs), filled
         )
         capture = functools.partial(self._capture_graph, call, partition.index)
         try:
@@ -224,7 +226,8 @@ class RecordingBuilder:
             else:
                 failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 self._eager_reasons[partition.index] = f"capture failed: {failure}"
-                if (node := flat.node_at(error)) is not None:
+                node = flat.node_at(error)
+                if node is not None and is_work(node) and partition.index not in self.plan.compiled:
                     self._refused[operator_name(node)] = failure
         if graph is None:
             # Earlier partitions have run. This one runs eagerly, now and in replays. Later ones are still captured,
@@ -234,10 +237,10 @@ class RecordingBuilder:
         if not runtime.runs_while_capturing:
             graph.replay()
         self._graphs.append(graph)
-        # The CPU's graph calls the flat function on the same registers: a native unit may run its steps instead.
-        part = Part.of([ReplayGraph(graph)], partition_range(self.request.name, partition.index))
+        part = Part.of([ReplayGraph(graph, node=_only_work(self.plan, partition))], name=flat.name)
         if not self._freezes_addresses:
-            part = dataclasses.replace(part, steps=flat.steps, below_autograd=True)
+            # The CPU's graph calls the flat function on the same registers: a native unit may run its steps instead.
+            part = dataclasses.replace(flat, run=part.run, below_autograd=True)
         self._parts.append(part)
         if self._freezes_addresses:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The
@@ -287,10 +290,9 @@ class RecordingBuilder:
     def _add_eager(self, partition: Partition, bindings: _Bindings) -> None:
         stores = self.registers.stores.get(partition.index, [])
         flat = self._flat(partition, bindings, False, stores)
-        name = partition_range(self.request.name, partition.index)
-        self._parts.append(Part(flat.function, flat.steps, name=name))
+        self._parts.append(flat)
         with self._as_replayed():
-            flat.function(self._values)
+            flat.run(self._values)
         if not self._freezes_addresses or self._gave_up_because:
             return
         # Graphs read fixed addresses. Results of eager work that the plan does not place are copied to static
@@ -315,7 +317,7 @@ class RecordingBuilder:
                 steps.append(CallPython(copy_tensors, (Register(register), Bound(buffer))))
                 steps.append(Store(Register(register), Bound(buffer)))
             name = copies_after(self.request.name, partition.index)
-            self._parts.append(Part.of(steps, name))
+            self._parts.append(Part.of(steps, name=name))
 
     def _as_replayed(self) -> contextlib.AbstractContextManager[Any]:
         """The mode for a capture or a first run: the caller's inference mode if replays make new tensors."""
@@ -349,9 +351,7 @@ class RecordingBuilder:
         tensors = (tensor for value in known for tensor in tensors_in(value))
         return self.layout.placed.addresses.union(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
-    def _flat(
-        self, partition: Partition, bindings: _Bindings, captured: bool, stores: Sequence[Node]
-    ) -> FlatFunction:
+    def _flat(self, partition: Partition, bindings: _Bindings, captured: bool, stores: Sequence[Node]) -> Part:
         # On the CPU eager partitions bind static inputs as well, so that views of them are made once.
         bound = bindings.captured if captured or not self._freezes_addresses else bindings.common
         last = {node for node, index in self.registers.last_reader.items() if index == partition.index}
@@ -364,7 +364,7 @@ class RecordingBuilder:
         builder = FlatBuilder(bound, registers, last, before, after, processing)
         with self.layout.regions.filled():  # it makes views over regions, which have no memory between calls
             builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
-            return builder.build()
+            return builder.build(name=partition_range(self.request.name, partition.index))
 
 
 @dataclass(frozen=True)
@@ -380,6 +380,12 @@ class _Bindings:
     inputs: Sequence[Any]
     common: dict[Node, Any]
     captured: dict[Node, Any]
+
+
+def _only_work(plan: ProgramPlan, partition: Partition) -> Node | None:
+    """The node that a partition runs, if it is but one; of a partition that is compiled elsewhere, the last."""
+    work = [node for node in plan.work_in(partition) if kind_of(node) is not Kind.CHECK]
+    return work[-1] if len(work) == 1 or partition.index in plan.compiled else None
 
 
 def _unless(holds: Callable[[list[Any]], bool], check: Callable[[list[Any]], Any], r: list[Any]) -> None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import effective_users, output_node, reinterpret
-from ...plan import MemoryPlan, Origin, ProgramPlan
+from ...host_graph.storages import Origin
+from ...plan import MemoryPlan, ProgramPlan
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,10 @@ class Registers:
 
 def _allocated_per_call(plan: ProgramPlan, memory: MemoryPlan) -> dict[int, list[Node]]:
     """Allocations that are made at each call, by the first partition that uses them."""
+    lifetimes = Lifetimes.of(plan.facts.named_in(plan.work_in(partition)) for partition in plan.partitions)
     allocations: dict[int, list[Node]] = {}
-    seen: set[int] = set()
-    for partition in plan.partitions:
-        named = plan.facts.named_in(plan.work_in(partition))
-        for index in sorted((named & memory.per_call) - seen):
-            allocations.setdefault(partition.index, []).append(plan.maker(index))
-        seen |= named
+    for index in sorted(memory.per_call & lifetimes.keys()):
+        allocations.setdefault(lifetimes[index].start, []).append(plan.maker(index))
     return allocations
 
 
@@ -90,10 +89,9 @@ def _returned_views(
 def _last_readers(plan: ProgramPlan, by_node: Mapping[Node, int], producer: Mapping[Node, int]) -> dict[Node, int]:
     last_readers = {}
     facts = plan.facts
-    returned = facts.behind(output_node(plan.graph).all_input_nodes)
     waits = {begun: producer[wait] for wait, over in plan.awaited.items() for begun in over}
     for node in by_node:
-        if node.op == "placeholder" and facts.of(node) & returned:
+        if node.op == "placeholder" and facts.of(node) & facts.handed_out:
             continue  # an output may alias this input
         users = effective_users(node)
         # The operands of a communication live until its wait.

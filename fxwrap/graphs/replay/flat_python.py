@@ -1,9 +1,10 @@
-"""Turns steps into a Python function (``as_python``). ``Part``, a piece of a replay, has both."""
+"""A piece of a replay (``Part``): steps, and the Python function that they are (``as_python``)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from .steps import Range, Step
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of a replay.
+    """One piece of a replay. ``of`` makes it of steps.
 
     Attributes:
         run: runs the steps in Python, on the registers.
-        steps, result: the steps and the returned operand, for a native unit.
+        steps, result: the steps and the returned operand.
         name: the name of its range in profiles; empty if it has none.
         below_autograd: whether a unit runs the steps below autograd; ``run`` does so itself.
+        give_back, source, nodes: see ``as_python``.
     """
 
     run: Callable[[list[Any]], Any]
@@ -29,11 +31,34 @@ class Part:
     result: Operand = None
     name: str = ""
     below_autograd: bool = False
+    give_back: Callable[[], object] | None = None
+    source: str = ""
+    nodes: Mapping[int, Node] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, steps: Sequence[Step], name: str) -> Part:
-        """A part that runs its steps as Python."""
-        return cls(as_python(steps, None)[0], steps, name=name)
+    def of(
+        cls,
+        steps: Sequence[Step],
+        result: Operand = None,
+        name: str = "",
+        give_back: Callable[[], object] | None = None,
+    ) -> Part:
+        run, source, nodes = as_python(steps, result, give_back=give_back)
+        return cls(run, steps, result, name, give_back=give_back, source=source, nodes=nodes)
+
+    @functools.cached_property
+    def run_profiled(self) -> Callable[[list[Any]], Any]:
+        """The same with the ranges that are among the steps."""
+        return as_python(self.steps, self.result, profiled=True, give_back=self.give_back)[0]
+
+    def node_at(self, error: BaseException) -> Node | None:
+        """The node whose call raised ``error``."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is self.run.__code__:
+                return self.nodes.get(trace.tb_lineno)
+            trace = trace.tb_next
+        return None
 
 
 def as_python(

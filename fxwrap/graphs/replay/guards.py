@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from .native import NativeStep, Value
+from .overlaps import MutatedInputs
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,7 @@ class Guards:
         numbers: (position, value) of inputs that are numbers.
         dimensions: (position, whether it is a stride, dimension, value) of sizes and strides.
         packed, overwritten: storages by handle; no input at the positions ``overwritten`` may lie in them.
-        moving: (position, whether it is mutated) of inputs; no mutated input among them may overlap another.
-        static_spans: spans [begin, end) of static inputs, in order; no mutated input of ``moving`` may overlap them.
-        written_static_spans: the spans of mutated static inputs; no input of ``moving`` may overlap them.
+        mutated_inputs: which lie apart from all others; None where it does not matter.
         no_hooks: whether a call must come from a thread without saved-tensor hooks.
         locks: for each lock, its owners, of which there must be none, and the cell that says that a unit holds it.
         device: the accelerator, which must be the current one; None for the CPU.
@@ -37,9 +35,7 @@ class Guards:
     dimensions: Sequence[tuple[int, bool, int, int]] = ()
     packed: Mapping[int, Any] | None = None
     overwritten: Sequence[int] = ()
-    moving: Sequence[tuple[int, bool]] = ()
-    static_spans: Sequence[tuple[int, int]] = ()
-    written_static_spans: Sequence[tuple[int, int]] = ()
+    mutated_inputs: MutatedInputs | None = None
     no_hooks: bool = False
     locks: Sequence[tuple[dict[int, Any], ctypes.c_int64]] = ()
     device: torch.device | None = None
@@ -49,7 +45,7 @@ class Guards:
 
 @dataclass
 class Description:
-    """A unit as the helper library takes it.
+    """A unit as the helper library takes it; it reads the attributes by name.
 
     Attributes:
         inputs: the number of inputs; they are the first slots.
@@ -59,12 +55,11 @@ class Description:
         count: a counter of this unit's calls.
         name: the name of a call's range in profiles; empty if the call has none of its own.
         slots: the number of slots.
-        loads: (input, slot) of inputs that steps read.
+        loads: inputs that steps read.
         kept_inputs: inputs that no step reads, and that live until the end of the call.
-        used: slots that steps read or write.
-        dropped: slots that steps empty.
         cleared: slots that still hold a value at the end of a call.
-        listing: a line of text for each step.
+        listing: the Python of what the unit replays, line by line.
+        lines: the line of each step.
         ranges: (position of a step, name): ranges inside of the call; each ends where the next begins.
         give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
         repeats: positions of steps that may run again.
@@ -77,26 +72,13 @@ class Description:
     count: ctypes.c_int64 | None = None
     name: str = ""
     slots: int = 0
-    loads: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
     kept_inputs: list[int] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)
     cleared: list[int] = field(default_factory=list)
     steps: list[NativeStep] = field(default_factory=list)
     listing: list[str] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
     ranges: list[tuple[int, str]] = field(default_factory=list)
     result: Value | None = None
     give_back: Callable[[], object] | None = None
     repeats: list[int] = field(default_factory=list)
-
-    def for_library(self) -> Mapping[str, Any]:
-        """The fields by name, as the library reads them, and addresses of the cells that it shares with Python."""
-        guards = {item.name: getattr(self.guards, item.name) for item in dataclasses.fields(Guards)}
-        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "guards"}
-        cells = {
-            "count_address": ctypes.addressof(self.count) if self.count is not None else 0,
-            "clock_address": ctypes.addressof(self.clock) if self.clock is not None else 0,
-            "lock_addresses": [ctypes.addressof(cell) for _, cell in self.guards.locks],
-            "stream_addresses": list(map(ctypes.addressof, self.guards.streams)),
-        }
-        return {**own, **guards, **cells}

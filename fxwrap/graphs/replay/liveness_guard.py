@@ -56,13 +56,12 @@ class LivenessGuard:
         counts = self._counts()[len(self._own.outputs) :]
         return [output for output, count, free in zip(self._near, counts, self._free, strict=True) if count > free]
 
-    def expected(self) -> tuple[list[torch.UntypedStorage], list[int], list[tuple[ctypes.c_int64, int, int]]]:
+    def expected(self) -> tuple[list[torch.UntypedStorage], list[int], list[tuple[ctypes.c_int64, int]]]:
         """The storages, their use counts if no output is live, and the arena versions for which these are right.
 
-        A version is a cell with its address and value.
+        A version is a cell with its value.
         """
-        cells = [arena.version for arena in self._footprints]
-        versions = list(zip(cells, map(ctypes.addressof, cells), self._versions, strict=True))
+        versions = list(zip((arena.version for arena in self._footprints), self._versions, strict=True))
         return self._counted, self._own.baseline + self._free, versions
 
     def _collect(self, versions: list[int]) -> None:

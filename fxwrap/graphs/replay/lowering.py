@@ -1,228 +1,165 @@
-"""Steps of one part as steps of the helper library, over slots.
+"""Translates steps into steps of the helper library, over numbered slots.
 
-Registers are slots, and a local that is stored in one, or read from one, is that slot.
+The first slots are the registers. A local that is loaded from a register, or stored in one, shares its slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Sequence
 
-import torch
-
-from ...host_graph.nodes import Kernel
+from .flat_python import Part
 from .guards import Description
-from .native import CannotReplay, NativeReplay, NativeStep, Value
-from .operands import LITERALS, Bound, Call, Local, Moved, Operand, Register, is_number, known
+from .native import CannotReplay, NativeReplay, NativeStep, Unit, Value
+from .operands import LITERALS, Bound, Listing, Local, Operand, Register
+from .steps import Drop, Load, Range, Step, Store
 
 # At the end of a listing's line: the step is a call of a Python function.
 PYTHON = "  # Python"
-# The step multiplies matrices with the BLAS that ATen calls, and calls the operator where that may be another thing.
-BLAS = "  # BLAS"
-# As many arguments as the library can give a kernel.
-_MOST_ARGUMENTS = 96
 
 
 class Lowering:
-    """What has been made of the steps of one part.
+    """A unit as it is made, part by part.
 
     Args:
-        stored: the registers in which locals are stored.
-
-    Attributes:
-        slots: of locals.
+        registers: the number of registers, which are the first slots.
     """
 
-    def __init__(self, native: NativeReplay, stored: Mapping[Local, int], description: Description) -> None:
-        self.library, self.operations, self._kernel_address = native.library, native.operations, native.kernel_address
-        self._gemms = native.gemms
-        self._description = description
-        self.slots: dict[Local, int] = {}
-        self._borrowed = set[Local]()  # in registers that stay when the local goes
-        self._stored = stored
-        self._temporaries = 0
+    def __init__(self, native: NativeReplay, registers: int, description: Description) -> None:
+        self._native, self._description = native, description
+        self._listing = Listing()
+        self._count = registers  # of slots
+        self._used, self._dropped = set[int](), set[int]()
+        self._result: Operand = None
+        self._below = False
+        # Of the part that is being appended: the slots of locals, the registers in which locals are stored, and the
+        # locals in the slot of a register that keeps its value when the local goes.
+        self._slots, self._stored, self._borrowed = dict[Local, int](), dict[Local, int](), set[Local]()
 
-    # -- operands -------------------------------------------------------------------------------------
+    def append(self, part: Part) -> None:
+        """Append a part. The unit returns the result of the last one."""
+        stores = [step for step in part.steps if isinstance(step, Store)]
+        self._stored = {store.value: store.register.number for store in stores if isinstance(store.value, Local)}
+        self._slots, self._borrowed, self._result = {}, set(), part.result
+        self._go_below_autograd(part.below_autograd)
+        self._begin_range(part.name)
+        for step in part.steps:
+            self._lower(step)
+        self._begin_range("")
 
-    def value(self, operand: Operand) -> Value:
+    def unit(self) -> Unit:
+        """The unit of all parts."""
+        self._go_below_autograd(False)
+        described = self._description
+        described.listing.append(f"return {self._listing.of(self._result)}")
+        described.result = self._value(self._result)
+        # Steps may hold the address of a static input without reading its slot. Such inputs are kept until the call
+        # ends.
+        unread = {position for position, _ in described.guards.addresses} - self._used
+        described.loads = [position for position in range(described.inputs) if position not in unread]
+        described.kept_inputs = sorted(unread) if described.empties_inputs else []
+        described.cleared = sorted(self._used.union(described.loads) - self._dropped)
+        described.slots = self._count
+        return self._native.library.unit(described)  # type: ignore[no-any-return]
+
+    def _lower(self, step: Step) -> None:
+        library = self._native.library
+        self._description.listing.append(step.python(self._listing))
+        match step:
+            case Range(name):
+                self._begin_range(name)
+            case Load(Register(number), empties):
+                self._slots[step.result] = number
+                if not empties:
+                    self._borrowed.add(step.result)
+            case Store(Register(number), value):
+                if not (isinstance(value, Local) and self._slots[value] == number):
+                    self._append(library.set(self._use(number), self._value(value)))
+            case Drop(locals):
+                for local in locals:
+                    slot = self._slots[local]
+                    if local not in self._borrowed and self._stored.get(local) != slot:
+                        self._dropped.add(slot)
+                        self._append(library.drop(slot))
+            case _:
+                if step.repeats:
+                    self._description.repeats.append(len(self._description.steps))
+                self._append(self._made(step))
+
+    def _begin_range(self, name: str) -> None:
+        self._description.ranges.append((len(self._description.steps), name))
+
+    def _go_below_autograd(self, below: bool) -> None:
+        """Have steps skip autograd's layer of the dispatcher from here on, or no more."""
+        if below is not self._below:
+            self._below = below
+            self._description.listing.append(f"# {'below' if below else 'through'} autograd")
+            self._append(self._native.library.below_autograd(below))
+
+    def _append(self, step: NativeStep) -> None:
+        self._description.steps.append(step)
+        self._description.lines.append(len(self._description.listing) - 1)
+        if step.note:
+            self._description.listing[-1] += f"  # {step.note}"
+
+    def _made(self, step: Step) -> NativeStep:
+        """A step of the library: of the step's own function, or else a call of Python."""
+        if step.has_native_form():
+            function, *names = step.NATIVE
+            made: NativeStep | None = getattr(self._native.library, function)(*(self._taken(step, n) for n in names))
+            if made is not None:
+                return made
+        return self._python(step)
+
+    def _taken(self, step: Step, name: str) -> object:
+        """What a function of the library takes: an operand as a value, and anything else as it is."""
+        if name == "results":
+            return self._results(step)
+        if name == "call":
+            return self._python(step)
+        if name == "gemms":
+            return self._native.gemms
+        taken = operator.attrgetter(name)(step)
+        return self._value(taken) if isinstance(taken, _OPERANDS) else taken
+
+    def _python(self, step: Step) -> NativeStep:
+        call = step.call()
+        args = list(map(self._value, (*call.args, *call.kwargs.values())))
+        return self._native.library.python(call.function, args, tuple(call.kwargs), self._results(step), step.unpacks)
+
+    def _results(self, step: Step) -> Sequence[int | None]:
+        """The slots of what a step makes."""
+        for local in step.results:
+            if local is not None and local not in self._slots:
+                self._slots[local] = slot = self._stored.get(local, self._count)
+                self._count = max(self._count, slot + 1)
+        return [None if local is None else self._use(self._slots[local]) for local in step.results]
+
+    def _value(self, operand: Operand) -> Value:
         """An operand as the library takes it."""
-        library = self.library
+        library, values = self._native.library, lambda operands: list(map(self._value, operands))
         match operand:
             case Local():
-                return library.slot(self._use(self.slots[operand]))
-            case Moved(local):
-                return library.moved(self._use(self.slots[local]))
+                return library.slot(self._use(self._slots[operand]))
             case Register(number):
                 return library.slot(self._use(number))
             case Bound(value):
                 return library.constant(value)
             case tuple():
-                return library.tuple(self.values(operand))
+                return library.tuple(values(operand))
             case list():
-                return library.list(self.values(operand))
+                return library.list(values(operand))
             case slice():
-                return library.slice(self.values((operand.start, operand.stop, operand.step)))
+                return library.slice(values((operand.start, operand.stop, operand.step)))
             case dict():
-                return library.dict(self.values(list(operand.values())), list(operand))
+                return library.dict(values(operand.values()), list(operand))
         if type(operand) in LITERALS:
             return library.constant(operand)
         raise CannotReplay(f"an operand: {operand}")
 
-    def values(self, operands: Sequence[Operand]) -> list[Value]:
-        return list(map(self.value, operands))
-
-    def text(self, operand: Operand) -> str:
-        """An operand in a listing."""
-        match operand:
-            case Local():
-                return f"slot {self.slots[operand]}"
-            case Moved(local):
-                return self.text(local)
-            case Register(number):
-                return f"slot {number}"
-            case Bound(value):
-                if isinstance(value, torch.Tensor):
-                    return f"<{str(value.dtype).removeprefix('torch.')}{list(value.shape)}>"
-                plain = type(value) in (*LITERALS, float, tuple, list, torch.dtype, torch.device)
-                return repr(value) if plain else f"<{type(value).__name__}>"
-            case tuple() | list():
-                return f"({self.texts(operand)})"
-            case dict():
-                return "{" + ", ".join(f"{name!r}: {self.text(part)}" for name, part in operand.items()) + "}"
-            case slice():
-                return ":".join(map(self.text, (operand.start, operand.stop, operand.step)))
-        return repr(operand)
-
-    def texts(self, operands: Iterable[Operand]) -> str:
-        return ", ".join(map(self.text, operands))
-
-    def new(self, local: Local) -> int:
-        """The slot of a local that a step makes."""
-        slot = self._stored.get(local, self._description.slots)
-        if slot == self._description.slots:
-            self._description.slots += 1
-        self.slots[local] = slot
-        return self._use(slot)
-
-    def temporary(self) -> Local:
-        """A local between two steps of the library that are one here."""
-        self._temporaries += 1
-        return Local(f"temporary {self._temporaries}")
-
     def _use(self, slot: int) -> int:
-        self._description.used.add(slot)
+        self._used.add(slot)
         return slot
 
-    # -- steps ----------------------------------------------------------------------------------------
 
-    def add(self, step: NativeStep, text: str) -> bool:
-        self._description.steps.append(step)
-        self._description.listing.append(text)
-        return True
-
-    def below_autograd(self, below: bool) -> None:
-        """Steps skip autograd's layer of the dispatcher from here on, or do so no more."""
-        self.add(self.library.below_autograd(below), f"{'below' if below else 'through'} autograd:")
-
-    def python(self, call: Call, results: Sequence[Local | None] = (), unpacks: bool = False) -> NativeStep:
-        """A call of Python."""
-        args = self.values((*call.args, *call.kwargs.values()))
-        slots = [self.new(local) for local in results if local is not None]
-        return self.library.python(call.function, args, tuple(call.kwargs), slots, unpacks)
-
-    def call_python(
-        self, call: Call, results: Sequence[Local | None] = (), unpacks: bool = False, name: str = ""
-    ) -> bool:
-        """Append a call of Python."""
-        named = [f"{name}={self.text(value)}" for name, value in call.kwargs.items()]
-        given = ", ".join([*map(self.text, call.args), *named])
-        made: list[Local] = [local or self.temporary() for local in results]
-        native = self.python(call, made, unpacks)
-        name = name or getattr(call.function, "__name__", None) or type(call.function).__name__
-        self.add(native, f"{f'{self.texts(made)} = ' if made else ''}{name}({given}){PYTHON}")
-        return self.drop([local for local in made if local not in results])
-
-    def kernel(self, kernel: Kernel, args: Sequence[Operand]) -> bool:
-        """A call of a kernel by its address, if it takes pointers and integers of 64 bits."""
-        types = [str(ctype) for ctype in kernel.arg_types or ()]
-        if len(types) != len(args) or len(types) > _MOST_ARGUMENTS:
-            return False
-        read, written = list[int](), list[int]()
-        for position, (ctype, arg) in enumerate(zip(types, args, strict=True)):
-            if ctype.endswith("*") and (isinstance(arg, (Local, Register)) or isinstance(known(arg), torch.Tensor)):
-                (read if ctype.startswith("const ") else written).append(position)
-            elif not (is_number(arg) and ctype.removeprefix("const ").strip() == "int64_t"):
-                return False
-        address = self._kernel_address(kernel)
-        if address is None:
-            return False
-        step = self.library.kernel(address, kernel.call, self.values(args), read, written)
-        return self.add(step, f"{kernel.name}({self.texts(args)})")
-
-    def operator(
-        self, overload: torch._ops.OpOverload, call: Call, results: Sequence[Local | None], product: bool = False
-    ) -> bool:
-        """A call through the dispatcher, if the arguments are in the order of the schema.
-
-        Of a ``product`` of matrices, the library may call the BLAS itself.
-        """
-        schema, args, named = overload._schema, call.args, dict(call.kwargs)
-        described, texts = list[Value | None](), list[str]()
-        for position, argument in enumerate(schema.arguments):
-            if position < len(args) and not argument.kwarg_only:
-                operand = args[position]
-            elif argument.name in named:
-                operand = named.pop(argument.name)
-            elif argument.has_default_value():
-                described.append(None)
-                texts.append("default")
-                continue
-            else:
-                return False
-            described.append(self.value(operand))
-            texts.append(self.text(operand))
-        if named or sum(not argument.kwarg_only for argument in schema.arguments) < len(args):
-            return False
-        if results and len(results) != len(schema.returns):
-            return False  # a tuple
-        slots = [None if local is None else self.new(local) for local in results]
-        made = ", ".join("_" if slot is None else f"slot {slot}" for slot in slots)
-        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        text = f"{made + ' = ' if made else ''}{name}({', '.join(texts)})"
-        described_so = schema.name, schema.overload_name, described, slots
-        if product and self._gemms is not None:
-            return self.add(self.library.product(*described_so, self._gemms), text + BLAS)
-        return self.add(self.library.operator(*described_so), text)
-
-    def load(self, local: Local, number: int, empties: bool) -> bool:
-        self.slots[local] = number
-        if not empties:
-            self._borrowed.add(local)
-        return True
-
-    def store(self, number: int, value: Operand) -> bool:
-        if not isinstance(value, Local):
-            step = self.library.set(self._use(number), self.value(value))
-        elif self.slots[value] != number:
-            step = self.library.copy(self._use(number), self.slots[value])
-        else:
-            return True
-        return self.add(step, f"slot {number} = {self.text(value)}")
-
-    def drop(self, locals: Sequence[Local]) -> bool:
-        for local in locals:
-            if local not in self._borrowed and self._stored.get(local) != self.slots[local]:
-                self._drop(self.slots[local])
-        return True
-
-    def _drop(self, slot: int) -> bool:
-        self._description.dropped.add(slot)
-        return self.add(self.library.drop(slot), f"drop slot {slot}")
-
-    def item(self, local: Local, whole: Local, position: int) -> bool:
-        slot = self.new(local)
-        text = f"slot {slot} = {self.text(whole)}[{position}]"
-        return self.add(self.library.item(slot, self.slots[whole], position), text)
-
-    def begin_range(self, name: str) -> bool:
-        self._description.ranges.append((len(self._description.steps), name))
-        return True
+_OPERANDS = (Local, Register, Bound, tuple, list, slice, dict, *LITERALS)

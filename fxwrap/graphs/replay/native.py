@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
-from ...host_graph.nodes import Kernel
-from .operands import Function
-
-# Objects of the library: an operand, and a step of one unit.
+# An operand, an object of the library.
 Value = NewType("Value", object)
-NativeStep = NewType("NativeStep", object)
+
+
+class NativeStep(Protocol):
+    """A step of one unit.
+
+    Attributes:
+        note: "Python" if it is a call of Python; "BLAS" if it multiplies matrices with the BLAS that ATen calls, and
+            calls the operator where that may be another thing.
+    """
+
+    @property
+    def note(self) -> str: ...
 
 
 class Unit(Protocol):
@@ -33,9 +41,9 @@ class Unit(Protocol):
     def __call__(self, inputs: list[Any]) -> Any: ...
 
     def expect(
-        self, storages: Sequence[Any], counts: Sequence[int], versions: Sequence[tuple[ctypes.c_int64, int, int]]
+        self, storages: Sequence[Any], counts: Sequence[int], versions: Sequence[tuple[ctypes.c_int64, int]]
     ) -> None:
-        """Replay only if storages have these use counts, and cells (with their addresses) these values."""
+        """Replay only if storages have these use counts, and cells these values."""
 
     def clear(self) -> None:
         """Drop all references. From now on every call misses."""
@@ -46,17 +54,13 @@ class NativeReplay:
     """The helper library.
 
     Attributes:
-        library: a function for each kind of operand and step, and ``unit``.
-        operations: the integer functions that the library computes: for each its number there, and how many operands
-            it takes.
-        kernel_address: the address of a kernel's machine code; None if it is unknown.
+        library: a function for each kind of operand, for each ``NATIVE`` of a step (which returns None if it cannot
+            do it with such operands), and ``unit``.
         gemms: the addresses of the functions with which ATen multiplies matrices of float32 and of float64; None if
             they are unknown.
     """
 
     library: Any
-    operations: Mapping[Function, tuple[int, int]]
-    kernel_address: Callable[[Kernel], int | None]
     gemms: tuple[int, int] | None = None
 
     @property

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
+
 LITERALS = (int, bool, str, type(None))
 
 
@@ -35,16 +37,8 @@ class Bound:
     value: Any
 
 
-@dataclass(frozen=True)
-class Moved:
-    """The value of a local that gives up its reference."""
-
-    local: Local
-
-
 Operand: TypeAlias = (
-    "Local | Register | Bound | Moved | int | str | tuple[Operand, ...] | list[Operand] | slice"
-    " | dict[str, Operand] | None"
+    "Local | Register | Bound | int | str | tuple[Operand, ...] | list[Operand] | slice | dict[str, Operand] | None"
 )
 Number: TypeAlias = "Local | Register | Bound | int"
 Sizes: TypeAlias = "Bound | tuple[Operand, ...]"
@@ -53,11 +47,16 @@ Function: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """``function(*args, **kwargs)`` in Python."""
+    """``function(*args, **kwargs)`` in Python.
+
+    Attributes:
+        name: of the function in listings, if it is not the function's own.
+    """
 
     function: Function
     args: tuple[Operand, ...] = ()
     kwargs: Mapping[str, Operand] = field(default_factory=dict)
+    name: str = ""
 
 
 def operands_in(value: object) -> Iterator[Local | Register | Bound]:
@@ -72,22 +71,6 @@ def operands_in(value: object) -> Iterator[Local | Register | Bound]:
         case tuple() | list():
             for part in value:
                 yield from operands_in(part)
-
-
-def known(operand: Any) -> Any:
-    """The value of a bound operand; another operand itself."""
-    return operand.value if isinstance(operand, Bound) else operand
-
-
-def is_number(operand: Operand) -> bool:
-    """Whether an operand is an integer, or may hold one at a call."""
-    return type(known(operand)) is int or isinstance(operand, (Local, Register))
-
-
-def are_sizes(*operands: Sizes) -> bool:
-    """Whether every operand is a tuple of integers, or may hold one at a call."""
-    values = map(known, operands)
-    return all(isinstance(value, tuple) and all(map(is_number, value)) for value in values)
 
 
 class Text:
@@ -113,9 +96,9 @@ class Text:
                 return f"r[{number}]"
             case Bound(bound):
                 return self.bound(bound)
-            case Call(function, args, kwargs):
+            case Call(args=args, kwargs=kwargs):
                 parts = [*map(self.of, args), *(f"{name}={self.of(part)}" for name, part in kwargs.items())]
-                return f"{self.bound(function)}({', '.join(parts)})"
+                return f"{self.called(value)}({', '.join(parts)})"
             case tuple():
                 return f"({', '.join(map(self.of, value))}{',' if len(value) == 1 else ''})"
             case list():
@@ -127,6 +110,9 @@ class Text:
                 return "{" + ", ".join(f"{name!r}: {self.of(part)}" for name, part in value.items()) + "}"
         return repr(value)
 
+    def called(self, call: Call) -> str:
+        return self.bound(call.function)
+
     def bound(self, value: object) -> str:
         """The name of a value in the namespace."""
         if type(value) in LITERALS:
@@ -136,3 +122,22 @@ class Text:
         name = self._names.setdefault(value if sizes else id(value), f"c{len(self._names)}")
         self.namespace[name] = value
         return name
+
+
+class Listing(Text):
+    """The same text for people to read, in which functions have their names, and bound values are described."""
+
+    def called(self, call: Call) -> str:
+        return call.name or super().called(call)
+
+    def bound(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"<{str(value.dtype).removeprefix('torch.')}{list(value.shape)}>"
+        if isinstance(value, (tuple, list)):
+            return self.of(type(value)(map(Bound, value)))
+        if isinstance(value, torch._ops.OpOverload):
+            return str(value)
+        if type(value) in (*LITERALS, float, torch.dtype, torch.device):
+            return repr(value)
+        value = getattr(value, "func", value)  # of a functools.partial
+        return getattr(value, "__name__", None) or f"<{type(value).__name__}>"

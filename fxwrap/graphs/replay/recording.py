@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.fx import Node
 from torch.profiler import record_function
 
 from ...host_graph.tensors import tensors_in
@@ -105,15 +106,15 @@ class RecordingResources:
     Attributes:
         graphs: the device graphs.
         pools: the memory pools of the graphs; kept so that a new pool gets another stream while there is a free one.
-        kept: tensors over planned and per-recording storages, and values at fixed addresses: results of captured
-            partitions, and static buffers of eager results.
+        kept: tensors over planned and per-recording storages, static input buffers, and values at fixed addresses
+            (results of captured partitions, and static buffers of eager results), by the node that makes the value.
         in_arenas: (device, offset) of each storage in an arena, by its handle.
         eager_reasons: why a partition that was to be captured runs eagerly, by partition.
     """
 
     graphs: Sequence[DeviceGraph]
     pools: Sequence[GraphPool | None]
-    kept: Sequence[Any]
+    kept: Mapping[Node, Any]
     in_arenas: Mapping[int, tuple[torch.device, int]]
     regions: Regions
     eager_reasons: Mapping[int, str]
@@ -154,6 +155,7 @@ class Recording:
         self._used = next_use()
         self.unit: Unit | None = None
         self.listing: Sequence[str] = ()
+        self._lines: Sequence[int] = ()
         self._watched_outputs = WatchedOutputs()
         self._liveness: LivenessGuard | None = None
         self._retire: Callable[[], object] = lambda: None  # until ``watch`` has run
@@ -175,7 +177,7 @@ class Recording:
         footprints = {arena: memory.footprint(plan) if plan is not None else [] for arena, plan in plans.items()}
         donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
         self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
-        unplanned = tensors_in(self._resources.kept)
+        unplanned = tensors_in(list(self._resources.kept.values()))
         without_modes = self.request.functions.without_modes
         self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, unplanned)
         self._retire.atexit = False
@@ -187,18 +189,18 @@ class Recording:
         """Lock the recording and its arenas for one call. The caller calls ``release`` in any case.
 
         Returns:
-            False if another call uses one, or if the recording has ended or is suspended.
+            False if another call uses one, or if the recording has ended or has a suspended arena.
         """
         for lock in self._locks:
             if not lock.acquire(owner):
                 return False
         if self.unit is not None and self.unit.abandoned and not self.superseded:
             self.supersede("the process was forked in the middle of a call")
-        return not self.ended and not self.suspended_arenas()
+        return not self.ended and not any(arena.is_suspended() for arena in self._arenas)
 
-    def suspended_arenas(self) -> list[Arena]:
-        """Its arenas whose memory is suspended: it cannot run before they are resumed."""
-        return [arena for arena in self._arenas if arena.suspension is not None]
+    def end_if_suspended(self, why: str) -> bool:
+        """End it if one of its arenas is suspended, and so cannot be locked; returns whether one was."""
+        return any(arena.end_if_suspended([self], why) for arena in self._arenas)
 
     def release(self, owner: LockOwner) -> None:
         """Release the locks that ``owner`` holds."""
@@ -232,13 +234,6 @@ class Recording:
         streams = [arena.stream_id for arena in self._arenas] if device is not None else []
         locks = [(lock.owners, lock.native) for lock in self._locks]
         guards = dataclasses.replace(guards, addresses=static, locks=locks, device=device, streams=streams)
-        if (mutated := self.request.mutated_inputs) is not None:
-            guards = dataclasses.replace(
-                guards,
-                moving=mutated.moving,
-                static_spans=mutated.static_spans,
-                written_static_spans=mutated.written_static_spans,
-            )
         described = Description(
             replay.inputs_end, replay.frees_inputs, guards, _CLOCK, self.request.count, self.request.name
         )
@@ -246,7 +241,7 @@ class Recording:
             self.unit = make_unit(native, replay.parts, len(replay.registers), described)
         except CannotReplay as error:
             return str(error)
-        self.listing = described.listing
+        self.listing, self._lines = described.listing, described.lines
         self._tell_unit()
         return ""
 
@@ -255,7 +250,8 @@ class Recording:
         """What it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
         if self._resources is None:
             return []
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors_in(self._resources.kept)}
+        kept = tensors_in(list(self._resources.kept.values()))
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in kept}
         return [storage for handle, storage in storages.items() if handle not in self._resources.in_arenas]
 
     @property
@@ -366,7 +362,7 @@ class Recording:
     def failed_natively(self, error: BaseException) -> None:
         """Add the failed step to an error that the unit raised."""
         if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
+            error.add_note(f"fxwrap: raised by {self.listing[self._lines[self.unit.failed]]}")
 
 
 # A counter that stamps each use: the lowest stamp is the least recent use.

@@ -25,7 +25,7 @@ from ...host_graph.nodes import (
     schema_of,
     waits,
 )
-from ...plan import Origin, Storage, StorageFacts
+from ...host_graph.storages import Origin, Storage, StorageFacts
 
 _NONE: frozenset[int] = frozenset()
 
@@ -74,14 +74,14 @@ class _Analysis:
     def run(self) -> StorageFacts:
         for node in self.gm.graph.nodes:
             self._visit(node, kind_of(node))
-        in_flight = self.not_awaited | self.begun_before
         return StorageFacts(
             tuple(self.storages),
             _by_name(self.of),
             _by_name(self.reads),
             _by_name(self.writes),
             {node.name: frozenset(begun.name for begun in ended) for node, ended in self.ends.items()},
-            in_flight,
+            in_flight=self.not_awaited | self.begun_before,
+            handed_out=self._storages_in(output_values(self.gm)),
         )
 
     def _visit(self, node: Node, kind: Kind) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
-from ...plan import StorageFacts
+from ...host_graph.storages import StorageFacts
 from .aliasing import overlap_groups
 
 if TYPE_CHECKING:

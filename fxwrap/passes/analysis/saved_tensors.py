@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from torch.fx import Node
 
 from ...host_graph.nodes import output_values
-from ...plan import Origin, ProgramPlan
+from ...host_graph.storages import Origin
+from ...plan import ProgramPlan
 
 
 def saved_tensors(
@@ -24,9 +25,9 @@ def saved_tensors(
         forward   primals_1, x -> [y, primals_1, addmm]         addmm is allocated there, primals_1 is not
         backward  primals_1, addmm, tangents_1 -> [...]         {storage of addmm: [addmm]}
     """
-    received = dict(zip(backward.inputs, [node.name for node in backward.placeholders], strict=False))
+    received = dict(zip(backward.inputs.names, [node.name for node in backward.placeholders], strict=False))
     values, names = output_values(forward.graph), dict[int, list[str]]()
-    for position, name in forward.saved.items():
+    for position, name in forward.inputs.saved.items():
         value = values[position]
         if name in received and isinstance(value, Node):
             for index in forward.facts.of(value):

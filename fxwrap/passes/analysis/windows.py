@@ -90,7 +90,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
         )
         if found is None:
             return False
-        dims.remove(found)
+        dims = [dim for dim in dims if dim is not found]  # to compare sizes would make guards of them
         extent = extent * found[0]
     return True
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import by_name, communicates, output_node
+from ...host_graph.nodes import by_name, communicates
 from ...host_graph.sizes import number_at, symbols_at
-from ...plan import Origin, StorageFacts
+from ...host_graph.storages import Origin, StorageFacts
 
 
 def placeable_results(
@@ -33,7 +33,6 @@ def placeable_results(
     Args:
         symbol_values: concrete sizes, for what depends on symbols.
     """
-    handed_out = facts.behind(output_node(gm).all_input_nodes)
     # A communication fills its result after its call, until it is awaited.
     nodes = by_name(gm)
     begun = frozenset[str]().union(*facts.awaited.values(), facts.awaited)
@@ -47,7 +46,7 @@ def placeable_results(
         if any(facts.of(value) != {storage.index} for value in values):
             continue  # it may alias another value
         # What a communication fills can be copied only after a wait.
-        if storage.index in handed_out and (communicates(node) or not _is_one_plain_tensor(values)):
+        if storage.index in facts.handed_out and (communicates(node) or not _is_one_plain_tensor(values)):
             continue
         value = storage.value(node)
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device != device:

@@ -6,27 +6,18 @@ Where addresses are frozen, storages get offsets in an arena. On the CPU they ge
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from ...host_graph.storages import Origin
 from ...packing import Buffer, Placement, Reserved, plan_memory
 from ...packing.reserved import lay_out_arena, most_alive
 from ...packing.shared_regions import share_regions
-from ...plan import (
-    Home,
-    MemoryPlan,
-    Origin,
-    Place,
-    PlacementHint,
-    Prediction,
-    Region,
-    Reservations,
-    SizedProgram,
-)
+from ...plan import Home, MemoryPlan, Place, PlacementHint, Prediction, Region, Reservations, SizedProgram
 from ..analysis.saved_tensors import saved_tensors
 from .requirements import Requirements
 
@@ -64,21 +55,15 @@ def _plan_arenas(
     previous: MemoryPlan | None,
 ) -> MemoryPlan:
     """A plan with one arena per device, which exists between calls, too."""
-    reserved = {
-        d: [replace(interval, end=requirements.end_of(interval.nodes)) for interval in reservations.get(d, ())]
-        for d in requirements.planned
-    }
-    placements = {
-        d: _lay_out(requirements, d, reserved[d], (hint or {}).get(d), previous) for d in requirements.planned
-    }
     regions, offsets = list[Region](), list[Mapping[int, int]]()
     for device, items in requirements.planned.items():
-        alignment, placement = _alignment(device), placements[device]
+        alignment, taken = _alignment(device), reservations.get(device, ())
+        reserved = tuple(replace(interval, end=requirements.end_of(interval.nodes)) for interval in taken)
+        placement = _lay_out(requirements, device, reserved, (hint or {}).get(device), previous)
         plain = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
-        bounds = placement.size, alignment, True, placement.lower_bound, plain, tuple(reserved[device])
-        region = Region(device, 0, requirements.end, *bounds)
+        bounds = placement.size, alignment, True, placement.lower_bound, plain, reserved
+        regions.append(Region(device, 0, requirements.end, *bounds))
         offsets.append({index: placement.offsets[buffer.name] for index, buffer in items})
-        regions.append(region)
     plan = _assign_homes(requirements, regions, offsets, Home.RECORDING)
     bound = sum(region.lower_bound for region in regions)
     return replace(plan, peak=plan.size, lower_bound=bound, plain=sum(region.plain for region in regions))
@@ -143,15 +128,14 @@ def plan_pair(
         Offsets for the first and for the second program, by device.
     """
     timeline = _Timeline.of([Requirements.of(first), Requirements.of(_with_moved_inputs(second, first))], saved_as)
-    placements = {d: plan_memory(items, _alignment(d)) for d, items in timeline.planned.items()}
-
-    def hint_of(number: str) -> PlacementHint:
-        return {
-            device: Placement({n[1:]: o for n, o in p.offsets.items() if n[0] == number}, p.size, p.lower_bound)
-            for device, p in placements.items()
-        }
-
-    return hint_of("0"), hint_of("1")
+    hints: tuple[dict[torch.device, Placement], ...] = ({}, {})
+    for device, items in timeline.planned.items():
+        placement = plan_memory(_renamed(items), _alignment(device))
+        for number, hint in enumerate(hints):
+            placed = zip(items, placement.offsets.values(), strict=True)
+            offsets = {buffer.name: offset for (program, buffer), offset in placed if program == number}
+            hint[device] = replace(placement, offsets=offsets)
+    return hints[0], hints[1]
 
 
 def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:
@@ -166,9 +150,9 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     predictions = []
     frozen = programs[0].frozen
     for device in {**timeline.planned, **timeline.unplanned}:
-        planned = timeline.planned.get(device, [])
+        planned = _renamed(timeline.planned.get(device, ()))
         own_copies = copies if device == programs[0].program.device else 0
-        unplanned = [*timeline.unplanned.get(device, ()), Buffer("copies", own_copies, 0, timeline.end)]
+        unplanned = [*_renamed(timeline.unplanned.get(device, ())), Buffer("copies", own_copies, 0, timeline.end)]
         predictions.append(
             Prediction(
                 device,
@@ -190,11 +174,18 @@ def _with_moved_inputs(backward: SizedProgram, forward: SizedProgram) -> SizedPr
     return replace(backward, input_buffers=buffers) if buffers != backward.input_buffers else backward
 
 
+# Buffers, each with the number of its program.
+_Numbered = list[tuple[int, Buffer]]
+
+
+def _renamed(items: Iterable[tuple[int, Buffer]]) -> list[Buffer]:
+    """The buffers under names that differ: two programs may have one name for two buffers."""
+    return [replace(buffer, name=str(position)) for position, (_, buffer) in enumerate(items)]
+
+
 @dataclass(frozen=True)
 class _Timeline:
     """Buffers of one program, or of two in sequence; the second's steps follow the first's.
-
-    Names are prefixed with the program's number.
 
     Attributes:
         unplanned: what operators allocate themselves.
@@ -202,15 +193,14 @@ class _Timeline:
         end: the step after the last.
     """
 
-    planned: dict[torch.device, list[Buffer]]
-    unplanned: dict[torch.device, list[Buffer]]
+    planned: Mapping[torch.device, _Numbered]
+    unplanned: Mapping[torch.device, _Numbered]
     outputs: Mapping[torch.device, int]
     end: int
 
     @classmethod
     def of(cls, requirements: Sequence[Requirements], saved_as: Mapping[int, Sequence[str]]) -> _Timeline:
-        planned: dict[torch.device, list[Buffer]] = defaultdict(list)
-        unplanned: dict[torch.device, list[Buffer]] = defaultdict(list)
+        planned, unplanned = (defaultdict[torch.device, _Numbered](list) for _ in range(2))
         outputs: dict[torch.device, int] = defaultdict(int)
         begin, last = 0, sum(part.end for part in requirements)
         for number, part in enumerate(requirements):
@@ -223,7 +213,7 @@ class _Timeline:
                         # An operator's own result that was copied to planned memory ends before: it is freed at once.
                         if after is not None and end == part.end and index in part.handed_out:
                             end = part.end + after.end_of(saved_as.get(index, ()))
-                        collected[device].append(Buffer(f"{number}{b.name}", b.size, begin + b.begin, begin + end))
+                        collected[device].append((number, Buffer(b.name, b.size, begin + b.begin, begin + end)))
                         if begin + end == last and part.is_output(index):
                             outputs[device] += b.size
             begin += part.end

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ...errors import PlanError
+from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import (
     Kind,
     by_name,
@@ -23,11 +24,11 @@ from ...host_graph.nodes import (
     kind_of,
     only_computes,
     operator_name,
-    output_node,
 )
 from ...host_graph.sizes import concrete, hinted_layout, layout_at, storage_bytes, symbols_at
+from ...host_graph.storages import Origin, StorageFacts
 from ...packing import Buffer
-from ...plan import Origin, ProgramPlan, SizedProgram, StorageFacts
+from ...plan import ProgramPlan, SizedProgram
 from .operator_results import placeable_results
 from .workspace import needs_no_workspace, same_layouts
 
@@ -36,7 +37,10 @@ from .workspace import needs_no_workspace, same_layouts
 class Requirements:
     """The memory that a program needs at concrete sizes.
 
+    It refers to no node and no plan: those may lead to the ``SizedProgram`` that its cache has as a weak key.
+
     Attributes:
+        lifetimes: see ``ProgramPlan``.
         planned: storages that the plan places, by device, each with its index.
         unplanned: memory of known size that operators allocate themselves, by device: results with the storage's
             index, workspace with None.
@@ -44,11 +48,9 @@ class Requirements:
             not measured at these sizes.
         sizes: bytes of every storage that an allocation node makes or the plan places, if its size is known.
         outputs: storages that the caller gets: of allocation nodes, and results of operators that the plan places.
-        handed_out: storages that the caller gets, or gets back.
         copied_back: see ``MemoryPlan``.
-        ranges: the steps ``[begin, end)`` in which a storage is touched, by storage.
-        temporaries: allocated storages of known size that are never live after a call, in the steps that name them;
-            none where addresses are frozen.
+        temporaries: allocated storages of known size that are never live after a call; none where addresses are
+            frozen.
         unshared: temporaries that need a region of their own (``_counted_from`` has the reasons).
         donated: inputs that are freed after their last use.
         copies: bytes that are copied because eager work returns them and captured work reads them.
@@ -56,19 +58,22 @@ class Requirements:
     """
 
     facts: StorageFacts
+    lifetimes: Lifetimes
     planned: Mapping[torch.device, list[tuple[int, Buffer]]]
     unplanned: Mapping[torch.device, list[tuple[int | None, Buffer]]]
     unknown: frozenset[int]
     sizes: Mapping[int, int]
     outputs: frozenset[int]
-    handed_out: frozenset[int]
     copied_back: frozenset[str]
-    ranges: Mapping[int, tuple[int, int]]
     temporaries: Mapping[int, Buffer]
     unshared: frozenset[int]
     donated: Sequence[Buffer]
     copies: int
     end: int
+
+    @property
+    def handed_out(self) -> frozenset[int]:
+        return self.facts.handed_out
 
     def is_output(self, index: int | None) -> bool:
         """Whether the caller gets a storage that the program allocates."""
@@ -83,7 +88,7 @@ class Requirements:
         indices = self.facts.behind_named(names)
         if not indices or indices & self.handed_out:
             return self.end
-        return max(self.ranges.get(index, (0, 0))[1] for index in indices)
+        return max(self.lifetimes.get(index, range(0)).stop for index in indices)
 
     @classmethod
     def of(cls, sized: SizedProgram) -> Requirements:
@@ -94,36 +99,29 @@ class Requirements:
 
     @classmethod
     def _of(cls, sized: SizedProgram) -> Requirements:
-        program = sized.program
-        _check_communications(program.facts)
-        ranges, results, handed_out = live_ranges(program), _placed_results(sized), _handed_out(program)
-        outputs = output_storages(program) | (handed_out & results.keys())
-        copied_back, end = _copied_back(sized, handed_out), len(program.schedule) + 1
-        sizes, buffers = _planned_buffers(sized, ranges, results, copied_back, outputs, end)
+        program, facts = sized.program, sized.program.facts
+        _check_communications(facts)
+        results, symbols = _placed_results(sized), symbols_at(sized.symbol_values)
+        copied_back, end = _copied_back(sized), len(program.schedule) + 1
+        outputs = frozenset(
+            i for i in facts.handed_out if i in results or facts.storages[i].origin is Origin.ALLOCATION
+        )
+        sizes, buffers = _planned_buffers(sized, results, copied_back, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
-        symbols = symbols_at(sized.symbol_values)
-        results_at = _sizes_of_results(program, symbols)
-        workspace = _workspace_at(program, symbols)
-        unplanned = _unplanned(sized, ranges, handed_out, end, placed, results_at, workspace)
-        unknown = _unknown_steps(program, ranges, {**sizes, **results_at}, workspace)
-        temporaries = {
-            index: Buffer(program.facts.storages[index].name, sizes[index], *steps)
-            for index, steps in (_temporaries(program).items() if not sized.frozen else ())
-            if index in placed
-        }
+        results_at, workspace = _sizes_of_results(program, symbols), _workspace_at(program, symbols)
+        temporaries = {} if sized.frozen else _temporaries(program, buffers)
         return cls(
-            facts=program.facts,
+            facts=facts,
+            lifetimes=program.lifetimes,
             planned=buffers,
-            unplanned=unplanned,
-            unknown=unknown,
+            unplanned=_unplanned(program, end, placed, results_at, workspace),
+            unknown=_unknown_steps(program, {**sizes, **results_at}, workspace),
             sizes=sizes,
             outputs=outputs,
-            handed_out=handed_out,
             copied_back=copied_back,
-            ranges=ranges,
             temporaries=temporaries,
             unshared=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
-            donated=_donated(sized, ranges, handed_out, end),
+            donated=_donated(sized, end),
             copies=_copies(program, placed, results_at) if sized.frozen else 0,
             end=end,
         )
@@ -146,7 +144,6 @@ def _check_communications(facts: StorageFacts) -> None:
 
 def _planned_buffers(
     sized: SizedProgram,
-    ranges: Mapping[int, tuple[int, int]],
     results: Mapping[int, int],
     copied_back: frozenset[str],
     outputs: frozenset[int],
@@ -157,75 +154,46 @@ def _planned_buffers(
     Args:
         results: bytes of operators' results that the plan places, by storage.
     """
-    program = sized.program
-    step_of = {node: step for step, node in enumerate(program.schedule)}
+    program, lifetimes = sized.program, sized.program.lifetimes
     sizes: dict[int, int] = {}
     buffers: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
     in_compiled = frozenset().union(*(signature.temporaries for signature in program.compiled.values()))
     for storage in program.facts.storages:
-        node = program.nodes[storage.node]
-        if storage.index in in_compiled:
+        node, index = program.nodes[storage.node], storage.index
+        if index in in_compiled:
             continue  # the compiled partition allocates it itself
-        first, last = ranges.get(storage.index, (0, 1))
         if storage.origin is Origin.ALLOCATION:
             layout = concrete(node.args[:2], sized.symbol_values)
             if layout is None:
                 continue  # its size is data-dependent: allocated when it is known
             kwargs: Mapping[str, Any] = node.kwargs
-            sizes[storage.index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
+            sizes[index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
             device = kwargs["device"]
-            if (
-                kwargs.get("pin_memory")
-                or device.type == "meta"
-                or not (storage.index in ranges or storage.index in outputs)
-            ):
+            is_used = index in lifetimes or index in outputs
+            if kwargs.get("pin_memory") or device.type == "meta" or not is_used:
                 continue
-            begin, stop = first, end if storage.index in outputs else last
         elif storage.node in sized.input_buffers:
-            device, sizes[storage.index] = sized.input_buffers[storage.node]
-            # Filled before the first step.
-            begin, stop = 0, end if storage.node in copied_back else last
-        elif storage.index in results:
-            device, sizes[storage.index] = program.device, results[storage.index]
-            begin = step_of[node]
-            stop = end if storage.index in outputs else max(last, begin + 1)
+            device, sizes[index] = sized.input_buffers[storage.node]
+        elif index in results:
+            device, sizes[index] = program.device, results[index]
         else:
             continue
-        buffer = Buffer(storage.name, sizes[storage.index], begin, stop)
-        buffers[device].append((storage.index, buffer))
+        steps = lifetimes.get(index, range(1))
+        begin = 0 if storage.origin is Origin.INPUT else steps.start  # inputs are copied before the first step
+        stays = index in outputs or storage.node in copied_back
+        buffers[device].append((index, Buffer(storage.name, sizes[index], begin, end if stays else steps.stop)))
     return sizes, buffers
 
 
-def _copied_back(sized: SizedProgram, handed_out: frozenset[int]) -> frozenset[str]:
+def _copied_back(sized: SizedProgram) -> frozenset[str]:
     """Inputs with a static buffer that the program writes, where the caller still has the input or gets it back."""
-    facts, placeholders = sized.program.facts, sized.program.placeholders
-    written, donated = facts.all_written(), {placeholders[position].name for position in sized.program.donated}
+    plan, facts = sized.program, sized.program.facts
+    written, donated = facts.all_written(), {plan.placeholders[position].name for position in plan.inputs.donated}
 
     def is_seen(name: str) -> bool:
-        return name not in donated or not handed_out.isdisjoint(facts.behind_named([name]))
+        return name not in donated or not facts.handed_out.isdisjoint(facts.behind_named([name]))
 
     return frozenset(n for n in sized.input_buffers if facts.behind_named([n]) & written and is_seen(n))
-
-
-def live_ranges(program: ProgramPlan) -> dict[int, tuple[int, int]]:
-    """``[first step that touches a storage, last step + 1)``, in steps of the schedule.
-
-    A step is one work node. A view touches no storage; the nodes that use it do. A partition that
-    ``compile_partition`` replaced may work in any order: what it touches is live during all of it.
-    """
-    ranges: dict[int, tuple[int, int]] = {}
-    for step, node in enumerate(program.schedule):
-        for index in program.facts.touched(node):
-            begin, _ = ranges.get(index, (step, step))
-            ranges[index] = (begin, step + 1)
-    steps = {node.name: step for step, node in enumerate(program.schedule)} if program.compiled else {}
-    for partition in program.partitions:
-        if partition.index in program.compiled:
-            first, last = steps[partition.nodes[0]], steps[partition.nodes[-1]]
-            for index in frozenset().union(*map(program.facts.touched, program.work_in(partition))):
-                begin, end = ranges[index]
-                ranges[index] = min(begin, first), max(end, last + 1)
-    return ranges
 
 
 def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
@@ -238,22 +206,6 @@ def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
     return sizes
 
 
-def inner_storages(gm: GraphModule, facts: StorageFacts) -> frozenset[int]:
-    """Storages whose live range depends on the order of nodes: the program allocates and does not return them."""
-    handed_out = facts.behind(output_node(gm).all_input_nodes)
-    return frozenset(
-        storage.index
-        for storage in facts.storages
-        if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in handed_out
-    )
-
-
-def output_storages(program: ProgramPlan) -> frozenset[int]:
-    """Storages of allocation nodes that the caller gets."""
-    storages = program.facts.storages
-    return frozenset(index for index in _handed_out(program) if storages[index].origin is Origin.ALLOCATION)
-
-
 def _placed_results(sized: SizedProgram) -> dict[int, int]:
     """Bytes of the operators' results that are copied to planned memory, by storage.
 
@@ -264,7 +216,7 @@ def _placed_results(sized: SizedProgram) -> dict[int, int]:
         return {}
     work = set(program.schedule) - program.replaced_work
     captured = program.captured_work - program.replaced_work
-    read_by_graphs, handed_out = program.facts.named_in(captured), _handed_out(program)
+    read_by_graphs, handed_out = program.facts.named_in(captured), program.facts.handed_out
     results = placeable_results(program.facts, program.graph, program.device, sized.symbol_values)
     placed = {}
     for index, nbytes in results.items():
@@ -287,25 +239,26 @@ def _sizes_of_results(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[
     return sizes
 
 
-def _workspace_at(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[str, int]:
-    """Bytes of workspace by node, where it is known.
+def _workspace_at(program: ProgramPlan, symbols: Mapping[Any, int]) -> dict[int, int | None]:
+    """Bytes of workspace of each library call, by step; None where it is unknown.
 
     Workspace was measured at the sizes that the program was compiled for. At other sizes it is unknown.
     """
-    extern = [node for node in program.schedule if kind_of(node) is Kind.EXTERN]
-    without = {node.name: 0 for node in extern if needs_no_workspace(node)}
-    measured = [node.name for node in extern if node.name in program.workspace and same_layouts(node, symbols)]
-    return {**without, **{name: program.workspace[name] for name in measured}}
+
+    def of_call(node: Node) -> int | None:
+        if node.name in program.workspace and same_layouts(node, symbols):
+            return program.workspace[node.name]
+        return 0 if needs_no_workspace(node) else None
+
+    return {step: of_call(node) for step, node in enumerate(program.schedule) if kind_of(node) is Kind.EXTERN}
 
 
 def _unplanned(
-    sized: SizedProgram,
-    ranges: Mapping[int, tuple[int, int]],
-    handed_out: frozenset[int],
+    program: ProgramPlan,
     end: int,
     placed: Collection[int],
     sizes: Mapping[int, int],
-    workspace: Mapping[str, int],
+    workspace: Mapping[int, int | None],
 ) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
     """Memory that operators allocate themselves: workspace, and results from their call to their last use.
 
@@ -313,48 +266,33 @@ def _unplanned(
 
     Args:
         sizes: bytes of results, by storage.
-        workspace: bytes, by node.
+        workspace: bytes, by step.
     """
-    program = sized.program
-    steps = {node.name: step for step, node in enumerate(program.schedule)}
-    unplanned: dict[torch.device, list[tuple[int | None, Buffer]]] = defaultdict(list)
-    for name, nbytes in workspace.items():
+    facts, unplanned = program.facts, defaultdict[torch.device, list[tuple[int | None, Buffer]]](list)
+    for step, nbytes in workspace.items():
         if nbytes:
-            buffer = Buffer(f"{name} workspace", nbytes, steps[name], steps[name] + 1)
+            buffer = Buffer(f"{program.schedule[step].name} workspace", nbytes, step, step + 1)
             unplanned[program.device].append((None, buffer))
-    for storage in program.facts.storages:
-        value = storage.value(program.nodes[storage.node])
-        if (
-            storage.origin is Origin.EXTERN
-            and storage.node in steps
-            and sizes.get(storage.index)
-            and value is not None
-        ):
-            begin = steps[storage.node]
-            _, last = ranges.get(storage.index, (begin, begin + 1))
-            if storage.index in placed:
+    for index, nbytes in sizes.items():
+        value, steps = facts.storages[index].value(program.maker(index)), program.lifetimes.get(index)
+        if nbytes and value is not None and steps:
+            begin, stop = steps.start, steps.stop
+            if index in placed:
                 stop = begin + 1
-            else:
-                stop = end if storage.index in handed_out else max(last, begin + 1)
-            unplanned[value.device].append((storage.index, Buffer(storage.name, sizes[storage.index], begin, stop)))
+            elif index in facts.handed_out:
+                stop = end
+            unplanned[value.device].append((index, Buffer(facts.storages[index].name, nbytes, begin, stop)))
     return unplanned
 
 
 def _unknown_steps(
-    program: ProgramPlan,
-    ranges: Mapping[int, tuple[int, int]],
-    sizes: Mapping[int, int],
-    workspace: Mapping[str, int],
+    program: ProgramPlan, sizes: Mapping[int, int], workspace: Mapping[int, int | None]
 ) -> frozenset[int]:
     """Steps with library calls of unknown workspace, or with storages of unknown size."""
-    steps = {
-        step
-        for step, node in enumerate(program.schedule)
-        if kind_of(node) is Kind.EXTERN and node.name not in workspace
-    }
+    steps = {step for step, nbytes in workspace.items() if nbytes is None}
     for storage in program.facts.storages:
         if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in sizes:
-            steps.update(range(*ranges.get(storage.index, (0, 0))))
+            steps.update(program.lifetimes.get(storage.index, ()))
     return frozenset(steps)
 
 
@@ -368,34 +306,33 @@ def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, i
     return copied
 
 
-def _donated(
-    sized: SizedProgram, ranges: Mapping[int, tuple[int, int]], handed_out: frozenset[int], end: int
-) -> list[Buffer]:
+def _donated(sized: SizedProgram, end: int) -> list[Buffer]:
     """Inputs whose memory is freed after their last use, because the caller keeps no reference.
 
     Several inputs may share one storage. An input that is never used is freed with the call.
     """
-    buffers = []
+    facts, lifetimes, buffers = sized.program.facts, sized.program.lifetimes, []
     for nbytes, nodes in sized.donated:
-        indices = sized.program.facts.behind_named(nodes)
-        if indices.isdisjoint(handed_out):
-            stop = max((ranges.get(index, (0, end))[1] for index in indices), default=end)
+        indices = facts.behind_named(nodes)
+        if indices.isdisjoint(facts.handed_out):
+            stop = max((lifetimes.get(index, range(end)).stop for index in indices), default=end)
             buffers.append(Buffer(nodes[0], nbytes, 0, stop))
     return buffers
 
 
-def _temporaries(program: ProgramPlan) -> dict[int, tuple[int, int]]:
-    """Allocated storages that are never live after a call, and the steps in which they are named."""
-    steps: dict[int, tuple[int, int]] = {}
-    retained = set(program.facts.named_in(program.replaced_work))
-    retained |= _handed_out(program)
-    retained |= {s.index for s in program.facts.storages if s.origin is not Origin.ALLOCATION}
-    for step, node in enumerate(program.schedule):
-        named = program.facts.named_in([node])
-        steps.update({index: (steps.get(index, (step, step))[0], step + 1) for index in named})
-        if not only_computes(node):
-            retained |= named
-    return {index: span for index, span in steps.items() if index not in retained}
+def _temporaries(
+    program: ProgramPlan, planned: Mapping[torch.device, Iterable[tuple[int, Buffer]]]
+) -> dict[int, Buffer]:
+    """Allocated storages of a plan that are never live after a call."""
+    facts, replaced = program.facts, program.replaced_work
+    keep = (node for node in program.schedule if node in replaced or not only_computes(node))
+    retained = facts.named_in(keep) | facts.handed_out
+    buffers = {index: buffer for items in planned.values() for index, buffer in items}
+    return {
+        index: buffers[index]
+        for index in program.lifetimes
+        if index in buffers and index not in retained and facts.storages[index].origin is Origin.ALLOCATION
+    }
 
 
 def _counted_from(program: ProgramPlan) -> frozenset[int]:
@@ -411,8 +348,3 @@ def _counted_from(program: ProgramPlan) -> frozenset[int]:
     asks += [n for n in program.schedule if "linalg" in operator_name(n)]
     counted = facts.behind(operand for node in nodes for operand in node.all_input_nodes)
     return counted.union(*(facts.touched(node) for node in asks))
-
-
-def _handed_out(program: ProgramPlan) -> frozenset[int]:
-    """Storages that the caller gets, or gets back."""
-    return program.facts.behind(output_node(program.graph).all_input_nodes)

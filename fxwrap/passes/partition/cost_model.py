@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...devices import CaptureCost
-from ...plan import CaptureBenefit, NodeVerdict, Origin, Partition, ProgramPlan, Verdict
+from ...host_graph.storages import Origin
+from ...plan import CaptureBenefit, NodeVerdict, Partition, ProgramPlan, Verdict
 
 
 def apply_cost_model(
@@ -81,7 +82,7 @@ def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min
 
 def _without_fixed_address(plan: ProgramPlan) -> frozenset[int]:
     """Storages whose address changes between calls: inputs that are not static, and results of eager operators."""
-    static = {plan.placeholders[position].name for position in plan.static_inputs}
+    static = {plan.placeholders[position].name for position in plan.inputs.static}
     return frozenset(
         storage.index
         for storage in plan.facts.storages

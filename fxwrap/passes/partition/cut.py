@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import Kind, is_work, kind_of, operator_name
+from ...host_graph.storages import StorageFacts
 from ...host_graph.user_code import user_line
-from ...plan import Cut, NodeVerdict, Partition, StorageFacts, Verdict
+from ...plan import Cut, NodeVerdict, Partition, Verdict
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -58,15 +60,23 @@ def cut(
     chosen, in_order = fewest, work.grouped(work.program_order())
     peak = order_peak = 0
     if sizes and facts is not None:
-        lifetimes = _Lifetimes.of(work, facts, sizes)
-        order_peak = lifetimes.peak(in_order)
-        equal = [work.grouped(levels) for levels in _equally_few(work, lifetimes)]
+        # Nodes in no partition use no storage.
+        used = [
+            [index for index in facts.touched(node) if index in sizes] if verdict is not None else []
+            for node, verdict in zip(work.nodes, work.verdict_at, strict=True)
+        ]
+
+        def peak_of(groups: Groups) -> int:
+            return Lifetimes.of(used[i] for _, group in groups for i in group).peak(sizes)
+
+        order_peak = peak_of(in_order)
+        equal = [work.grouped(levels) for levels in _equally_few(work, _growth(Lifetimes.of(used), sizes))]
         if len(in_order) == len(fewest):
             equal.append(in_order)
-        chosen = min(equal, key=lifetimes.peak)
+        chosen = min(equal, key=peak_of)
         allowed = max(peak_budget * order_peak, order_peak + _NEGLIGIBLE)
         pieces = 1
-        while (peak := lifetimes.peak(chosen)) > allowed and chosen is not in_order:
+        while (peak := peak_of(chosen)) > allowed and chosen is not in_order:
             pieces *= 2
             chosen = work.grouped(_in_pieces(work, pieces)) if pieces < len(work) else in_order
     partitions = tuple(
@@ -192,12 +202,21 @@ def _in_pieces(work: _Work, pieces: int) -> list[int]:
     return levels
 
 
-def _equally_few(work: _Work, lifetimes: _Lifetimes) -> Iterable[list[int]]:
+def _growth(lifetimes: Lifetimes, sizes: Mapping[int, int]) -> Mapping[int, int]:
+    """Bytes of storages that are first used at each step, less those that are last used there."""
+    growth = Counter[int]()
+    for index, steps in lifetimes.items():
+        growth[steps.start] += sizes[index]
+        growth[steps[-1]] -= sizes[index]
+    return growth
+
+
+def _equally_few(work: _Work, growth: Mapping[int, int]) -> Iterable[list[int]]:
     """Cuts with the fewest partitions: all nodes early; all late; late only those that make memory grow."""
     early = _fewest(work, range(len(work)))
     yield early
     yield _later(work, early, [True] * len(work))
-    yield _later(work, early, [lifetimes.change(i) > 0 for i in range(len(work))])
+    yield _later(work, early, [growth[i] > 0 for i in range(len(work))])
 
 
 def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]:
@@ -214,56 +233,6 @@ def _later(work: _Work, early: Sequence[int], late: Sequence[bool]) -> list[int]
         for source in work.before[i]:
             limits[source] = min(limits[source], levels[i])
     return levels
-
-
-@dataclass(frozen=True)
-class _Lifetimes:
-    """When storages are in use.
-
-    Attributes:
-        touched: storages by position of the node. Nodes in no partition touch none.
-        sizes: bytes by storage.
-        first, last: position in program order of the first and the last node that touches it, by storage.
-    """
-
-    touched: list[tuple[int, ...]]
-    sizes: Mapping[int, int]
-    first: dict[int, int]
-    last: dict[int, int]
-
-    @classmethod
-    def of(cls, work: _Work, facts: StorageFacts, sizes: Mapping[int, int]) -> _Lifetimes:
-        touched, first, last = [], dict[int, int](), dict[int, int]()
-        for i, node in enumerate(work.nodes):
-            counted = tuple(index for index in facts.touched(node) if index in sizes)
-            touched.append(counted if work.verdict_at[i] is not None else ())
-            for index in touched[-1]:
-                first.setdefault(index, i)
-                last[index] = i
-        return cls(touched, sizes, first, last)
-
-    def change(self, i: int) -> int:
-        """Net change of live bytes at a node in program order: those first used minus those last used."""
-        begun = sum(self.sizes[index] for index in self.touched[i] if self.first[index] == i)
-        return begun - sum(self.sizes[index] for index in self.touched[i] if self.last[index] == i)
-
-    def peak(self, groups: Groups) -> int:
-        """The most bytes alive at any step."""
-        order = [i for _, group in groups for i in group]
-        left = Counter(index for i in order for index in self.touched[i])
-        alive: set[int] = set()
-        live = peak = 0
-        for i in order:
-            for index in self.touched[i]:
-                if index not in alive:
-                    alive.add(index)
-                    live += self.sizes[index]
-            peak = max(peak, live)
-            for index in self.touched[i]:
-                left[index] -= 1
-                if not left[index]:
-                    live -= self.sizes[index]
-        return peak
 
 
 def _partition(

@@ -6,8 +6,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...host_graph.nodes import Kind, checks_on, effective_users, is_symbolic_value, kind_of
-from ...plan import Origin, Partition, PartitionGraph, ProgramPlan, Signature
-from ..memory.requirements import output_storages
+from ...host_graph.storages import Origin
+from ...plan import Partition, PartitionGraph, ProgramPlan, Signature
 
 
 def partition_graph(plan: ProgramPlan, partition: Partition) -> PartitionGraph:
@@ -49,7 +49,7 @@ class _Cutter:
         touched = frozenset().union(*(facts.touched(node) for node in self.inside))
         return frozenset(
             index
-            for index in touched.difference(output_storages(self.plan), *outside)
+            for index in touched.difference(facts.handed_out, *outside)
             if facts.storages[index].origin is Origin.ALLOCATION and facts.storages[index].node not in inside
         )
 

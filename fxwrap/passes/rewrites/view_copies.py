@@ -13,17 +13,17 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import (
     Kind,
     checks_on,
     counts_from_storage,
     kind_of,
     launch,
-    output_node,
     reinterpret,
     schema_of,
 )
-from ...plan import Origin, StorageFacts
+from ...host_graph.storages import Origin, StorageFacts
 from ..analysis.aliasing import analyse_storages, overlap_groups
 
 # Bytes: the alignment that kernels for accelerators assume of buffers.
@@ -82,7 +82,6 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
     if not copies:
         return ()
     facts = analyse_storages(gm)
-    handed_out = facts.behind(output_node(gm).all_input_nodes)
     uses = _Uses.of(gm, facts)
     fixed = facts.behind(arg for node in gm.graph.nodes for arg in _operands_with_fixed_offset(node))
     # The storages of the views that replace copies, by storage of the copy.
@@ -92,7 +91,7 @@ def needless_copies(gm: GraphModule) -> tuple[NeedlessCopy, ...]:
         storages = facts.of(node)
         base = _NONE.union(*(moved.get(i, {i}) for i in facts.of(node.all_input_nodes[0])))
         value = _value_as_view(node, view)
-        if value is None or not base or storages & (handed_out | fixed):
+        if value is None or not base or storages & (facts.handed_out | fixed):
             continue
         if _aligned(node, value, base, facts) and not uses.distinguish(node, storages, base):
             moved.update((index, base) for index in storages)
@@ -106,23 +105,20 @@ class _Uses:
 
     position: dict[Node, int]
     writes: dict[int, list[int]]
-    last_read: dict[int, int]
+    reads: Lifetimes
     groups: Mapping[int, int]
 
     @classmethod
     def of(cls, gm: GraphModule, facts: StorageFacts) -> _Uses:
         position = {node: index for index, node in enumerate(gm.graph.nodes)}
         writes: dict[int, list[int]] = defaultdict(list)
-        last_read: dict[int, int] = {}
         groups = overlap_groups(gm, facts)
         for node, index in position.items():
             for storage in facts.writes(node):
                 writes[storage].append(index)
                 if storage in groups:
                     writes[groups[storage]].append(index)
-            for storage in facts.reads(node):
-                last_read[storage] = index
-        return cls(position, writes, last_read, groups)
+        return cls(position, writes, Lifetimes.of(map(facts.reads, position)), groups)
 
     def distinguish(self, copy: Node, storages: frozenset[int], base: frozenset[int]) -> bool:
         """Whether a write makes the copy and a view differ.
@@ -132,7 +128,7 @@ class _Uses:
             base: storages of its operand.
         """
         begin = self.position[copy]
-        end = max((self.last_read.get(index, begin) for index in storages), default=begin)
+        end = max((self.reads[index][-1] for index in storages if index in self.reads), default=begin)
         sources = {*base, *(self.groups[index] for index in base if index in self.groups)}
         between = any(begin < write <= end for index in sources for write in self.writes.get(index, ()))
         return between or any(self.writes.get(index) for index in storages)

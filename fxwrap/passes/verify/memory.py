@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 from ...errors import PlanError
 from ...host_graph.listing import line_of
 from ...host_graph.nodes import is_work, output_node, reinterpret
-from ...plan import Home, MemoryPlan, Origin, Place, Region, Reserved, Storage, StorageFacts
+from ...host_graph.storages import Origin, Storage, StorageFacts
+from ...plan import Home, MemoryPlan, Place, Region, Reserved
 from .accesses import CALL_SUBGRAPHS, Accesses, Root, counts_from_storage, fault, may_keep_operands, name_of
 
 # Bytes.

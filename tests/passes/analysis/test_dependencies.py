@@ -32,10 +32,10 @@ from torch.fx import GraphModule
 
 from fxwrap.errors import PlanError
 from fxwrap.host_graph.nodes import communicates, is_work, require
+from fxwrap.host_graph.storages import StorageFacts
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.verify import verify_schedule
-from fxwrap.plan import StorageFacts
 
 
 def dependencies_of(gm: GraphModule) -> nx.DiGraph:

@@ -17,7 +17,7 @@ from fxwrap.options import Options
 from fxwrap.passes.memory.requirements import hinted_sizes
 from fxwrap.passes.partition.cost_model import apply_cost_model
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import ProgramPlan, Verdict
+from fxwrap.plan import InputFacts, ProgramPlan, Verdict
 
 COST = CaptureCost(launch=5, extern=10, replay=12, copy=4, bytes=1000)
 
@@ -29,7 +29,7 @@ def mix(maker: GraphMaker, name: str, source: Node, host: bool = False) -> Node:
 
 
 def plan_of(gm: GraphModule, static: tuple[int, ...] = ()) -> ProgramPlan:
-    request = compile_request(Options(eager_ops=ALWAYS_EAGER, capture="always"), static)
+    request = compile_request(Options(eager_ops=ALWAYS_EAGER, capture="always"), InputFacts(static=frozenset(static)))
     return compile_host_graph(gm, request).plan
 
 

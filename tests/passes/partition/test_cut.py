@@ -28,13 +28,13 @@ from torch.fx import GraphModule, Node
 
 import fxwrap
 from fxwrap.errors import PlanError
+from fxwrap.host_graph.storages import StorageFacts
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
-from fxwrap.passes.memory.requirements import inner_storages
 from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_schedule
-from fxwrap.plan import Cut, StorageFacts
+from fxwrap.plan import Cut
 
 MIB = 1 << 20
 
@@ -50,7 +50,7 @@ def cut_of(gm: GraphModule, mib: dict[str, int] | int, budget: float = 1.1) -> C
     """The cut if buffers are as large as that, in MiB: all of them, or by the name of their allocation."""
     facts = analyse_storages(gm)
     sizes = {}
-    for index in inner_storages(gm, facts):
+    for index in facts.inner():
         name = facts.storages[index].node.removesuffix("_out")
         sizes[index] = (mib if isinstance(mib, int) else mib.get(name, 0)) * MIB
     found = cut(build_dependency_graph(gm, facts), judge(gm, ALWAYS_EAGER), CPU, facts, sizes, budget)
@@ -129,7 +129,7 @@ def test_the_budget_holds_and_without_it_the_cut_is_minimal(recipe: Recipe, seed
     gm = build(recipe).gm
     facts = analyse_storages(gm)
     draw = random.Random(seed)
-    sizes = {index: draw.choice([0, 1, 3, 20]) * MIB for index in inner_storages(gm, facts)}
+    sizes = {index: draw.choice([0, 1, 3, 20]) * MIB for index in facts.inner()}
     dependencies, verdicts = build_dependency_graph(gm, facts), judge(gm, ALWAYS_EAGER)
     found = cut(dependencies, verdicts, CPU, facts, sizes, budget)
     free = cut(dependencies, verdicts, CPU)
@@ -180,7 +180,7 @@ def _waw() -> tuple[GraphModule, StorageFacts | None]:
     gm = maker.finish([f, b])
     facts = analyse_storages(gm)
     read = {name: read - facts.written.get(name, frozenset()) for name, read in facts.read.items()}
-    return gm, StorageFacts(facts.storages, facts.values, read, facts.written)
+    return gm, StorageFacts(facts.storages, facts.values, read, facts.written, handed_out=facts.handed_out)
 
 
 def _order() -> tuple[GraphModule, StorageFacts | None]:

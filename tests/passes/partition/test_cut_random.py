@@ -48,7 +48,7 @@ from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 from fxwrap.passes.verify import verify_schedule
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import NodeVerdict, Partition, SizedProgram, Verdict
+from fxwrap.plan import InputFacts, NodeVerdict, Partition, SizedProgram, Verdict
 from fxwrap.testing.simulated import SIMULATED
 
 HOLD = [False, True, False, False, True, True, False]
@@ -426,7 +426,7 @@ def test_programs_compute_the_same_with_frozen_addresses(recipe: Recipe, hold: l
 def test_inputs_that_stay_in_place_are_bound(recipe: Recipe, static: set[int], hold: list[bool]) -> None:
     """Static inputs have the same address and new contents on every call; in the end they move after all."""
     graph = build(recipe)
-    request = compile_request(graph.options, tuple(static))
+    request = compile_request(graph.options, InputFacts(static=frozenset(static)))
     program = compile_host_graph(graph.gm, request)
     check_calls(graph.gm, graph.inputs, program, hold, sorted(static))
     (specialization,) = program.specializations.values()

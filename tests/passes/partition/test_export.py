@@ -13,8 +13,7 @@ import torch
 from conftest import assert_same, inductor, on_simulated, tensors_in
 
 import fxwrap
-from fxwrap.passes.memory import requirements
-from fxwrap.plan import PartitionGraph, Verdict
+from fxwrap.plan import PartitionGraph, ProgramPlan, Verdict
 
 pytestmark = pytest.mark.compiler
 
@@ -111,9 +110,9 @@ def test_what_a_partition_is_given_shares_no_bytes(
     """
     spans: list[list[tuple[int, int]]] = []
     if planted:
-        ranges = requirements.live_ranges
+        lifetimes: Any = ProgramPlan.lifetimes.func
         without = functools.partial(dataclasses.replace, compiled={})
-        monkeypatch.setattr(requirements, "live_ranges", lambda program: ranges(without(program)))
+        monkeypatch.setattr(ProgramPlan, "lifetimes", property(lambda plan: lifetimes(without(plan))))
 
     def note(graph: PartitionGraph) -> Any:
         def run(*inputs: Any) -> Any:

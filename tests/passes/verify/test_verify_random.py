@@ -29,11 +29,12 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import PlanError
 from fxwrap.host_graph.nodes import Kind
+from fxwrap.host_graph.storages import Origin, StorageFacts
 from fxwrap.packing import Reserved
 from fxwrap.passes.analysis.aliasing import _Analysis
 from fxwrap.passes.memory.planner import plan_pair, plan_program
 from fxwrap.passes.verify import verify_schedule
-from fxwrap.plan import MemoryPlan, Origin, PlacementHint, StorageFacts
+from fxwrap.plan import MemoryPlan, PlacementHint
 
 # -- what is sound is accepted ------------------------------------------------------------------------------
 
@@ -156,7 +157,8 @@ def last_use_missing(case: Case, memory: MemoryPlan, draw: random.Random) -> Fau
         if last is not None:
             read = {**facts.read, last: facts.read.get(last, frozenset()) - {index}}
             written = {**facts.written, last: facts.written.get(last, frozenset()) - {index}}
-            wrong = replace(facts, read=read, written=written)
+            values = {**facts.values, last: facts.values.get(last, frozenset()) - {index}}
+            wrong = replace(facts, read=read, written=written, values=values)
             yield case.plan_with(wrong), wrong, "overlap"
 
 
@@ -203,7 +205,7 @@ def output_cut_at_its_last_use(case: Case, memory: MemoryPlan, draw: random.Rand
         if index in located(memory):
             names = {n.name for n in output.all_input_nodes}
             of = {n: found - {index} if n in names else found for n, found in facts.values.items()}
-            wrong = replace(facts, values=of)
+            wrong = replace(facts, values=of, handed_out=facts.handed_out - {index})
             yield case.plan_with(wrong), wrong, "overlap"
 
 
@@ -300,7 +302,7 @@ def wrong_facts(case: Case, draw: random.Random) -> Iterator[tuple[str, StorageF
     output = {node.name for node in outputs}
     for index in sorted(facts.behind(outputs).intersection(made)):
         of = {name: found - {index} if name in output else found for name, found in facts.values.items()}
-        yield "output", replace(facts, values=of)
+        yield "output", replace(facts, values=of, handed_out=facts.handed_out - {index})
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.sweep)])

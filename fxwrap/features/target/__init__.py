@@ -1,0 +1,1 @@
+"""Other targets: the decisions for a device that this machine lacks (``fxwrap.explain(..., target="cuda:90")``)."""

@@ -1,0 +1,62 @@
+"""The hooks around a program's run, and before a run that cannot replay.
+
+*A runner* replaces ``Program.run`` on one thread.
+
+Compiled code cannot pass what a feature wants to a program (results in memory of the caller, a rehearsal in other
+memory). So the feature installs a runner, which has it::
+
+    compiled code --> Program.run(inputs) --> runner(program, inputs) --> what the feature does, or the program itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .memory.locks import after_fork, drop_other_threads
+
+if TYPE_CHECKING:
+    from .policy.specialization import Specialization
+    from .program import Program
+
+Runner = Callable[["Program", list[Any]], Any]
+# By thread: called with a program and its inputs, and returns the program's outputs.
+RUNNERS: dict[int, Runner] = {}
+after_fork(functools.partial(drop_other_threads, RUNNERS))
+
+
+@dataclass(frozen=True)
+class Miss:
+    """What a hook of ``MISSES`` has done for a call that no recording could replay.
+
+    Attributes:
+        changed: it changed something: a replay is tried again.
+        run_eagerly: why the call must run eagerly; empty if it need not.
+    """
+
+    changed: bool = False
+    run_eagerly: str = ""
+
+
+# Called where addresses are frozen, when no recording could replay a call, with the program, the specialization, and
+# whether the caller captures.
+MISSES: list[Callable[[Program, Specialization, bool], Miss]] = []
+
+
+@contextlib.contextmanager
+def programs_run_by(runner: Runner | None) -> Iterator[None]:
+    """Inside of the context, ``runner`` runs this thread's programs. With None they run as without a runner."""
+    thread = threading.get_ident()
+    before = RUNNERS.pop(thread, None)
+    if runner is not None:
+        RUNNERS[thread] = runner
+    try:
+        yield
+    finally:
+        RUNNERS.pop(thread, None)
+        if before is not None:
+            RUNNERS[thread] = before
