@@ -69,7 +69,8 @@ class Variants:
         Raises:
             InputError: a tensor has another layout than the result, or shares memory with an input or another one.
         """
-        key, expected = self._sizes.key(inputs), self.layouts(inputs)
+        key = self._sizes.key(inputs)
+        expected = self._layouts_at(key, inputs)
         for position, tensor in given.items():
             if expected[position] != (got := layout_of(tensor)):
                 raise self.refused(layout_text(expected[position]), layout_text(got))
@@ -91,7 +92,9 @@ class Variants:
 
         Those that are no tensors are missing, and those whose size the data decides.
         """
-        key = self._sizes.key(inputs)
+        return self._layouts_at(self._sizes.key(inputs), inputs)
+
+    def _layouts_at(self, key: Any, inputs: Sequence[Any]) -> dict[int, Layout]:
         layouts = self._layouts.get(key)
         if layouts is None:
             if len(self._layouts) >= _MOST:
