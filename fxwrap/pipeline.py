@@ -120,19 +120,19 @@ class Stage(Generic[Given, Result]):
 
 
 Rewrite = Stage[[GraphModule], GraphModule]
-# ``hook(name, result, seconds)``: called after each stage, for logs, timing and dumps.
-Hook = Callable[[str, object, float], object]
-_hooks: ContextVar[tuple[Hook, ...]] = ContextVar("fxwrap_hooks", default=())
+# ``observer(name, result, seconds)``: called after each stage, for logs, timing and dumps.
+Observer = Callable[[str, object, float], object]
+_observers: ContextVar[tuple[Observer, ...]] = ContextVar("fxwrap_observers", default=())
 
 
 @contextlib.contextmanager
-def observed_by(hook: Hook) -> Iterator[None]:
-    """Call ``hook`` after each stage that runs on this thread inside of the context."""
-    token = _hooks.set((*_hooks.get(), hook))
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Call ``observer`` after each stage that runs on this thread inside of the context."""
+    token = _observers.set((*_observers.get(), observer))
     try:
         yield
     finally:
-        _hooks.reset(token)
+        _observers.reset(token)
 
 
 def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], lint: bool = True) -> Rewrite:
@@ -295,7 +295,7 @@ class HostGraphPlanner:
 def run_stage(
     took: dict[str, tuple[int, float]], stage: Stage[Given, Result], *given: Given.args, **named: Given.kwargs
 ) -> Result:
-    """Run one stage and its check, and call the hooks.
+    """Run one stage and its check, and call the observers.
 
     Raises:
         PipelineError: the stage returns nothing, or is a rewrite that leaves an invalid graph.
@@ -311,8 +311,8 @@ def run_stage(
     runs, total = took.get(stage.name, (0, 0.0))
     took[stage.name] = runs + 1, total + seconds
     log.debug("%s: %.1f ms", stage.name, seconds * 1e3)
-    for hook in _hooks.get():
-        hook(stage.name, result, seconds)
+    for observer in _observers.get():
+        observer(stage.name, result, seconds)
     return result
 
 
@@ -368,6 +368,6 @@ def _program(plan: ProgramPlan, planner: Planner, request: CompileRequest) -> Pr
     if (compilation := request.compilation) is not None:
         forwards = [earlier for earlier in compilation.programs if earlier.plan.phase == "forward"]
         if plan.phase == "backward" and forwards:
-            program.follow(forwards[-1], saved_tensors(forwards[-1].plan, plan))
+            program.link_forward(forwards[-1], saved_tensors(forwards[-1].plan, plan))
         compilation.programs.append(program)
     return program

@@ -126,7 +126,7 @@ class Program:
         try:
             # Saved-tensors hooks may have kept some of these inputs: those are copied before they are overwritten.
             if overwritten := self.recorder.prepared.overwritten:
-                SHARED.packed.copy_from(values, overwritten)
+                SHARED.packed_tensors.copy_from(values, overwritten)
             key = self._sizes.key(values)
             run = self._run_in_range if self._profiling() else self._run
             if self._on_accelerator:
@@ -135,7 +135,7 @@ class Program:
             else:
                 outputs = run(key, values, unrecorded)
             if self._is_forward and self.functions.saved_tensors_hooks():
-                SHARED.packed.note(outputs)
+                SHARED.packed_tensors.note(outputs)
             return outputs
         except BaseException as error:
             self._failed(error)
@@ -159,10 +159,8 @@ class Program:
 
     def _run(self, key: Any, inputs: list[Any], unrecorded: str) -> Any:
         specialization = self.specializations.get(key) or self._add_specialization(key, inputs)
-        if specialization.recordings:
-            outputs = self._replay(specialization, inputs)
-            if outputs is not _NOT_REPLAYED:
-                return outputs
+        if specialization.recordings and (outputs := self._replay(specialization, inputs)) is not _NOT_REPLAYED:
+            return outputs
         return self._not_replayed(specialization, inputs, unrecorded)
 
     def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
@@ -192,39 +190,51 @@ class Program:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
     def _not_replayed(self, specialization: Specialization, inputs: list[Any], unrecorded: str) -> Any:
+        """Replay after all if a hook changed something, else replay or record as decided, else run eagerly."""
         specialization.eviction.missed_at.append(next_use())
         prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs, unrecorded)
         if MISSES and self._freezes_addresses:
-            captures, changed = reason == CALLER_CAPTURES, False
-            for prepare in MISSES:
-                miss = prepare(self, specialization, captures)
-                reason, changed = miss.run_eagerly or reason, changed or miss.changed
+            reason, changed = self._call_hooks(specialization, reason)
             if changed and not reason and (outputs := self._replay(specialization, inputs)) is not _NOT_REPLAYED:
                 return outputs
-        if reason:
-            return self._run_eagerly(prepared, inputs, reason, specialization)
+        if not reason:
+            outputs, reason = self._run_as_decided(specialization, inputs)
+            if outputs is not NOT_RECORDED:
+                return outputs
+        return self._run_eagerly(prepared, inputs, reason, specialization)
+
+    def _call_hooks(self, specialization: Specialization, reason: str) -> tuple[str, bool]:
+        """Returns why the call must run eagerly, if it must, and whether a hook of ``MISSES`` changed something."""
+        misses = [hook(self, specialization, reason == CALLER_CAPTURES) for hook in MISSES]
+        reasons = [miss.run_eagerly for miss in misses if miss.run_eagerly]
+        return (reasons or [reason])[-1], any(miss.changed for miss in misses)
+
+    def _run_as_decided(self, specialization: Specialization, inputs: list[Any]) -> tuple[Any, str]:
+        """Replay or record; returns the outputs, or ``NOT_RECORDED`` and why the call must run eagerly."""
         owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
         # Take the capture lock before deciding: another thread may be making the recording that this call needs.
         if self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
-            return self._run_eagerly(prepared, inputs, "another capture is under way", specialization)
+            return NOT_RECORDED, "another capture is under way"
         try:
             decision = specialization.decide(inputs, owner, self.specializations.is_full())
             if decision.event:
                 self.context.count("events", decision.event)
-            reason = decision.eager
-            if decision.record and (short_of := specialization.shortage.reason(self.plan.device)):
-                reason = short_of
-            elif decision.record and not self.specializations.make_room(specialization, owner):
-                reason = self._no_room
-            elif decision.record:
-                outputs, reason = self._record(specialization, inputs, decision, owner)
-                if outputs is not NOT_RECORDED:
-                    return outputs
+            if decision.record:
+                return self._record_if_it_fits(specialization, inputs, decision, owner)
         finally:
             capturing.release(owner)
         if decision.replay is not None:
-            return self._run_recording(decision.replay, inputs, owner)
-        return self._run_eagerly(prepared, inputs, reason, specialization)
+            return self._run_recording(decision.replay, inputs, owner), ""
+        return NOT_RECORDED, decision.eager
+
+    def _record_if_it_fits(
+        self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
+    ) -> tuple[Any, str]:
+        if short_of := specialization.shortage.reason(self.plan.device):
+            return NOT_RECORDED, short_of
+        if not self.specializations.make_room(specialization, owner):
+            return NOT_RECORDED, self._no_room
+        return self._record(specialization, inputs, decision, owner)
 
     def _run_recording(self, recording: Recording, inputs: list[Any], owner: LockOwner) -> Any:
         try:
@@ -317,9 +327,9 @@ class Program:
         """The key of a call's specialization, and the sizes that vary, by symbol."""
         return self._sizes.key(inputs), self._sizes.by_symbol(self.plan.placeholders, inputs)
 
-    def follow(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
-        """Link this backward program to its forward: see ``Recorder.follow``."""
-        self.recorder.follow(forward.recorder, inputs)
+    def link_forward(self, forward: Program, inputs: Mapping[int, Sequence[str]]) -> None:
+        """Link this backward program to its forward: see ``Recorder.link_forward``."""
+        self.recorder.link_forward(forward.recorder, inputs)
 
     def _record(
         self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner

@@ -114,7 +114,7 @@ class Recorder:
             log.debug("%s: planned: arenas %d bytes, peak %d bytes, lower bound %d bytes", self._context.name, *sizes)
         self.newest_sized, self.newest_plan = sized, memory
 
-    def follow(self, forward: Recorder, inputs: Mapping[int, Sequence[str]]) -> None:
+    def link_forward(self, forward: Recorder, inputs: Mapping[int, Sequence[str]]) -> None:
         """Link a backward program's recorder to that of its forward.
 
         Args:
@@ -127,7 +127,7 @@ class Recorder:
 
     @property
     def forward(self) -> tuple[Recorder | None, Mapping[int, Sequence[str]]]:
-        """What ``follow`` has linked: the forward's recorder, and the inputs."""
+        """What ``link_forward`` has linked: the forward's recorder, and the inputs."""
         recorder, inputs = self._forward or (lambda: None, {})
         return recorder(), inputs
 
@@ -292,7 +292,7 @@ class Recorder:
         return Guards(
             numbers=numbers,
             dimensions=[(p, how == "stride", dim, value) for (p, how, dim), value in sizes if how is not None],
-            packed=SHARED.packed.known,
+            packed=SHARED.packed_tensors.known,
             overwritten=prepared.overwritten,
             mutated_inputs=mutated,
             no_hooks=prepared.plan.phase == "forward",

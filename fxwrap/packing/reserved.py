@@ -54,7 +54,7 @@ def lay_out_arena(
     problem = _Problem.of(buffers, reserved, alignment)
     placements = list[Placement]()
     if hint is not None:
-        offsets = problem.follow(hint.offsets)
+        offsets = problem.offsets_from(hint.offsets)
         placements.append(problem.placement(offsets))
         if (top := problem.top(offsets)) <= hint.size * _NEAR:
             return replace(placements[0], size=max(top, hint.size), lower_bound=hint.lower_bound)
@@ -95,7 +95,7 @@ class _Problem:
         taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in reserved]
         return cls(items, sizes, reserved, taken, alignment, most_alive(intervals))
 
-    def follow(self, hint: Mapping[str, int]) -> list[int]:
+    def offsets_from(self, hint: Mapping[str, int]) -> list[int]:
         """The hint's offsets. A buffer that overlaps another there gets the lowest free offset."""
         live, followed = list[tuple[int, int, int]](), dict[int, int]()
         # No offset is followed if reserved intervals overlap one another, which is not known to happen.

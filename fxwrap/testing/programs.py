@@ -37,7 +37,7 @@ def _reading_operator() -> tuple[str, Any]:
 class Programs(GraphSuite):
     """Recordings: new inputs, live outputs, shapes, host work in between, streams, random numbers, training."""
 
-    def follow(
+    def check_calls(
         self,
         device: Device,
         function: Callable[..., Any],
@@ -53,7 +53,7 @@ class Programs(GraphSuite):
         return compiled
 
     def test_replays_with_refilled_inputs(self, registered: Device) -> None:
-        f = self.follow(registered, lambda x, w: (x @ w).relu().softmax(-1), (8, 8), (8, 8))
+        f = self.check_calls(registered, lambda x, w: (x @ w).relu().softmax(-1), (8, 8), (8, 8))
         (graph,) = fxwrap.report(f).graphs
         assert [p.verdict.value for p in graph.partitions] == ["captured"]
         assert set(graph.counters["eager"]) == {"warm-up"} and len(graph.counters["recordings"]) == 1
@@ -121,7 +121,7 @@ class Programs(GraphSuite):
             return (y * n) @ w
 
         with numbers_in_graphs():
-            f = self.follow(registered, function, (6, 6), (6, 6))
+            f = self.check_calls(registered, function, (6, 6), (6, 6))
         (graph,) = fxwrap.report(f).graphs
         assert [p.verdict.value for p in graph.partitions] == ["captured", "eager", "captured"]
         assert "aten::item" in graph.partitions[1].reason

@@ -194,7 +194,7 @@ def test_memory_is_kept_until_the_last_stream_is_done(
     assert arena.block is not None
     address = arena.block.data_ptr()
     asynchronous.delay(second, 0.2)
-    arena.follow(second)
+    arena.move_to(second)
     if told:
         arena.keep_until_done([])  # as whoever ends in it does
     arena.clear("")
@@ -213,7 +213,7 @@ def test_memory_of_a_conjugated_tensor_is_kept_until_then(
     kept = [torch.empty(3 << 17, dtype=torch.complex64, device=device).conj()]
     address = kept[0].data_ptr()
     asynchronous.delay(second, 0.2)
-    arena.follow(second)
+    arena.move_to(second)
     arena.keep_until_done(kept)
     kept.clear()
     other = torch.empty(3 << 20, dtype=torch.uint8, device=device)

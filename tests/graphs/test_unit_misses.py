@@ -157,7 +157,7 @@ def test_while_hooks_pack_what_autograd_saves(compiled: Any) -> None:
         assert_same(step(), expected)
     assert packed
     packed.clear()
-    SHARED.packed.known.clear()
+    SHARED.packed_tensors.known.clear()
     with natively(forward):
         assert_same(step(), expected)
 

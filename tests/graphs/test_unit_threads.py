@@ -509,7 +509,7 @@ def test_after_hooks_have_packed_something_units_replay_again(compiled: Any) -> 
         step()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         step()
-    assert kept and SHARED.packed.known
+    assert kept and SHARED.packed_tensors.known
     recordings = [r for program in f.programs for r in program.specializations.recordings()]
     before = [recording.unit.used for recording in recordings]
     for _ in range(3):

@@ -209,7 +209,7 @@ class Rehearsal:
             forward, saved = program.recorder.forward
             for other, understudy in self._understudies.items():
                 if other.recorder is forward:
-                    made.follow(understudy, saved)
+                    made.link_forward(understudy, saved)
             self._understudies[program] = made
         return self._understudies[program]
 

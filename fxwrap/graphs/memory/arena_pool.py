@@ -82,7 +82,7 @@ class ArenaPool:
             # Appended first, so that after an interrupt the caller knows what to release.
             locked.append(arena)
             if arena.lock.acquire(owner):
-                arena.follow(stream)
+                arena.move_to(stream)
                 return arena
             locked.pop()
         arena = kind.new(device)

@@ -116,7 +116,7 @@ class Arena:
         """Whether work on ``stream`` may begin now: no other stream still works in the arena."""
         return self.stream is None or self.stream == stream or self.stream.query()
 
-    def follow(self, stream: Any) -> None:
+    def move_to(self, stream: Any) -> None:
         """Make ``stream`` wait for earlier work in the arena, and note it as the arena's stream."""
         if not self.is_idle_for(stream):
             stream.wait_stream(self.stream)

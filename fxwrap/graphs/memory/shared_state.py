@@ -25,11 +25,11 @@ class SharedState:
     Attributes:
         capturing: a lock for each device: one program captures at a time, because a device's random number generator
             can be part of one capture only.
-        packed: saved tensors that were packed by saved-tensors hooks.
+        packed_tensors: saved tensors that were packed by saved-tensors hooks.
     """
 
     capturing: defaultdict[torch.device, TryLock] = field(default_factory=lambda: defaultdict(TryLock))
-    packed: PackedTensors = field(default_factory=PackedTensors)
+    packed_tensors: PackedTensors = field(default_factory=PackedTensors)
     _arenas: ArenaPool = field(default_factory=ArenaPool)
 
     @property

@@ -130,7 +130,7 @@ class Specialization:
         for recording in other_stream if full or len(other_stream) >= AT_ONE_TIME else ():
             if recording.acquire(owner):
                 for arena in recording.request.arenas.values():
-                    arena.follow(owner.stream)
+                    arena.move_to(owner.stream)
                 return Decision(replay=recording)
             recording.release(owner)
         if live:
