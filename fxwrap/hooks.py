@@ -2,9 +2,9 @@
 
 ``graphs/program_runs.py`` has the hooks around a program's run; ``devices.DeviceSupport`` is what a device registers.
 
-Hooks by name of an option or a method hold "module:name", which is imported at its first use: a feature sets them in
-its ``__init__``, which ``fxwrap/__init__.py`` imports, and ``import fxwrap`` stays quick. Hooks that are lists hold
-functions; a feature's module adds them when it is imported.
+Hooks that are dicts have a "module:name" for the name of an option or a method. A feature's package sets it when
+``import fxwrap`` imports the package; the module that it names is imported at its first use, so that ``import
+fxwrap`` stays quick. Hooks that are lists hold functions; a feature's module adds them when it is imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AroundGraph(Protocol):
 
 # A factory, (graph, options) -> AroundGraph, by the option that asks for it.
 AROUND_GRAPHS: dict[str, str] = {}
-# By name of the option that asks for it: the subclass of ``Program`` that a host graph is made to.
+# By name of the option that asks for it: the subclass of ``Program`` that a host graph is made into.
 PROGRAMS: dict[str, str] = {}
 # By name of the option that asks for it: the subclass of ``Arena`` in which the program's recordings lie.
 ARENAS: dict[str, str] = {}

@@ -6,9 +6,9 @@
     HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, compiled elsewhere
     HostGraphPlanner.plan        memory
 
-``Stages`` lists them. A stage is a function of what earlier stages return. Each result has a type of its own, so that
-stages in a wrong order are a type error. Analysis runs once for a graph. Partitioning runs again when the capture of
-an operator fails, with that operator eager. Memory planning runs at concrete sizes, for each recording.
+``Stages`` lists them. A stage is a function of what earlier stages return. Most results have a type of their
+own, so that most wrong orders are type errors. Analysis runs once for a graph. Partitioning runs again when the
+capture of an operator fails, with that operator eager. Memory planning runs at concrete sizes, for each recording.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class Program:
             return ""
         if specialization.eager_runs < self._warm_ups:
             return WARM_UP
-        return self._no_room if specialization.eviction.waits_for_room() else ""
+        return self._no_room if specialization.eviction.waits_for_room() else ""  # counts this call
 
     @property
     def stages(self) -> Mapping[str, tuple[int, float]]:

@@ -174,8 +174,8 @@ class Recorder:
             self._keep(specialization, attempt, inputs, why)
             self._note_recording(attempt, inputs, why, time.perf_counter() - begin)
             return attempt.outputs, ""
-        # Retry only when the pressure falls below its value before this attempt and after it. Before: recordings that
-        # ended for the attempt will be made again. After: this call's outputs will be freed.
+        # Retry when the pressure is below both values. The one before alone would retry at once: recordings ended for
+        # the attempt, and will be made again. The one now alone would retry as soon as this call's outputs are freed.
         pressure = min(before[attempt.of], SHARED.arenas.pressure(attempt.of, device))
         specialization.shortage.note(attempt.of, pressure)
         if attempt.of == OUT_OF_MEMORY:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # Bytes. Torch's CPU allocator aligns to this; that of a custom build may not.
 _CPU_ALIGNMENT = 64
 
-# Bytes. Allocators cut no more than this from small segments (c10/core/AllocatorConfig.h, kSmallSize).
+# Bytes. Allocators serve requests up to this size from small segments (c10/core/AllocatorConfig.h, kSmallSize).
 _SMALL = 1 << 20
 
 # Why there is too little memory.
@@ -88,8 +88,8 @@ class Arena:
         self._ended_by_move, self._pool, self.grown = moved, pool, grown
         del pool  # self._pool is the only reference left, so that drop_pool frees the pool
         if nbytes > _SMALL and self.device.type != "cpu":
-            # An arena cut from a cached segment would keep the allocator from returning the rest for as long as it
-            # lives. Inductor's autotuning leaves such a segment: the buffer that it writes to clear the L2 cache.
+            # While an arena that was cut from a cached segment is alive, the allocator cannot return the rest of the
+            # segment. Inductor's autotuning leaves such a segment: the buffer that it writes to clear the L2 cache.
             empty_cache()
         if self.memory is not None and nbytes:
             take_block = functools.partial(self.memory.allocate, nbytes)

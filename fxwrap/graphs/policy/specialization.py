@@ -82,7 +82,7 @@ class Specialization:
     Attributes:
         estimate: the plan that was made ahead of the first recording.
         recorded_around: how often it was recorded because live outputs of other programs blocked every recording.
-        waited_for_outputs: whether a call has run eagerly for such outputs since.
+        waited_for_outputs: whether a call has run eagerly for such outputs since the last such recording.
         avoids_live_outputs: whether the verifier refused a plan around live outputs, so that the next recording is
             made in an arena without any.
         ended_because: why the last recording ended; it is the reason of the next one.
@@ -105,7 +105,8 @@ class Specialization:
     def decide(self, inputs: list[Any], owner: LockOwner, full: bool) -> Decision:
         """Find out why no recording could be replayed, and decide what to do.
 
-        The call holds the locks of a recording that it is to replay, whose arenas wait for their earlier work.
+        If the decision is to replay, the call holds that recording's locks on return, and its stream waits for
+        earlier work in the arenas.
 
         Args:
             owner: the call.
@@ -118,7 +119,7 @@ class Specialization:
         live, blocked, other_stream = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
             if not recording.acquire(owner):
-                recording.release(owner)
+                recording.release(owner)  # acquire may have taken some of the locks
                 continue
             if recording.is_free():
                 if recording.is_idle_for(owner):
@@ -187,7 +188,7 @@ class Specialization:
         for recording in recordings:
             recording.report_live_outputs()
         event = "an output of another program was live in memory that was needed"
-        # In turn: it may be dropped before the next call.
+        # Eager runs and recordings alternate: the output may be gone by the next call.
         if not self.waited_for_outputs or self.recorded_around >= _BLOCKED:
             self.waited_for_outputs = True
             return Decision(eager="an output of another program is live in its memory", event=event)

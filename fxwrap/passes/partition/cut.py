@@ -60,7 +60,7 @@ def cut(
     chosen, in_order = fewest, work.grouped(work.program_order())
     peak = order_peak = 0
     if sizes and facts is not None:
-        # Nodes in no partition use no storage.
+        # Nodes in no partition are not counted as uses.
         used = [
             [index for index in facts.touched(node) if index in sizes] if verdict is not None else []
             for node, verdict in zip(work.nodes, work.verdict_at, strict=True)
@@ -97,7 +97,8 @@ def _captured(groups: Groups) -> int:
 class _Work:
     """The nodes in program order, their verdicts, and the positions of the nodes that each depends on.
 
-    A view, a size or an allocation that does not depend on data has no verdict here, and is in no partition.
+    Views have no verdict here, and are in no partition; nor have sizes, allocations and elements of tuples, unless
+    they are eager.
     """
 
     nodes: list[Node]
