@@ -24,14 +24,13 @@ from .policy.counters import RecordingMade
 from .policy.specialization import Decision, Specialization
 from .prepared import Prepared, ProgramContext
 from .program_runs import MISSES, RUNNERS
-from .recorder import NOT_RECORDED, Recorder
+from .recorder import NOT_RUN, Recorder
 from .replay.native import Unit
 from .replay.recording import Recording, next_use
 from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)
 
-_NOT_REPLAYED = object()
 WARM_UP = "warm-up"
 CALLER_CAPTURES = "called while the caller captures"
 _OVERLAP = "a mutated input overlaps another input"
@@ -159,7 +158,7 @@ class Program:
 
     def _run(self, key: Any, inputs: list[Any], unrecorded: str) -> Any:
         specialization = self.specializations.get(key) or self._add_specialization(key, inputs)
-        if specialization.recordings and (outputs := self._replay(specialization, inputs)) is not _NOT_REPLAYED:
+        if specialization.recordings and (outputs := self._replay(specialization, inputs)) is not NOT_RUN:
             return outputs
         return self._not_replayed(specialization, inputs, unrecorded)
 
@@ -179,12 +178,12 @@ class Program:
         # If the caller is capturing, its graph would keep arena addresses without a reference to the memory.
         # Stream 0 cannot be captured: the driver, which answers slowly, is asked about other streams only.
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
-            return _NOT_REPLAYED
+            return NOT_RUN
         for recording in specialization.recordings:
             if recording.acquire(owner) and recording.may_run(inputs, owner):
                 return self._run_recording(recording, inputs, owner)
             recording.release(owner)
-        return _NOT_REPLAYED
+        return NOT_RUN
 
     def _owner(self) -> LockOwner:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
@@ -195,26 +194,28 @@ class Program:
         prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs, unrecorded)
         if MISSES and self._freezes_addresses:
             reason, changed = self._call_hooks(specialization, reason)
-            if changed and not reason and (outputs := self._replay(specialization, inputs)) is not _NOT_REPLAYED:
+            if changed and not reason and (outputs := self._replay(specialization, inputs)) is not NOT_RUN:
                 return outputs
         if not reason:
             outputs, reason = self._run_as_decided(specialization, inputs)
-            if outputs is not NOT_RECORDED:
+            if outputs is not NOT_RUN:
                 return outputs
         return self._run_eagerly(prepared, inputs, reason, specialization)
 
     def _call_hooks(self, specialization: Specialization, reason: str) -> tuple[str, bool]:
         """Returns why the call must run eagerly, if it must, and whether a hook of ``MISSES`` changed something."""
-        misses = [hook(self, specialization, reason == CALLER_CAPTURES) for hook in MISSES]
-        reasons = [miss.run_eagerly for miss in misses if miss.run_eagerly]
-        return (reasons or [reason])[-1], any(miss.changed for miss in misses)
+        captures, changed = reason == CALLER_CAPTURES, False
+        for hook in MISSES:
+            miss = hook(self, specialization, captures)
+            reason, changed = miss.run_eagerly or reason, changed or miss.changed
+        return reason, changed
 
     def _run_as_decided(self, specialization: Specialization, inputs: list[Any]) -> tuple[Any, str]:
-        """Replay or record; returns the outputs, or ``NOT_RECORDED`` and why the call must run eagerly."""
+        """Replay or record; returns the outputs, or ``NOT_RUN`` and why the call must run eagerly."""
         owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
         # Take the capture lock before deciding: another thread may be making the recording that this call needs.
         if self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
-            return NOT_RECORDED, "another capture is under way"
+            return NOT_RUN, "another capture is under way"
         try:
             decision = specialization.decide(inputs, owner, self.specializations.is_full())
             if decision.event:
@@ -225,15 +226,15 @@ class Program:
             capturing.release(owner)
         if decision.replay is not None:
             return self._run_recording(decision.replay, inputs, owner), ""
-        return NOT_RECORDED, decision.eager
+        return NOT_RUN, decision.eager
 
     def _record_if_it_fits(
         self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> tuple[Any, str]:
-        if short_of := specialization.shortage.reason(self.plan.device):
-            return NOT_RECORDED, short_of
+        if short_of := specialization.shortage.reason(self.plan.device):  # counts this call
+            return NOT_RUN, short_of
         if not self.specializations.make_room(specialization, owner):
-            return NOT_RECORDED, self._no_room
+            return NOT_RUN, self._no_room
         return self._record(specialization, inputs, decision, owner)
 
     def _run_recording(self, recording: Recording, inputs: list[Any], owner: LockOwner) -> Any:
@@ -334,5 +335,5 @@ class Program:
     def _record(
         self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> tuple[Any, str]:
-        """Record a call; returns its outputs, or ``NOT_RECORDED`` and the reason. Checked programs override it."""
+        """Record a call; returns its outputs, or ``NOT_RUN`` and the reason. Checked programs override it."""
         return self.recorder.record(specialization, inputs, decision, owner)

@@ -31,7 +31,8 @@ from .replay.recording import RecordingRequest
 
 log = logging.getLogger(__name__)
 
-NOT_RECORDED = object()
+# In place of a call's outputs: nothing has run.
+NOT_RUN = object()
 # How many entries ``history`` keeps.
 _HISTORY = 200
 
@@ -49,11 +50,11 @@ class Short:
 
     Attributes:
         of: ``TOO_LARGE`` or ``OUT_OF_MEMORY``.
-        outputs: those of the call; ``NOT_RECORDED`` if nothing has run.
+        outputs: those of the call; ``NOT_RUN`` if nothing has run.
     """
 
     of: str
-    outputs: Any = NOT_RECORDED
+    outputs: Any = NOT_RUN
 
 
 class Recorder:
@@ -149,7 +150,7 @@ class Recorder:
         """Record a call, and keep the recording.
 
         Returns:
-            The outputs of the call; ``NOT_RECORDED`` and the reason if nothing has run. A failed attempt keeps no
+            The outputs of the call; ``NOT_RUN`` and the reason if nothing has run. A failed attempt keeps no
             memory.
 
         Raises:
@@ -169,7 +170,7 @@ class Recorder:
             for arena in locked:
                 arena.lock.release(owner)
         if isinstance(attempt, Refused):
-            return NOT_RECORDED, attempt.why
+            return NOT_RUN, attempt.why
         if isinstance(attempt, Recorded):
             self._keep(specialization, attempt, inputs, why)
             self._note_recording(attempt, inputs, why, time.perf_counter() - begin)
@@ -180,7 +181,7 @@ class Recorder:
         specialization.shortage.note(attempt.of, pressure)
         if attempt.of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # arenas need not grow for this recording
-        if attempt.outputs is not NOT_RECORDED:
+        if attempt.outputs is not NOT_RUN:
             self._context.count("eager", attempt.of)
         return attempt.outputs, attempt.of
 

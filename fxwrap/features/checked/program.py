@@ -24,7 +24,7 @@ from ...graphs.memory.locks import LockOwner
 from ...graphs.memory.shared_state import SHARED
 from ...graphs.policy.specialization import Decision, Specialization
 from ...graphs.program import Program
-from ...graphs.recorder import NOT_RECORDED
+from ...graphs.recorder import NOT_RUN
 from ...graphs.replay.recording import Recording, next_use
 from ...host_graph.nodes import communicates, only_computes, operator_name, output_values
 from ...host_graph.sizes import evaluate_sizes
@@ -119,7 +119,7 @@ class CheckedProgram(Program):
         check = _Check(self, inputs)
         with self._check_under_way():
             outputs, reason = record()
-        if outputs is not NOT_RECORDED:
+        if outputs is not NOT_RUN:
             check.compare(outputs, recorded=True)
         return outputs, reason
 

@@ -97,8 +97,7 @@ def _captured(groups: Groups) -> int:
 class _Work:
     """The nodes in program order, their verdicts, and the positions of the nodes that each depends on.
 
-    Views have no verdict here, and are in no partition; nor have sizes, allocations and elements of tuples, unless
-    they are eager.
+    Views have no verdict here and are in no partition; nor sizes, allocations, elements of tuples that are not eager.
     """
 
     nodes: list[Node]
