@@ -180,9 +180,10 @@ class Program:
         if getattr(owner.stream, "stream_id", 0) and self._caller_captures():
             return NOT_RUN
         for recording in specialization.recordings:
-            if recording.acquire(owner) and recording.may_run(inputs, owner):
-                return self._run_recording(recording, inputs, owner)
-            recording.release(owner)
+            if recording.acquire(owner):
+                if recording.may_run(inputs, owner):
+                    return self._run_recording(recording, inputs, owner)
+                recording.release(owner)
         return NOT_RUN
 
     def _owner(self) -> LockOwner:
@@ -231,7 +232,7 @@ class Program:
     def _record_if_it_fits(
         self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> tuple[Any, str]:
-        if short_of := specialization.shortage.reason(self.plan.device):  # counts this call
+        if short_of := specialization.shortage.note_call(self.plan.device):
             return NOT_RUN, short_of
         if not self.specializations.make_room(specialization, owner):
             return NOT_RUN, self._no_room
@@ -266,7 +267,7 @@ class Program:
             return ""
         if specialization.eager_runs < self._warm_ups:
             return WARM_UP
-        return self._no_room if specialization.eviction.waits_for_room() else ""  # counts this call
+        return self._no_room if specialization.eviction.note_call() else ""
 
     @property
     def stages(self) -> Mapping[str, tuple[int, float]]:
@@ -279,11 +280,11 @@ class Program:
             if recording.end_if_suspended("released"):
                 continue
             owner = LockOwner()
-            try:
-                if recording.acquire(owner):
+            if recording.acquire(owner):
+                try:
                     recording.end("released")
-            finally:
-                recording.release(owner)
+                finally:
+                    recording.release(owner)
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return torch.get_device_module(self.plan.device).device(self.plan.device)

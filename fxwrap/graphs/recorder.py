@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,17 @@ log = logging.getLogger(__name__)
 NOT_RUN = object()
 # How many entries ``history`` keeps.
 _HISTORY = 200
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt to record a call. ``locked``: the arenas that the call, ``owner``, has locked for it."""
+
+    specialization: Specialization
+    inputs: list[Any]
+    decision: Decision
+    owner: LockOwner
+    locked: list[Arena] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -163,43 +174,36 @@ class Recorder:
         if runtime_for(device).frozen_addresses:
             self._free_workspaces_of_warm_ups(owner.stream)
         before = {shortage: SHARED.arenas.pressure(shortage, device) for shortage in (TOO_LARGE, OUT_OF_MEMORY)}
-        locked = list[Arena]()
+        attempt = Attempt(specialization, inputs, decision, owner)
         try:
-            attempt = self._attempt(specialization, inputs, decision, owner, locked)
+            result = self._try(attempt)
         finally:
-            for arena in locked:
+            for arena in attempt.locked:
                 arena.lock.release(owner)
-        if isinstance(attempt, Refused):
-            return NOT_RUN, attempt.why
-        if isinstance(attempt, Recorded):
-            self._keep(specialization, attempt, inputs, why)
-            self._note_recording(attempt, inputs, why, time.perf_counter() - begin)
-            return attempt.outputs, ""
+        if isinstance(result, Refused):
+            return NOT_RUN, result.why
+        if isinstance(result, Recorded):
+            self._keep(specialization, result, inputs, why)
+            self._note_recording(result, inputs, why, time.perf_counter() - begin)
+            return result.outputs, ""
         # Retry when the pressure is below both values. The one before alone would retry at once: recordings ended for
         # the attempt, and will be made again. The one now alone would retry as soon as this call's outputs are freed.
-        pressure = min(before[attempt.of], SHARED.arenas.pressure(attempt.of, device))
-        specialization.shortage.note(attempt.of, pressure)
-        if attempt.of == OUT_OF_MEMORY:
+        pressure = min(before[result.of], SHARED.arenas.pressure(result.of, device))
+        specialization.shortage.note(result.of, pressure)
+        if result.of == OUT_OF_MEMORY:
             SHARED.arenas.withdraw(specialization.estimate)  # arenas need not grow for this recording
-        if attempt.outputs is not NOT_RUN:
-            self._context.count("eager", attempt.of)
-        return attempt.outputs, attempt.of
+        if result.outputs is not NOT_RUN:
+            self._context.count("eager", result.of)
+        return result.outputs, result.of
 
-    def _attempt(
-        self,
-        specialization: Specialization,
-        inputs: list[Any],
-        decision: Decision,
-        owner: LockOwner,
-        locked: list[Arena],
-    ) -> Recorded | Refused | Short:
-        """Plan and make a recording, in arenas that are appended to ``locked``. Errors are raised with ``strict``."""
-        strict = self._context.options.strict
+    def _try(self, attempt: Attempt) -> Recorded | Refused | Short:
+        """Plan and make a recording. Errors are raised with ``strict``."""
+        specialization, strict = attempt.specialization, self._context.options.strict
         try:
-            recorded = self._make(specialization, inputs, decision, owner, locked)
+            recorded = self._make(attempt)
         except MemoryLimitError as error:
             short = Short(OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE)
-            for arena in locked if short.of == OUT_OF_MEMORY else ():
+            for arena in attempt.locked if short.of == OUT_OF_MEMORY else ():
                 arena.clear(OUT_OF_MEMORY)  # also drops the pool: failed captures left allocations in it
             if strict:
                 raise
@@ -207,7 +211,7 @@ class Recorder:
         except (PlanError, CaptureError) as error:
             if strict:
                 raise
-            if isinstance(error, PlanError) and any(arena.live() for arena in locked):
+            if isinstance(error, PlanError) and any(arena.live() for arena in attempt.locked):
                 # These may be the cause: next time use an arena without any.
                 specialization.avoids_live_outputs = True
             else:
@@ -216,14 +220,8 @@ class Recorder:
         ran_out = recorded.recording.ended == OUT_OF_MEMORY
         return Short(OUT_OF_MEMORY, recorded.outputs) if ran_out and not strict else recorded
 
-    def _make(
-        self,
-        specialization: Specialization,
-        inputs: list[Any],
-        decision: Decision,
-        owner: LockOwner,
-        locked: list[Arena],
-    ) -> Recorded:
+    def _make(self, attempt: Attempt) -> Recorded:
+        specialization, inputs = attempt.specialization, attempt.inputs
         prepared, estimate = self.prepared, specialization.estimate
         static = specialization.static_inputs.positions(
             inputs,
@@ -235,9 +233,11 @@ class Recorder:
         )
 
         def excludes(arena: Arena) -> bool:
-            return specialization.excludes(arena, decision)
+            return specialization.excludes(arena, attempt.decision)
 
-        memory = prepared.provider.provide(inputs, static, estimate, self.newest_plan, owner, locked, excludes)
+        memory = prepared.provider.provide(
+            inputs, static, estimate, self.newest_plan, attempt.owner, attempt.locked, excludes
+        )
         self._note_plan(memory.sized, memory.memory)
         self._keep_estimate(specialization, estimate or Estimate(memory.sized, memory.memory))
         request = self._request_for(prepared, specialization, inputs, static, memory)
@@ -311,15 +311,15 @@ class Recorder:
         self._context.counters.count("recordings", why)
         for reason in recording.eager_reasons.values():
             self._context.count("events", reason)
-        if not recorded.refused:
-            specialization.add(recording, inputs)
-            if recorded.not_native:
-                self._context.count("events", f"replays in Python: {recorded.not_native}")
-            if recording.unit is not None and not isinstance(native := self._context.functions.native(), str):
-                self._context.specializations.missed = native.missed
-            self._context.specializations.find_units()
+        if recorded.refused:
+            self._partition_again(recorded.refused)
             return
-        self._partition_again(recorded.refused)
+        specialization.add(recording, inputs)
+        if recorded.not_native:
+            self._context.count("events", f"replays in Python: {recorded.not_native}")
+        if recording.unit is not None and not isinstance(native := self._context.functions.native(), str):
+            self._context.specializations.missed = native.missed
+        self._context.specializations.find_units()
 
     def _partition_again(self, refused: Mapping[str, str]) -> None:
         """Partition with these operators eager: otherwise each would make its whole partition eager."""
@@ -346,7 +346,7 @@ class Recorder:
             copied_out_bytes=sum(request.memory.sizes.get(index, 0) for index in copied),
         )
         self.history.append(made)
-        how = "replays natively" if recording.unit is not None else "replays in Python"
-        memory, how = request.memory.size or request.memory.peak, "is not kept" if recorded.refused else how
-        logged = why, seconds * 1e3, len(recording.graphs), memory, how
+        kept = "replays natively" if recording.unit is not None else "replays in Python"
+        how = "is not kept" if recorded.refused else kept
+        logged = why, seconds * 1e3, len(recording.graphs), request.memory.size or request.memory.peak, how
         log.info("%s: recorded (%s) in %.1f ms: %d graph(s), %d bytes; %s", self._context.name, *logged)

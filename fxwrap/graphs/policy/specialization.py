@@ -119,7 +119,6 @@ class Specialization:
         live, blocked, other_stream = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
             if not recording.acquire(owner):
-                recording.release(owner)  # acquire may have taken some of the locks
                 continue
             if recording.is_free():
                 if recording.is_idle_for(owner):
@@ -133,7 +132,6 @@ class Specialization:
                 for arena in recording.request.arenas.values():
                     arena.move_to(owner.stream)
                 return Decision(replay=recording)
-            recording.release(owner)
         if live:
             return self._decide_live(live)
         if blocked:
@@ -192,9 +190,10 @@ class Specialization:
         if not self.waited_for_outputs or self.recorded_around >= _BLOCKED:
             self.waited_for_outputs = True
             return Decision(eager="an output of another program is live in its memory", event=event)
-        self.waited_for_outputs, again = False, self.recorded_around > 0
+        self.waited_for_outputs = False
         self.recorded_around += 1
-        return Decision(record="around live outputs of other programs", event=event, without_live_outputs=again)
+        why, is_second = "around live outputs of other programs", self.recorded_around > 1
+        return Decision(record=why, event=event, without_live_outputs=is_second)
 
     def note_live(self, outputs: Collection[int]) -> bool:
         """Note that outputs (storage indices) were live when their memory was needed.

@@ -102,13 +102,13 @@ class Specializations:
             if too_early and holder is not wanted:
                 return False
             why = "max_recordings: the least recently used"
-            try:
-                if not oldest.end_if_suspended(why):
-                    if not oldest.acquire(owner):
-                        continue
+            if not oldest.end_if_suspended(why):
+                if not oldest.acquire(owner):
+                    continue
+                try:
                     oldest.end(why)
-            finally:
-                oldest.release(owner)
+                finally:
+                    oldest.release(owner)
             holder.ended_because = why
             holder.recordings = tuple(r for r in holder.recordings if r is not oldest)
             holder.eviction.evicted = holder is not wanted

@@ -186,17 +186,18 @@ class Recording:
             arena.enter(self, self._watched_outputs, plan.size if plan is not None else 0)
 
     def acquire(self, owner: LockOwner) -> bool:
-        """Lock the recording and its arenas for one call. The caller calls ``release`` in any case.
+        """Lock the recording and its arenas for one call: all of them, or none.
 
         Returns:
             False if another call uses one, or if the recording has ended or has a suspended arena.
         """
-        for lock in self._locks:
-            if not lock.acquire(owner):
-                return False
-        if self.unit is not None and self.unit.abandoned and not self.superseded:
-            self.supersede("the process was forked in the middle of a call")
-        return not self.ended and not any(arena.is_suspended() for arena in self._arenas)
+        if all(lock.acquire(owner) for lock in self._locks):
+            if self.unit is not None and self.unit.abandoned and not self.superseded:
+                self.supersede("the process was forked in the middle of a call")
+            if not self.ended and not any(arena.is_suspended() for arena in self._arenas):
+                return True
+        self.release(owner)
+        return False
 
     def end_if_suspended(self, why: str) -> bool:
         """End it if one of its arenas is suspended, and so cannot be locked; returns whether one was."""
@@ -353,10 +354,9 @@ class Recording:
     def forget_inputs(self) -> None:
         """Drop inputs that an interrupted call left in the registers."""
         owner = LockOwner()
-        try:
-            if self.acquire(owner) and self._replay is not None:
+        if self.acquire(owner):
+            if self._replay is not None:
                 self._replay.registers[:] = self._blank
-        finally:
             self.release(owner)
 
     def failed_natively(self, error: BaseException) -> None:
