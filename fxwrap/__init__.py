@@ -22,6 +22,7 @@ from .errors import (
     PlanError,
     StorageError,
     SuspendError,
+    TrainStepError,
     UnsupportedModelError,
 )
 from .features import buckets as _buckets  # noqa: F401 (adds an option)
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .features.exact_packing.plan_memory import plan_memory
     from .features.suspend.suspend import resume, suspend
     from .features.target.explain import explain
+    from .features.train_step.train_step import TrainStep, train_step
     from .inspection.explanation import Explanation
 
 __version__ = "0.1.0"
@@ -77,6 +79,8 @@ __all__ = [
     "StorageError",
     "SuspendError",
     "SuspendableMemory",
+    "TrainStep",
+    "TrainStepError",
     "UnsupportedModelError",
     "aot_compile",
     "bind",
@@ -94,6 +98,7 @@ __all__ = [
     "save",
     "stats",
     "suspend",
+    "train_step",
 ]
 
 # Inductor takes seconds to import, so names that need it are imported at their first use.
@@ -119,6 +124,7 @@ _LAZY.update(Diagnosis=".features.command_line.doctor", doctor=".features.comman
 _LAZY.update(plan_memory=".features.exact_packing.plan_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
 _LAZY.update(explain=".features.target.explain")
+_LAZY.update(TrainStep=".features.train_step.train_step", train_step=".features.train_step.train_step")
 
 
 def __getattr__(name: str) -> Any:

@@ -76,6 +76,10 @@ class BindError(FxwrapError):
     """A compiled function cannot be called without Dynamo's frame evaluation."""
 
 
+class TrainStepError(FxwrapError):
+    """A model, its loss or its optimizer needs something that cannot be part of one program."""
+
+
 class StorageError(FxwrapError):
     """A method is not compiled ahead of time, a program cannot be stored, or a file is damaged or does not fit."""
 

@@ -102,7 +102,14 @@ USES = {
     "bill": {"checked"},
     "bind": {"caller_outputs"},
     "command_line": {"ahead_of_time", "target"},
+    "train_step": {"bind"},
 }
+
+
+def _with_users(feature: str) -> list[str]:
+    """A feature, the features that use it, those that use these, and so on."""
+    users = [name for name, uses in USES.items() if feature in uses]
+    return [feature, *dict.fromkeys(name for user in users for name in _with_users(user))]
 
 
 def _features_in(path: Path) -> set[str]:
@@ -131,7 +138,7 @@ def _without(feature: str, folder: Path) -> None:
     """Copy the package without a feature, those that use it, and their lines in ``__init__``."""
     package = folder / "fxwrap"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in [feature, *(name for name, uses in USES.items() if feature in uses)]:
+    for name in _with_users(feature):
         shutil.rmtree(package / "features" / name)
         lines = (package / "__init__.py").read_text().splitlines()
         named = f".features.{name}.", f"from .features import {name} "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -752,3 +754,26 @@ def test_the_lane_leaves_nothing_behind(compiled: Any) -> None:
     assert before.keys() == after.keys()
     assert [key for key in before if before[key] is not after[key]] == []
     assert config.cpu_backend == "cpp"
+
+
+def test_two_threads_tune_one_kernel_one_after_the_other() -> None:
+    """Inductor's tuner is not safe for two: the second would run a kernel that the first has not loaded yet."""
+
+    class Tuner:
+        def __init__(self) -> None:
+            self.inside, self.most, self.calls = 0, 0, 0
+
+        def run(self, *_: Any, stream: int) -> None:
+            self.inside += 1
+            self.most, self.calls = max(self.most, self.inside), self.calls + 1
+            time.sleep(0.02)
+            self.inside -= 1
+
+    tuner = Tuner()
+    launcher = TritonLauncher(tuner, torch.device("cpu"))
+    threads = [threading.Thread(target=launcher) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tuner.most, tuner.calls) == (1, 4)

@@ -11,8 +11,11 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
 
+from ...graphs.memory.locks import lock_of_process
 from ...host_graph.nodes import Kernel, is_symbolic_value, launch
 from ..torch_runtime import device_guard
+
+_TUNING = lock_of_process()
 
 
 class TritonLauncher:
@@ -23,7 +26,7 @@ class TritonLauncher:
 
     def __init__(self, tuner: Any, device: torch.device) -> None:
         self.tuner = tuner
-        self._run = tuner.run
+        self._run: Callable[..., Any] = self._tune
         self._index = device.index if device.index is not None else 0
         self._stream = _raw_stream_getter(device.type)
         self._guard = device_guard(device.type)
@@ -40,6 +43,12 @@ class TritonLauncher:
         else:
             with self._guard(self._index):
                 self._run(*args, stream=self._stream(self._index))
+
+    def _tune(self, *args: Any, stream: int) -> None:
+        """The first run. Inductor's tuner is not safe for two threads that tune one kernel."""
+        with _TUNING:
+            self.tuner.run(*args, stream=stream)
+            self._run = self.tuner.run
 
 
 def _raw_stream_getter(device_type: str) -> Callable[[int], int]:

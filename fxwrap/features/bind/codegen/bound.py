@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from ....codegen.dynamo.autograd import tracing_autograd
 from ....codegen.dynamo.collection import RESUME_CALL
 from ....codegen.dynamo.search import BOUND, names_of
 from ....errors import BindError
@@ -139,7 +140,8 @@ class Binding:
                 return code.run(*complete, **by_name)
             reason = code
         self.ordinary_calls[reason] += 1
-        result = self.compiled(*args, **kwargs)
+        with tracing_autograd():
+            result = self.compiled(*args, **kwargs)
         if reason == NOT_COMPILED:
             self._add_newest()
         return result
@@ -299,7 +301,8 @@ def bound_function(compiled: Callable[..., Any], args: Sequence[Any], kwargs: Ma
             code = DEFAULTS
         if code != NOT_COMPILED:
             break
-        compiled(*args, **kwargs)
+        with tracing_autograd():
+            compiled(*args, **kwargs)
     if isinstance(code, CompiledCode):
         binding.promote(code)
     elif strict:

@@ -1,0 +1,56 @@
+"""Dynamo's side of a training step: it is one graph, called without frame evaluation, or an error says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import exc
+from torch._dynamo.utils import graph_break_reasons
+
+from ....codegen.dynamo.collection import with_own_code
+from ....errors import causes
+from ...bind.codegen.bound import Binding
+from ...bind.codegen.path import Path
+
+
+def compiled_step(
+    step: Callable[..., Any], options: Mapping[str, Any] | None, dynamic: bool | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What ``torch.compile`` returns for a step, and a bound function of it. Nothing is compiled yet."""
+    compiled = torch.compile(
+        with_own_code(step),
+        backend="fxwrap",
+        fullgraph=True,
+        dynamic=dynamic,
+        options=dict(options) if options else None,
+    )
+    binding = Binding(compiled, Path().target(compiled))
+    binding.function.ordinary_calls = binding.ordinary_calls
+    return compiled, binding.function
+
+
+def why_not_traced(error: BaseException) -> str:
+    """Dynamo's or torch's reason why a step cannot be one graph; empty for errors of other kinds."""
+    for cause in causes(error):
+        if isinstance(cause, (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit)):
+            return str(cause).split("\n\n  Developer debug context", maxsplit=1)[0].strip()
+    return ""
+
+
+def graph_breaks(
+    model: torch.nn.Module, loss: Callable[..., Any], batch: Sequence[Any], more: Mapping[str, Any]
+) -> list[str]:
+    """All graph breaks of the forward pass, each with its line: it runs in pieces, on a copy of the model."""
+    before = len(graph_break_reasons)
+    compiled = torch.compile(with_own_code(loss), backend="eager")
+    with contextlib.suppress(Exception), torch.random.fork_rng(), torch.no_grad():
+        compiled(copy.deepcopy(model), *batch, **more)
+    places = (
+        (noted.user_stack[-1], noted.reason.split("\n\n", maxsplit=1)[0]) for noted in graph_break_reasons[before:]
+    )
+    found = [f"graph break at {place.filename}, line {place.lineno}: {why}" for place, why in places]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,148 @@
+"""``fxwrap.train_step``: forward, loss, gradients and the optimizer's update as one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...errors import TrainStepError
+from .codegen.tracing import compiled_step, graph_breaks, why_not_traced
+from .optimizers import Numbers, updates_of
+from .refusals import refusals
+from .snapshot import Snapshot
+from .traced import Slots, traced_micro_batch, traced_step
+
+
+def train_step(
+    model: torch.nn.Module,
+    loss: Callable[..., Any],
+    optimizer: Optimizer,
+    *,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TrainStep:
+    """Make a function that trains a model by one step, as one program.
+
+    ::
+
+        step = fxwrap.train_step(model, lambda model, x, y: F.cross_entropy(model(x), y), optimizer)
+        for x, y in batches:
+            value = step(x, y)
+
+    A call means what this means, and takes a tenth of its time on the host::
+
+        optimizer.zero_grad()
+        value = loss(model, x, y)
+        value.backward()
+        optimizer.step()
+
+    Parameters, buffers and ``optimizer.state`` stay the objects that they are and are written in place. Between
+    steps they can be read, saved, loaded, evaluated and changed; so can learning rates and other settings of the
+    optimizer, parameter groups, ``requires_grad`` and ``model.train()``. ``p.grad`` is not written (with
+    ``accumulate``: it holds the sum so far). Parameters that the optimizer does not have get no gradients.
+
+    Args:
+        model: the module that ``loss`` gets as its first argument.
+        loss: ``loss(model, *batch)`` returns the loss, or a tuple with the loss in front; all are returned detached.
+        optimizer: one of ``torch.optim`` whose update Dynamo can trace (docs/training.md has the list).
+        clip_norm: the largest norm of all gradients together, as for ``torch.nn.utils.clip_grad_norm_``.
+        accumulate: how many calls make one update. Gradients are averages over as many micro-batches.
+        dynamic, options: as for ``torch.compile(..., backend="fxwrap")``.
+
+    Raises:
+        TrainStepError: something cannot be part of one program; the error names all of it. What is found only when
+            the step is compiled is raised by its first call, which then has changed nothing.
+    """
+    return TrainStep(model, loss, optimizer, clip_norm, accumulate, dynamic, options)
+
+
+class TrainStep:
+    """A training step; ``step(*batch)`` makes it. See ``fxwrap.train_step``.
+
+    ``fxwrap.report``, ``stats``, ``release`` and others take it as a compiled function.
+
+    Attributes:
+        model, optimizer: as given.
+        micro_batches: how many calls since the last update have added their gradients; 0 unless ``accumulate``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Callable[..., Any],
+        optimizer: Optimizer,
+        clip_norm: float | None,
+        accumulate: int,
+        dynamic: bool | None,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, Optimizer) or not callable(loss):
+            raise TrainStepError(
+                "wrong arguments of train_step",
+                expected="a module, a function loss(model, *batch), and a torch.optim optimizer",
+                got=", ".join(type(given).__name__ for given in (model, loss, optimizer)),
+            )
+        if type(accumulate) is not int or accumulate < 1:
+            raise TrainStepError("accumulate of train_step", expected="an int of at least 1", got=repr(accumulate))
+        if clip_norm is not None and not clip_norm > 0:
+            raise TrainStepError("clip_norm of train_step", expected="a number above 0, or None", got=repr(clip_norm))
+        self.model, self.optimizer, self.micro_batches = model, optimizer, 0
+        self._loss, self._accumulate = loss, accumulate
+        self._refuse(refusals(model, loss, optimizer))
+        self._slots, self._numbers = Slots(), Numbers()
+        self._seen: Snapshot | None = None
+        step = traced_step(model, loss, self._slots, clip_norm, accumulate, None)
+        self._fxwrap_compiled, self._last = compiled_step(step, options, dynamic)
+        if accumulate > 1:
+            micro_batch = traced_micro_batch(model, loss, self._slots, accumulate)
+            self._compiled_micro_batch, self._earlier = compiled_step(micro_batch, options, dynamic)
+
+    def __call__(self, *batch: Any, **more: Any) -> Any:
+        if self._seen is None or not self._seen.holds(self.optimizer):
+            self._look_again()
+        is_last = self.micro_batches + 1 == self._accumulate
+        try:
+            outputs = self._last(*batch, **more) if is_last else self._earlier(*batch, **more)
+        except Exception as error:
+            if not (reason := why_not_traced(error)):
+                raise
+            self._seen = None
+            breaks = graph_breaks(self.model, self._loss, batch, more)
+            raise self._refused(breaks or [reason]) from error
+        self.micro_batches = 0 if is_last else self.micro_batches + 1
+        return outputs
+
+    def __repr__(self) -> str:
+        return f"<fxwrap.TrainStep of {type(self.model).__name__} with {type(self.optimizer).__name__}>"
+
+    def _look_again(self) -> None:
+        """Take what the optimizer has now: parameters, state, settings. State that is missing is made."""
+        self._refuse(refusals(self.model, self._loss, self.optimizer))
+        self._slots.fill(updates_of(self.optimizer, self._numbers))
+        if self._accumulate > 1:
+            self._slots.gradients[:] = map(_sum_of_gradients, self._slots.parameters)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was made
+        self._seen = Snapshot(self.optimizer, self._numbers)
+
+    def _refuse(self, reasons: list[str]) -> None:
+        if reasons:
+            raise self._refused(reasons)
+
+    def _refused(self, reasons: list[str]) -> TrainStepError:
+        return TrainStepError(
+            f"{type(self.model).__name__} with {type(self.optimizer).__name__} cannot be trained by one program",
+            expected="a model, a loss and an update that torch traces into one graph",
+            got="\n    ".join(["", *reasons]),
+            remedy="change what is named, or train with the ordinary loop and torch.compile(model)",
+        )
+
+
+def _sum_of_gradients(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,0 +1,84 @@
+"""Every optimizer of torch's: a step by its functional form makes the update that ``optimizer.step()`` makes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from loops import Maker, Net, assert_same, batch, squares, values
+from torch import optim
+
+import fxwrap
+from fxwrap.features.train_step.optimizers import functional_form
+
+Make = Callable[..., optim.Optimizer]
+_OPTIMIZERS: dict[str, Make] = {
+    "Adadelta": optim.Adadelta,
+    "Adagrad": functools.partial(optim.Adagrad, lr_decay=0.1),
+    "Adam": functools.partial(optim.Adam, amsgrad=True, weight_decay=0.1),
+    "Adamax": optim.Adamax,
+    "AdamW": optim.AdamW,
+    "AdamW fused": functools.partial(optim.AdamW, fused=True),
+    "AdamW of single tensors": functools.partial(optim.AdamW, foreach=False, maximize=True, lr=1e-4),
+    "ASGD": optim.ASGD,
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "RMSprop": functools.partial(optim.RMSprop, lr=1e-3, momentum=0.5, centered=True),
+    "Rprop": functools.partial(optim.Rprop, lr=1e-3),
+    "SGD": functools.partial(optim.SGD, lr=1e-2),
+    "SGD with momentum": functools.partial(optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD fused": functools.partial(optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_an_update_is_the_optimizers(name: str) -> None:
+    def habit(make: Maker) -> Iterator[Any]:
+        model = Net()
+        optimizer = _OPTIMIZERS[name](model.parameters())
+        step = make(model, squares, optimizer)
+        for _ in range(12):
+            yield step(*batch())
+        yield values(model)
+        yield [state.get("step", 0) for state in optimizer.state.values()]
+
+    step = assert_same(habit, 1e-4)
+    counters = fxwrap.stats(step)
+    assert counters["programs"] == 1 and not counters["fallbacks"]
+
+
+def test_muon_trains_matrices_beside_another_optimizer() -> None:
+    """Muon takes matrices only, so that a model has two optimizers: the rest stays with the ordinary loop."""
+    if not hasattr(optim, "Muon"):
+        pytest.skip("torch has no Muon")
+
+    def habit(make: Maker) -> Iterator[Any]:
+        model = Net()
+        step = make(model, squares, optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-4))
+        for _ in range(6):
+            yield step(*batch())
+
+    assert_same(habit, 1e-3)
+
+
+def test_dampening_is_refused_until_a_first_update_was_made() -> None:
+    """SGD makes its momentum of the first gradients, without dampening. Later updates are like others."""
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.5)
+    with pytest.raises(fxwrap.TrainStepError, match="dampening"):
+        fxwrap.train_step(model, squares, optimizer)
+    squares(model, *batch()).backward()
+    optimizer.step()
+    before = squares(model, *batch())
+    step = fxwrap.train_step(model, squares, optimizer)
+    torch.testing.assert_close(step(*batch()), before.detach())
+
+
+def test_every_optimizer_of_torch_is_known_or_refused() -> None:
+    classes = {value for value in vars(optim).values() if isinstance(value, type)}
+    classes = {one for one in classes if issubclass(one, optim.Optimizer) and one is not optim.Optimizer}
+    unknown = {one.__name__ for one in classes if functional_form(one.__new__(one)) is None}
+    assert unknown <= {"LBFGS", "SparseAdam"}

@@ -1,0 +1,111 @@
+"""What cannot be part of one program is said at once, all of it, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import Net, batch, squares, values
+from torch import nn, optim
+
+import fxwrap
+from fxwrap import TrainStepError
+
+
+def _refused(model: nn.Module, optimizer: optim.Optimizer, loss: object = squares) -> str:
+    with pytest.raises(TrainStepError) as caught:
+        fxwrap.train_step(model, loss, optimizer)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_all_reasons_are_in_one_error() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), Net())
+    model[1].first.weight.register_hook(lambda gradient: gradient)
+    model[1].last.register_full_backward_hook(lambda *_: None)
+    optimizer = optim.LBFGS(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    text = _refused(model, optimizer)
+    for part in ("Embedding (0) has sparse", "1.first.weight has hooks", "Linear (1.last) has backward hooks"):
+        assert part in text
+    assert "LBFGS evaluates the loss several times" in text and "LBFGS has step hooks" in text
+
+
+def test_wrappers_that_communicate() -> None:
+    model = nn.DataParallel(Net())
+    assert "give the module inside of it" in _refused(model, optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(squares(model, x, y))
+
+    model = Net()
+    assert "GradScaler (scaler)" in _refused(model, optim.SGD(model.parameters(), 0.1), scaled)
+
+
+def test_an_optimizer_of_the_users() -> None:
+    class Own(optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.sub_(p.grad)
+
+    model = Net()
+    assert "Own has no functional form" in _refused(model, Own(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"accumulate": 0}, "at least 1"), ({"accumulate": True}, "int"), ({"clip_norm": 0}, "above 0")],
+)
+def test_wrong_settings(given: dict[str, object], says: str) -> None:
+    model = Net()
+    with pytest.raises(TrainStepError, match=says):
+        fxwrap.train_step(model, squares, optim.SGD(model.parameters(), 0.1), **given)  # type: ignore[arg-type]
+
+
+def test_what_is_no_model() -> None:
+    model = Net()
+    assert "got: function, function, SGD" in _refused(squares, optim.SGD(model.parameters(), 0.1))  # type: ignore[arg-type]
+
+
+def test_graph_breaks_have_their_lines_and_nothing_has_run() -> None:
+    class Breaks(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            x = self.norm(x)
+            torch._dynamo.graph_break()
+            return self.last(x)
+
+    model = Breaks()
+    optimizer = optim.AdamW(model.parameters())
+    step, before = fxwrap.train_step(model, squares, optimizer), values(model)
+    with pytest.raises(TrainStepError) as caught:
+        step(*batch())
+    assert str(caught.value).count("graph break at") == 2 and "test_refusals.py, line" in str(caught.value)
+    for value, kept in zip(values(model), before, strict=True):
+        assert torch.equal(value, kept)
+    squares(model, *batch()).backward()  # the ordinary loop works as before
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+def test_hooks_that_come_later() -> None:
+    """A hook that is registered between two steps would not be called: the next step refuses."""
+    model = Net()
+    step = fxwrap.train_step(model, squares, optim.SGD(model.parameters(), 0.1))
+    step(*batch())
+    hook = model.first.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(TrainStepError, match=r"first\.weight has hooks"):
+        step(*batch())
+    hook.remove()
+    step(*batch())
+
+
+def test_a_loss_that_is_no_number() -> None:
+    model = Net()
+    step = fxwrap.train_step(model, lambda model, x, y: model(x) - y, optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(Exception, match="scalar outputs"):
+        step(*batch())
