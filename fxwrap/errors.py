@@ -62,9 +62,9 @@ class CaptureError(FxwrapError):
 
 
 class MemoryLimitError(FxwrapError):
-    """A recording would need more memory than ``max_memory`` allows, or than the device has.
+    """A call would need more than ``memory_limit``, or a recording more than ``max_memory`` or than the device has.
 
-    In the latter case its cause is ``torch.OutOfMemoryError``.
+    In the last case its cause is ``torch.OutOfMemoryError``.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_origin
@@ -21,6 +22,10 @@ def _option(
     """
     metadata = {"doc": doc, "minimum": minimum, "choices": choices, "compiling": compiling}
     return field(default=default, metadata=metadata)
+
+
+# Options that are bytes, and may be given as text.
+SIZES = "max_memory", "memory_limit"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,12 @@ class Options:
         "nothing between calls); 0 is no limit",
         minimum=0,
     )
+    memory_limit: int = _option(
+        0,
+        "the most bytes that a call may take beside its inputs, on the CPU: work is repeated to stay below, and what "
+        "does not fit is an error; 0 is no limit",
+        minimum=0,
+    )
     eager_ops: tuple[str | EagerRule, ...] = _option(
         (),
         "operators that must not be captured, such as 'aten::nonzero' or 'mylib::lookup', and fxwrap.EagerRule",
@@ -67,6 +78,11 @@ class Options:
         "how many times the memory of program order fewer partitions may take, at the sizes compiled for",
         minimum=1,
         compiling=True,
+    )
+    inputs_apart: bool = _option(
+        False,
+        "inputs that a program writes share no memory with others, so that more of its work can change places; a "
+        "call for which that is wrong is an error",
     )
     copy_outputs: bool = _option(
         False,
@@ -205,6 +221,8 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
         return tuple(items)
     if isinstance(default, float) and type(value) is int:
         value = float(value)
+    if name in SIZES and isinstance(value, str):
+        value = _bytes(value)
     # A bool is an int in Python, but strict=3 and warmup=True are mistakes.
     if type(value) is not type(default):
         raise error
@@ -215,6 +233,15 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
     return value
 
 
+def _bytes(text: str) -> int | str:
+    """The bytes that a size such as "6GiB" or "512 MB" stands for; the text itself if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", text.strip())
+    if found is None:
+        return text
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
 def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[str, ...]) -> str:
     if choices:
         return "one of " + ", ".join(map(repr, choices))
@@ -222,7 +249,7 @@ def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[st
         return "a subclass of fxwrap.FxwrapCodegen"
     if isinstance(default, tuple):
         return "a string, a fxwrap.EagerRule, or a sequence of these"
-    kind = type(default).__name__
+    kind = "bytes, or a size such as '6GiB'," if name in SIZES else type(default).__name__
     return f"{kind} of at least {minimum}" if minimum is not None else kind
 
 

@@ -3,7 +3,8 @@
 ::
 
     compile_host_graph           rewrites
-    HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, compiled elsewhere
+    HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, order, compiled
+                               elsewhere
     HostGraphPlanner.plan        memory
 
 ``Stages`` lists them. A stage is a function of what earlier stages return. Most results have a type of their
@@ -30,7 +31,7 @@ from torch.fx import GraphModule
 
 from .devices import CaptureCost, capture_cost, device_support
 from .eager_rules import EagerRule
-from .errors import PipelineError
+from .errors import MemoryLimitError, PipelineError
 from .graphs.compilation import Compilation
 from .graphs.devices.runtime import freezes_addresses
 from .graphs.memory.memory_provider import Planner
@@ -42,7 +43,9 @@ from .options import Options
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
-from .passes.memory.planner import plan_pair, plan_program
+from .passes.memory.fit import does_not_fit, fit_memory
+from .passes.memory.order import order_for_memory
+from .passes.memory.planner import peak_of_call, plan_pair, plan_program
 from .passes.memory.requirements import Requirements, hinted_sizes
 from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import FIXED_ADDRESSES, judge, main_device
@@ -51,7 +54,7 @@ from .passes.partition.cut import cut
 from .passes.partition.export import partition_graph
 from .passes.rewrites.shared_views import share_views
 from .passes.rewrites.view_copies import view_needless_copies
-from .passes.verify import verify_memory, verify_schedule
+from .passes.verify import verify_memory, verify_same_results, verify_schedule
 from .plan import (
     Cut,
     InputFacts,
@@ -180,7 +183,12 @@ def _replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition |
 
 
 def _check_schedule(plan: ProgramPlan, *_: object) -> None:
-    verify_schedule(plan.graph, plan.schedule)
+    verify_schedule(plan.graph, plan.schedule, plan.device.type if plan.inputs.apart else "")
+
+
+def _check_fit(fitting: ProgramPlan, plan: ProgramPlan, *_: object) -> None:
+    verify_same_results(plan.graph, fitting.graph, plan.device.type if plan.inputs.apart else "")
+    _check_schedule(fitting)
 
 
 def _check_memory(memory: MemoryPlan, sized: SizedProgram, *_: object) -> None:
@@ -206,12 +214,14 @@ class Stages:
     rewrites: tuple[Rewrite, ...] = ()
     aliasing: Stage[[GraphModule], StorageFacts] = Stage("aliasing", analyse_storages)
     workspace: Stage[[GraphModule, TorchFunctions], Mapping[str, int]] = Stage("workspace", _workspace)
-    dependencies: Stage[[GraphModule, StorageFacts], nx.DiGraph] = Stage("dependencies", build_dependency_graph)
+    dependencies: Stage[[GraphModule, StorageFacts, str], nx.DiGraph] = Stage("dependencies", build_dependency_graph)
     capturability: Stage[[GraphModule, EagerOps, Mapping[str, str]], Verdicts] = Stage("capturability", judge)
     cut: Stage[[nx.DiGraph, Verdicts, torch.device, StorageFacts, Bytes, float], Cut] = Stage("cut", cut)
     cost_model: Stage[[ProgramPlan, CaptureCost, Bytes, str, int], ProgramPlan] = Stage(
         "cost model", apply_cost_model, _check_schedule
     )
+    order: Stage[[ProgramPlan, nx.DiGraph, Bytes], ProgramPlan] = Stage("order", order_for_memory, _check_schedule)
+    fit: Stage[[ProgramPlan, nx.DiGraph, Bytes, int], ProgramPlan] = Stage("fit", fit_memory, _check_fit)
     compiled_elsewhere: Stage[[ProgramPlan, CompilePartition | None], ProgramPlan] = Stage(
         "partitions compiled elsewhere", _replace_partitions
     )
@@ -251,7 +261,8 @@ class HostGraphPlanner:
         workspace = self.stored_workspace
         if workspace is None:
             workspace = run(stages.workspace, graph, self.functions)
-        return facts, workspace, run(stages.dependencies, graph, facts)
+        apart_on = main_device(graph).type if self.options.inputs_apart else ""
+        return facts, workspace, run(stages.dependencies, graph, facts, apart_on)
 
     def partition(self, inputs: InputFacts, refused: Mapping[str, str]) -> ProgramPlan:
         run, stages, graph, options = self._run, self.stages, self.graph, self.options
@@ -266,6 +277,16 @@ class HostGraphPlanner:
         plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
         cost = capture_cost(device.type)
         plan = run(stages.cost_model, plan, cost, sizes, options.capture, options.min_launches)
+        if options.inputs_apart or options.memory_limit:
+            plan = run(stages.order, plan, dependencies, sizes)
+        if options.memory_limit:
+            if freezes_addresses(device):
+                raise MemoryLimitError(
+                    "memory_limit is for the CPU",
+                    got=f"a program on {device}, whose graphs have arenas",
+                    remedy="max_memory bounds what recordings keep there",
+                )
+            plan = run(stages.fit, plan, dependencies, sizes, options.memory_limit)
         return run(stages.compiled_elsewhere, plan, self.compile_partition)
 
     def plan(
@@ -275,7 +296,12 @@ class HostGraphPlanner:
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        return self._run(self.stages.memory, sized, reserved, hint, previous)
+        memory, limit = self._run(self.stages.memory, sized, reserved, hint, previous), self.options.memory_limit
+        if limit and not sized.frozen:
+            if (peak := peak_of_call(sized)) > limit:
+                raise does_not_fit(peak, limit)
+            return memory.keeping(0)
+        return memory
 
     def plan_pair(
         self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
@@ -339,7 +365,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
     Raises:
         PlanError: the verifier refused the schedule.
     """
-    verify_schedule(plan.graph, plan.schedule)
+    _check_schedule(plan)
     stored = plan.workspace
     planner = HostGraphPlanner(plan.graph, Stages(), request.options, request.functions, stored_workspace=stored)
     return _program(plan, planner, request)

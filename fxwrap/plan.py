@@ -302,6 +302,7 @@ class InputFacts:
         used_outside: inputs of which a kernel uses bytes outside of the tensor, with the operator.
         saved: AOTAutograd's names of the outputs that only backward gets.
         names: AOTAutograd's names of the inputs.
+        apart: whether those on the program's device that it writes share no memory with others (``inputs_apart``).
     """
 
     phase: str = "inference"
@@ -311,6 +312,7 @@ class InputFacts:
     used_outside: Mapping[int, str] = field(default_factory=dict)
     saved: Mapping[int, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    apart: bool = False
 
 
 @dataclass(frozen=True)

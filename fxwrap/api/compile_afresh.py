@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..backend import fxwrap as backend
-from ..codegen.dynamo.autograd import tracing_autograd
 from ..codegen.dynamo.collection import with_own_code
 from ..codegen.dynamo.report import compilations_of
 from ..codegen.torch_runtime import allocations
@@ -42,8 +41,7 @@ def compile_afresh(
         options=dict(options) if options else None,
         **own_caches(),
     )
-    with tracing_autograd():
-        compiled(*args, **kwargs)
+    compiled(*args, **kwargs)
     measured = [_measured(functools.partial(compiled, *args, **kwargs)) for _ in range(1, calls)]
     compilations, story = compilations_of(compiled)
     return Explanation.of(list(dict.fromkeys([compilation, *compilations])), name_of(fn), story, measured)

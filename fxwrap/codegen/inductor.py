@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from ..devices import device_support
-from ..errors import FxwrapError, OptionError, UnsupportedModelError, causes
+from ..errors import FxwrapError, MemoryLimitError, OptionError, UnsupportedModelError, causes
 from ..graphs.compilation import Compilation
 from ..graphs.memory.locks import lock_of_process
 from ..hooks import around_graph
@@ -103,6 +103,7 @@ def compile_with_inductor(
             donated=versions.donated_inputs() if kwargs.get("is_backward") else frozenset(),
             saved=versions.saved_outputs(gm) if _phase(kwargs) == "forward" else {},
             names=tuple(node.name for node in gm.graph.nodes if node.op == "placeholder"),
+            apart=options.inputs_apart,
         )
         request = CompileRequest(torch_functions(), options, inputs, compilation)
         for feature in around:
@@ -142,7 +143,12 @@ def _compile_program(
     cudagraphs = kwargs.pop("cudagraphs", None)
     copy_host_scalars(gm)
     try:
-        with config.patch(_EMISSION), codegen_in_place(request.options.codegen), requesting(request) as handover:
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(config.patch(_EMISSION))
+            contexts.enter_context(codegen_in_place(request.options.codegen))
+            if request.options.inputs_apart or request.options.memory_limit:
+                contexts.enter_context(versions.one_loop_a_launch())
+            handover = contexts.enter_context(requesting(request))
             compiled = compile_fx_inner(
                 gm, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs), fx_wrapper=True
             )
@@ -154,7 +160,7 @@ def _compile_program(
         reason = _fallback_reason(error)
         if reason is None:
             raise
-        if request.options.strict:
+        if request.options.strict or isinstance(reason, MemoryLimitError):
             raise reason from reason.__cause__  # Inductor's error has it as its cause: not the other way round, too
         _report_fallback(reason, request)
     _forget_pending_symbols(pristine)

@@ -13,6 +13,7 @@ import torch
 from torch._inductor import config, ir, sizevars
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.codegen.common import IndentedBuffer
+from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
 
@@ -270,3 +271,18 @@ def own_caches() -> dict[str, Any]:
     towards their limit of recompilations.
     """
     return {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+
+
+@contextlib.contextmanager
+def one_loop_a_launch() -> Iterator[None]:
+    """A context in which each C++ kernel of Inductor's is one loop nest, so that they can be ordered one by one.
+
+    Otherwise loops that follow one another, such as all updates of an optimizer, are one function, which needs all
+    of its buffers at one time. Compilations on other threads get smaller functions meanwhile, and the same numbers.
+    """
+    before = CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = 0
+    try:
+        yield
+    finally:
+        CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = before

@@ -96,7 +96,7 @@ class ProgramContext:
         name: the program's name in logs, profiles and reports: its number in this process, and its phase.
         planner: plans its memory, and partitions its graph again.
         functions: private functions of torch that it needs while it runs.
-        mutated_inputs: what must not overlap in a call; None if nothing that is written is copied.
+        mutated_inputs: what must not overlap in a call; None if it may.
     """
 
     name: str
@@ -112,7 +112,8 @@ class ProgramContext:
     def of(
         cls, name: str, plan: ProgramPlan, planner: Planner, options: Options, functions: TorchFunctions
     ) -> ProgramContext:
-        mutated = MutatedInputs.of(plan, functions.overlap) if freezes_addresses(plan.device) else None
+        matters = freezes_addresses(plan.device) or options.inputs_apart
+        mutated = MutatedInputs.of(plan, functions.overlap) if matters else None
         sizes, specializations = DynamicSizes.of(plan.placeholders), Specializations(options.max_recordings)
         return cls(name, planner, options, functions, sizes, mutated, specializations)
 

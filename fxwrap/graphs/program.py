@@ -191,6 +191,13 @@ class Program:
 
     def _not_replayed(self, specialization: Specialization, inputs: list[Any], unrecorded: str) -> Any:
         """Replay after all if a hook changed something, else replay or record as decided, else run eagerly."""
+        if self.options.inputs_apart and (mutated := self.context.mutated_inputs) and not mutated.are_apart(inputs):
+            raise InputError(
+                f"{self.name}: {_OVERLAP}",
+                expected="inputs that share no memory, as the option inputs_apart promises",
+                got="two that do",
+                remedy="copy one of them, or compile without inputs_apart",
+            )
         specialization.eviction.missed_at.append(next_use())
         prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs, unrecorded)
         if MISSES and self._freezes_addresses:

@@ -102,9 +102,14 @@ class Recorder:
         return self._newest_estimate() if self._newest_estimate is not None else None
 
     def estimate(self, inputs: Sequence[Any], specialization: Specialization) -> None:
-        """Plan memory before a recording, for reports and so that arenas are large enough."""
+        """Plan memory before a recording, for reports and so that arenas are large enough.
+
+        Raises:
+            MemoryLimitError: a call would take more than ``memory_limit``.
+        """
         newest, enough = self.newest_plan, self._context.specializations.are_enough
-        if newest is not None and (not newest.arenas or enough()):
+        limited = bool(self._context.options.memory_limit)  # each size has to be within it before it runs
+        if newest is not None and not limited and (not newest.arenas or enough()):
             return
         try:
             estimate = self.prepared.provider.estimate(inputs, self.newest_plan, self._saved())
@@ -205,7 +210,7 @@ class Recorder:
             short = Short(OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE)
             for arena in attempt.locked if short.of == OUT_OF_MEMORY else ():
                 arena.clear(OUT_OF_MEMORY)  # also drops the pool: failed captures left allocations in it
-            if strict:
+            if strict or self._context.options.memory_limit:
                 raise
             return short
         except (PlanError, CaptureError) as error:

@@ -90,10 +90,13 @@ class StorageFacts:
     def writes(self, node: Node) -> frozenset[int]:
         return self.written.get(node.name, _NONE)
 
+    def made(self) -> frozenset[int]:
+        """Storages that the program or an operator allocates."""
+        return frozenset(s.index for s in self.storages if s.origin in (Origin.ALLOCATION, Origin.EXTERN))
+
     def inner(self) -> frozenset[int]:
         """Storages that the program or an operator allocates, and that the caller does not get."""
-        made = (s.index for s in self.storages if s.origin in (Origin.ALLOCATION, Origin.EXTERN))
-        return frozenset(made) - self.handed_out
+        return self.made() - self.handed_out
 
     def all_written(self) -> frozenset[int]:
         """Storages that some node writes."""

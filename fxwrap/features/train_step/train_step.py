@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...errors import TrainStepError
+from ...backend import parsed
+from ...errors import MemoryLimitError, TrainStepError, causes
 from .codegen.tracing import compiled_step, graph_breaks, why_not_traced
 from .optimizers import Numbers, updates_of
 from .refusals import refusals
@@ -23,6 +24,7 @@ def train_step(
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    memory_limit: int | str | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
@@ -52,12 +54,17 @@ def train_step(
         optimizer: one of ``torch.optim`` whose update Dynamo can trace (docs/training.md has the list).
         clip_norm: the largest norm of all gradients together, as for ``torch.nn.utils.clip_grad_norm_``.
         accumulate: how many calls make one update. Gradients are averages over as many micro-batches.
+        memory_limit: the most memory that a step may take beside parameters, state and batch: bytes, or "6GiB".
         dynamic, options: as for ``torch.compile(..., backend="fxwrap")``.
 
     Raises:
+        OptionError: ``memory_limit`` is no size, or an option is wrong.
         TrainStepError: something cannot be part of one program; the error names all of it. What is found only when
-            the step is compiled is raised by its first call, which then has changed nothing.
+            the step is compiled is raised by its first call, which then has changed nothing. So is
+            MemoryLimitError: the step needs more than ``memory_limit``.
     """
+    if memory_limit is not None:
+        options = {**(options or {}), "memory_limit": memory_limit}
     return TrainStep(model, loss, optimizer, clip_norm, accumulate, dynamic, options)
 
 
@@ -91,6 +98,7 @@ class TrainStep:
             raise TrainStepError("accumulate of train_step", expected="an int of at least 1", got=repr(accumulate))
         if clip_norm is not None and not clip_norm > 0:
             raise TrainStepError("clip_norm of train_step", expected="a number above 0, or None", got=repr(clip_norm))
+        parsed(options)  # wrong options are known now, and not at the first call
         self.model, self.optimizer, self.micro_batches = model, optimizer, 0
         self._loss, self._accumulate = loss, accumulate
         self._refuse(refusals(model, loss, optimizer))
@@ -109,6 +117,8 @@ class TrainStep:
         try:
             outputs = self._last(*batch, **more) if is_last else self._earlier(*batch, **more)
         except Exception as error:
+            if (limit := next((c for c in causes(error) if isinstance(c, MemoryLimitError)), None)) is not None:
+                raise limit from limit.__cause__
             if not (reason := why_not_traced(error)):
                 raise
             self._seen = None

@@ -59,16 +59,18 @@ class Regions:
             self.after[program.schedule[region.end - 1]].append((storage, 0))
 
     @contextlib.contextmanager
-    def filled(self) -> Iterator[None]:
-        """Allocates every region while tensors are made over it. Bytes are not touched, so no page is committed."""
-        without = [(storage, size) for storage, size in self._sizes if not storage.nbytes()]
+    def filled(self, index: int) -> Iterator[tuple[torch.UntypedStorage, int]]:
+        """Allocates the region of a storage while a tensor is made over it. One at a time: a call has a limit."""
+        region, offset = self.places[index]
+        size = next(size for storage, size in self._sizes if storage is region)
+        was_empty = not region.nbytes()
         try:
-            for storage, size in without:
-                storage.resize_(size)
-            yield
+            if was_empty:
+                region.resize_(size)
+            yield region, offset
         finally:
-            for storage, _ in without:
-                storage.resize_(0)
+            if was_empty:
+                region.resize_(0)
 
     def empty(self) -> None:
         """Free the memory of every region."""

@@ -44,11 +44,11 @@ from ...plan import Partition, ProgramPlan
 from ..replay import steps
 from ..replay.flat_python import Part
 from ..replay.operands import LITERALS, Bound, Call, Local, Operand, Register
-from ..replay.steps import Drop, Item, Load, Step
+from ..replay.steps import Drop, Item, Load, Resize, Step
 
 # Kinds of nodes that are evaluated at their first use.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
-Steps = Mapping[Node, Sequence[Step]]
+Steps = Mapping[Node, Sequence[Resize]]
 
 # Post-processing of a node's result, passed in a one-element list so that the callee can drop the last reference.
 PostProcessing = Mapping[Node, Callable[[list[Any]], Any]]
@@ -78,6 +78,7 @@ class FlatBuilder:
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
         self._before, self._after, self._repeats = before, after, repeats
+        self._filled: list[torch.UntypedStorage] = []  # regions that got memory here
         self._post_processing = post_processing
         self._parts: dict[Node, list[Node | None]] = {}  # by tuple: its elements; None if not needed
         self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
@@ -119,8 +120,14 @@ class FlatBuilder:
             self._add_all(self._after, [node])
 
     def _add_all(self, around: Steps, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            self._steps += around.get(node, ())
+        for step in (step for node in nodes for step in around.get(node, ())):
+            self._steps.append(step)
+            # Views over a region can be made while it has memory: here it has some in the same steps as in a call.
+            if step.nbytes and not step.storage.nbytes():
+                step.storage.resize_(step.nbytes)
+                self._filled.append(step.storage)
+            elif not step.nbytes and any(step.storage is filled for filled in self._filled):
+                step.storage.resize_(0)
 
     def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call of its replacement (``compile_partition``)."""
@@ -192,6 +199,8 @@ class FlatBuilder:
             give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
         """
         returned = self._argument(result, literal_lists=True)
+        for region in self._filled:
+            region.resize_(0)  # where a later partition ends it
         dead: dict[int, list[Local]] = {}
         for local, position in self._last_use.items():
             if local not in self._pinned:

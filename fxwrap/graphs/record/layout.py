@@ -59,10 +59,13 @@ class Layout:
             node = self._plan.nodes[storage.node]
             options: Any = node.kwargs
             match place.home:
-                case Home.REGION:
-                    space, offset = self.regions.places.get(storage.index) or (self.planned(storage.index), 0)
+                case Home.REGION if storage.index in self.regions.places:
                     size, stride = self._layout(node)
-                    self.tensors[node] = tensor_over(space, size, stride, options["dtype"], offset)
+                    with self.regions.filled(storage.index) as (space, offset):
+                        self.tensors[node] = tensor_over(space, size, stride, options["dtype"], offset)
+                case Home.REGION:
+                    size, stride = self._layout(node)
+                    self.tensors[node] = tensor_over(self.planned(storage.index), size, stride, options["dtype"])
                 case Home.RECORDING:
                     self.tensors[node] = torch.empty_strided(*self._layout(node), **options)
 

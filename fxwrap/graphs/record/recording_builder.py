@@ -96,8 +96,7 @@ class RecordingBuilder:
         try:
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                with self.layout.regions.filled():
-                    self.layout.make_tensors()
+                self.layout.make_tensors()
                 self.layout.place_results()
                 common = self._capture_all(inputs)
             made = Outputs(self.request, self.layout, self.registers.by_node, self._values, frozenset(self._pooled))
@@ -362,9 +361,8 @@ class RecordingBuilder:
         if self._freezes_addresses:
             processing = self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs))
         builder = FlatBuilder(bound, registers, last, before, after, processing)
-        with self.layout.regions.filled():  # it makes views over regions, which have no memory between calls
-            builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
-            return builder.build(name=partition_range(self.request.name, partition.index))
+        builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
+        return builder.build(name=partition_range(self.request.name, partition.index))
 
 
 @dataclass(frozen=True)

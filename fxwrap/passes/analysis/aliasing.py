@@ -39,11 +39,14 @@ def analyse_storages(gm: GraphModule) -> StorageFacts:
     return _Analysis(gm).run()
 
 
-def overlap_groups(gm: GraphModule, facts: StorageFacts) -> Mapping[int, int]:
+def overlap_groups(gm: GraphModule, facts: StorageFacts, apart_on: str = "") -> Mapping[int, int]:
     """Groups of inputs that may overlap at a call: all inputs on a device, if one of them is written.
 
     No guard ensures that inputs that did not overlap when the program was compiled do not overlap at a call. Program
     order, in which Inductor's wrapper runs, defines the result of such a call.
+
+    Args:
+        apart_on: the type of the device whose inputs are known not to overlap; empty for none.
 
     Returns:
         The number of its group, below zero, by storage.
@@ -52,7 +55,7 @@ def overlap_groups(gm: GraphModule, facts: StorageFacts) -> Mapping[int, int]:
     on_device: dict[str, set[int]] = defaultdict(set)
     for node in gm.graph.nodes:
         if kind_of(node) is Kind.PLACEHOLDER and isinstance(val := node.meta.get("val"), torch.Tensor):
-            on_device[str(val.device)] |= facts.of(node)
+            on_device[str(val.device)] |= facts.of(node) if val.device.type != apart_on else _NONE
     groups = [group for group in on_device.values() if group & written]
     return {index: -1 - number for number, group in enumerate(groups) for index in group}
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 
-def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
+def build_dependency_graph(gm: GraphModule, facts: StorageFacts, apart_on: str = "") -> nx.DiGraph:
     """Build the DAG of host-graph nodes whose every topological order computes the same numbers.
 
     Edges carry ``kind``, one rule each:
@@ -30,7 +30,8 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     check  it uses a result that an assert before it checks, by itself or for its size
     ====== =========================================================================
 
-    Inputs on one device count as one storage: at a call they may overlap.
+    Inputs on one device count as one storage, since they may overlap at a call; on devices of the type ``apart_on``
+    they do not.
     """
     import networkx as nx  # takes a tenth of a second; a program from a cache needs no dependency graph
 
@@ -40,7 +41,7 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts) -> nx.DiGraph:
     last_in_order: dict[str, Node] = {}
     made_by: dict[Node, frozenset[Node]] = {}  # the work whose results a value is made of: views, sizes, allocations
     checks: dict[Node, list[Node]] = defaultdict(list)  # by the work whose results they check
-    groups = overlap_groups(gm, facts)
+    groups = overlap_groups(gm, facts, apart_on)
 
     def with_groups(storages: frozenset[int]) -> frozenset[int]:
         return storages.union(groups[index] for index in storages if index in groups)

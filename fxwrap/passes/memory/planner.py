@@ -90,6 +90,17 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     return replace(plan, peak=most_alive([*per_call, *regions]), lower_bound=bound, plain=plain)
 
 
+def peak_of_call(sized: SizedProgram) -> int:
+    """The most bytes in use at one time in a call beside its inputs, where addresses are not frozen.
+
+    It is what the call allocates: storages from their first to their last use, results and workspace of operators.
+    Regions do not raise it (``_plan_calls``). Memory of unknown size, such as of data-dependent results, is missing.
+    """
+    requirements = Requirements.of(sized)
+    planned = (buffer for items in requirements.planned.values() for _, buffer in items)
+    return most_alive([*planned, *(buffer for items in requirements.unplanned.values() for _, buffer in items)])
+
+
 def _assign_homes(
     requirements: Requirements, regions: Sequence[Region], offsets: Sequence[Mapping[int, int]], unplaced_home: Home
 ) -> MemoryPlan:

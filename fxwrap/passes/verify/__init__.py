@@ -4,6 +4,7 @@ The proofs share no code with what they check, except the vocabulary of ``host_g
 """
 
 from .memory import verify_memory
+from .same_results import verify_same_results
 from .schedule import verify_schedule
 
-__all__ = ["verify_memory", "verify_schedule"]
+__all__ = ["verify_memory", "verify_same_results", "verify_schedule"]

@@ -26,7 +26,7 @@ def compiled_step(
         backend="fxwrap",
         fullgraph=True,
         dynamic=dynamic,
-        options=dict(options) if options else None,
+        options={"inputs_apart": True, **(options or {})},
     )
     binding = Binding(compiled, Path().target(compiled))
     binding.function.ordinary_calls = binding.ordinary_calls

@@ -1,0 +1,122 @@
+"""PLAN: makes a program fit into a limit of bytes, by order and by repeated work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from ...errors import MemoryLimitError
+from ...host_graph.nodes import Kind, kind_of, only_computes, schema_of
+from ...host_graph.storages import StorageFacts
+from ...plan import Partition, ProgramPlan, Verdict
+from ..analysis.aliasing import analyse_storages, overlap_groups
+from .order import reordered
+from .rebuilt import Rebuilt
+from .rematerialise import Costs, Run, Timeline, rematerialise
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+# Operations that take as long as moving a byte.
+_OPERATIONS_PER_BYTE = 8
+
+
+def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, int], limit: int) -> ProgramPlan:
+    """The program as it needs at most ``limit`` bytes at one time, beside its inputs.
+
+    Work is repeated in the present order and in that of ``order.reordered``, which may be the better one to repeat
+    work in even if its own peak is higher. Of those that fit, the one that costs less is taken.
+
+    Args:
+        sizes: bytes of storages at the sizes compiled for.
+
+    Raises:
+        MemoryLimitError: it cannot; the error says with how many bytes it could.
+    """
+    if _timeline(plan, sizes).peak <= limit:
+        return plan
+    orders = plan, reordered(plan, dependencies, sizes)
+    fitting = [rematerialise(_timeline(order, sizes), limit) for order in orders]
+    best = min(fitting, key=lambda timeline: (max(timeline.peak, limit), timeline.work))
+    if best.peak > limit:
+        raise does_not_fit(best.peak, limit)
+    return _with_runs(plan, best.runs)
+
+
+def does_not_fit(least: int, limit: int) -> MemoryLimitError:
+    """The error for a program that needs ``least`` bytes."""
+    return MemoryLimitError(
+        "a program does not fit into memory_limit",
+        expected=f"at least {least} bytes ({least / 2**20:.1f} MiB)",
+        got=f"{limit} bytes",
+        remedy="raise memory_limit, or make the batch smaller",
+    )
+
+
+def _timeline(plan: ProgramPlan, sizes: Mapping[int, int]) -> Timeline:
+    facts, captured = plan.facts, (p.index for p in plan.partitions if p.verdict is Verdict.CAPTURED)
+    made = facts.made()
+    costs = Costs(
+        sizes={index: nbytes for index, nbytes in sizes.items() if index in made},
+        workspace={plan.nodes[name]: nbytes for name, nbytes in plan.workspace.items()},
+        work={node: _work(node, facts, sizes) for node in plan.schedule}.__getitem__,
+        pure=is_pure,
+        stays=facts.handed_out,
+        captured=frozenset(captured),
+    )
+    groups = overlap_groups(plan.graph, facts, plan.device.type if plan.inputs.apart else "")
+    return Timeline.of([plan.work_in(partition) for partition in plan.partitions], facts, costs, groups)
+
+
+def is_pure(node: Node) -> bool:
+    """Whether a node may run twice: it computes what it writes from what it reads, and draws no random numbers.
+
+    A kernel draws from a seed that it reads: it draws the same again.
+    """
+    if kind_of(node) is Kind.LAUNCH:
+        return True
+    overload = schema_of(node)
+    computes = overload is not None and only_computes(node) and "effect" not in node.meta
+    return computes and overload is not None and torch.Tag.nondeterministic_seeded not in overload.tags
+
+
+def _work(node: Node, facts: StorageFacts, sizes: Mapping[int, int]) -> int:
+    """What a run of a node costs, in bytes moved: those that it touches, and operations by torch's own formulas."""
+    moved = sum(sizes.get(index, 0) for index in facts.touched(node) | facts.of(node))
+    overload = schema_of(node)
+    if overload is None or (count := flop_registry.get(overload.overloadpacket)) is None:
+        return moved
+    values = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
+    try:
+        operations = int(count(*values[0], **values[1], out_val=node.meta.get("val")))  # type: ignore[index,arg-type]
+    except (TypeError, ValueError, RuntimeError, AssertionError):
+        return moved
+    return moved + operations // _OPERATIONS_PER_BYTE
+
+
+def _with_runs(plan: ProgramPlan, runs: Sequence[Run]) -> ProgramPlan:
+    """The plan of the graph in which these runs are nodes."""
+    rebuilt = Rebuilt(plan.graph, plan.facts, runs)
+    names: list[list[str]] = [[] for _ in plan.partitions]
+    for run, name in zip(runs, rebuilt.names, strict=True):
+        names[run.partition].append(name)
+    originals = {name: node.name for name, node in rebuilt.originals.items()}
+    return replace(
+        plan,
+        graph=rebuilt.module,
+        facts=analyse_storages(rebuilt.module),
+        verdicts={name: plan.verdicts[original] for name, original in originals.items()},
+        cut=replace(plan.cut, partitions=tuple(map(_with_nodes, plan.partitions, names, [rebuilt] * len(names)))),
+        workspace={n: plan.workspace[original] for n, original in originals.items() if original in plan.workspace},
+    )
+
+
+def _with_nodes(partition: Partition, names: Sequence[str], rebuilt: Rebuilt) -> Partition:
+    kinds = Counter(kind_of(rebuilt.originals[name]) for name in names)
+    return replace(partition, nodes=tuple(names), launches=kinds[Kind.LAUNCH], externs=kinds[Kind.EXTERN])

@@ -1,0 +1,99 @@
+"""``memory_limit``: what a step takes beside parameters, state and batch, measured by the allocator's events."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import Net, squares, values
+from torch import nn, optim
+
+import fxwrap
+from fxwrap.codegen.torch_runtime import allocations
+from fxwrap.errors import MemoryLimitError, OptionError
+
+
+class Deep(nn.Module):
+    """Layers whose activations are most of the memory."""
+
+    def __init__(self, layers: int = 8, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * x.sigmoid()
+        return x
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def peak(run: Callable[[], Any]) -> int:
+    changes = allocations(run)
+    assert changes is not None
+    return max(itertools.accumulate(changes), default=0)
+
+
+def _made(model: nn.Module, **settings: Any) -> Any:
+    return fxwrap.train_step(model, loss, optim.AdamW(model.parameters(), lr=1e-3), **settings)
+
+
+def test_a_limit_holds_at_every_call_and_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    model, x = Deep(), torch.randn(256, 16)
+    free = _made(reference := copy.deepcopy(model))
+    expected = [free(x) for _ in range(4)]
+    whole = fxwrap.report(free).graphs[0].program.newest_plan.peak
+    for share in (0.7, 0.5, 0.4):
+        limit = int(whole * share)
+        step = _made(limited := copy.deepcopy(model), memory_limit=limit)
+        got = [step(x)]  # compiles
+        peaks = [peak(lambda: got.append(step(x))) for _ in range(3)]  # noqa: B023 (called at once)
+        assert max(peaks) <= limit, f"{share}: {peaks}"
+        assert all(map(torch.equal, got, expected))
+        assert all(map(torch.equal, values(limited), values(reference)))
+        assert "_again" in str(fxwrap.report(step).graphs[0].graph.code)
+
+
+def test_what_cannot_fit_is_an_error_before_anything_runs() -> None:
+    model = Deep()
+    step, before = _made(model, memory_limit="1kB"), values(model)
+    with pytest.raises(MemoryLimitError, match=r"at least \d+ bytes") as caught:
+        step(torch.randn(256, 16))
+    assert caught.value.got == "1000 bytes"
+    assert all(map(torch.equal, values(model), before))
+
+
+def test_another_size_is_within_the_limit_or_an_error() -> None:
+    model = Deep()
+    step = _made(model, memory_limit=200_000, dynamic=True)
+    step(torch.randn(64, 16))
+    step(torch.randn(32, 16))
+    before = values(model)
+    with pytest.raises(MemoryLimitError):
+        step(torch.randn(4096, 16))
+    assert all(map(torch.equal, values(model), before))
+    step(torch.randn(64, 16))
+
+
+@pytest.mark.parametrize("given", ["6 gigabytes", -1, 1.5, True])
+def test_what_is_no_size(given: Any) -> None:
+    model = Net()
+    with pytest.raises(OptionError, match="bytes, or a size such as '6GiB'"):
+        fxwrap.train_step(model, squares, optim.SGD(model.parameters(), 0.1), memory_limit=given)
+
+
+def test_a_limit_for_any_program() -> None:
+    model = Deep()
+    x = torch.randn(256, 16)
+    with torch.no_grad():
+        expected = torch.compile(copy.deepcopy(model), backend="inductor")(x)
+        limited = torch.compile(model, backend="fxwrap", options={"memory_limit": "1MiB"})
+        for _ in range(3):
+            assert torch.equal(limited(x), expected)
