@@ -24,7 +24,7 @@ from rich.table import Table
 from speed_models import Made, bert, gpt2, resnet18, unet, vit
 from timing import compare
 from torch import Tensor, nn
-from train_step import _adamw, loss, ordinary
+from train_step import adamw, loss, ordinary
 
 import fxwrap
 from fxwrap.codegen.torch_runtime import allocations
@@ -49,7 +49,7 @@ def peak(run: Callable[[], Any]) -> int:
 
 
 def step_of(model: nn.Module, limit: int) -> Any:
-    return fxwrap.train_step(model, loss, _adamw(model), memory_limit=limit or None)
+    return fxwrap.train_step(model, loss, adamw(model), memory_limit=limit or None)
 
 
 def first_steps(step: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
@@ -93,11 +93,11 @@ def main() -> int:
             if not same or measured > limit:
                 print(f"{name} at {limit} bytes: {'takes ' + str(measured) if same else 'other numbers'}")
                 wrong = True
-            plan = fxwrap.report(step).graphs[0].program
+            fitting = fxwrap.report(step).graphs[0].program
             ratio = compare(lambda: step(*inputs), lambda: free(*inputs), pairs=7, calls=2).ratio  # noqa: B023
-            planned = peak_of_call(plan.recorder.newest_sized) / _MIB
+            planned = peak_of_call(fitting.recorder.newest_sized) / _MIB
             cells = f"{limit / _MIB:.2f}", f"{share:.2f}", f"{measured / _MIB:.2f}", f"{planned:.2f}"
-            table.add_row("", *cells, str(len(plan.plan.schedule)), f"{ratio:.2f}")
+            table.add_row("", *cells, str(len(fitting.plan.schedule)), f"{ratio:.2f}")
         torch._dynamo.reset()
     Console(width=140).print(table)
     return int(wrong)

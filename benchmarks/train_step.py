@@ -99,12 +99,12 @@ def loss(model: nn.Module, *inputs: Tensor) -> Tensor:
     return model(*inputs).square().mean()
 
 
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
+def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
 def ordinary(model: nn.Module, inputs: tuple[Any, ...], backend: str) -> Callable[[], Any]:
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     loss_of = torch.compile(own(lambda *inputs: loss(model, *inputs)), backend=backend)
     bare: Any = inspect.unwrap(torch.optim.AdamW.step)
     update = torch.no_grad()(torch.compile(own(lambda: bare(optimizer)), backend=backend))
@@ -122,7 +122,7 @@ def ordinary(model: nn.Module, inputs: tuple[Any, ...], backend: str) -> Callabl
 def one_function(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:
     """The function that train_step compiles, by Inductor's own wrapper."""
     slots = Slots()
-    slots.fill(updates_of(_adamw(model), Numbers()))
+    slots.fill(updates_of(adamw(model), Numbers()))
     function = torch.compile(own(traced_step(model, loss, slots, None, 1, None)), backend="inductor", fullgraph=True)
     with tracing_autograd():
         first = [function(*inputs)]
@@ -130,7 +130,7 @@ def one_function(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]
 
 
 def whole(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    step = fxwrap.train_step(model, loss, _adamw(model))
+    step = fxwrap.train_step(model, loss, adamw(model))
     return lambda: step(*inputs)
 
 

@@ -13,19 +13,22 @@ from .errors import OptionError
 
 
 def _option(
-    default: Any, doc: str, *, minimum: int | None = None, choices: tuple[str, ...] = (), compiling: bool = False
+    default: Any,
+    doc: str,
+    *,
+    minimum: int | None = None,
+    choices: tuple[str, ...] = (),
+    compiling: bool = False,
+    is_bytes: bool = False,
 ) -> Any:
     """A field of ``Options``.
 
     Args:
         compiling: whether only compiling reads the option; a saved program does not keep such a one.
+        is_bytes: whether it is a number of bytes, which may be given as text.
     """
-    metadata = {"doc": doc, "minimum": minimum, "choices": choices, "compiling": compiling}
+    metadata = {"doc": doc, "minimum": minimum, "choices": choices, "compiling": compiling, "is_bytes": is_bytes}
     return field(default=default, metadata=metadata)
-
-
-# Options that are bytes, and may be given as text.
-SIZES = "max_memory", "memory_limit"
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,14 @@ class Options:
         "recently used recordings end, and a program that needs more by itself runs eagerly (on the CPU it keeps "
         "nothing between calls); 0 is no limit",
         minimum=0,
+        is_bytes=True,
     )
     memory_limit: int = _option(
         0,
         "the most bytes that a call may take beside its inputs, on the CPU: work is repeated to stay below, and what "
         "does not fit is an error; 0 is no limit",
         minimum=0,
+        is_bytes=True,
     )
     eager_ops: tuple[str | EagerRule, ...] = _option(
         (),
@@ -105,6 +110,11 @@ class Options:
         """Options from what ``at_run`` returned, also as JSON; options of features that are not here are left out."""
         added = [(name, ADDED[name].parse(value)) for name, value in data.get("added", ()) if name in ADDED]
         return cls(**{**data, "added": tuple(added)})
+
+    @property
+    def moves_work(self) -> bool:
+        """Whether the work of a program changes places to take less memory."""
+        return self.inputs_apart or bool(self.memory_limit)
 
     def is_set(self, name: str) -> bool:
         """Whether the user asks for an option that a feature adds."""
@@ -206,7 +216,7 @@ def _parsed(name: str, value: Any, option: AddedOption) -> Any:
 
 def _checked(name: str, value: Any, spec: Any) -> Any:
     default, doc = spec.default, spec.metadata["doc"]
-    expected = _expectation(name, default, spec.metadata["minimum"], spec.metadata["choices"])
+    expected = _expectation(name, default, spec.metadata)
     error = _wrong(name, value, doc, expected, default)
     if name == "codegen":
         if value is not None and not (isinstance(value, type) and hasattr(value, "compile_graph")):
@@ -221,7 +231,7 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
         return tuple(items)
     if isinstance(default, float) and type(value) is int:
         value = float(value)
-    if name in SIZES and isinstance(value, str):
+    if spec.metadata["is_bytes"] and isinstance(value, str):
         value = _bytes(value)
     # A bool is an int in Python, but strict=3 and warmup=True are mistakes.
     if type(value) is not type(default):
@@ -242,15 +252,15 @@ def _bytes(text: str) -> int | str:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
-def _expectation(name: str, default: Any, minimum: int | None, choices: tuple[str, ...]) -> str:
-    if choices:
-        return "one of " + ", ".join(map(repr, choices))
+def _expectation(name: str, default: Any, metadata: Mapping[str, Any]) -> str:
+    if metadata["choices"]:
+        return "one of " + ", ".join(map(repr, metadata["choices"]))
     if name == "codegen":
         return "a subclass of fxwrap.FxwrapCodegen"
     if isinstance(default, tuple):
         return "a string, a fxwrap.EagerRule, or a sequence of these"
-    kind = "bytes, or a size such as '6GiB'," if name in SIZES else type(default).__name__
-    return f"{kind} of at least {minimum}" if minimum is not None else kind
+    kind = "bytes, or a size such as '6GiB'," if metadata["is_bytes"] else type(default).__name__
+    return f"{kind} of at least {metadata['minimum']}" if metadata["minimum"] is not None else kind
 
 
 def _checked_inductor(name: str, value: Any, current: Any, declared: Any) -> Any:

@@ -277,7 +277,7 @@ class HostGraphPlanner:
         plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
         cost = capture_cost(device.type)
         plan = run(stages.cost_model, plan, cost, sizes, options.capture, options.min_launches)
-        if options.inputs_apart or options.memory_limit:
+        if options.moves_work:
             plan = run(stages.order, plan, dependencies, sizes)
         if options.memory_limit:
             if freezes_addresses(device):

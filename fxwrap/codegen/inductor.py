@@ -146,7 +146,7 @@ def _compile_program(
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(config.patch(_EMISSION))
             contexts.enter_context(codegen_in_place(request.options.codegen))
-            if request.options.inputs_apart or request.options.memory_limit:
+            if request.options.moves_work:
                 contexts.enter_context(versions.one_loop_a_launch())
             handover = contexts.enter_context(requesting(request))
             compiled = compile_fx_inner(

@@ -20,7 +20,7 @@ _WRAPPERS = {
     fsdp.FSDPModule: "train it with the ordinary loop",
 }
 _OPTIMIZER_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-_PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def refusals(model: torch.nn.Module, loss: Callable[..., Any], optimizer: Optimizer) -> list[str]:
@@ -44,7 +44,7 @@ def _of_parameters(model: torch.nn.Module, optimizer: Optimizer) -> Iterator[str
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         name = names.get(parameter, "a parameter that is not the model's")
-        if any(getattr(parameter, hooks, None) for hooks in _PARAMETER_HOOKS):
+        if any(getattr(parameter, hooks, None) for hooks in PARAMETER_HOOKS):
             yield f"{name} has hooks, which a program cannot call: remove them, or use the ordinary loop"
         if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
             yield f"{name} is a {type(parameter).__name__}: only plain parameters are trained in one program"
@@ -52,7 +52,7 @@ def _of_parameters(model: torch.nn.Module, optimizer: Optimizer) -> Iterator[str
 
 def _of_optimizer(optimizer: Optimizer) -> Iterator[str]:
     name = type(optimizer).__name__
-    if "closure" in inspect.signature(type(optimizer).step).parameters and isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, torch.optim.LBFGS):
         yield f"{name} evaluates the loss several times in a step (a closure): use the ordinary loop"
     elif isinstance(optimizer, torch.optim.SparseAdam):
         yield f"{name} is for sparse gradients: use Adam"
@@ -64,7 +64,9 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[str]:
         if group.get("differentiable"):
             yield f"{name} is differentiable=True: a step keeps no graph of its update"
         first_differs = isinstance(optimizer, torch.optim.SGD) and group["momentum"] and group["dampening"]
-        if first_differs and not all(optimizer.state[p].get("momentum_buffer") is not None for p in group["params"]):
+        if first_differs and not all(
+            optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"]
+        ):
             yield f"{name} with dampening makes its first update without it: do that one with the ordinary loop"
 
 

@@ -13,9 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from .optimizers import Numbers
+from .refusals import PARAMETER_HOOKS
 
 _requires_grad = attrgetter("requires_grad")
-_hooks, _hooks_after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_hooks = tuple(map(attrgetter, PARAMETER_HOOKS))
 
 
 class Snapshot:
@@ -69,6 +70,6 @@ class _Group:
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
             and list(map(_requires_grad, parameters)) == self._trained
-            and not (any(map(_hooks, parameters)) or any(map(_hooks_after, parameters)))
+            and not any(any(map(hooks, parameters)) for hooks in _hooks)
             and bool(self._settings_of(group) == self._settings)
         )

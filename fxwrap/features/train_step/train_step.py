@@ -60,8 +60,8 @@ def train_step(
     Raises:
         OptionError: ``memory_limit`` is no size, or an option is wrong.
         TrainStepError: something cannot be part of one program; the error names all of it. What is found only when
-            the step is compiled is raised by its first call, which then has changed nothing. So is
-            MemoryLimitError: the step needs more than ``memory_limit``.
+            the step is compiled is raised by its first call, which then has changed nothing.
+        MemoryLimitError: raised by a call that needs more than ``memory_limit``, before anything runs.
     """
     if memory_limit is not None:
         options = {**(options or {}), "memory_limit": memory_limit}

@@ -107,12 +107,13 @@ def _with_runs(plan: ProgramPlan, runs: Sequence[Run]) -> ProgramPlan:
     for run, name in zip(runs, rebuilt.names, strict=True):
         names[run.partition].append(name)
     originals = {name: node.name for name, node in rebuilt.originals.items()}
+    partitions = tuple(_with_nodes(one, own, rebuilt) for one, own in zip(plan.partitions, names, strict=True))
     return replace(
         plan,
         graph=rebuilt.module,
         facts=analyse_storages(rebuilt.module),
         verdicts={name: plan.verdicts[original] for name, original in originals.items()},
-        cut=replace(plan.cut, partitions=tuple(map(_with_nodes, plan.partitions, names, [rebuilt] * len(names)))),
+        cut=replace(plan.cut, partitions=partitions),
         workspace={n: plan.workspace[original] for n, original in originals.items() if original in plan.workspace},
     )
 

@@ -8,7 +8,7 @@ of the program falls.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -113,7 +113,7 @@ def least_memory(
                 waits[n] += 1
                 followers[place[source]].append(n)
     alive = set(exist)
-    ready, growth = [n for n, count in enumerate(waits) if not count], Counter[int]()
+    waiting, growth = {n for n, count in enumerate(waits) if not count}, dict[int, int]()
 
     def grows(n: int) -> int:
         new = sum(sizes[index] for index in uses[n] if index not in alive)
@@ -124,16 +124,13 @@ def least_memory(
         growth[n] = grows(n)
         return (min(growth[n], 1), n)
 
-    queue = [key(n) for n in ready]
+    queue, order = [key(n) for n in waiting], list[Node]()
     heapq.heapify(queue)
-    done, order = set[int](), list[Node]()
-    waiting = set(ready)
     while queue:
         growing, n = heapq.heappop(queue)
-        if n in done or growing != min(growth[n], 1):
-            continue  # an entry that was made before its growth changed
-        done.add(n)
-        waiting.discard(n)
+        if n not in waiting or growing != min(growth[n], 1):
+            continue  # it has run, or its growth has changed since
+        waiting.remove(n)
         order.append(nodes[n])
         changed = set(followers[n])
         for index in uses[n]:

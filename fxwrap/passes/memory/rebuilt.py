@@ -27,9 +27,9 @@ class Rebuilt:
         buf0 = allocate(...)                    buf0 = allocate(...)
         launch(k, x, buf0)                      launch(k, x, buf0)
         launch(l, buf0, y)                ->    launch(l, buf0, y)
-        launch(m, buf0, z)                      buf0_1 = allocate(...)
-                                                launch_1 = launch(k, x, buf0_1)
-                                                launch(m, buf0_1, z)
+        launch(m, buf0, z)                      buf0_again = allocate(...)
+                                                launch(k, x, buf0_again)
+                                                launch(m, buf0_again, z)
 
     First runs keep their names. Allocations, views and sizes are made where a run first needs them.
 

@@ -26,6 +26,8 @@ from functools import cached_property
 from torch.fx import Node
 
 from ...host_graph.storages import StorageFacts
+from ...packing import Buffer
+from ...packing.reserved import alive_at_steps
 
 # Counted for a run of a node besides the bytes that it moves: a launch costs time, too.
 _LAUNCH = 1 << 10
@@ -135,35 +137,31 @@ class Timeline:
     @cached_property
     def uses(self) -> Mapping[int, list[int]]:
         """The positions of the runs that use each version, in order."""
-        uses = defaultdict[int, list[int]](list)
-        for place, run in enumerate(self.runs):
-            for version in run.used:
-                uses[version].append(place)
-        return uses
+        return self._places(run.used for run in self.runs)
 
     @cached_property
     def writers(self) -> Mapping[int, list[int]]:
         """The positions of the runs that write each version, in order."""
-        writers = defaultdict[int, list[int]](list)
-        for place, run in enumerate(self.runs):
-            for version in run.writes:
-                writers[version].append(place)
-        return writers
+        return self._places(run.writes for run in self.runs)
+
+    @staticmethod
+    def _places(by_run: Iterable[frozenset[int]]) -> Mapping[int, list[int]]:
+        places = defaultdict[int, list[int]](list)
+        for place, versions in enumerate(by_run):
+            for version in versions:
+                places[version].append(place)
+        return places
 
     @cached_property
     def in_use(self) -> list[int]:
         """Bytes in use at each run: storages from their first to their last use, and workspace."""
-        changes = [0] * (len(self.runs) + 1)
-        for version, places in self.uses.items():
-            if nbytes := self.size(version):
-                changes[places[0]] += nbytes
-                stays = version in self.costs.stays
-                changes[len(self.runs) if stays else places[-1] + 1] -= nbytes
-        held, total = list[int](), 0
-        for place, run in enumerate(self.runs):
-            total += changes[place]
-            held.append(total + self.costs.workspace.get(run.node, 0))
-        return held
+        end = len(self.runs)
+        storages = (
+            Buffer("", self.size(version), places[0], end if version in self.costs.stays else places[-1] + 1)
+            for version, places in self.uses.items()
+        )
+        workspace = (Buffer("", self.costs.workspace.get(run.node, 0), n, n + 1) for n, run in enumerate(self.runs))
+        return alive_at_steps([*storages, *workspace])
 
     @property
     def peak(self) -> int:

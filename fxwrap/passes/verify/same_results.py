@@ -11,6 +11,7 @@ The method is value numbering (Cocke and Schwartz, "Programming Languages and Th
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -97,7 +98,7 @@ class _Run:
                     self._groups[root] = str(device)
         for node in gm.graph.nodes:
             if node.op == "get_attr":
-                value = _attribute(gm, str(node.target))
+                value = operator.attrgetter(str(node.target))(gm)
                 self._values[node] = terms.of("constant", id(value))
                 for root in self._memory.roots(node):
                     self._held.setdefault(root, terms.of("held by constant", id(value)))
@@ -203,10 +204,3 @@ def _nodes_in(value: Any) -> list[Node]:
 
     torch.fx.map_arg(value, note)
     return found
-
-
-def _attribute(gm: GraphModule, name: str) -> Any:
-    value: Any = gm
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
