@@ -29,7 +29,7 @@ from train_step import adamw, loss, ordinary
 import fxwrap
 from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import MemoryLimitError
-from fxwrap.passes.memory.planner import peak_of_call
+from fxwrap.passes.memory.planner import bytes_of_call
 
 _MIB = 2**20
 MODELS: dict[str, Callable[[], Made]] = {
@@ -78,7 +78,7 @@ def main() -> int:
         free = step_of(unlimited := copy.deepcopy(model), 0)
         expected, _ = first_steps(free, inputs)
         program = fxwrap.report(free).graphs[0].program
-        whole = peak_of_call(program.recorder.newest_sized)
+        whole = bytes_of_call(program.recorder.newest_sized)
         table.add_row("", "none", "1", "", f"{whole / _MIB:.2f}", str(len(program.plan.schedule)), "1")
         after = list(map(torch.clone, unlimited.state_dict().values()))
         for share in given.shares:
@@ -95,7 +95,7 @@ def main() -> int:
                 wrong = True
             fitting = fxwrap.report(step).graphs[0].program
             ratio = compare(lambda: step(*inputs), lambda: free(*inputs), pairs=7, calls=2).ratio  # noqa: B023
-            planned = peak_of_call(fitting.recorder.newest_sized) / _MIB
+            planned = bytes_of_call(fitting.recorder.newest_sized) / _MIB
             cells = f"{limit / _MIB:.2f}", f"{share:.2f}", f"{measured / _MIB:.2f}", f"{planned:.2f}"
             table.add_row("", *cells, str(len(fitting.plan.schedule)), f"{ratio:.2f}")
         torch._dynamo.reset()

@@ -31,7 +31,7 @@ from torch.fx import GraphModule
 
 from .devices import CaptureCost, capture_cost, device_support
 from .eager_rules import EagerRule
-from .errors import MemoryLimitError, PipelineError
+from .errors import PipelineError
 from .graphs.compilation import Compilation
 from .graphs.devices.runtime import freezes_addresses
 from .graphs.memory.memory_provider import Planner
@@ -43,9 +43,9 @@ from .options import Options
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
-from .passes.memory.fit import does_not_fit, fit_memory
+from .passes.memory.fit import fit_memory
 from .passes.memory.order import order_for_memory
-from .passes.memory.planner import peak_of_call, plan_pair, plan_program
+from .passes.memory.planner import bytes_of_call, plan_pair, plan_program
 from .passes.memory.requirements import Requirements, hinted_sizes
 from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import FIXED_ADDRESSES, judge, main_device
@@ -58,6 +58,7 @@ from .passes.verify import verify_memory, verify_same_results, verify_schedule
 from .plan import (
     Cut,
     InputFacts,
+    Limit,
     MemoryPlan,
     NodeVerdict,
     PartitionGraph,
@@ -221,7 +222,7 @@ class Stages:
         "cost model", apply_cost_model, _check_schedule
     )
     order: Stage[[ProgramPlan, nx.DiGraph, Bytes], ProgramPlan] = Stage("order", order_for_memory, _check_schedule)
-    fit: Stage[[ProgramPlan, nx.DiGraph, Bytes, int], ProgramPlan] = Stage("fit", fit_memory, _check_fit)
+    fit: Stage[[ProgramPlan, nx.DiGraph, Bytes, Limit], ProgramPlan] = Stage("fit", fit_memory, _check_fit)
     compiled_elsewhere: Stage[[ProgramPlan, CompilePartition | None], ProgramPlan] = Stage(
         "partitions compiled elsewhere", _replace_partitions
     )
@@ -264,7 +265,9 @@ class HostGraphPlanner:
         apart_on = main_device(graph).type if self.options.inputs_apart else ""
         return facts, workspace, run(stages.dependencies, graph, facts, apart_on)
 
-    def partition(self, inputs: InputFacts, refused: Mapping[str, str]) -> ProgramPlan:
+    def partition(
+        self, inputs: InputFacts, refused: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
+    ) -> ProgramPlan:
         run, stages, graph, options = self._run, self.stages, self.graph, self.options
         facts, workspace, dependencies = self._analysis
         device, sizes = main_device(graph), hinted_sizes(graph, facts)
@@ -279,14 +282,8 @@ class HostGraphPlanner:
         plan = run(stages.cost_model, plan, cost, sizes, options.capture, options.min_launches)
         if options.moves_work:
             plan = run(stages.order, plan, dependencies, sizes)
-        if options.memory_limit:
-            if freezes_addresses(device):
-                raise MemoryLimitError(
-                    "memory_limit is for the CPU",
-                    got=f"a program on {device}, whose graphs have arenas",
-                    remedy="max_memory bounds what recordings keep there",
-                )
-            plan = run(stages.fit, plan, dependencies, sizes, options.memory_limit)
+        if limit is not None:
+            plan = run(stages.fit, plan, dependencies, hinted_sizes(graph, facts, limit.symbols), limit)
         return run(stages.compiled_elsewhere, plan, self.compile_partition)
 
     def plan(
@@ -296,12 +293,10 @@ class HostGraphPlanner:
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        memory, limit = self._run(self.stages.memory, sized, reserved, hint, previous), self.options.memory_limit
-        if limit and not sized.frozen:
-            if (peak := peak_of_call(sized)) > limit:
-                raise does_not_fit(peak, limit)
-            return memory.keeping(0)
-        return memory
+        return self._run(self.stages.memory, sized, reserved, hint, previous)
+
+    def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
+        return bytes_of_call(sized, self.plan(sized) if sized.frozen else None, in_pool)
 
     def plan_pair(
         self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
@@ -356,7 +351,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
     for stage in stages.rewrites:
         gm = run_stage(took, stage, gm)
     planner = HostGraphPlanner(gm, stages, request.options, request.functions, request.compile_partition, took=took)
-    return _program(planner.partition(request.inputs, {}), planner, request)
+    return _program(planner.partition(request.inputs, limit=_limit(request.options)), planner, request)
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
@@ -377,7 +372,7 @@ def compile_variant(
     """Another program, through the same stages, of a graph that is made of the program's rewritten one."""
     planner = program.planner.of_variant(gm)
     request = CompileRequest(program.functions, program.options, compilation=compilation)
-    return _program(planner.partition(inputs, {}), planner, request)
+    return _program(planner.partition(inputs, limit=_limit(program.options)), planner, request)
 
 
 def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
@@ -385,6 +380,10 @@ def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
     inputs = dataclasses.replace(program.plan.inputs, static=frozenset(positions))
     plan = dataclasses.replace(program.plan, inputs=inputs)
     return _program(plan, program.planner, CompileRequest(program.functions, program.options))
+
+
+def _limit(options: Options) -> Limit | None:
+    return Limit(options.memory_limit) if options.memory_limit else None
 
 
 def _program(plan: ProgramPlan, planner: Planner, request: CompileRequest) -> Program:

@@ -403,6 +403,21 @@ class ProgramPlan:
         return shown_name(self.maker(index)) if storage.element is None else storage.name
 
 
+@dataclass(frozen=True)
+class Limit:
+    """The most bytes that a call may take beside its inputs (option ``memory_limit``).
+
+    Attributes:
+        beside: bytes of these that a call takes beside the storages that are in use at one time: gaps in an arena,
+            static buffers of inputs.
+        symbols: the sizes that it is for, by symbol; empty for those that the program was compiled for.
+    """
+
+    nbytes: int
+    beside: int = 0
+    symbols: Mapping[object, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class SizedProgram:
     """A program at concrete sizes.

@@ -137,7 +137,8 @@ class Prepared:
     provider: MemoryProvider
 
     @classmethod
-    def of(cls, plan: ProgramPlan, context: ProgramContext) -> Prepared:
+    def of(cls, plan: ProgramPlan, context: ProgramContext, limited: bool) -> Prepared:
+        """Everything derived from a plan. ``limited``: see ``MemoryProvider``."""
         name, options = context.name, context.options
         log.info("%s: %d partition(s) on %s", name, len(plan.partitions), plan.device)
         for partition in plan.partitions:
@@ -162,6 +163,7 @@ class Prepared:
                 plan,
                 _inputs_used_outside(plan),
                 options.max_memory,
+                limited,
                 class_for(options, ARENAS, Arena),
             ),
         )

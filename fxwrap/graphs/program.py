@@ -171,6 +171,11 @@ class Program:
                     got="a tensor without memory",
                     remedy="call the function that was compiled, not what torch.compile returned",
                 )
+        return self._specialize(key, inputs)
+
+    def _specialize(self, key: Any, inputs: Sequence[Any]) -> Specialization:
+        if self.recorder.memory_limit:
+            self.recorder.fit(inputs)
         return self.specializations.add(key)
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
@@ -281,6 +286,12 @@ class Program:
         """How often each stage of the pipeline ran for this program, and its seconds, by the stage's name."""
         return self.planner.took
 
+    def set_memory_limit(self, nbytes: int) -> None:
+        """Set the most bytes that a call may take beside its inputs (0: no limit). The next calls plan and record."""
+        self.release()
+        self.recorder.set_memory_limit(nbytes)
+        self.specializations.clear()
+
     def release(self) -> None:
         """End every recording that no other call uses at this moment; the next call records again."""
         for recording in self.specializations.recordings():
@@ -328,7 +339,7 @@ class Program:
     def plan_ahead(self, inputs: Sequence[Any]) -> None:
         """Plan memory for a call with inputs like these, without making the call."""
         key = self._sizes.key(inputs)
-        specialization = self.specializations.get(key) or self.specializations.add(key)
+        specialization = self.specializations.get(key) or self._specialize(key, inputs)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
 

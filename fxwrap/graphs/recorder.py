@@ -6,15 +6,15 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from ..errors import CaptureError, MemoryLimitError, PlanError
-from ..plan import MemoryPlan, ProgramPlan, SizedProgram
+from ..plan import Limit, MemoryPlan, ProgramPlan, SizedProgram
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .memory.locks import LockOwner
@@ -33,16 +33,25 @@ log = logging.getLogger(__name__)
 
 # In place of a call's outputs: nothing has run.
 NOT_RUN = object()
+# A plan that is too large gets smaller by this part of the limit at least.
+_LIMIT_STEPS = 64
+_MORE_BY_LIBRARIES = "more than memory_limit with the workspace of libraries"
 # How many entries ``history`` keeps.
 _HISTORY = 200
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt to record a call. ``locked``: the arenas that the call, ``owner``, has locked for it."""
+    """An attempt to record a call.
+
+    Attributes:
+        static: positions of inputs whose addresses stay.
+        locked: the arenas that the call, ``owner``, has locked for it.
+    """
 
     specialization: Specialization
     inputs: list[Any]
+    static: list[int]
     decision: Decision
     owner: LockOwner
     locked: list[Arena] = field(default_factory=list)
@@ -74,6 +83,7 @@ class Recorder:
     Attributes:
         prepared: the program's plan; replaced when the program is partitioned again around a failed operator.
         refused: the error of each operator whose capture failed, by operator.
+        memory_limit: the most bytes that a call may take beside its inputs; 0 is no limit.
         never_recorded: why the program can never be recorded; empty if it can.
         history: how the newest recordings were made.
         newest_plan, newest_sized: the newest memory plan, and the program with the sizes that it was made for; None
@@ -84,7 +94,10 @@ class Recorder:
         self._context = context
         self._traces = context.functions.traces(context.name)
         self._traces.compiled(plan)
-        self.prepared = Prepared.of(plan, context)
+        self.memory_limit = context.options.memory_limit
+        self._limit = Limit(self.memory_limit) if self.memory_limit else None  # that the present plan is for
+        self.prepared = Prepared.of(plan, context, bool(self.memory_limit))
+        self._in_pool = 0  # the most bytes by which a recording has enlarged its graphs' pool
         self.refused = dict[str, str]()
         self.never_recorded = ""
         self.history = deque[RecordingMade](maxlen=_HISTORY)
@@ -102,14 +115,9 @@ class Recorder:
         return self._newest_estimate() if self._newest_estimate is not None else None
 
     def estimate(self, inputs: Sequence[Any], specialization: Specialization) -> None:
-        """Plan memory before a recording, for reports and so that arenas are large enough.
-
-        Raises:
-            MemoryLimitError: a call would take more than ``memory_limit``.
-        """
+        """Plan memory before a recording, for reports and so that arenas are large enough."""
         newest, enough = self.newest_plan, self._context.specializations.are_enough
-        limited = bool(self._context.options.memory_limit)  # each size has to be within it before it runs
-        if newest is not None and not limited and (not newest.arenas or enough()):
+        if newest is not None and (not newest.arenas or enough()):
             return
         try:
             estimate = self.prepared.provider.estimate(inputs, self.newest_plan, self._saved())
@@ -154,6 +162,35 @@ class Recorder:
         forward, inputs = self.forward
         return Saved(forward.newest_estimate if forward is not None else None, inputs)
 
+    # -- within a limit ---------------------------------------------------------------------------------
+
+    def set_memory_limit(self, nbytes: int) -> None:
+        """Set ``memory_limit``. The caller forgets the specializations: each has to ``fit`` anew."""
+        self.memory_limit = nbytes
+        self._replace_plan(None, "another memory_limit")
+
+    def fit(self, inputs: Sequence[Any], static: Collection[int] | None = None) -> None:
+        """Plan again until a call at these sizes takes no more than ``memory_limit``. Nothing runs.
+
+        What an arena takes beside the storages that are in use at one time is known when it is planned: as much less
+        is left for them in the next attempt.
+
+        Args:
+            static: positions of inputs whose addresses stay; None for an eager run.
+
+        Raises:
+            MemoryLimitError: a call would take more.
+        """
+        while (more := self._too_much(inputs, static)) > 0:
+            limit = Limit(self.memory_limit, 0, self.prepared.provider.symbols(inputs))
+            if self._limit is not None and (self._limit.nbytes, self._limit.symbols) == (limit.nbytes, limit.symbols):
+                beside = self._limit.beside + max(more, self.memory_limit // _LIMIT_STEPS)
+                limit = replace(limit, beside=beside)
+            self._replace_plan(limit, "planned again within memory_limit")
+
+    def _too_much(self, inputs: Sequence[Any], static: Collection[int] | None) -> int:
+        return self.prepared.provider.bytes_of_call(inputs, static, self._in_pool) - self.memory_limit
+
     # -- recording --------------------------------------------------------------------------------------
 
     def record(
@@ -179,9 +216,21 @@ class Recorder:
         if runtime_for(device).frozen_addresses:
             self._free_workspaces_of_warm_ups(owner.stream)
         before = {shortage: SHARED.arenas.pressure(shortage, device) for shortage in (TOO_LARGE, OUT_OF_MEMORY)}
-        attempt = Attempt(specialization, inputs, decision, owner)
+        static = self._static_inputs(specialization, inputs)
+        is_limited = bool(self.memory_limit) and runtime_for(device).frozen_addresses
+        if is_limited:
+            self.fit(inputs, static)  # with static buffers for those that move
+        attempt = Attempt(specialization, inputs, static, decision, owner)
         try:
             result = self._try(attempt)
+            if is_limited and isinstance(result, Recorded) and self._too_much(inputs, static) > 0:
+                # Libraries took more during the capture than was known: the next call plans again before it runs.
+                self._context.count("events", _MORE_BY_LIBRARIES)
+                self._context.specializations.clear()
+                result.recording.end(_MORE_BY_LIBRARIES)
+                for arena in attempt.locked:
+                    if not arena.users():
+                        arena.clear("")
         finally:
             for arena in attempt.locked:
                 arena.lock.release(owner)
@@ -210,7 +259,7 @@ class Recorder:
             short = Short(OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE)
             for arena in attempt.locked if short.of == OUT_OF_MEMORY else ():
                 arena.clear(OUT_OF_MEMORY)  # also drops the pool: failed captures left allocations in it
-            if strict or self._context.options.memory_limit:
+            if strict:
                 raise
             return short
         except (PlanError, CaptureError) as error:
@@ -226,28 +275,38 @@ class Recorder:
         return Short(OUT_OF_MEMORY, recorded.outputs) if ran_out and not strict else recorded
 
     def _make(self, attempt: Attempt) -> Recorded:
-        specialization, inputs = attempt.specialization, attempt.inputs
+        specialization, inputs, static = attempt.specialization, attempt.inputs, attempt.static
         prepared, estimate = self.prepared, specialization.estimate
-        static = specialization.static_inputs.positions(
-            inputs,
-            prepared.plan.inputs.static,
-            others_copied=runtime_for(prepared.plan.device).frozen_addresses,
-            backward=prepared.plan.phase == "backward",
-            saved=self._saved_tensors,
-            aligned=prepared.aligned,
-        )
 
         def excludes(arena: Arena) -> bool:
             return specialization.excludes(arena, attempt.decision)
 
+        is_of_plan = self.newest_sized is not None and self.newest_sized.program is prepared.plan
+        previous = self.newest_plan if is_of_plan else None
         memory = prepared.provider.provide(
-            inputs, static, estimate, self.newest_plan, attempt.owner, attempt.locked, excludes
+            inputs, static, estimate, previous, attempt.owner, attempt.locked, excludes
         )
         self._note_plan(memory.sized, memory.memory)
         self._keep_estimate(specialization, estimate or Estimate(memory.sized, memory.memory))
         request = self._request_for(prepared, specialization, inputs, static, memory)
+        arena = memory.arenas.get(prepared.plan.device) if self.memory_limit else None
+        before = arena.pool_bytes() if arena is not None else 0
         with record_function(recording_range(self._context.name)):
-            return RecordingBuilder(request).record(inputs)
+            recorded = RecordingBuilder(request).record(inputs)
+        if arena is not None:
+            self._in_pool = max(self._in_pool, arena.pool_bytes() - before)
+        return recorded
+
+    def _static_inputs(self, specialization: Specialization, inputs: Sequence[Any]) -> list[int]:
+        plan = self.prepared.plan
+        return specialization.static_inputs.positions(
+            inputs,
+            plan.inputs.static,
+            others_copied=runtime_for(plan.device).frozen_addresses,
+            backward=plan.phase == "backward",
+            saved=self._saved_tensors,
+            aligned=self.prepared.aligned,
+        )
 
     def _free_workspaces_of_warm_ups(self, stream: Any) -> None:
         """Free the workspaces of libraries that warm-ups have left on the default stream, one for each thread.
@@ -331,10 +390,14 @@ class Recorder:
         self.refused.update(refused)
         for operator, failure in refused.items():
             log.info("%s: is cut again around %s: %s", self._context.name, operator, failure)
-        plan = self._context.planner.partition(self.prepared.plan.inputs, self.refused)
-        self.prepared = Prepared.of(plan, self._context)
+        self._replace_plan(self._limit, "cut again around what could not be captured")
+
+    def _replace_plan(self, limit: Limit | None, why: str) -> None:
+        """Partition again. ``why``: the reason for which all recordings end."""
+        plan = self._context.planner.partition(self.prepared.plan.inputs, self.refused, limit)
+        self._limit, self.prepared = limit, Prepared.of(plan, self._context, bool(self.memory_limit))
         for other in self._context.specializations.values():
-            other.drop_recordings("cut again around what could not be captured")
+            other.drop_recordings(why)
         self._context.specializations.find_units()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:

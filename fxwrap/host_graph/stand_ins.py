@@ -61,7 +61,11 @@ class StandIn(torch.Tensor):
     def new_empty_strided(self, size: Any, stride: Any) -> StandIn:  # type: ignore[override]
         """A value of the same type in a storage of its own, for another result with these elements."""
         layout = dataclasses.replace(self._layout, size=size, stride=stride, offset=0)
-        return StandIn.of(layout, StorageStandIn(next(_numbers), self._storage.nbytes()))
+        return StandIn.of(layout, self._storage).in_storage(None)
+
+    def in_storage(self, storage: StorageStandIn | None) -> StandIn:
+        """A value with the same layout in another storage; None for a new one."""
+        return StandIn.of(self._layout, storage or StorageStandIn(next(_numbers), self._storage.nbytes()))
 
     def untyped_storage(self) -> Any:
         return self._storage

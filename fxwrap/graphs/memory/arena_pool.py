@@ -154,12 +154,13 @@ class ArenaPool:
                 home.clear("")
         return True
 
-    def fit(self, arena: Arena, nbytes: int, limit: int) -> bool:
+    def fit(self, arena: Arena, nbytes: int, limit: int, exactly: bool = False) -> bool:
         """Resize an arena if it is too small, or more than twice as large as its largest user needs.
 
         Args:
             limit: the bytes that all arenas of the device, and what recordings keep outside of them, may take; 0 is
                 no limit.
+            exactly: whether the arena gets what its largest user needs, and no room for what comes.
 
         Returns:
             Whether the arena's memory moved.
@@ -170,8 +171,9 @@ class ArenaPool:
         again, grows = arena.needed_again(), nbytes > arena.nbytes and bool(arena.live())
         room = room_around_outputs(arena.nbytes, nbytes, max(arena.needed(), again), arena.grown) if grows else 0
         # At first with what others are expected to need; where that is too much, without.
-        for expected in dict.fromkeys((max(room, again, self.largest_announced(arena.device)), 0)):
-            size = wanted_size(arena.nbytes, max(nbytes, arena.needed()), expected)
+        needed, most = max(nbytes, arena.needed()), max(room, again, self.largest_announced(arena.device))
+        for expected in (0,) if exactly else dict.fromkeys((most, 0)):
+            size = needed if exactly else wanted_size(arena.nbytes, needed, expected)
             if limit and not self.make_room(arena, size, limit):
                 continue
             if size == arena.nbytes:

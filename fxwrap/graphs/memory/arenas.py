@@ -146,6 +146,18 @@ class Arena:
         """The pool that its device graphs have used; None before the first."""
         return self._pool
 
+    def pool_bytes(self) -> int:
+        """The bytes of the segments in that pool; 0 where the device does not tell."""
+        if (pool := self._pool) is None or (snapshot := getattr(self._module, "memory_snapshot", None)) is None:
+            return 0
+        identifiers = {pool.id, getattr(pool.memory_pool, "id", pool.id)}
+        segments: list[dict[str, Any]] = snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in identifiers)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
     def drop_pool(self) -> None:
         """Use a new pool for the next graph; the present one is freed with its graphs."""
         self._pool = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,10 +14,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...errors import CaptureError
-from ...host_graph.sizes import evaluate_sizes
+from ...host_graph.sizes import evaluate_sizes, symbols_at
 from ...host_graph.tensors import has_address, reach, tensors_in
 from ...packing import Reserved
-from ...plan import InputFacts, MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
+from ...plan import InputFacts, Limit, MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
 from .locks import LockOwner
@@ -26,12 +27,18 @@ from .shared_state import SHARED
 class Planner(Protocol):
     """Plans one host graph. Implemented by ``pipeline.HostGraphPlanner``."""
 
-    def partition(self, inputs: InputFacts, refused: Mapping[str, str]) -> ProgramPlan:
+    def partition(
+        self, inputs: InputFacts, refused: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
+    ) -> ProgramPlan:
         """The plan for all sizes.
 
         Args:
             inputs: a program that is partitioned again takes them from its plan.
             refused: the error of each operator whose capture failed; it is kept out of captured partitions.
+            limit: work is repeated to stay below.
+
+        Raises:
+            MemoryLimitError: a call would take more than the limit.
         """
 
     def plan(
@@ -42,6 +49,9 @@ class Planner(Protocol):
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
         """Plan the memory of one recording (``passes.memory.planner.plan_program``), and verify the plan."""
+
+    def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
+        """The most bytes that a call takes beside its inputs (``passes.memory.planner.bytes_of_call``)."""
 
     def devices(self, sized: SizedProgram) -> Collection[torch.device]:
         """The devices on which a plan of a program has storages."""
@@ -123,6 +133,7 @@ class MemoryProvider:
     Attributes:
         whole_storage: inputs of which bytes outside of the tensor may be used, with the operator that does so.
         max_memory: the option, in bytes.
+        limited: whether a call may take no more than a limit; then nothing is kept, and no arena larger, than needed.
         arena_class: the class of their arenas.
     """
 
@@ -130,7 +141,22 @@ class MemoryProvider:
     program: ProgramPlan
     whole_storage: Mapping[Node, str]
     max_memory: int
+    limited: bool
     arena_class: type[Arena] = Arena
+
+    def bytes_of_call(self, inputs: Sequence[Any], static: Collection[int] | None, in_pool: int) -> int:
+        """The most bytes that a call takes beside its inputs, by its plan.
+
+        Args:
+            static: positions of inputs whose addresses stay; None for all, as in an eager run.
+            in_pool: bytes that are known to be taken by operators during a capture.
+        """
+        sized = self._sized(inputs, range(len(inputs)) if static is None else static)
+        return self.planner.bytes_of_call(sized, in_pool)
+
+    def symbols(self, inputs: Sequence[Any]) -> Mapping[Any, int]:
+        """The sizes of a call, by symbol."""
+        return symbols_at(self._numbers(inputs))
 
     def estimate(self, inputs: Sequence[Any], previous: MemoryPlan | None, saved: Saved | None) -> Estimate:
         """Plan ahead during a call that runs eagerly: the next one may be recorded.
@@ -186,7 +212,8 @@ class MemoryProvider:
         if not sized.frozen:
             # Such a plan does not depend on addresses: the one made ahead is still right.
             memory = estimate.memory if estimate is not None and estimate.is_for(sized) else self.planner.plan(sized)
-            return RecordingMemory(sized, memory.keeping(self.max_memory) if self.max_memory else memory)
+            kept = self.max_memory if not self.limited else 0
+            return RecordingMemory(sized, memory.keeping(kept) if kept or self.limited else memory)
         if estimate is not None:
             estimate.sized = sized  # by now it is known which inputs stay
         hint = self._with_successor(sized, estimate)
@@ -205,7 +232,8 @@ class MemoryProvider:
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
             # An arena that moved has no live outputs: if the plan avoids some, make another.
-            moved = any([SHARED.arenas.fit(arena, nbytes, self.max_memory) for arena, nbytes in sizes.items()])
+            fit = functools.partial(SHARED.arenas.fit, limit=self.max_memory, exactly=self.limited)
+            moved = any([fit(arena, nbytes) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):
                 reused = {position for outputs in live.values() for _, last in outputs for position in last}
                 return RecordingMemory(sized, memory, arenas, tuple(sorted(reused)))

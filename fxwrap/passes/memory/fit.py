@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from ...errors import MemoryLimitError
 from ...host_graph.nodes import Kind, kind_of, only_computes, schema_of
 from ...host_graph.storages import StorageFacts
-from ...plan import Partition, ProgramPlan, Verdict
+from ...plan import Limit, Partition, ProgramPlan, Verdict
 from ..analysis.aliasing import analyse_storages, overlap_groups
 from .order import reordered
 from .rebuilt import Rebuilt
@@ -27,36 +27,33 @@ if TYPE_CHECKING:
 _OPERATIONS_PER_BYTE = 8
 
 
-def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, int], limit: int) -> ProgramPlan:
-    """The program as it needs at most ``limit`` bytes at one time, beside its inputs.
+def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, int], limit: Limit) -> ProgramPlan:
+    """The program as a call of it takes no more than a limit.
 
     Work is repeated in the present order and in that of ``order.reordered``, which may be the better one to repeat
     work in even if its own peak is higher. Of those that fit, the one that costs less is taken.
 
     Args:
-        sizes: bytes of storages at the sizes compiled for.
+        sizes: bytes of storages.
 
     Raises:
         MemoryLimitError: it cannot; the error says with how many bytes it could.
     """
-    if _timeline(plan, sizes).peak <= limit:
+    most = limit.nbytes - limit.beside
+    if _timeline(plan, sizes).peak <= most:
         return plan
     orders = plan, reordered(plan, dependencies, sizes)
-    fitting = [rematerialise(_timeline(order, sizes), limit) for order in orders]
-    best = min(fitting, key=lambda timeline: (max(timeline.peak, limit), timeline.work))
-    if best.peak > limit:
-        raise does_not_fit(best.peak, limit)
+    fitting = [rematerialise(_timeline(order, sizes), most) for order in orders]
+    best = min(fitting, key=lambda timeline: (max(timeline.peak, most), timeline.work))
+    if best.peak > most:
+        least = best.peak + limit.beside
+        raise MemoryLimitError(
+            "a program does not fit into memory_limit",
+            expected=f"at least {least} bytes ({least / 2**20:.1f} MiB)",
+            got=f"{limit.nbytes} bytes",
+            remedy="raise memory_limit, or make the batch smaller",
+        )
     return _with_runs(plan, best.runs)
-
-
-def does_not_fit(least: int, limit: int) -> MemoryLimitError:
-    """The error for a program that needs ``least`` bytes."""
-    return MemoryLimitError(
-        "a program does not fit into memory_limit",
-        expected=f"at least {least} bytes ({least / 2**20:.1f} MiB)",
-        got=f"{limit} bytes",
-        remedy="raise memory_limit, or make the batch smaller",
-    )
 
 
 def _timeline(plan: ProgramPlan, sizes: Mapping[int, int]) -> Timeline:

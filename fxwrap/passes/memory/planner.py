@@ -90,15 +90,22 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     return replace(plan, peak=most_alive([*per_call, *regions]), lower_bound=bound, plain=plain)
 
 
-def peak_of_call(sized: SizedProgram) -> int:
-    """The most bytes in use at one time in a call beside its inputs, where addresses are not frozen.
+def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool: int = 0) -> int:
+    """The most bytes that a call takes at one time beside its inputs.
 
-    It is what the call allocates: storages from their first to their last use, results and workspace of operators.
-    Regions do not raise it (``_plan_calls``). Memory of unknown size, such as of data-dependent results, is missing.
+    Storages count from their first to their last use; regions do not raise that (``_plan_calls``). Arenas count as
+    a whole; static buffers of inputs lie in them. Results and workspace of operators count in either case. Memory
+    of unknown size is missing: data-dependent results, and workspace that was not measured.
+
+    Args:
+        memory: the plan, where addresses are frozen.
+        in_pool: bytes that captures are known to take in the pool of the graphs: results of operators and workspace.
     """
     requirements = Requirements.of(sized)
-    planned = (buffer for items in requirements.planned.values() for _, buffer in items)
-    return most_alive([*planned, *(buffer for items in requirements.unplanned.values() for _, buffer in items)])
+    unplanned = [buffer for items in requirements.unplanned.values() for _, buffer in items]
+    if memory is not None and sized.frozen:
+        return memory.size + max(most_alive(unplanned), in_pool) + requirements.copies
+    return most_alive([*unplanned, *(buffer for items in requirements.planned.values() for _, buffer in items)])
 
 
 def _assign_homes(

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...host_graph.nodes import Kind, kind_of
+from ...host_graph.stand_ins import StandIn
 from ...host_graph.storages import StorageFacts
 from ...host_graph.tensors import has_address, tensor_over
 from .rematerialise import Run
@@ -115,17 +116,20 @@ def _value_again(value: Any, operands: Mapping[Node, Node]) -> Any:
 
     def again(tensor: torch.Tensor) -> torch.Tensor:
         key = _storage_of(tensor)
+        if isinstance(tensor, StandIn):  # of a graph that was loaded from a cache
+            return tensor.in_storage(lies_in[key].untyped_storage() if key in lies_in else None)
         if key in lies_in:
             offset: Any = tensor.storage_offset() * tensor.itemsize
             return tensor_over(lies_in[key].untyped_storage(), tensor.size(), tensor.stride(), tensor.dtype, offset)
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     tensors = [one for one in torch.utils._pytree.tree_leaves(value) if _storage_of(one) is not None]
-    if not tensors or (mode := getattr(tensors[0], "fake_mode", None)) is None:
+    mode = getattr(tensors[0], "fake_mode", None) if tensors else None
+    if mode is None and not any(isinstance(tensor, StandIn) for tensor in tensors):
         return value
-    environment = mode.shape_env
+    environment = getattr(mode, "shape_env", None)
     guards = environment.suppress_guards() if environment is not None else contextlib.nullcontext()
-    with mode, torch.no_grad(), guards:
+    with mode or contextlib.nullcontext(), torch.no_grad(), guards:
         return torch.utils._pytree.tree_map_only(torch.Tensor, again, value)
 
 

@@ -196,12 +196,17 @@ def _copied_back(sized: SizedProgram) -> frozenset[str]:
     return frozenset(n for n in sized.input_buffers if facts.behind_named([n]) & written and is_seen(n))
 
 
-def hinted_sizes(gm: GraphModule, facts: StorageFacts) -> dict[int, int]:
-    """Bytes of storages at the sizes that a program was compiled for; those of data-dependent size are missing."""
+def hinted_sizes(gm: GraphModule, facts: StorageFacts, symbols: Mapping[Any, int] | None = None) -> dict[int, int]:
+    """Bytes of storages; those of data-dependent size are missing.
+
+    Args:
+        symbols: the sizes, by symbol; by default those that the program was compiled for.
+    """
     sizes, nodes = {}, by_name(gm)
     for storage in facts.storages:
         value = storage.value(nodes[storage.node])
-        if value is not None and (layout := hinted_layout(value)) is not None:
+        layout = layout_at(value, symbols) if symbols else hinted_layout(value)
+        if value is not None and layout is not None:
             sizes[storage.index] = storage_bytes(*layout, value.dtype)
     return sizes
 

@@ -71,10 +71,24 @@ def test_what_cannot_fit_is_an_error_before_anything_runs() -> None:
 
 
 def test_another_size_is_within_the_limit_or_an_error() -> None:
-    model = Deep()
-    step = _made(model, memory_limit=200_000, dynamic=True)
+    """A program that fits as it is at one size is planned again at another: work is repeated there."""
+    model, limit = Deep(), 200_000
+    step = _made(model, memory_limit=limit, dynamic=True)
     step(torch.randn(64, 16))
     step(torch.randn(32, 16))
+
+    def is_repeated() -> bool:
+        return "_again" in str(fxwrap.report(step).graphs[0].graph.code)
+
+    assert not is_repeated()
+    free, x = _made(copy.deepcopy(model), dynamic=True), torch.randn(400, 16)
+    expected = [free(x) for _ in range(3)]
+    assert fxwrap.report(free).graphs[0].program.newest_plan.peak > limit
+    got, peaks = [], []
+    for _ in range(3):
+        peaks.append(peak(lambda: got.append(step(x))))
+    assert max(peaks) <= limit and is_repeated()
+    assert all(map(torch.equal, got, expected))
     before = values(model)
     with pytest.raises(MemoryLimitError):
         step(torch.randn(4096, 16))
@@ -97,3 +111,36 @@ def test_a_limit_for_any_program() -> None:
         limited = torch.compile(model, backend="fxwrap", options={"memory_limit": "1MiB"})
         for _ in range(3):
             assert torch.equal(limited(x), expected)
+
+
+@pytest.mark.gpu
+def test_a_limit_holds_where_addresses_are_frozen() -> None:
+    """There it is the arena, the pool of the graphs, and what is allocated beside them, by torch's allocator.
+
+    The workspace of cuBLAS is known when a step is captured. If it is too much, the next call plans again.
+    """
+    torch.manual_seed(0)
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    module = torch.get_device_module(device)
+    model, x = Deep(width=64).to(device), torch.randn(16384, 64, device=device)
+
+    def trained(**settings: Any) -> tuple[list[float], int, Any]:
+        step = _made(copy.deepcopy(model), **settings)
+        losses = [float(step(x)) for _ in range(6)]
+        before = module.memory_allocated() - fxwrap.report(step).graphs[0].program.newest_plan.size
+        module.reset_peak_memory_stats()
+        losses.append(float(step(x)))
+        segments = module.memory_snapshot()
+        pools = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+        taken = module.max_memory_allocated() - before + pools
+        assert fxwrap.stats(step)["replays"] >= 3
+        fxwrap.release(step)
+        return losses, taken, step
+
+    losses, free, _ = trained()
+    limit = int(0.8 * free)
+    limited, taken, step = trained(memory_limit=limit)
+    assert taken <= limit + (2 << 20)  # a segment
+    assert limited == losses
+    assert "_again" in str(fxwrap.report(step).graphs[0].graph.code)

@@ -22,7 +22,9 @@ from random_graphs import GraphMaker, build, compile_request, expected_of, rando
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import MemoryLimitError, PlanError
+from fxwrap.host_graph.graph_json import Layout
 from fxwrap.host_graph.nodes import by_name
+from fxwrap.host_graph.stand_ins import StandIns
 from fxwrap.options import Options
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.memory.fit import _timeline, fit_memory
@@ -31,7 +33,7 @@ from fxwrap.passes.memory.rematerialise import rematerialise
 from fxwrap.passes.memory.requirements import hinted_sizes
 from fxwrap.passes.verify import verify_same_results, verify_schedule
 from fxwrap.pipeline import HostGraphPlanner, Stages
-from fxwrap.plan import InputFacts, ProgramPlan
+from fxwrap.plan import InputFacts, Limit, ProgramPlan
 
 # Bytes of a buffer of 4 by 4 floats.
 _ONE = 64
@@ -46,7 +48,7 @@ def plan_of(gm: GraphModule, options: Options | None = None, apart: bool = False
 
 def fitted(plan: ProgramPlan, limit: int) -> ProgramPlan:
     dependencies = build_dependency_graph(plan.graph, plan.facts, "cpu" if plan.inputs.apart else "")
-    return fit_memory(plan, dependencies, hinted_sizes(plan.graph, plan.facts), limit)
+    return fit_memory(plan, dependencies, hinted_sizes(plan.graph, plan.facts), Limit(limit))
 
 
 def steps(plan: ProgramPlan) -> str:
@@ -121,6 +123,23 @@ def test_a_chain_is_made_again() -> None:
     assert steps(better) == "to_a to_b to_c to_d to_e to_a_again to_b_again to_out"
     verify_same_results(gm, better.graph)
     assert_same_numbers(better, gm, maker.inputs)
+
+
+def test_a_graph_from_a_cache_is_planned_again() -> None:
+    """Its values are stand-ins: what is made again lies in storages of its own there, too."""
+    maker = GraphMaker()
+    _, made = chain(maker)
+    made["end"] = maker.allocate(name="end")
+    maker.launch("mix", made["out"], made["b"], made["end"], name="to_end")
+    gm, values = maker.finish([made["end"]]), StandIns()
+    for node in gm.graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            place = value.storage_offset(), value.untyped_storage()._cdata, value.untyped_storage().nbytes()
+            layout = Layout(value.dtype, value.device, tuple(value.size()), tuple(value.stride()), *place)
+            node.meta["val"] = values.tensor(layout)
+    better = fitted(plan_of(gm), 3 * _ONE)
+    assert steps(better) == "to_a to_b to_c to_d to_out to_b_again to_end"
+    verify_same_results(gm, better.graph)
 
 
 def _made_again_after(name: str, plan: ProgramPlan) -> set[str]:
