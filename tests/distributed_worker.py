@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import WORLD, take_part
 
 from fxwrap.backend import fxwrap as backend
 from fxwrap.graphs.compilation import Compilation
-
-WORLD = 2
-# Of one collective, so that a process that is alone says so before the test gives up.
-TIMEOUT = datetime.timedelta(seconds=120)
 
 # -- training -----------------------------------------------------------------------------------------------
 
@@ -213,16 +207,5 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "tensor_parallel": lambda rank: training(tensor_parallel, seed=0),  # every process has the whole batch
 }
 
-
-def main(scenario: str, rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=TIMEOUT)
-    SCENARIOS[scenario](rank)
-    # Nobody leaves while the other may still ask for something.
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    take_part(SCENARIOS)

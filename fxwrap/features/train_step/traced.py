@@ -48,14 +48,14 @@ def traced_step(
     slots: Slots,
     clip_norm: float | None,
     micro_batches: int,
-    average: Callable[[torch.Tensor], torch.Tensor] | None,
+    average: Callable[[Sequence[torch.Tensor | None]], list[torch.Tensor | None]] | None,
 ) -> Callable[..., Any]:
     """The step as a function of the batch, to be compiled as one graph.
 
     Args:
         clip_norm: the largest norm of all gradients together; None for any.
         micro_batches: how many calls make one update; this is the function of the last of them.
-        average: averages a gradient over processes.
+        average: averages gradients over processes.
     """
     parameters, updates, sums = slots.parameters, slots.updates, slots.gradients
 
@@ -66,7 +66,7 @@ def traced_step(
                 pairs = zip(sums, gradients, strict=True)
                 gradients = [None if gradient is None else total + gradient for total, gradient in pairs]
             if average is not None:
-                gradients = [None if gradient is None else average(gradient) for gradient in gradients]
+                gradients = average(gradients)
             if clip_norm is not None:
                 gradients = _clipped(gradients, clip_norm)
             for function, places, states, settings in updates:

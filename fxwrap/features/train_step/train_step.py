@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...backend import parsed
 from ...errors import MemoryLimitError, TrainStepError, causes
+from .codegen.averaging import averaging
 from .codegen.tracing import compiled_step, graph_breaks, why_not_traced
+from .group import begin_alike, check_group
 from .optimizers import Numbers, updates_of
 from .refusals import refusals
 from .snapshot import Snapshot
@@ -25,6 +28,7 @@ def train_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     memory_limit: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
@@ -55,17 +59,21 @@ def train_step(
         clip_norm: the largest norm of all gradients together, as for ``torch.nn.utils.clip_grad_norm_``.
         accumulate: how many calls make one update. Gradients are averages over as many micro-batches.
         memory_limit: the most memory that a step may take beside parameters, state and batch: bytes, or "6GiB".
+        group: the processes that train together, each with batches of its own, such as
+            ``torch.distributed.group.WORLD`` (which is None before ``init_process_group``). Now, all take over
+            parameters and buffers of the first. Updates are made of averages of all processes' gradients, so that
+            parameters stay equal.
         dynamic, options: as for ``torch.compile(..., backend="fxwrap")``.
 
     Raises:
         OptionError: ``memory_limit`` is no size, or an option is wrong.
         TrainStepError: something cannot be part of one program; the error names all of it. What is found only when
-            the step is compiled is raised by its first call, which then has changed nothing.
+            the step is compiled is raised by its first call, which then has changed nothing. Or an argument is wrong.
         MemoryLimitError: raised by a call that needs more than ``memory_limit``, before anything runs.
     """
     if memory_limit is not None:
         options = {**(options or {}), "memory_limit": memory_limit}
-    return TrainStep(model, loss, optimizer, clip_norm, accumulate, dynamic, options)
+    return TrainStep(model, loss, optimizer, clip_norm, accumulate, group, dynamic, options)
 
 
 class TrainStep:
@@ -85,6 +93,7 @@ class TrainStep:
         optimizer: Optimizer,
         clip_norm: float | None,
         accumulate: int,
+        group: dist.ProcessGroup | None,
         dynamic: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
@@ -98,13 +107,18 @@ class TrainStep:
             raise TrainStepError("accumulate of train_step", expected="an int of at least 1", got=repr(accumulate))
         if clip_norm is not None and not clip_norm > 0:
             raise TrainStepError("clip_norm of train_step", expected="a number above 0, or None", got=repr(clip_norm))
+        if group is not None:
+            check_group(group)
         parsed(options)  # wrong options are known now, and not at the first call
         self.model, self.optimizer, self.micro_batches = model, optimizer, 0
         self._loss, self._accumulate = loss, accumulate
         self._refuse(refusals(model, loss, optimizer))
+        if group is not None:
+            begin_alike(model, optimizer, accumulate, group)
         self._slots, self._numbers = Slots(), Numbers()
         self._seen: Snapshot | None = None
-        step = traced_step(model, loss, self._slots, clip_norm, accumulate, None)
+        average = averaging(group) if group is not None else None
+        step = traced_step(model, loss, self._slots, clip_norm, accumulate, average)
         self._fxwrap_compiled, self._last = compiled_step(step, options, dynamic)
         if accumulate > 1:
             micro_batch = traced_micro_batch(model, loss, self._slots, accumulate)

@@ -1,0 +1,76 @@
+"""The processes that train one model together: they begin with the same values, or an error says what differs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ...errors import TrainStepError
+
+
+def check_group(group: object) -> None:
+    """Refuse what is no group of processes that this one is in.
+
+    Raises:
+        TrainStepError: says which of these it is.
+    """
+    got = f"{type(group).__name__} {group!r}"
+    remedy = "give torch.distributed.group.WORLD, or what new_group returned"
+    if not (dist.is_available() and dist.is_initialized()):
+        got += ", and torch.distributed is not initialised"
+        remedy = "call torch.distributed.init_process_group first"
+    elif isinstance(group, dist.ProcessGroup):
+        return
+    elif group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to a process outside
+        got = f"a group that process {dist.get_rank()} is not in"
+        remedy = "make the step in the processes of the group only"
+    raise TrainStepError(
+        "group of train_step",
+        expected="a torch.distributed.ProcessGroup that this process is in, or None",
+        got=got,
+        remedy=remedy,
+    )
+
+
+def begin_alike(model: torch.nn.Module, optimizer: Optimizer, accumulate: int, group: dist.ProcessGroup) -> None:
+    """Give all processes the first one's parameters and buffers, in place, as DistributedDataParallel does it.
+
+    Raises:
+        TrainStepError: processes train different things; they would wait for one another. All raise it.
+    """
+    described: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(described, [f"accumulate={accumulate}", *_described(model, optimizer)], group=group)
+    for rank, other in enumerate(described):
+        pairs = itertools.zip_longest(described[0], other, fillvalue="nothing more")
+        for here, there in (pair for pair in pairs if pair[0] != pair[1]):
+            raise TrainStepError(
+                "group of train_step",
+                expected="the same model, optimizer and accumulate in all of its processes",
+                got=f"{here} in process 0 of the group, {there} in process {rank}",
+                remedy="make them alike; only values may differ, of which those of process 0 are taken",
+            )
+    with torch.no_grad():
+        for tensor in _tensors(model, optimizer):
+            whole = tensor.detach().contiguous()  # in another process its strides may be others
+            dist.broadcast(whole, group=group, group_src=0)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def _tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, None]:
+    """What is trained, in the order in which gradients are averaged, and what else the model has."""
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return dict.fromkeys([*trained, *model.parameters(), *model.buffers()])
+
+
+def _described(model: torch.nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    for tensor in _tensors(model, optimizer):
+        name = names.get(tensor, "a parameter that is not the model's")
+        kind = str(tensor.dtype).removeprefix("torch.")
+        yield f"{name}: {kind}{list(tensor.shape)}{', trained' if tensor in trained else ''}"
