@@ -178,18 +178,18 @@ class BasicBlock(nn.Module):
         return F.relu(y + self.short(x))
 
 
-def resnet18(size: int = 64) -> Made:
+def resnet18(size: int = 64, batch: int = 1) -> Made:
     start = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
     blocks = [block for i, o, s in widths for block in (BasicBlock(i, o, s), BasicBlock(o, o, 1))]
     end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
-    return nn.Sequential(*start, *blocks, *end), (torch.randn(1, 3, size, size),)
+    return nn.Sequential(*start, *blocks, *end), (torch.randn(batch, 3, size, size),)
 
 
-def unet() -> Made:
+def unet(width: int = 16, batch: int = 1) -> Made:
     from memory_peak import UNet
 
-    return UNet(16), (torch.randn(1, 3, 64, 64),)
+    return UNet(width), (torch.randn(batch, 3, 64, 64),)
 
 
 class Logits(nn.Module):
@@ -218,14 +218,14 @@ def bert(layers: int = 4, width: int = 256, batch: int = 1, length: int = 64) ->
     return Logits(BertForMaskedLM(config)), (_ids(batch, length),)
 
 
-def vit(layers: int = 4, width: int = 192, size: int = 64) -> Made:
+def vit(layers: int = 4, width: int = 192, size: int = 64, batch: int = 1) -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=3, intermediate_size=4 * width,
         image_size=size, patch_size=8, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return Logits(ViTForImageClassification(config)), (torch.randn(1, 3, size, size),)
+    return Logits(ViTForImageClassification(config)), (torch.randn(batch, 3, size, size),)
 
 
 def gpt2(layers: int = 4, width: int = 256, batch: int = 1, length: int = 64) -> Made:
@@ -236,6 +236,16 @@ def gpt2(layers: int = 4, width: int = 256, batch: int = 1, length: int = 64) ->
         embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return Logits(GPT2LMHeadModel(config)), (_ids(batch, length),)
+
+
+def llama(layers: int = 4, width: int = 256, batch: int = 1, length: int = 64) -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=4 * width, max_position_embeddings=length, use_cache=False,
+    )  # fmt: skip
+    return Logits(LlamaForCausalLM(config)), (_ids(batch, length),)
 
 
 WORKLOADS: dict[str, Workload] = {
