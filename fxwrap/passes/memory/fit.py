@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from ...errors import MemoryLimitError
-from ...host_graph.nodes import Kind, kind_of, only_computes, schema_of
+from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, schema_of
 from ...host_graph.storages import StorageFacts
 from ...plan import Limit, Partition, ProgramPlan, Verdict
 from ..analysis.aliasing import analyse_storages, overlap_groups
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 # Operations that take as long as moving a byte.
 _OPERATIONS_PER_BYTE = 8
+# Operators without a formula, and those of the same operations.
+_COUNTED_AS: Mapping[object, object] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention
+}
 
 
 def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, int], limit: Limit) -> ProgramPlan:
@@ -78,16 +82,16 @@ def is_pure(node: Node) -> bool:
     """
     if kind_of(node) is Kind.LAUNCH:
         return True
-    overload = schema_of(node)
-    computes = overload is not None and only_computes(node) and "effect" not in node.meta
-    return computes and overload is not None and torch.Tag.nondeterministic_seeded not in overload.tags
+    computes = schema_of(node) is not None and only_computes(node) and "effect" not in node.meta
+    return computes and not draws_numbers(node)
 
 
 def _work(node: Node, facts: StorageFacts, sizes: Mapping[int, int]) -> int:
     """What a run of a node costs, in bytes moved: those that it touches, and operations by torch's own formulas."""
     moved = sum(sizes.get(index, 0) for index in facts.touched(node) | facts.of(node))
     overload = schema_of(node)
-    if overload is None or (count := flop_registry.get(overload.overloadpacket)) is None:
+    packet = overload.overloadpacket if overload is not None else None
+    if (count := flop_registry.get(_COUNTED_AS.get(packet, packet))) is None:
         return moved
     values = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
     try:

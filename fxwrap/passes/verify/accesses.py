@@ -20,6 +20,7 @@ from ...errors import PlanError
 from ...host_graph.nodes import (
     Kernel,
     aligned,
+    draws_numbers,
     is_symbolic_value,
     is_work,
     launch,
@@ -161,9 +162,8 @@ class Accesses:
         for node in work:
             if node.target is launch:
                 continue
-            schema, overload = _schema(node), node.target
-            tags = overload.tags if isinstance(overload, torch._ops.OpOverload) else ()
-            if schema is None or torch.Tag.nondeterministic_seeded in tags:
+            schema = _schema(node)
+            if schema is None or draws_numbers(node):
                 random.append(node)
             communicates = _qualified_name(node).split("::")[0] in _COMMUNICATION
             declared = communicates or "effect" in node.meta

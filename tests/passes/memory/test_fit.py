@@ -23,11 +23,11 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import MemoryLimitError, PlanError
 from fxwrap.host_graph.graph_json import Layout
-from fxwrap.host_graph.nodes import by_name
+from fxwrap.host_graph.nodes import by_name, draws_numbers
 from fxwrap.host_graph.stand_ins import StandIns
 from fxwrap.options import Options
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
-from fxwrap.passes.memory.fit import _timeline, fit_memory
+from fxwrap.passes.memory.fit import _timeline, fit_memory, is_pure
 from fxwrap.passes.memory.order import least_memory
 from fxwrap.passes.memory.rematerialise import rematerialise
 from fxwrap.passes.memory.requirements import hinted_sizes
@@ -189,6 +189,17 @@ def test_random_numbers_are_drawn_once() -> None:
     plan = plan_of(gm)
     lowest = rematerialise(_timeline(plan, hinted_sizes(gm, plan.facts)), 0)
     assert not any(run.is_again and run.node is drawn for run in lowest.runs)
+
+
+@pytest.mark.parametrize(("dropout", "again"), [(0.0, True), (0.5, False)])
+def test_attention_draws_nothing_without_dropout(dropout: float, again: bool) -> None:
+    """Its operator is tagged as one that draws, since it has an argument for dropout."""
+    maker = GraphMaker()
+    four = [maker.input(f"x{n}", (1, 1, 4, 4)) for n in range(3)]
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    made = maker.extern(attention, *four, dropout, name="attention")
+    assert draws_numbers(made) is not again
+    assert is_pure(made) is again
 
 
 def like_training(draw: random.Random) -> tuple[GraphMaker, GraphModule]:
