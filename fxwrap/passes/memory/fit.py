@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...errors import MemoryLimitError
 from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, schema_of
+from ...host_graph.sizes import hint, hinted_layout
 from ...host_graph.storages import StorageFacts
 from ...plan import Limit, Partition, ProgramPlan, Verdict
 from ..analysis.aliasing import analyse_storages, overlap_groups
@@ -93,12 +94,22 @@ def _work(node: Node, facts: StorageFacts, sizes: Mapping[int, int]) -> int:
     packet = overload.overloadpacket if overload is not None else None
     if (count := flop_registry.get(_COUNTED_AS.get(packet, packet))) is None:
         return moved
-    values = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
+    shapes = torch.fx.map_arg((node.args, node.kwargs), lambda operand: _shape(operand.meta.get("val")))
     try:
-        operations = int(count(*values[0], **values[1], out_val=node.meta.get("val")))  # type: ignore[index,arg-type]
+        operations = int(count(*shapes[0], **shapes[1], out_val=_shape(node.meta.get("val"))))  # type: ignore[index,arg-type]
     except (TypeError, ValueError, RuntimeError, AssertionError):
         return moved
     return moved + operations // _OPERATIONS_PER_BYTE
+
+
+def _shape(value: Any) -> Any:
+    """The sizes that a value was compiled for, in place of a tensor: symbols in a formula would become guards."""
+    if isinstance(value, (tuple, list)):
+        return [_shape(one) for one in value]
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    layout = hinted_layout(value)
+    return value if layout is None else layout[0]
 
 
 def _with_runs(plan: ProgramPlan, runs: Sequence[Run]) -> ProgramPlan:

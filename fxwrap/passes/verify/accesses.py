@@ -20,7 +20,6 @@ from ...errors import PlanError
 from ...host_graph.nodes import (
     Kernel,
     aligned,
-    draws_numbers,
     is_symbolic_value,
     is_work,
     launch,
@@ -163,7 +162,7 @@ class Accesses:
             if node.target is launch:
                 continue
             schema = _schema(node)
-            if schema is None or draws_numbers(node):
+            if schema is None or _draws(schema, node):
                 random.append(node)
             communicates = _qualified_name(node).split("::")[0] in _COMMUNICATION
             declared = communicates or "effect" in node.meta
@@ -314,6 +313,16 @@ def _pairs(schema: Any, node: Node) -> list[tuple[Any, Any]]:
     positional = [argument for argument in schema.arguments if not argument.kwarg_only]
     pairs = list(zip(positional, node.args, strict=False))
     return pairs + [(named[name], value) for name, value in node.kwargs.items() if name in named]
+
+
+def _draws(schema: Any, node: Node) -> bool:
+    """Whether an operator draws random numbers: attention is tagged so for its dropout, which may be none."""
+    overload = node.target if isinstance(node.target, torch._ops.OpOverload) else node.meta.get("op_overload")
+    if torch.Tag.nondeterministic_seeded not in getattr(overload, "tags", ()):
+        return False
+    given = {argument.name: value for argument, value in _pairs(schema, node)}
+    rates = [given.get(a.name, a.default_value) for a in schema.arguments if a.name == "dropout_p"]
+    return rates != [0]
 
 
 def _fake_storages(val: Any) -> list[tuple[int | None, int]]:
