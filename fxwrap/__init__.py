@@ -28,6 +28,7 @@ from .errors import (
 from .features import buckets as _buckets  # noqa: F401 (adds an option)
 from .features import checked as _checked  # noqa: F401 (adds options)
 from .features import difference as _difference  # noqa: F401 (adds a method of reports)
+from .features import limits as _limits  # noqa: F401 (adds a method of reports)
 from .features import page as _page  # noqa: F401 (adds methods of reports)
 from .features import suspend as _suspendable  # noqa: F401 (adds an option)
 from .options import Options
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .features.buckets.codegen.marks import mark_bucket
     from .features.command_line.doctor import Diagnosis, doctor
     from .features.exact_packing.plan_memory import plan_memory
+    from .features.limits.limit_memory import limit_memory
     from .features.suspend.suspend import resume, suspend
     from .features.target.explain import explain
     from .features.train_step.train_step import TrainStep, train_step
@@ -87,6 +89,7 @@ __all__ = [
     "cpp_kernels",
     "doctor",
     "explain",
+    "limit_memory",
     "load",
     "mark_bucket",
     "plan_memory",
@@ -122,6 +125,7 @@ _LAZY.update(Bill=".features.bill.bill", record=".features.bill.record")
 _LAZY.update(mark_bucket=".features.buckets.codegen.marks")
 _LAZY.update(Diagnosis=".features.command_line.doctor", doctor=".features.command_line.doctor")
 _LAZY.update(plan_memory=".features.exact_packing.plan_memory")
+_LAZY.update(limit_memory=".features.limits.limit_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
 _LAZY.update(explain=".features.target.explain")
 _LAZY.update(TrainStep=".features.train_step.train_step", train_step=".features.train_step.train_step")

@@ -65,7 +65,12 @@ class MemoryLimitError(FxwrapError):
     """A call would need more than ``memory_limit``, or a recording more than ``max_memory`` or than the device has.
 
     In the last case its cause is ``torch.OutOfMemoryError``.
+
+    Attributes:
+        least: the lowest ``memory_limit`` that fits, in bytes; 0 where the error is about something else.
     """
+
+    least = 0
 
 
 class SuspendError(FxwrapError):

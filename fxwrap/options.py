@@ -56,7 +56,7 @@ class Options:
     )
     memory_limit: int = _option(
         0,
-        "the most bytes that a call may take beside its inputs, on the CPU: work is repeated to stay below, and what "
+        "the most bytes that a call may take beside its inputs: work is repeated to stay below, and what "
         "does not fit is an error; 0 is no limit",
         minimum=0,
         is_bytes=True,

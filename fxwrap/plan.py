@@ -316,10 +316,28 @@ class InputFacts:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """A node that runs again, because what it made was dropped to stay within ``memory_limit``.
+
+    Attributes:
+        node: its name in the graph.
+        repeats: the node that it is a copy of.
+        nbytes: of what it makes, which is not there between both runs.
+        moved: bytes that it reads and writes, and its operations as bytes: what it costs.
+    """
+
+    node: str
+    repeats: str
+    nbytes: int
+    moved: int
+
+
+@dataclass(frozen=True)
 class ProgramPlan:
     """Every decision about a host graph that holds for all sizes.
 
     Attributes:
+        repeated: the nodes that run again, in order.
         workspace: measured workspace of library calls in bytes, by node.
         compiled: the signatures of partitions that ``compile_partition`` replaced, by the partition's index.
     """
@@ -332,6 +350,7 @@ class ProgramPlan:
     inputs: InputFacts
     workspace: Mapping[str, int] = field(default_factory=dict)
     compiled: Mapping[int, Signature] = field(default_factory=dict)
+    repeated: tuple[Repeated, ...] = ()
 
     @property
     def phase(self) -> str:

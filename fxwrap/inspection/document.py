@@ -27,7 +27,7 @@ from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, operat
 from ..host_graph.sizes import expression
 from ..host_graph.storages import Origin
 from ..host_graph.user_code import module_path, user_line
-from ..plan import Partition, ProgramPlan
+from ..plan import Partition, ProgramPlan, Repeated
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"
@@ -137,6 +137,7 @@ class GraphData:
     stages: tuple[StageData, ...]
     recordings: tuple[RecordingMade, ...]
     counters: CountersData
+    repeated: tuple[Repeated, ...] = field(default=(), metadata={"added": ()})
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ def graph_data(program: Program) -> GraphData:
         stages=tuple(StageData(name, runs, s * 1e6) for name, (runs, s) in list(program.stages.items())),
         recordings=tuple(list(program.history)),  # a list first: calls append to it
         counters=CountersData(**program.counters.to_dict()),
+        repeated=plan.repeated,
     )
 
 

@@ -19,7 +19,7 @@ from .document import CountersData, Document, GraphData, short_line
 from .memory_map import MemoryData
 
 _WIDTH = 118
-_AT_PEAK, _RECORDINGS = 5, 10
+_AT_PEAK, _RECORDINGS, _REPEATED = 5, 10, 10
 
 
 def text_of(document: Document) -> str:
@@ -66,6 +66,7 @@ def _graph(number: int, graph: GraphData) -> RenderableType:
         *_cut(graph),
         Text(),
         _memory(graph, graph.memory) if graph.memory else Text("memory: planned when a shape is recorded"),
+        *_repeated(graph),
         Text(),
         Text(f"in logs and profiles: {graph.name}"),
         _counters(graph.counters),
@@ -135,6 +136,19 @@ def _memory(graph: GraphData, memory: MemoryData) -> RenderableType:
     lines += [f"every replay copies {c.what} {c.name}: {c.bytes:,} bytes" for c in memory.copies]
     lines += _prediction(memory)
     return Group(table, *map(Text, lines))
+
+
+def _repeated(graph: GraphData) -> list[Text]:
+    """What runs again to stay within ``memory_limit``, the largest first."""
+    if not graph.repeated:
+        return []
+    moved = sum(again.moved for again in graph.repeated)
+    largest = sorted(graph.repeated, key=lambda again: -again.nbytes)
+    lines = [f"launched again, within memory_limit: {len(largest)} nodes, which move {moved:,} bytes"]
+    lines += [f"  {a.node}: {a.nbytes:,} bytes were free, for {a.moved:,} moved" for a in largest[:_REPEATED]]
+    if more := len(largest) - _REPEATED:
+        lines += [f"  and {more} more"] if more > 0 else []
+    return list(map(Text, lines))
 
 
 def _peak(memory: MemoryData) -> list[str]:

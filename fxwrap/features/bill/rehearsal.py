@@ -204,7 +204,8 @@ class Rehearsal:
 
     def _understudy(self, program: Program) -> Program:
         if program not in self._understudies:
-            options = dataclasses.replace(program.options, strict=False)
+            limit = program.recorder.memory_limit
+            options = dataclasses.replace(program.options, strict=False, memory_limit=limit)
             made = Program(program.plan, program.planner, options, program.functions)
             forward, saved = program.recorder.forward
             for other, understudy in self._understudies.items():

@@ -119,10 +119,12 @@ class TrainStep:
         self._seen: Snapshot | None = None
         average = averaging(group) if group is not None else None
         step = traced_step(model, loss, self._slots, clip_norm, accumulate, average)
-        self._fxwrap_compiled, self._last = compiled_step(step, options, dynamic)
+        compiled, self._last = compiled_step(step, options, dynamic)
+        self._fxwrap_compiled: tuple[Callable[..., Any], ...] = (compiled,)  # what reports are about
         if accumulate > 1:
             micro_batch = traced_micro_batch(model, loss, self._slots, accumulate)
-            self._compiled_micro_batch, self._earlier = compiled_step(micro_batch, options, dynamic)
+            compiled, self._earlier = compiled_step(micro_batch, options, dynamic)
+            self._fxwrap_compiled += (compiled,)
 
     def __call__(self, *batch: Any, **more: Any) -> Any:
         if self._seen is None or not self._seen.holds(self.optimizer):

@@ -15,11 +15,11 @@ from ...errors import MemoryLimitError
 from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, schema_of
 from ...host_graph.sizes import hint, hinted_layout
 from ...host_graph.storages import StorageFacts
-from ...plan import Limit, Partition, ProgramPlan, Verdict
+from ...plan import Limit, Partition, ProgramPlan, Repeated, Verdict
 from ..analysis.aliasing import analyse_storages, overlap_groups
 from .order import reordered
 from .rebuilt import Rebuilt
-from .rematerialise import Costs, Run, Timeline, rematerialise
+from .rematerialise import Costs, Timeline, rematerialise
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -45,23 +45,26 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
         MemoryLimitError: it cannot; the error says with how many bytes it could.
     """
     most = limit.nbytes - limit.beside
-    if _timeline(plan, sizes).peak <= most:
+    if timeline_of(plan, sizes).peak <= most:
         return plan
     orders = plan, reordered(plan, dependencies, sizes)
-    fitting = [rematerialise(_timeline(order, sizes), most) for order in orders]
+    fitting = [rematerialise(timeline_of(order, sizes), most) for order in orders]
     best = min(fitting, key=lambda timeline: (max(timeline.peak, most), timeline.work))
     if best.peak > most:
         least = best.peak + limit.beside
-        raise MemoryLimitError(
+        error = MemoryLimitError(
             "a program does not fit into memory_limit",
             expected=f"at least {least} bytes ({least / 2**20:.1f} MiB)",
             got=f"{limit.nbytes} bytes",
             remedy="raise memory_limit, or make the batch smaller",
         )
-    return _with_runs(plan, best.runs)
+        error.least = least
+        raise error
+    return _with_runs(plan, best)
 
 
-def _timeline(plan: ProgramPlan, sizes: Mapping[int, int]) -> Timeline:
+def timeline_of(plan: ProgramPlan, sizes: Mapping[int, int]) -> Timeline:
+    """The schedule of a plan, with the memory that it uses at these sizes of storages."""
     facts, captured = plan.facts, (p.index for p in plan.partitions if p.verdict is Verdict.CAPTURED)
     made = facts.made()
     costs = Costs(
@@ -112,8 +115,9 @@ def _shape(value: Any) -> Any:
     return value if layout is None else layout[0]
 
 
-def _with_runs(plan: ProgramPlan, runs: Sequence[Run]) -> ProgramPlan:
-    """The plan of the graph in which these runs are nodes."""
+def _with_runs(plan: ProgramPlan, timeline: Timeline) -> ProgramPlan:
+    """The plan of the graph in which the runs of a timeline are nodes."""
+    runs = timeline.runs
     rebuilt = Rebuilt(plan.graph, plan.facts, runs)
     names: list[list[str]] = [[] for _ in plan.partitions]
     for run, name in zip(runs, rebuilt.names, strict=True):
@@ -127,6 +131,11 @@ def _with_runs(plan: ProgramPlan, runs: Sequence[Run]) -> ProgramPlan:
         verdicts={name: plan.verdicts[original] for name, original in originals.items()},
         cut=replace(plan.cut, partitions=partitions),
         workspace={n: plan.workspace[original] for n, original in originals.items() if original in plan.workspace},
+        repeated=tuple(
+            Repeated(name, run.node.name, sum(map(timeline.size, run.makes)), timeline.costs.work(run.node))
+            for run, name in zip(runs, rebuilt.names, strict=True)
+            if run.is_again
+        ),
     )
 
 
