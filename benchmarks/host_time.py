@@ -6,8 +6,9 @@
 On the CUDA device of host memory (hostcuda/README.md) with ``HOSTCUDA_OPERATORS=0`` launches are counted and
 nothing is computed. What is left of a call is what the host does: Dynamo's guards, the wrapper, copies of inputs,
 launching the graph. Each case runs in a process of its own, with five sides in turn: Inductor's wrapper,
-``mode="reduce-overhead"``, fxwrap, the same bound (``fxwrap.bind``; of a training step the forward), and the bare
-replay of one graph of the whole step, captured by hand from Inductor's wrapper. Figures are medians in microseconds a
+``mode="reduce-overhead"``, fxwrap, the same bound (``fxwrap.bind``; of a training the forward; of a training step,
+with its update, ``fxwrap.train_step``), and the bare replay of one graph of the whole step, captured by hand from
+Inductor's wrapper. Figures are medians in microseconds a
 call; "over" is above the bare replay of the same turn. The ratios are fxwrap's and the bound one's to graph trees'.
 
 These are no times of a GPU: a launch takes what the host-memory device takes, for all sides alike.
@@ -16,6 +17,7 @@ These are no times of a GPU: a launch takes what the host-memory device takes, f
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -128,10 +130,29 @@ def training(how: Any) -> list[Step]:
     return [step]
 
 
+def training_step(how: Any) -> list[Step]:
+    """Loss, gradients and AdamW's update, which is compiled, too. In place of a bound forward: ``train_step``."""
+    module, given = Blocks(12, outputs=1).cuda(), tensors(2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, capturable=True, foreach=True)
+    if "bound" in how:
+        whole = fxwrap.train_step(module, lambda model, *given: model(*given)[0].sum(), optimizer)
+        return [lambda: whole(*given)]
+    model, bare = compiled(module, how, *given), inspect.unwrap(torch.optim.AdamW.step)
+    update = torch.no_grad()(torch.compile(own(lambda: bare(optimizer)), **how))  # type: ignore[call-arg]
+
+    def step() -> None:
+        model(*given)[0].sum().backward()
+        update()
+        optimizer.zero_grad()
+
+    return [step]
+
+
 CASES: dict[str, Callable[[Any], list[Step]]] = {
     "12 blocks": inference(12),
     "40 blocks": inference(40),
     "training": training,
+    "training step": training_step,
     "5 moving inputs": moving_inputs,
     "3 kept outputs": kept_outputs,
     "2 shapes in turn": two_shapes,
@@ -175,7 +196,7 @@ def microseconds(call: Step, calls: int, steps: int) -> float:
 
 
 def measure(name: str, turns: int, calls: int) -> dict[str, float]:
-    grad = name == "training"
+    grad = name.startswith("training")
     torch.set_grad_enabled(grad)
     made = {side: CASES[name](how) for side, how in SIDES.items()}
     count = len(made["fxwrap"])

@@ -14,8 +14,8 @@ def limit_memory(fn: Callable[..., Any] | HasPrograms, limit: int | str | None) 
     """Set the most bytes that a call of compiled code may take beside its inputs. Nothing is compiled.
 
     The next call plans within the limit and records again. What is compiled later has the limit of the option
-    ``memory_limit``. With this option, and with ``train_step``, each of Inductor's loops on the CPU is a launch of its
-    own: a program that was compiled without them does not reach as low.
+    ``memory_limit``. With this option, and with ``train_step``, each of Inductor's loops on the CPU is a launch of
+    its own: a program that was compiled without them does not reach as low.
 
     Args:
         fn: what ``torch.compile`` or ``fxwrap.train_step`` returned, after its first call.

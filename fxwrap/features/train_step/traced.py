@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,13 @@ class Slots:
             (u.function, [place[p] for p in u.params], [list(state) for state in u.states], dict(u.settings))
             for u in updates
         ]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors in them."""
+        yield from (*self.parameters, *self.gradients)
+        for _, _, states, settings in self.updates:
+            values = itertools.chain(*states, settings.values())
+            yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 def traced_step(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...backend import parsed
 from ...errors import MemoryLimitError, TrainStepError, causes
 from .codegen.averaging import averaging
-from .codegen.tracing import compiled_step, graph_breaks, why_not_traced
+from .codegen.tracing import compiled_step, graph_breaks, mark_static, why_not_traced
 from .group import begin_alike, check_group
 from .optimizers import Numbers, updates_of
 from .refusals import refusals
@@ -152,6 +152,7 @@ class TrainStep:
         self._slots.fill(updates_of(self.optimizer, self._numbers))
         if self._accumulate > 1:
             self._slots.gradients[:] = map(_sum_of_gradients, self._slots.parameters)
+        mark_static(self._slots.tensors())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was made
         self._seen = Snapshot(self.optimizer, self._numbers)
 

@@ -82,3 +82,15 @@ def test_every_optimizer_of_torch_is_known_or_refused() -> None:
     classes = {one for one in classes if issubclass(one, optim.Optimizer) and one is not optim.Optimizer}
     unknown = {one.__name__ for one in classes if functional_form(one.__new__(one)) is None}
     assert unknown <= {"LBFGS", "SparseAdam"}
+
+
+def test_parameters_and_state_are_static_inputs() -> None:
+    """All but the batch: an accelerator's graphs read them where they are, and the cost of copies is not counted."""
+    model = Net()
+    step = fxwrap.train_step(model, squares, optim.AdamW(model.parameters(), lr=1e-3))
+    step(*batch())
+    plan = fxwrap.report(step).graphs[0].program.plan
+    parameters = len(list(model.parameters()))
+    learning_rate = 1
+    assert len(plan.inputs.static) == 4 * parameters + learning_rate  # two averages, and a count of steps
+    assert len(plan.placeholders) - len(plan.inputs.static) == 2

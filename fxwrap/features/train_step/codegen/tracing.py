@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def compiled_step(
     binding = Binding(compiled, Path().target(compiled))
     binding.function.ordinary_calls = binding.ordinary_calls
     return compiled, binding.function
+
+
+def mark_static(tensors: Iterable[torch.Tensor]) -> None:
+    """Mark tensors as inputs whose addresses stay, as Dynamo marks parameters of modules and states of optimizers."""
+    for tensor in tensors:
+        if not hasattr(tensor, "_dynamo_static_input_type"):
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def why_not_traced(error: BaseException) -> str:
