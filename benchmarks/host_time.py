@@ -6,7 +6,7 @@
 On the CUDA device of host memory (hostcuda/README.md) with ``HOSTCUDA_OPERATORS=0`` launches are counted and
 nothing is computed. What is left of a call is what the host does: Dynamo's guards, the wrapper, copies of inputs,
 launching the graph. Each case runs in a process of its own, with five sides in turn: Inductor's wrapper,
-``mode="reduce-overhead"``, fxwrap, the same bound (``fxwrap.bind``; of a training the forward; of a training step,
+``mode="reduce-overhead"``, fxwrap, the same bound (``fxwrap.bind``; of a training the forward; of a training
 with its update, ``fxwrap.train_step``), and the bare replay of one graph of the whole step, captured by hand from
 Inductor's wrapper. Figures are medians in microseconds a
 call; "over" is above the bare replay of the same turn. The ratios are fxwrap's and the bound one's to graph trees'.
@@ -130,7 +130,7 @@ def training(how: Any) -> list[Step]:
     return [step]
 
 
-def training_step(how: Any) -> list[Step]:
+def training_and_update(how: Any) -> list[Step]:
     """Loss, gradients and AdamW's update, which is compiled, too. In place of a bound forward: ``train_step``."""
     module, given = Blocks(12, outputs=1).cuda(), tensors(2)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, capturable=True, foreach=True)
@@ -152,7 +152,7 @@ CASES: dict[str, Callable[[Any], list[Step]]] = {
     "12 blocks": inference(12),
     "40 blocks": inference(40),
     "training": training,
-    "training step": training_step,
+    "training and update": training_and_update,
     "5 moving inputs": moving_inputs,
     "3 kept outputs": kept_outputs,
     "2 shapes in turn": two_shapes,

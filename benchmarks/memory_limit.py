@@ -43,8 +43,8 @@ from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import MemoryLimitError
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.program_runs import programs_run_by
+from fxwrap.limit import Limit
 from fxwrap.passes.memory.planner import bytes_of_call
-from fxwrap.plan import Limit
 
 _MIB = 2**20
 _ISSUE = "issue"

@@ -39,6 +39,7 @@ from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .hooks import PROGRAMS, class_for
 from .host_graph.storages import StorageFacts
+from .limit import Limit
 from .options import Options
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
@@ -58,7 +59,6 @@ from .passes.verify import verify_memory, verify_same_results, verify_schedule
 from .plan import (
     Cut,
     InputFacts,
-    Limit,
     MemoryPlan,
     NodeVerdict,
     PartitionGraph,

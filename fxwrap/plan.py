@@ -20,6 +20,7 @@ from .host_graph.lifetimes import Lifetimes
 from .host_graph.nodes import by_name
 from .host_graph.storages import StorageFacts
 from .host_graph.user_code import shown_name
+from .limit import Repeated
 from .packing import Placement, Reserved, joined
 
 # A field that is not serialised: the reader of a plan passes it to ``from_data`` as a keyword.
@@ -316,23 +317,6 @@ class InputFacts:
 
 
 @dataclass(frozen=True)
-class Repeated:
-    """A node that runs again, because what it made was dropped to stay within ``memory_limit``.
-
-    Attributes:
-        node: its name in the graph.
-        repeats: the node that it is a copy of.
-        nbytes: of what it makes, which is not there between both runs.
-        moved: bytes that it reads and writes, and its operations as bytes: what it costs.
-    """
-
-    node: str
-    repeats: str
-    nbytes: int
-    moved: int
-
-
-@dataclass(frozen=True)
 class ProgramPlan:
     """Every decision about a host graph that holds for all sizes.
 
@@ -420,21 +404,6 @@ class ProgramPlan:
         """The name of a storage in reports."""
         storage = self.facts.storages[index]
         return shown_name(self.maker(index)) if storage.element is None else storage.name
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The most bytes that a call may take beside its inputs (option ``memory_limit``).
-
-    Attributes:
-        beside: bytes of these that a call takes beside the storages that are in use at one time: gaps in an arena,
-            static buffers of inputs.
-        symbols: the sizes that it is for, by symbol; empty for those that the program was compiled for.
-    """
-
-    nbytes: int
-    beside: int = 0
-    symbols: Mapping[object, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,8 @@ import torch
 from torch.profiler import record_function
 
 from ..errors import CaptureError, MemoryLimitError, PlanError
-from ..plan import Limit, MemoryPlan, ProgramPlan, SizedProgram
+from ..limit import Limit
+from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .memory.locks import LockOwner

@@ -310,18 +310,6 @@ def schema_of(node: Node) -> torch._ops.OpOverload | None:
     return node.meta.get("op_overload")
 
 
-def draws_numbers(node: Node) -> bool:
-    """Whether a node's operator draws random numbers. Attention is tagged so, and draws none without dropout."""
-    overload = schema_of(node)
-    if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
-        return False
-    for place, argument in enumerate(overload._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.kwargs.get(argument.name, argument.default_value)
-            return bool((node.args[place] if place < len(node.args) else given) != 0)
-    return True
-
-
 def operator_name(node: Node) -> str:
     """The name of a node's operation in reports: ``aten::nonzero``, or the name of a kernel or a function."""
     kernel = kernel_of(node)

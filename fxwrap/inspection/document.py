@@ -27,7 +27,8 @@ from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, operat
 from ..host_graph.sizes import expression
 from ..host_graph.storages import Origin
 from ..host_graph.user_code import module_path, user_line
-from ..plan import Partition, ProgramPlan, Repeated
+from ..limit import Repeated
+from ..plan import Partition, ProgramPlan
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from ...errors import InputError, MemoryLimitError
 from ...graphs.program import Program
 from ...inspection.explanation import Explanation
+from ...limit import Limit
 from ...passes.memory.fit import timeline_of
 from ...passes.memory.requirements import hinted_sizes
-from ...plan import Limit, ProgramPlan
+from ...plan import ProgramPlan
 
 _WIDTH = 40
 

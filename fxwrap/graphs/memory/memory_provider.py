@@ -16,8 +16,9 @@ from torch.fx import GraphModule, Node
 from ...errors import CaptureError
 from ...host_graph.sizes import evaluate_sizes, symbols_at
 from ...host_graph.tensors import has_address, reach, tensors_in
+from ...limit import Limit
 from ...packing import Reserved
-from ...plan import InputFacts, Limit, MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
+from ...plan import InputFacts, MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
 from .locks import LockOwner

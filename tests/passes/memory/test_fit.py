@@ -23,17 +23,18 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import MemoryLimitError, PlanError
 from fxwrap.host_graph.graph_json import Layout
-from fxwrap.host_graph.nodes import by_name, draws_numbers
+from fxwrap.host_graph.nodes import by_name
 from fxwrap.host_graph.stand_ins import StandIns
+from fxwrap.limit import Limit
 from fxwrap.options import Options
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
-from fxwrap.passes.memory.fit import fit_memory, is_pure, timeline_of
+from fxwrap.passes.memory.fit import draws_numbers, fit_memory, is_pure, timeline_of
 from fxwrap.passes.memory.order import least_memory
 from fxwrap.passes.memory.rematerialise import rematerialise
 from fxwrap.passes.memory.requirements import hinted_sizes
 from fxwrap.passes.verify import verify_same_results, verify_schedule
 from fxwrap.pipeline import HostGraphPlanner, Stages
-from fxwrap.plan import InputFacts, Limit, ProgramPlan
+from fxwrap.plan import InputFacts, ProgramPlan
 
 # Bytes of a buffer of 4 by 4 floats.
 _ONE = 64

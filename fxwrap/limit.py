@@ -1,0 +1,38 @@
+"""A limit of memory for calls, and what runs again so that a program keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most bytes that a call may take beside its inputs (option ``memory_limit``).
+
+    Attributes:
+        beside: bytes of these that a call takes beside the storages that are in use at one time: gaps in an arena,
+            static buffers of inputs.
+        symbols: the sizes that it is for, by symbol; empty for those that the program was compiled for.
+    """
+
+    nbytes: int
+    beside: int = 0
+    symbols: Mapping[object, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A node that runs again, because what it made was dropped to stay within ``memory_limit``.
+
+    Attributes:
+        node: its name in the graph.
+        repeats: the node that it is a copy of.
+        nbytes: of what it makes, which is not there between both runs.
+        moved: bytes that it reads and writes, and its operations as bytes: what it costs.
+    """
+
+    node: str
+    repeats: str
+    nbytes: int
+    moved: int
