@@ -2,7 +2,8 @@
 
     python examples/demo.py            # or: make demo
 
-Plain ``torch.nn``; the only line that differs between the three is ``torch.compile``. Runs on a GPU if there is one.
+Plain ``torch.nn``; the only line that differs between these is ``torch.compile``. A fourth copy trains with
+``fxwrap.train_step``: each step is one program. Runs on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -67,28 +68,53 @@ class Decoder(nn.Module):
 
 @dataclass
 class Contender:
-    """One way to run the same model, and what was measured of it."""
+    """One way to run the same model, and what was measured of it.
+
+    ``train`` makes a training step of a batch and returns the loss. ``call`` scores tokens; None: it only trains.
+    """
 
     name: str
-    model: Decoder
-    call: Callable[[torch.Tensor], torch.Tensor]
-    optimizer: torch.optim.Optimizer
+    train: Callable[[torch.Tensor], torch.Tensor]
+    call: Callable[[torch.Tensor], torch.Tensor] | None
     losses: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     step_us: list[float] = field(default_factory=list)
     token_us: list[float] = field(default_factory=list)
 
 
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
 def contenders(model: Decoder) -> list[Contender]:
-    """Three copies of one model. Compiled code hangs on code objects, so each gets a function of its own: with a
+    """Four copies of one model. Compiled code hangs on code objects, so each gets a function of its own: with a
     shared one, whichever compiles last would wait behind the other's guards."""
-    plain, inductor, ours = (copy.deepcopy(model) for _ in range(3))
-    calls = [
+    plain, inductor, ours, whole = (copy.deepcopy(model) for _ in range(4))
+    calls: list[tuple[str, Decoder, Callable[[torch.Tensor], torch.Tensor]]] = [
         ("eager", plain, plain),
         ("inductor", inductor, torch.compile(lambda ids: inductor(ids), backend="inductor")),
         ("fxwrap", ours, torch.compile(lambda ids: ours(ids), backend="fxwrap")),
     ]
-    return [Contender(name, own, call, torch.optim.AdamW(own.parameters(), lr=3e-3)) for name, own, call in calls]
+    step = fxwrap.train_step(whole, loss_of, optimizer_of(whole))
+    ordinary = [Contender(name, ordinary_step(call, optimizer_of(own)), call) for name, own, call in calls]
+    return [*ordinary, Contender("fxwrap.train_step", step, None)]
+
+
+def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def ordinary_step(
+    call: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def train(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(call, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train
 
 
 def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
@@ -104,18 +130,15 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize()
 
 
-def train_step(side: Contender, batch: torch.Tensor) -> float:
-    side.optimizer.zero_grad()
-    logits = side.call(batch[:, :-1])
-    loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-    loss.backward()
-    side.optimizer.step()
-    return loss.item()
-
-
 @torch.no_grad()
 def next_token(side: Contender, window: torch.Tensor) -> int:
+    assert side.call is not None
     return int(side.call(window)[0, -1].argmax())
+
+
+def in_turn(sides: list[Contender], turn: int) -> list[Contender]:
+    first = turn % len(sides)
+    return sides[first:] + sides[:first]
 
 
 def run(console: Console, sides: list[Contender], data: torch.Tensor, length: int, steps: int, tokens: int) -> None:
@@ -124,20 +147,21 @@ def run(console: Console, sides: list[Contender], data: torch.Tensor, length: in
     for step in range(steps):
         starts = torch.randint(len(data) - length - 1, (8,), generator=generator)
         batch = torch.stack([data[s : s + length + 1] for s in starts])
-        # All three take each step before any takes the next, so that a busy machine slows all alike.
-        for side in sides[step % 3 :] + sides[: step % 3]:
+        # All take each step before any takes the next, so that a busy machine slows all alike.
+        for side in in_turn(sides, step):
             with console.status(f"training step {step + 1} of {steps}: {side.name}"):
-                loss, elapsed = timed(device, functools.partial(train_step, side, batch))
-            side.losses.append(loss)
+                loss, elapsed = timed(device, functools.partial(side.train, batch))
+            side.losses.append(loss.item())
             side.step_us.append(elapsed)
         if step < 3 or (step + 1) % 20 == 0:
             console.print(
                 f"  step {step + 1:3d}   loss {sides[-1].losses[-1]:.4f}" + ("   (compiles)" if step == 0 else "")
             )
-    for side in sides:
+    generating = [side for side in sides if side.call is not None]
+    for side in generating:
         side.tokens = data[:length].tolist()
     for position in range(tokens):
-        for side in sides[position % 3 :] + sides[: position % 3]:
+        for side in in_turn(generating, position):
             window = torch.tensor([side.tokens[-length:]], device=device)
             with console.status(f"token {position + 1} of {tokens}: {side.name}"):
                 token, elapsed = timed(device, functools.partial(next_token, side, window))
@@ -147,22 +171,44 @@ def run(console: Console, sides: list[Contender], data: torch.Tensor, length: in
             console.print("  first token   (compiles)")
 
 
-def report(console: Console, sides: list[Contender], alphabet: list[str], length: int) -> None:
-    _, inductor, ours = sides
-    graphs = fxwrap.report(ours.call).graphs
+def decisions(fn: Callable[..., Any] | None) -> dict[str, str]:
+    """What fxwrap decided about a compiled function, and how its calls went, by row of the table."""
+    graphs, counters = fxwrap.report(fn).graphs, fxwrap.stats(fn)
     plans = [graph.memory for graph in graphs if graph.memory is not None]
-    counters = fxwrap.stats(ours.call)
+    captured = sum(p.verdict.value == "captured" for graph in graphs for p in graph.partitions)
+    rows = {
+        "programs": str(len(graphs)),
+        "partitions": f"{captured} captured, {sum(len(graph.partitions) for graph in graphs) - captured} eager",
+    }
+    if any(plan.arenas for plan in plans):
+        rows["arena bytes"] = " + ".join(f"{plan.size:,}" for plan in plans)
+    else:  # as on the CPU
+        rows["bytes kept between calls"] = f"{max(plan.kept for plan in plans):,}"
+        rows["bytes at the peak of a call"] = " + ".join(f"{plan.peak:,}" for plan in plans)
+    return rows | {
+        "lower bound": " + ".join(f"{plan.lower_bound:,}" for plan in plans),
+        "without reuse": " + ".join(f"{plan.plain:,}" for plan in plans),
+        "replays": str(counters["replays"]),
+        "recordings": str(sum(counters["recordings"].values())),
+        "eager runs": ", ".join(f"{n} ({why})" for why, n in counters["eager"].items()) or "0",
+    }
+
+
+def report(console: Console, sides: list[Contender], alphabet: list[str], length: int) -> None:
+    _, inductor, ours, _ = sides
 
     def same(side: Contender, what: str) -> str:
         mine, reference = getattr(side, what), getattr(inductor, what)
+        if side is inductor or not mine:
+            return "-"
         if mine == reference:
-            return "bit for bit" if side is not inductor else "-"
+            return "bit for bit"
         if what == "losses" and torch.allclose(torch.tensor(mine), torch.tensor(reference), rtol=1e-3):
             return f"within {max(abs(a - b) for a, b in zip(mine, reference, strict=True)):.0e}"
         return "DIFFERENT"
 
     def median(values: list[float]) -> str:
-        return f"{statistics.median(values[len(values) // 3 :]):,.0f}"
+        return f"{statistics.median(values[len(values) // 3 :]):,.0f}" if values else "-"
 
     table = Table("", *(side.name for side in sides), title="a small GPT-style decoder")
     table.add_row("last loss", *(f"{side.losses[-1]:.6f}" for side in sides))
@@ -170,19 +216,9 @@ def report(console: Console, sides: list[Contender], alphabet: list[str], length
     table.add_row("tokens like Inductor's", *(same(side, "tokens") for side in sides))
     table.add_row("microseconds a training step", *(median(side.step_us) for side in sides))
     table.add_row("microseconds a token", *(median(side.token_us) for side in sides))
-    captured = sum(p.verdict.value == "captured" for graph in graphs for p in graph.partitions)
-    total = sum(len(graph.partitions) for graph in graphs)
-    table.add_row("partitions", "", "", f"{captured} captured, {total - captured} eager, in {len(graphs)} graphs")
-    if any(plan.size for plan in plans):
-        table.add_row("arena bytes", "", "", " + ".join(f"{plan.size:,}" for plan in plans))
-    else:  # as on the CPU
-        table.add_row("bytes kept between calls", "", "", f"{max(plan.kept for plan in plans):,}")
-        table.add_row("bytes at the peak of a call", "", "", " + ".join(f"{plan.peak:,}" for plan in plans))
-    table.add_row("lower bound", "", "", " + ".join(f"{plan.lower_bound:,}" for plan in plans))
-    table.add_row("without reuse", "", "", " + ".join(f"{plan.plain:,}" for plan in plans))
-    table.add_row("replays", "", "", str(counters["replays"]))
-    table.add_row("recordings", "", "", str(sum(counters["recordings"].values())))
-    table.add_row("eager runs", "", "", ", ".join(f"{n} ({why})" for why, n in counters["eager"].items()) or "0")
+    decided = [decisions(fn) for fn in (ours.call, sides[-1].train)]
+    for row in decided[0]:
+        table.add_row(row, "", "", *(column[row] for column in decided))
     console.print(table)
     text = "".join(alphabet[token] for token in ours.tokens[length:])
     console.print("generated:", repr(text), markup=False, highlight=False)
@@ -205,7 +241,7 @@ def main() -> None:
         torch.set_num_threads(1)
     console = Console(width=118)
     console.print(
-        f"torch {torch.__version__} on {device}; three copies of one model, the same batches", highlight=False
+        f"torch {torch.__version__} on {device}; four copies of one model, the same batches", highlight=False
     )
     torch.manual_seed(0)
     alphabet = sorted(set(TEXT))

@@ -244,7 +244,9 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
 
 
 def _bytes(text: str) -> int | str:
-    """The bytes that a size such as "6GiB" or "512 MB" stands for; the text itself if it is none."""
+    """The bytes that a size such as "6GiB", "512 MB" or "1048576" stands for; the text itself if it is none."""
+    if text.strip().isdecimal():  # a number of bytes from a command line
+        return int(text)
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", text.strip())
     if found is None:
         return text

@@ -13,6 +13,7 @@ from loops import Net, squares, values
 from torch import nn, optim
 
 import fxwrap
+from fxwrap.backend import parsed
 from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import MemoryLimitError, OptionError
 
@@ -94,11 +95,18 @@ def test_another_size_is_within_the_limit_or_an_error() -> None:
     step(torch.randn(64, 16))
 
 
-@pytest.mark.parametrize("given", ["6 gigabytes", -1, 1.5, True])
+@pytest.mark.parametrize("given", ["6 gigabytes", "1.5", "-1", "", -1, 1.5, True])
 def test_what_is_no_size(given: Any) -> None:
     model = Net()
     with pytest.raises(OptionError, match="bytes, or a size such as '6GiB'"):
         fxwrap.train_step(model, squares, optim.SGD(model.parameters(), 0.1), memory_limit=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("2048", 2048), ("2kB", 2000), ("1.5 KiB", 1536), ("6GiB", 6 << 30), ("0", 0), (7, 7)]
+)
+def test_what_is_a_size(given: Any, meant: int) -> None:
+    assert parsed({"memory_limit": given})[0].memory_limit == meant
 
 
 def test_a_limit_for_any_program() -> None:
