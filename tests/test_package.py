@@ -56,6 +56,7 @@ _RUNS = ("fxwrap.passes", "fxwrap.graphs", "fxwrap.pipeline", "fxwrap.codegen")
 MAY_NOT_IMPORT = {
     "packing": ("torch", "fxwrap.host_graph", "fxwrap.plan", *_RUNS, *_ACTS),
     "errors.py": ("fxwrap.",),
+    "limit.py": ("fxwrap.",),
     "native_build.py": ("fxwrap.",),
     "host_graph": (*_RULES, "fxwrap.plan", *_RUNS, *_ACTS),
     "eager_rules.py": (*_RULES[1:], "fxwrap.plan", *_RUNS, *_ACTS),
