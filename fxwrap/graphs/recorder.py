@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from torch.profiler import record_function
 
 from ..errors import CaptureError, MemoryLimitError, PlanError
@@ -105,7 +106,9 @@ class Recorder:
         self.newest_plan: MemoryPlan | None = None
         self.newest_sized: SizedProgram | None = None
         self._newest_estimate: weakref.ref[Estimate] | None = None
-        self._forward: tuple[weakref.ref[Recorder], Mapping[int, Sequence[str]]] | None = None
+        self._forward: tuple[weakref.ref[Recorder], Mapping[int, Sequence[str]], weakref.ref[GraphModule]] | None = (
+            None
+        )
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
 
     # -- planning ahead ---------------------------------------------------------------------------------
@@ -146,22 +149,24 @@ class Recorder:
         Args:
             inputs: names of the backward's inputs, by the storage of the forward program that they are saved in.
         """
-        self._forward = weakref.ref(forward), inputs
+        self._forward = weakref.ref(forward), inputs, weakref.ref(forward.prepared.plan.graph)
         names = {name for several in inputs.values() for name in several}
         placeholders = enumerate(self.prepared.plan.placeholders)
         self._saved_tensors = frozenset(position for position, node in placeholders if node.name in names)
 
     @property
     def forward(self) -> tuple[Recorder | None, Mapping[int, Sequence[str]]]:
-        """What ``link_forward`` has linked: the forward's recorder, and the inputs."""
-        recorder, inputs = self._forward or (lambda: None, {})
-        return recorder(), inputs
+        """What ``link_forward`` has linked: the forward's recorder, and the inputs; none if its graph has changed."""
+        if self._forward is None or (recorder := self._forward[0]()) is None:
+            return None, {}
+        _, inputs, graph = self._forward
+        return recorder, inputs if recorder.prepared.plan.graph is graph() else {}
 
     def _saved(self) -> Saved | None:
         if self._forward is None:
             return None
         forward, inputs = self.forward
-        return Saved(forward.newest_estimate if forward is not None else None, inputs)
+        return Saved(forward.newest_estimate if forward is not None and inputs else None, inputs)
 
     # -- within a limit ---------------------------------------------------------------------------------
 
@@ -282,10 +287,8 @@ class Recorder:
         def excludes(arena: Arena) -> bool:
             return specialization.excludes(arena, attempt.decision)
 
-        is_of_plan = self.newest_sized is not None and self.newest_sized.program is prepared.plan
-        previous = self.newest_plan if is_of_plan else None
         memory = prepared.provider.provide(
-            inputs, static, estimate, previous, attempt.owner, attempt.locked, excludes
+            inputs, static, estimate, self.newest_plan, attempt.owner, attempt.locked, excludes
         )
         self._note_plan(memory.sized, memory.memory)
         self._keep_estimate(specialization, estimate or Estimate(memory.sized, memory.memory))
@@ -396,6 +399,8 @@ class Recorder:
     def _replace_plan(self, limit: Limit | None, why: str) -> None:
         """Partition again. ``why``: the reason for which all recordings end."""
         plan = self._context.planner.partition(self.prepared.plan.inputs, self.refused, limit)
+        if plan.graph is not self.prepared.plan.graph:
+            self.newest_plan = self.newest_sized = None  # they are about storages of another graph
         self._limit, self.prepared = limit, Prepared.of(plan, self._context, bool(self.memory_limit))
         for other in self._context.specializations.values():
             other.drop_recordings(why)
