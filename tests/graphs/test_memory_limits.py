@@ -20,6 +20,7 @@ from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.arenas import Arena
 from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
 from fxwrap.graphs.memory.locks import LockOwner
+from fxwrap.passes.memory.planner import bytes_of_call
 
 CPU = torch.device("cpu")
 
@@ -85,6 +86,44 @@ def test_sixteen_batch_sizes_take_what_the_largest_takes(
     _run(alone, torch.randn(128, 16, device=device))
     assert together <= 1.15 * own_arenas.kept(device)
     assert (together > 0) == freezes(device)
+
+
+@torch.no_grad()
+def test_a_call_stays_within_memory_limit(compiled: Any, device: torch.device, own_arenas: ArenaPool) -> None:
+    """A value that lies idle during two products is computed again after them.
+
+    ::
+
+        a = sin(x)                       a = sin(x)
+        b = a @ w                        b = a @ w             a is free from here
+        c = b @ w     a, b, c in use ->  c = b @ w             b, c
+        d = c @ w                        d = c @ w             c, d
+        return (d * a).sum(0)            a_again = sin(x)
+    """
+    weight, half = torch.randn(64, 64, device=device) / 8, 256 * 64 * 2
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        a = x.sin()
+        return (((a @ weight) @ weight) @ weight * a).sum(0)
+
+    x = torch.randn(256, 64, device=device)
+    free: Compiled = compiled(f)
+    expected = free(x)
+    _run(free, x)
+    whole = _taken(free)
+    limited: Compiled = compiled(f, options={"memory_limit": whole - half})
+    for _ in range(4):
+        assert torch.equal(limited(x), expected)
+    assert _taken(limited) <= whole - half
+    assert limited.program.plan.repeated
+    assert limited.program.counters.replays >= 2
+
+
+def _taken(f: Compiled) -> int:
+    """What a call takes beside its inputs, by the newest plan."""
+    sized, memory = f.program.recorder.newest_sized, f.program.newest_plan
+    assert sized is not None and memory is not None
+    return bytes_of_call(sized, memory)
 
 
 def test_parts_cut_by_graph_breaks_share_an_arena(compiled: Any, device: torch.device, own_arenas: ArenaPool) -> None:
