@@ -79,6 +79,10 @@ class Short:
     outputs: Any = NOT_RUN
 
 
+# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; its graph.
+_Forward = tuple["weakref.ref[Recorder]", Mapping[int, Sequence[str]], "weakref.ref[GraphModule]"]
+
+
 class Recorder:
     """Plans, makes and keeps the recordings of one program.
 
@@ -106,9 +110,7 @@ class Recorder:
         self.newest_plan: MemoryPlan | None = None
         self.newest_sized: SizedProgram | None = None
         self._newest_estimate: weakref.ref[Estimate] | None = None
-        self._forward: tuple[weakref.ref[Recorder], Mapping[int, Sequence[str]], weakref.ref[GraphModule]] | None = (
-            None
-        )
+        self._forward: _Forward | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
 
     # -- planning ahead ---------------------------------------------------------------------------------
