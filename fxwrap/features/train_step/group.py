@@ -42,8 +42,9 @@ def begin_alike(model: torch.nn.Module, optimizer: Optimizer, accumulate: int, g
     Raises:
         TrainStepError: processes train different things; they would wait for one another. All raise it.
     """
-    described: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(described, [f"accumulate={accumulate}", *_described(model, optimizer)], group=group)
+    lines = "\n".join([f"accumulate={accumulate}", *_described(model, optimizer)])
+    device = next(iter(_tensors(model, optimizer))).device
+    described = [text.split("\n") for text in _gathered(lines, group, device)]
     for rank, other in enumerate(described):
         pairs = itertools.zip_longest(described[0], other, fillvalue="nothing more")
         for here, there in (pair for pair in pairs if pair[0] != pair[1]):
@@ -59,6 +60,18 @@ def begin_alike(model: torch.nn.Module, optimizer: Optimizer, accumulate: int, g
             dist.broadcast(whole, group=group, group_src=0)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
+
+
+def _gathered(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """The texts of all processes. ``all_gather_object`` needs NumPy."""
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([own.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    padded = torch.nn.functional.pad(own, (0, max(map(int, sizes)) - own.numel()))
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(one[: int(size)].tolist()).decode() for one, size in zip(texts, sizes, strict=True)]
 
 
 def _tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, None]:

@@ -33,7 +33,7 @@ def step_of(model: nn.Module, **settings: Any) -> Any:
 def as_ddp(rank: int, make: Callable[[], nn.Module] = Net, accumulate: int = 1, **settings: Any) -> Any:
     """Ten calls, with weights and batches that differ between the processes. Returns DDP's model, ours, and the step.
 
-    Losses are DDP's, parameters stay equal in both processes, and an update is one replay.
+    Losses are DDP's, parameters stay equal in both processes, and a call is one replay.
     """
     torch.manual_seed(rank)
     ours = make()
@@ -49,7 +49,8 @@ def as_ddp(rank: int, make: Callable[[], nn.Module] = Net, accumulate: int = 1, 
         for made in (step, ordinary):
             made(*batch(seed=rank))
     after = fxwrap.stats(step)
-    assert after["replays"] == before["replays"] + 1 and after["programs"] == 1 and not after["fallbacks"], after
+    assert after["replays"] == before["replays"] + accumulate and not after["fallbacks"], after
+    assert after["programs"] == min(accumulate, 2), "what adds gradients, and what updates"
     return theirs.module, ours, step
 
 
