@@ -3,13 +3,14 @@
 ::
 
     compile_host_graph           rewrites
-    HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, order, compiled
-                               elsewhere
+    HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, order, fit,
+                                 compiled elsewhere
     HostGraphPlanner.plan        memory
 
-``Stages`` lists them. A stage is a function of what earlier stages return. Most results have a type of their
-own, so that most wrong orders are type errors. Analysis runs once for a graph. Partitioning runs again when the
-capture of an operator fails, with that operator eager. Memory planning runs at concrete sizes, for each recording.
+``Stages`` lists them. A stage is a function of what earlier stages return. Most results have a type of their own,
+so that most wrong orders are type errors. Analysis runs once for a graph. Partitioning runs again with an operator
+eager whose capture failed, and when a call would take more than ``memory_limit``. Memory planning runs at concrete
+sizes, for each recording.
 """
 
 from __future__ import annotations
@@ -344,6 +345,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
         stages: ``Stages()`` by default, without rewrites; ``FxwrapCodegen.stages`` adds ``REWRITES``.
 
     Raises:
+        MemoryLimitError: the program does not fit into ``memory_limit``.
         PipelineError: a stage returns nothing, or a rewrite leaves an invalid graph.
         PlanError: the verifier refused the schedule.
     """

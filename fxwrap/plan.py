@@ -1,7 +1,8 @@
 """The plan of a program: what is captured, in which order work runs, and where every byte lies.
 
-The passes return these dataclasses, and ``graphs/record/recording_builder`` applies them. They are frozen data: nodes
-by name, storages by index, no functions and no tensors. ``ProgramPlan.graph`` alone is not; it is stored apart.
+The passes return these dataclasses, and ``graphs/record/recording_builder`` applies them. What is stored is frozen
+data: nodes by name, storages by index, no functions and no tensors. ``ProgramPlan.graph`` is stored apart;
+``PartitionGraph`` and ``SizedProgram`` are not stored.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ class InputFacts:
         used_outside: inputs of which a kernel uses bytes outside of the tensor, with the operator.
         saved: AOTAutograd's names of the outputs that only backward gets.
         names: AOTAutograd's names of the inputs.
-        apart: whether those on the program's device that it writes share no memory with others (``inputs_apart``).
+        apart: whether written inputs on the program's device share no memory with other inputs (``inputs_apart``).
     """
 
     phase: str = "inference"

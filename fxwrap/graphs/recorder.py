@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 # In place of a call's outputs: nothing has run.
 NOT_RUN = object()
-# A plan that is too large gets smaller by this part of the limit at least.
+# Each further attempt leaves storages less, by at least a 64th of the limit.
 _LIMIT_STEPS = 64
 _MORE_BY_LIBRARIES = "more than memory_limit with the workspace of libraries"
 # How many entries ``history`` keeps.
@@ -79,7 +79,8 @@ class Short:
     outputs: Any = NOT_RUN
 
 
-# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; its graph.
+# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; the forward's graph
+# at that time.
 _Forward = tuple["weakref.ref[Recorder]", Mapping[int, Sequence[str]], "weakref.ref[GraphModule]"]
 
 
@@ -158,7 +159,7 @@ class Recorder:
 
     @property
     def forward(self) -> tuple[Recorder | None, Mapping[int, Sequence[str]]]:
-        """What ``link_forward`` has linked: the forward's recorder, and the inputs; none if its graph has changed."""
+        """The forward's recorder (None if it is gone), and the linked inputs (none if it has another graph)."""
         if self._forward is None or (recorder := self._forward[0]()) is None:
             return None, {}
         _, inputs, graph = self._forward
@@ -180,8 +181,8 @@ class Recorder:
     def fit(self, inputs: Sequence[Any], static: Collection[int] | None = None) -> None:
         """Plan again until a call at these sizes takes no more than ``memory_limit``. Nothing runs.
 
-        What an arena takes beside the storages that are in use at one time is known when it is planned: as much less
-        is left for them in the next attempt.
+        Partitioning counts storages only. What an arena takes on top (gaps, static buffers) is known once it is
+        planned, and is subtracted from the limit for the next attempt.
 
         Args:
             static: positions of inputs whose addresses stay; None for an eager run.
@@ -215,7 +216,8 @@ class Recorder:
             memory.
 
         Raises:
-            MemoryLimitError, PlanError, CaptureError: with ``strict``.
+            MemoryLimitError: the call would take more than ``memory_limit``. Others, and PlanError and CaptureError,
+                with ``strict``.
         """
         why, begin, device = decision.record, time.perf_counter(), self.prepared.plan.device
         if decision.first:
@@ -226,8 +228,6 @@ class Recorder:
         before = {shortage: SHARED.arenas.pressure(shortage, device) for shortage in (TOO_LARGE, OUT_OF_MEMORY)}
         static = self._static_inputs(specialization, inputs)
         is_limited = bool(self.memory_limit) and runtime_for(device).frozen_addresses
-        if is_limited:
-            self.fit(inputs, static)  # with static buffers for those that move
         attempt = Attempt(specialization, inputs, static, decision, owner)
         try:
             result = self._try(attempt)
@@ -248,8 +248,9 @@ class Recorder:
             self._keep(specialization, result, inputs, why)
             self._note_recording(result, inputs, why, time.perf_counter() - begin)
             return result.outputs, ""
-        # Retry when the pressure is below both values. The one before alone would retry at once: recordings ended for
-        # the attempt, and will be made again. The one now alone would retry as soon as this call's outputs are freed.
+        # Retry when the pressure is below both that before the attempt and that now. With the earlier value only, the
+        # retry would come at once, since the attempt ended recordings, which will be made again. With the present
+        # value only, it would come as soon as this call's outputs are freed.
         pressure = min(before[result.of], SHARED.arenas.pressure(result.of, device))
         specialization.shortage.note(result.of, pressure)
         if result.of == OUT_OF_MEMORY:
@@ -262,8 +263,12 @@ class Recorder:
         """Plan and make a recording. Errors are raised with ``strict``."""
         specialization, strict = attempt.specialization, self._context.options.strict
         try:
+            if self.memory_limit and runtime_for(self.prepared.plan.device).frozen_addresses:
+                self.fit(attempt.inputs, attempt.static)  # with static buffers for those that move
             recorded = self._make(attempt)
         except MemoryLimitError as error:
+            if error.least:  # of memory_limit
+                raise
             short = Short(OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE)
             for arena in attempt.locked if short.of == OUT_OF_MEMORY else ():
                 arena.clear(OUT_OF_MEMORY)  # also drops the pool: failed captures left allocations in it

@@ -93,7 +93,7 @@ class Estimate:
     hint: PlacementHint | None = None
 
     def is_for(self, sized: SizedProgram) -> bool:
-        """Whether the estimate is the plan of a recording at the same sizes, on a device without frozen addresses."""
+        """Whether a recording of ``sized``, at the estimate's sizes and without frozen addresses, can use it."""
         return self.sized.program is sized.program and self.sized.donated == sized.donated
 
 
@@ -134,7 +134,8 @@ class MemoryProvider:
     Attributes:
         whole_storage: inputs of which bytes outside of the tensor may be used, with the operator that does so.
         max_memory: the option, in bytes.
-        limited: whether a call may take no more than a limit; then nothing is kept, and no arena larger, than needed.
+        limited: whether a call may take no more than a limit; then no memory is kept for later calls, and arenas are
+            no larger than needed.
         arena_class: the class of their arenas.
     """
 
@@ -199,7 +200,7 @@ class MemoryProvider:
         Args:
             static: positions of inputs whose addresses stay.
             estimate: the plan that was made ahead.
-            previous: a plan for other sizes.
+            previous: the newest plan, whose order of offsets is tried first.
             owner: the call, which gets the locks of the arenas.
             locked: acquired arenas are appended to this list; the caller releases them.
             exclude: returns whether an arena must not be used.
@@ -232,7 +233,7 @@ class MemoryProvider:
             sizes = {arenas[device]: region.size for device, region in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
-            # An arena that moved has no live outputs: if the plan avoids some, make another.
+            # An arena that moved has no live outputs: a plan that avoids some is larger than needed. Plan again.
             fit = functools.partial(SHARED.arenas.fit, limit=self.max_memory, exactly=self.limited)
             moved = any([fit(arena, nbytes) for arena, nbytes in sizes.items()])
             if not moved or not any(region.reserved for region in memory.regions):

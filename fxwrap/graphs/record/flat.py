@@ -122,7 +122,7 @@ class FlatBuilder:
     def _add_all(self, around: Steps, nodes: Iterable[Node]) -> None:
         for step in (step for node in nodes for step in around.get(node, ())):
             self._steps.append(step)
-            # Views over a region can be made while it has memory: here it has some in the same steps as in a call.
+            # Views of a region can be made only while it has memory: it is resized here as it will be in a call.
             if step.nbytes and not step.storage.nbytes():
                 step.storage.resize_(step.nbytes)
                 self._filled.append(step.storage)
@@ -272,7 +272,7 @@ class FlatBuilder:
         return operand
 
     def _step(self, node: Node) -> Step:
-        """The step that runs a node. Its kind is chosen here, and nowhere else."""
+        """The step that runs a node, of the kind that suits it. (``_statement`` may make it a call of Python.)"""
         kernel, function = kernel_of(node), node.meta.get("call", node.target)
         args = tuple(map(self._argument, node.args if kernel is None else node.args[1:]))
         given = {name: value for name, value in node.kwargs.items() if not _is_default(node, name, value)}

@@ -222,7 +222,7 @@ class Recording:
         """Make the native unit, unless there are no guards, the recording has ended, or every capture failed.
 
         Returns:
-            Why it could not be made; empty otherwise.
+            Why it could not be made; empty if it was, or is not wanted.
         """
         guards, replay, resources = self.request.guards, self._replay, self._resources
         if guards is None or replay is None or resources is None or self.without_graphs:

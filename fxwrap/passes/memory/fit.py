@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # Operations that take as long as moving a byte.
 _OPERATIONS_PER_BYTE = 8
-# An operator without a formula: one with the same products, and how many times as long as these alone it takes. The
-# exponentials between attention's products are in no formula; 6 is from benchmarks/memory_limit.py.
+# For an operator without a formula: the operator whose formula is used, and a factor on its result. The exponentials
+# between attention's products are in no formula; 6 is from benchmarks/memory_limit.py.
 _COUNTED_AS: Mapping[Any, tuple[Any, int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
         torch.ops.aten._scaled_dot_product_flash_attention,
@@ -38,10 +38,10 @@ _COUNTED_AS: Mapping[Any, tuple[Any, int]] = {
 
 
 def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, int], limit: Limit) -> ProgramPlan:
-    """The program as a call of it takes no more than a limit.
+    """Change a plan so that a call takes no more than a limit; a plan that does already is returned as it is.
 
-    Work is repeated in the present order and in that of ``order.reordered``, which may be the better one to repeat
-    work in even if its own peak is higher. Of those that fit, the one that costs less is taken.
+    Repeating work is tried in two orders: the present one and that of ``order.reordered``, which may be the better
+    one for it even if its own peak is higher. Of those that fit, the one that costs less is taken.
 
     Args:
         sizes: bytes of storages.

@@ -37,7 +37,7 @@ def plan_program(
     Args:
         reserved: bytes of arenas that live outputs of other recordings occupy.
         hint: offsets from a joint plan; followed where no reserved bytes are in the way.
-        previous: a plan for other sizes; the packer first stacks the buffers in its order of offsets.
+        previous: the newest plan; the packer first stacks the buffers in its order of offsets.
 
     Raises:
         PlanError: a communication is in flight when the program begins or ends.
