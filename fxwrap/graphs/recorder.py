@@ -79,8 +79,7 @@ class Short:
     outputs: Any = NOT_RUN
 
 
-# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; the forward's graph
-# at that time.
+# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; and its graph then.
 _Forward = tuple["weakref.ref[Recorder]", Mapping[int, Sequence[str]], "weakref.ref[GraphModule]"]
 
 
