@@ -79,7 +79,7 @@ class Short:
     outputs: Any = NOT_RUN
 
 
-# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; and its graph then.
+# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; its graph then.
 _Forward = tuple["weakref.ref[Recorder]", Mapping[int, Sequence[str]], "weakref.ref[GraphModule]"]
 
 
