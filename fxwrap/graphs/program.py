@@ -234,14 +234,14 @@ class Program:
             if decision.event:
                 self.context.count("events", decision.event)
             if decision.record:
-                return self._record_if_it_fits(specialization, inputs, decision, owner)
+                return self._record_if_there_is_room(specialization, inputs, decision, owner)
         finally:
             capturing.release(owner)
         if decision.replay is not None:
             return self._run_recording(decision.replay, inputs, owner), ""
         return NOT_RUN, decision.eager
 
-    def _record_if_it_fits(
+    def _record_if_there_is_room(
         self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> tuple[Any, str]:
         if short_of := specialization.shortage.note_call(self.plan.device):

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingRequest(RecordingMemory):
-    """The inputs of making a recording, besides its memory.
+    """What a recording is made from: its memory (inherited), and what follows.
 
     Attributes:
         name, traces: the program's name and traces.
@@ -163,7 +163,7 @@ class Recording:
     def watch(self, outputs: Sequence[OutputStorage], inputs: Sequence[Any], returned: Any) -> None:
         """Take the use-count baselines of the first call's outputs, and enter the arenas.
 
-        Called when the recorded call has dropped its inputs and values: references to them would raise the counts.
+        Called when the recorded call has cleared its registers: references to them would raise the counts.
 
         Args:
             outputs: the outputs that are handed out uncopied.
