@@ -196,6 +196,10 @@ class Recorder:
                 limit = replace(limit, beside=beside)
             self._replace_plan(limit, "planned again within memory_limit")
 
+    @property
+    def _limits_arenas(self) -> bool:
+        return bool(self.memory_limit) and runtime_for(self.prepared.plan.device).frozen_addresses
+
     def _too_much(self, inputs: Sequence[Any], static: Collection[int] | None) -> int:
         return self.prepared.provider.bytes_of_call(inputs, static, self._in_pool) - self.memory_limit
 
@@ -226,11 +230,10 @@ class Recorder:
             self._free_workspaces_of_warm_ups(owner.stream)
         before = {shortage: SHARED.arenas.pressure(shortage, device) for shortage in (TOO_LARGE, OUT_OF_MEMORY)}
         static = self._static_inputs(specialization, inputs)
-        is_limited = bool(self.memory_limit) and runtime_for(device).frozen_addresses
         attempt = Attempt(specialization, inputs, static, decision, owner)
         try:
             result = self._try(attempt)
-            if is_limited and isinstance(result, Recorded) and self._too_much(inputs, static) > 0:
+            if self._limits_arenas and isinstance(result, Recorded) and self._too_much(inputs, static) > 0:
                 # Libraries took more during the capture than was known: the next call plans again before it runs.
                 self._context.count("events", _MORE_BY_LIBRARIES)
                 self._context.specializations.clear()
@@ -262,7 +265,7 @@ class Recorder:
         """Plan and make a recording. Errors are raised with ``strict``."""
         specialization, strict = attempt.specialization, self._context.options.strict
         try:
-            if self.memory_limit and runtime_for(self.prepared.plan.device).frozen_addresses:
+            if self._limits_arenas:
                 self.fit(attempt.inputs, attempt.static)  # with static buffers for those that move
             recorded = self._make(attempt)
         except MemoryLimitError as error:
@@ -299,7 +302,7 @@ class Recorder:
         self._note_plan(memory.sized, memory.memory)
         self._keep_estimate(specialization, estimate or Estimate(memory.sized, memory.memory))
         request = self._request_for(prepared, specialization, inputs, static, memory)
-        arena = memory.arenas.get(prepared.plan.device) if self.memory_limit else None
+        arena = memory.arenas[prepared.plan.device] if self._limits_arenas else None
         before = arena.pool_bytes() if arena is not None else 0
         with record_function(recording_range(self._context.name)):
             recorded = RecordingBuilder(request).record(inputs)

@@ -6,7 +6,6 @@ runs: costs are bytes that the program moves, as the pass counts them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import InputError, MemoryLimitError
@@ -88,15 +87,8 @@ def _limits(program: Program, count: int) -> Limits:
         least = _within(program, 1).peak
     except MemoryLimitError as error:
         least = error.least
-    whole, rows = free.peak, [free]
-    for limit in _between(whole, least, count):
-        rows.append(_within(program, limit))
-    return Limits(program.name, tuple(rows))
-
-
-def _between(whole: int, least: int, count: int) -> Sequence[int]:
-    """``count`` limits below ``whole``, the last of which is the least."""
-    return list(dict.fromkeys(whole - (whole - least) * n // count for n in range(1, count + 1)))
+    below = dict.fromkeys(free.peak - (free.peak - least) * n // count for n in range(1, count + 1))
+    return Limits(program.name, (free, *(_within(program, limit) for limit in below)))
 
 
 def _within(program: Program, limit: int | None) -> WithinLimit:
