@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule
 from fxwrap.host_graph.nodes import Kernel, launch
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
-from fxwrap.passes.memory.requirements import hinted_sizes
+from fxwrap.passes.memory.requirements import expected_sizes
 from fxwrap.passes.partition.capturability import judge
 from fxwrap.passes.partition.cut import cut
 
@@ -70,7 +70,7 @@ def measure(nodes: int, shape: str) -> dict[str, Any]:
     times.append(time.perf_counter())
     verdicts = judge(gm, ("eager",))
     times.append(time.perf_counter())
-    sizes = hinted_sizes(gm, facts)
+    sizes = expected_sizes(gm, facts)
     inside = {index: sizes[index] for index in facts.inner()}
     found = cut(dependencies, verdicts, CPU, facts, inside)
     times.append(time.perf_counter())

@@ -48,7 +48,7 @@ from .passes.analysis.saved_tensors import saved_tensors
 from .passes.memory.fit import fit_memory
 from .passes.memory.order import order_for_memory
 from .passes.memory.planner import bytes_of_call, plan_pair, plan_program
-from .passes.memory.requirements import Requirements, hinted_sizes
+from .passes.memory.requirements import Requirements, expected_sizes
 from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import FIXED_ADDRESSES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
@@ -267,16 +267,16 @@ class HostGraphPlanner:
         return facts, workspace, run(stages.dependencies, graph, facts, apart_on)
 
     def partition(
-        self, inputs: InputFacts, refused: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
+        self, inputs: InputFacts, capture_errors: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
     ) -> ProgramPlan:
         run, stages, graph, options = self._run, self.stages, self.graph, self.options
         facts, workspace, dependencies = self._analysis
-        device, sizes = main_device(graph), hinted_sizes(graph, facts)
+        device, sizes = main_device(graph), expected_sizes(graph, facts)
         inner = {index: sizes[index] for index in facts.inner() if index in sizes}
         fixed = FIXED_ADDRESSES if freezes_addresses(device) else ()
         eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops, *fixed)
 
-        verdicts = run(stages.capturability, graph, eager_ops, refused)
+        verdicts = run(stages.capturability, graph, eager_ops, capture_errors)
         partitions = run(stages.cut, dependencies, verdicts, device, facts, inner, options.peak_budget)
         plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
         cost = capture_cost(device.type)
@@ -284,7 +284,7 @@ class HostGraphPlanner:
         if options.moves_work:
             plan = run(stages.order, plan, dependencies, sizes)
         if limit is not None:
-            plan = run(stages.fit, plan, dependencies, hinted_sizes(graph, facts, limit.symbols), limit)
+            plan = run(stages.fit, plan, dependencies, expected_sizes(graph, facts, limit.symbols), limit)
         return run(stages.compiled_elsewhere, plan, self.compile_partition)
 
     def plan(

@@ -61,10 +61,10 @@ def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> 
     registers = {node: i for i, node in enumerate(plan.placeholders)}
 
     # A step that is out of memory is retried only where recordings keep memory that can be freed.
-    def repeats(node: Node) -> bool:
+    def may_retry(node: Node) -> bool:
         return give_back is not None and can_run_again(plan, node)
 
-    builder = FlatBuilder(constants(plan.graph), registers, repeats=repeats)
+    builder = FlatBuilder(constants(plan.graph), registers, may_retry=may_retry)
     for node in checks_on(plan.placeholders):
         if builder.available(node):
             builder.check(node)

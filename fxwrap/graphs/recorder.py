@@ -88,7 +88,7 @@ class Recorder:
 
     Attributes:
         prepared: the program's plan; replaced when the program is partitioned again around a failed operator.
-        refused: the error of each operator whose capture failed, by operator.
+        capture_errors: the error of each operator whose capture failed, by operator.
         memory_limit: the most bytes that a call may take beside its inputs; 0 is no limit.
         never_recorded: why the program can never be recorded; empty if it can.
         history: how the newest recordings were made.
@@ -104,7 +104,7 @@ class Recorder:
         self._limit = Limit(self.memory_limit) if self.memory_limit else None  # that the present plan is for
         self.prepared = Prepared.of(plan, context, bool(self.memory_limit))
         self._in_pool = 0  # the most bytes by which a recording has enlarged its graphs' pool
-        self.refused = dict[str, str]()
+        self.capture_errors = dict[str, str]()
         self.never_recorded = ""
         self.history = deque[RecordingMade](maxlen=_HISTORY)
         self.newest_plan: MemoryPlan | None = None
@@ -388,8 +388,8 @@ class Recorder:
         self._context.counters.count("recordings", why)
         for reason in recording.eager_reasons.values():
             self._context.count("events", reason)
-        if recorded.refused:
-            self._partition_again(recorded.refused)
+        if recorded.capture_errors:
+            self._partition_again(recorded.capture_errors)
             return
         specialization.add(recording, inputs)
         if recorded.not_native:
@@ -398,16 +398,16 @@ class Recorder:
             self._context.specializations.missed = native.missed
         self._context.specializations.find_units()
 
-    def _partition_again(self, refused: Mapping[str, str]) -> None:
+    def _partition_again(self, capture_errors: Mapping[str, str]) -> None:
         """Partition with these operators eager: otherwise each would make its whole partition eager."""
-        self.refused.update(refused)
-        for operator, failure in refused.items():
+        self.capture_errors.update(capture_errors)
+        for operator, failure in capture_errors.items():
             log.info("%s: is cut again around %s: %s", self._context.name, operator, failure)
         self._replace_plan(self._limit, "cut again around what could not be captured")
 
     def _replace_plan(self, limit: Limit | None, why: str) -> None:
         """Partition again. ``why``: the reason for which all recordings end."""
-        plan = self._context.planner.partition(self.prepared.plan.inputs, self.refused, limit)
+        plan = self._context.planner.partition(self.prepared.plan.inputs, self.capture_errors, limit)
         if plan.graph is not self.prepared.plan.graph:
             self.newest_plan = self.newest_sized = None  # they are about storages of another graph
         self._limit, self.prepared = limit, Prepared.of(plan, self._context, bool(self.memory_limit))
@@ -430,6 +430,6 @@ class Recorder:
         )
         self.history.append(made)
         kept = "replays natively" if recording.unit is not None else "replays in Python"
-        how = "is not kept" if recorded.refused else kept
+        how = "is not kept" if recorded.capture_errors else kept
         logged = why, seconds * 1e3, len(recording.graphs), request.memory.size or request.memory.peak, how
         log.info("%s: recorded (%s) in %.1f ms: %d graph(s), %d bytes; %s", self._context.name, *logged)

@@ -184,8 +184,8 @@ def test_what_is_found_is_what_was_compiled(device: torch.device, name: str) -> 
         results = run(f, model, shapes, device, training)
         known = [(list_graph(p.plan.graph), json.dumps(to_data(p.plan)), p.counters.to_dict()) for p in programs(f)]
         # Cut again, as after a capture that failed, they are the same.
-        refused = {"nobody::op": "failed"}
-        again = [json.dumps(to_data(p.planner.partition(p.plan.inputs, refused))) for p in programs(f)]
+        capture_errors = {"nobody::op": "failed"}
+        again = [json.dumps(to_data(p.planner.partition(p.plan.inputs, capture_errors))) for p in programs(f)]
         assert again == [plan for _, plan, _ in known]
         found.append((results, known, [after - b for after, b in zip(hits(), before, strict=True)]))
     (results, known, _), (again, known_again, hit) = found

@@ -178,7 +178,7 @@ class Short:
         assert self.f.program.counters.replays == replays + 4, self.f.program.counters.to_dict()
         (kept,) = [r for r in self.f.program.specializations.recordings() if not r.ended]
         assert self.module.graph_counters()["replays"] == launches + 4 * len(kept.graphs)
-        assert not self.f.program.recorder.refused and not kept.eager_reasons
+        assert not self.f.program.recorder.capture_errors and not kept.eager_reasons
 
 
 # -- a capture ----------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_who_fails_for_want_of_memory_would_be_blamed(
     """Planted: it is a failure like any other."""
     monkeypatch.setattr(recording_builder, "take_memory", lambda device, take, let_go: take())
     short = _with_the_cache_full(hardware, device, compiled)
-    assert short.f.program.recorder.refused.keys() == {"fxwrap_test::takes_more_and_more"}
+    assert short.f.program.recorder.capture_errors.keys() == {"fxwrap_test::takes_more_and_more"}
 
 
 def _never_enough(module: Any, device: torch.device, compiled: Any, **options: Any) -> tuple[Short, Any]:
@@ -319,7 +319,7 @@ def test_twice_out_of_memory_is_eager_until_there_is_more(
         assert short.f.program.counters.to_dict() == {
             "replays": 0, "recordings": {}, "eager": {"warm-up": 1, OUT_OF_MEMORY: 6}, "events": {}
         }  # fmt: skip
-        assert not short.f.program.recorder.refused and not own_arenas.kept(device)
+        assert not short.f.program.recorder.capture_errors and not own_arenas.kept(device)
         assert own_arenas.largest_announced(device) < short.bytes
         for _ in range(3):
             innocent(short.x[:8])
@@ -405,7 +405,7 @@ def test_what_has_run_is_not_run_again(
         assert short.f.program.counters.to_dict() == {
             "replays": 0, "recordings": {}, "eager": {"warm-up": 1, OUT_OF_MEMORY: 3}, "events": {}
         }  # fmt: skip
-        assert not short.f.program.recorder.refused and not own_arenas.kept(device)
+        assert not short.f.program.recorder.capture_errors and not own_arenas.kept(device)
         del rest
         short.call()
         short.demand_that_it_replays()
@@ -484,7 +484,7 @@ def test_an_eager_operator_that_is_out_of_memory_says_so_to_the_caller(
         torch.testing.assert_close(f(x), f.fn(x))
     counters = f.program.counters
     assert OUT_OF_MEMORY not in counters.eager and counters.replays >= 1
-    assert counters.events == {"a call raised OutOfMemoryError": 1} and not f.program.recorder.refused
+    assert counters.events == {"a call raised OutOfMemoryError": 1} and not f.program.recorder.capture_errors
 
 
 # -- where there is no hardware -----------------------------------------------------------------------------------
@@ -525,7 +525,7 @@ def test_a_simulated_capture(
         for _ in range(3):
             torch.testing.assert_close(f(x), f.fn(x))
     assert f.program.counters.replays >= 2 and f.program.counters.recordings == {"first": 1}
-    assert f.program.counters.eager == {"warm-up": 1, **waiting} and not f.program.recorder.refused
+    assert f.program.counters.eager == {"warm-up": 1, **waiting} and not f.program.recorder.capture_errors
 
 
 @torch.no_grad()

@@ -363,7 +363,7 @@ def test_a_step_that_may_run_again(order: tuple[int, ...]) -> None:
         if runs.count(number) == 1:
             raise torch.OutOfMemoryError
 
-    made = [steps.CallPython(short, (number,), repeats=True) for number in order]
+    made = [steps.CallPython(short, (number,), may_retry=True) for number in order]
     as_python(made, None, give_back=lambda: asked.append("asked"))[0]([])
     assert runs == [number for number in order for _ in range(2)] and len(asked) == 3
     runs.clear()
@@ -382,6 +382,6 @@ def test_what_a_failed_step_had_allocated_is_gone_before_it_runs_again() -> None
             raise torch.OutOfMemoryError
 
     alive = list[bool]()
-    step = steps.CallPython(short, (), repeats=True)
+    step = steps.CallPython(short, (), may_retry=True)
     as_python([step], None, give_back=lambda: alive.append(buffers[0]() is not None))[0]([])
     assert alive == [False] and len(buffers) == 2

@@ -34,7 +34,7 @@ struct UnitState {
   std::vector<std::pair<size_t, std::string>> ranges;    // inside of it: the first step, up to the next range
   Guards guards;
   py::object kept, give_back, out_of_memory;
-  std::vector<bool> repeats;  // by step: whether it runs again after it was out of memory; empty: none does
+  std::vector<bool> may_retry;  // by step: whether it runs again after it was out of memory; empty: none does
   int64_t* counter = nullptr;
   int64_t* clock = nullptr;
   int64_t used = 0;
@@ -112,7 +112,7 @@ class Call {
             lock.acquire();
           else if (wanted == Step::Lock::InTheWay)
             lock.release();
-          if (C10_LIKELY(state_.repeats.empty() || !state_.repeats[at]))
+          if (C10_LIKELY(state_.may_retry.empty() || !state_.may_retry[at]))
             step->run(state_.slots);
           else
             run_twice_if_need_be(*step, wanted, lock);
@@ -346,8 +346,8 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
   if (!described.attr("give_back").is_none()) {
     state->give_back = described.attr("give_back");
     state->out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
-    state->repeats.resize(state->steps.size());
-    for (auto at : py::cast<std::vector<size_t>>(described.attr("repeats"))) state->repeats.at(at) = true;
+    state->may_retry.resize(state->steps.size());
+    for (auto at : py::cast<std::vector<size_t>>(described.attr("may_retry"))) state->may_retry.at(at) = true;
   }
   auto* unit = PyObject_GC_New(Unit, &UnitType);
   if (unit == nullptr) throw python_error();

@@ -13,7 +13,7 @@ from ...graphs.program import Program
 from ...inspection.explanation import Explanation
 from ...limit import Limit
 from ...passes.memory.fit import timeline_of
-from ...passes.memory.requirements import hinted_sizes
+from ...passes.memory.requirements import expected_sizes
 from ...plan import ProgramPlan
 
 _WIDTH = 40
@@ -93,6 +93,6 @@ def _limits(program: Program, count: int) -> Limits:
 
 def _within(program: Program, limit: int | None) -> WithinLimit:
     given = None if limit is None else Limit(limit)
-    plan: ProgramPlan = program.planner.partition(program.plan.inputs, program.recorder.refused, given)
-    timeline = timeline_of(plan, hinted_sizes(plan.graph, plan.facts))
+    plan: ProgramPlan = program.planner.partition(program.plan.inputs, program.recorder.capture_errors, given)
+    timeline = timeline_of(plan, expected_sizes(plan.graph, plan.facts))
     return WithinLimit(limit, timeline.peak, len(plan.repeated), timeline.work)

@@ -29,13 +29,13 @@ class Planner(Protocol):
     """Plans one host graph. Implemented by ``pipeline.HostGraphPlanner``."""
 
     def partition(
-        self, inputs: InputFacts, refused: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
+        self, inputs: InputFacts, capture_errors: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
     ) -> ProgramPlan:
         """The plan for all sizes.
 
         Args:
             inputs: a program that is partitioned again takes them from its plan.
-            refused: the error of each operator whose capture failed; it is kept out of captured partitions.
+            capture_errors: the error of each operator whose capture failed; it is kept out of captured partitions.
             limit: work is repeated to stay below.
 
         Raises:
@@ -79,7 +79,7 @@ class Estimate:
     Attributes:
         sized: the program at these sizes.
         memory: its first plan.
-        static_inputs: bytes of inputs whose addresses stay.
+        static_input_bytes: bytes of inputs whose addresses stay.
         follows: whether this is the estimate of a backward program whose forward is known.
         successor: the estimate of the backward program, and the inputs of that by storage of this program.
         hint: offsets from a joint plan of this program and its forward.
@@ -87,7 +87,7 @@ class Estimate:
 
     sized: SizedProgram
     memory: MemoryPlan
-    static_inputs: int = 0
+    static_input_bytes: int = 0
     follows: bool = False
     successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
     hint: PlacementHint | None = None
@@ -175,8 +175,8 @@ class MemoryProvider:
         except CaptureError:
             sized = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planner.plan(sized, previous=previous)
-        static_inputs = sum(map(reach, tensors_in([inputs[p] for p in self.program.inputs.static])))
-        estimate = Estimate(sized, memory, static_inputs, follows=saved is not None)
+        static_input_bytes = sum(map(reach, tensors_in([inputs[p] for p in self.program.inputs.static])))
+        estimate = Estimate(sized, memory, static_input_bytes, follows=saved is not None)
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
             SHARED.arenas.withdraw(saved.estimate)  # the need of both together is known when the first is recorded

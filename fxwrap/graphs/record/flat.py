@@ -48,7 +48,7 @@ from ..replay.steps import Drop, Item, Load, Resize, Step
 
 # Kinds of nodes that are evaluated at their first use.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
-Steps = Mapping[Node, Sequence[Resize]]
+Resizes = Mapping[Node, Sequence[Resize]]
 
 # Post-processing of a node's result, passed in a one-element list so that the callee can drop the last reference.
 PostProcessing = Mapping[Node, Callable[[list[Any]], Any]]
@@ -63,7 +63,7 @@ class FlatBuilder:
         emptied: values whose registers are not read again; reading them empties the register.
         before, after: steps before and after a node's own.
         post_processing: functions through which results of nodes go.
-        repeats: whether a node may run again after it was out of memory.
+        may_retry: whether a node may run again after it was out of memory.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class FlatBuilder:
         bound: MutableMapping[Node, Any],
         registers: Mapping[Node, int],
         emptied: Container[Node] = (),
-        before: Steps = MappingProxyType({}),
-        after: Steps = MappingProxyType({}),
+        before: Resizes = MappingProxyType({}),
+        after: Resizes = MappingProxyType({}),
         post_processing: PostProcessing = MappingProxyType({}),
-        repeats: Callable[[Node], bool] = lambda node: False,
+        may_retry: Callable[[Node], bool] = lambda node: False,
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
-        self._before, self._after, self._repeats = before, after, repeats
+        self._before, self._after, self._may_retry = before, after, may_retry
         self._filled: list[torch.UntypedStorage] = []  # regions that got memory here
         self._post_processing = post_processing
         self._parts: dict[Node, list[Node | None]] = {}  # by tuple: its elements; None if not needed
@@ -119,7 +119,7 @@ class FlatBuilder:
                     self.check(checker)
             self._add_all(self._after, [node])
 
-    def _add_all(self, around: Steps, nodes: Iterable[Node]) -> None:
+    def _add_all(self, around: Resizes, nodes: Iterable[Node]) -> None:
         for step in (step for node in nodes for step in around.get(node, ())):
             self._steps.append(step)
             # Views of a region can be made only while it has memory: it is resized here as it will be in a call.
@@ -224,7 +224,7 @@ class FlatBuilder:
         if node in self._post_processing:
             step = _processed(step.call(), self._post_processing[node])
         if is_work(node) and not node.users and node not in self._post_processing:
-            self._append(step, node, self._repeats(node))
+            self._append(step, node, self._may_retry(node))
         elif node.users and _only_elements_used(node):
             self._take_apart(node, step, scheduled)
         else:
@@ -237,7 +237,7 @@ class FlatBuilder:
         if overload is not None and len(overload._schema.returns) == count > 1:
             elements = {position % count: self._new_local() for position in positions.values()}
             results = tuple(map(elements.get, range(count)))
-            self._append(dataclasses.replace(step, results=results, unpacks=True), node, self._repeats(node))
+            self._append(dataclasses.replace(step, results=results, unpacks=True), node, self._may_retry(node))
             for user, position in positions.items():
                 self._locals[user] = self._use(elements[position % count])
         else:
@@ -253,8 +253,8 @@ class FlatBuilder:
                 parts[position] = user
         self._parts[node] = parts
 
-    def _append(self, step: Step, node: Node, repeats: bool = False) -> None:
-        self._steps.append(dataclasses.replace(step, node=node, repeats=repeats))
+    def _append(self, step: Step, node: Node, may_retry: bool = False) -> None:
+        self._steps.append(dataclasses.replace(step, node=node, may_retry=may_retry))
 
     def _new_local(self) -> Local:
         return Local(f"v{next(self._names)}")
@@ -262,8 +262,8 @@ class FlatBuilder:
     def assign(self, node: Node, step: Step) -> None:
         """Append the step that makes a node's value."""
         self._locals[node] = local = self._new_local()
-        repeats = not isinstance(step, (Load, Item)) and self._repeats(node)
-        self._steps.append(dataclasses.replace(step, results=(local,), node=node, repeats=repeats))
+        may_retry = not isinstance(step, (Load, Item)) and self._may_retry(node)
+        self._steps.append(dataclasses.replace(step, results=(local,), node=node, may_retry=may_retry))
         self._use(local)
 
     def _use(self, operand: Local | Bound | Register) -> Local | Bound | Register:

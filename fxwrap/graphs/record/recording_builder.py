@@ -32,7 +32,7 @@ from ..replay.ranges import copies_after, copies_to_inputs, partition_range
 from ..replay.recording import Recording, RecordingRequest, RecordingResources, Replay
 from ..replay.steps import CallOperator, CallPython, ReplayGraph, Resize, Step, Store
 from .capture import capture_graph
-from .flat import FlatBuilder, PostProcessing, Steps
+from .flat import FlatBuilder, PostProcessing, Resizes
 from .layout import Layout
 from .outputs import Outputs
 from .registers import Registers
@@ -44,13 +44,13 @@ class Recorded:
 
     Attributes:
         outputs: outputs of that call.
-        refused: operators whose capture failed, with the error: the program can be partitioned again around them.
+        capture_errors: operators whose capture failed, with the error: a new partition keeps them out of captures.
         not_native: why the native unit could not be made; empty if it was made, or none was to be made.
     """
 
     recording: Recording
     outputs: Any
-    refused: Mapping[str, str]
+    capture_errors: Mapping[str, str]
     not_native: str
 
 
@@ -391,5 +391,5 @@ def _unless(holds: Callable[[list[Any]], bool], check: Callable[[list[Any]], Any
         check(r)
 
 
-def _resizes(memory: Mapping[Node, Sequence[tuple[torch.UntypedStorage, int]]]) -> Steps:
+def _resizes(memory: Mapping[Node, Sequence[tuple[torch.UntypedStorage, int]]]) -> Resizes:
     return {node: [Resize(storage, nbytes) for storage, nbytes in several] for node, several in memory.items()}

@@ -82,7 +82,7 @@ def as_python(
                 body += [step.python(text), f"{indent}pass"]
             continue
         code = step.python(text)
-        if give_back is not None and step.repeats:
+        if give_back is not None and step.may_retry:
             short, back = text.bound(torch.OutOfMemoryError), text.of(Call(give_back))
             # It runs again after the handler: in it, the error's frames would still hold what the step had allocated.
             again = [f"except {short}: again = True", "else: again = False", f"if again: {back}; {code}"]

@@ -62,7 +62,7 @@ class Description:
         lines: the line of each step.
         ranges: (position of a step, name): ranges inside of the call; each ends where the next begins.
         give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
-        repeats: positions of steps that may run again.
+        may_retry: positions of steps that may run again.
     """
 
     inputs: int
@@ -81,4 +81,4 @@ class Description:
     ranges: list[tuple[int, str]] = field(default_factory=list)
     result: Value | None = None
     give_back: Callable[[], object] | None = None
-    repeats: list[int] = field(default_factory=list)
+    may_retry: list[int] = field(default_factory=list)

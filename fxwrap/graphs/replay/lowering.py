@@ -82,8 +82,8 @@ class Lowering:
                         self._dropped.add(slot)
                         self._append(library.drop(slot))
             case _:
-                if step.repeats:
-                    self._description.repeats.append(len(self._description.steps))
+                if step.may_retry:
+                    self._description.may_retry.append(len(self._description.steps))
                 self._append(self._made(step))
 
     def _begin_range(self, name: str) -> None:

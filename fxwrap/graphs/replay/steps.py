@@ -34,7 +34,7 @@ class Step:
         results: the locals that it makes; None for an element that nobody reads.
         unpacks: the call returns a tuple, and ``results`` are its elements.
         node: the node that it runs; None for what belongs to several.
-        repeats: whether it may run again after it was out of memory.
+        may_retry: whether it may run again after it was out of memory.
     """
 
     NATIVE: ClassVar[tuple[str, ...]] = ()
@@ -42,7 +42,7 @@ class Step:
     results: tuple[Local | None, ...] = ()
     unpacks: bool = False
     node: Node | None = None
-    repeats: bool = False
+    may_retry: bool = False
 
     def reads(self) -> Iterator[Local | Register | Bound]:
         own = (one.name for one in dataclasses.fields(self) if one.name not in Step.__dataclass_fields__)

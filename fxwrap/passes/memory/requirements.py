@@ -196,7 +196,7 @@ def _copied_back(sized: SizedProgram) -> frozenset[str]:
     return frozenset(n for n in sized.input_buffers if facts.behind_named([n]) & written and is_seen(n))
 
 
-def hinted_sizes(gm: GraphModule, facts: StorageFacts, symbols: Mapping[Any, int] | None = None) -> dict[int, int]:
+def expected_sizes(gm: GraphModule, facts: StorageFacts, symbols: Mapping[Any, int] | None = None) -> dict[int, int]:
     """Bytes of storages; those of data-dependent size are missing.
 
     Args:

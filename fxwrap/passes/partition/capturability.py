@@ -34,13 +34,13 @@ _FOLDED = NodeVerdict(Verdict.CAPTURED, "evaluated when recorded")
 def judge(
     gm: GraphModule,
     eager_ops: Sequence[str | EagerRule] = (),
-    refused: Mapping[str, str] | None = None,
+    capture_errors: Mapping[str, str] | None = None,
 ) -> dict[str, NodeVerdict]:
     """Give every node a verdict.
 
     Args:
         eager_ops: operators and rules of the user and of the device; they apply before the general rules.
-        refused: how captures have failed, by name of the operator or kernel.
+        capture_errors: how captures have failed, by name of the operator or kernel.
     """
     device = main_device(gm)
     rules = (*as_rules(eager_ops), *_EVERYWHERE, *(_ON_ACCELERATORS if device.type != "cpu" else ()))
@@ -50,7 +50,7 @@ def judge(
         if kind_of(node) in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
             verdicts[node.name] = _FOLDED
             continue
-        direct = _cause(node, applicable, refused or {}) if is_work(node) else None
+        direct = _cause(node, applicable, capture_errors or {}) if is_work(node) else None
         cause = direct or _inherited(node, verdicts)
         if cause is None:
             verdicts[node.name] = _CAPTURED if is_work(node) else _FOLDED
@@ -69,12 +69,12 @@ def main_device(gm: GraphModule) -> torch.device:
     return torch.device("cpu")
 
 
-def _cause(node: Node, rules: Sequence[EagerRule], refused: Mapping[str, str]) -> tuple[str, str] | None:
+def _cause(node: Node, rules: Sequence[EagerRule], capture_errors: Mapping[str, str]) -> tuple[str, str] | None:
     """The reason for which work cannot be captured by itself, and its remedy; None if there is none."""
     for rule in rules:
         if (reason := rule.why(node)) is not None:
             return reason, rule.remedy
-    if refused and (failure := refused.get(operator_name(node))) is not None:
+    if capture_errors and (failure := capture_errors.get(operator_name(node))) is not None:
         return f"a capture failed at it: {failure}", "what the failure says; naming it in eager_ops saves the attempt"
     return None
 

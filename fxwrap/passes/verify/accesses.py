@@ -74,7 +74,7 @@ class Accesses:
             elements = self._elements.get(node)
             for position, key in _fake_storages(node.meta.get("val")):
                 roots = elements[position] if elements and position is not None else self._roots[node]
-                by_storage[key] = by_storage.get(key, frozenset()) | roots
+                by_storage.setdefault(key, roots)  # of the first alone: two views are not views of each other
         self._follow_communications()
 
     def _follow_communications(self) -> None:

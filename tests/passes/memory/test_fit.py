@@ -31,7 +31,7 @@ from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.memory.fit import draws_numbers, fit_memory, is_pure, timeline_of
 from fxwrap.passes.memory.order import least_memory
 from fxwrap.passes.memory.rematerialise import rematerialise
-from fxwrap.passes.memory.requirements import hinted_sizes
+from fxwrap.passes.memory.requirements import expected_sizes
 from fxwrap.passes.verify import verify_same_results, verify_schedule
 from fxwrap.pipeline import HostGraphPlanner, Stages
 from fxwrap.plan import InputFacts, ProgramPlan
@@ -49,7 +49,7 @@ def plan_of(gm: GraphModule, options: Options | None = None, apart: bool = False
 
 def fitted(plan: ProgramPlan, limit: int) -> ProgramPlan:
     dependencies = build_dependency_graph(plan.graph, plan.facts, "cpu" if plan.inputs.apart else "")
-    return fit_memory(plan, dependencies, hinted_sizes(plan.graph, plan.facts), Limit(limit))
+    return fit_memory(plan, dependencies, expected_sizes(plan.graph, plan.facts), Limit(limit))
 
 
 def steps(plan: ProgramPlan) -> str:
@@ -87,7 +87,7 @@ def test_what_is_idle_at_the_peak_is_made_again() -> None:
     _, made = chain(maker)
     gm = maker.finish([made["out"]])
     plan = plan_of(gm)
-    assert timeline_of(plan, hinted_sizes(gm, plan.facts)).peak == 3 * _ONE
+    assert timeline_of(plan, expected_sizes(gm, plan.facts)).peak == 3 * _ONE
     assert fitted(plan, 3 * _ONE) is plan
     with pytest.raises(MemoryLimitError, match=f"at least {3 * _ONE} bytes"):
         fitted(plan, 2 * _ONE)  # the last step alone needs three
@@ -100,7 +100,7 @@ def test_it_is_made_again_of_what_is_still_there() -> None:
     maker.launch("mix", made["out"], made["b"], made["end"], name="to_end")
     gm = maker.finish([made["end"]])
     plan = plan_of(gm)
-    assert timeline_of(plan, hinted_sizes(gm, plan.facts)).peak == 4 * _ONE
+    assert timeline_of(plan, expected_sizes(gm, plan.facts)).peak == 4 * _ONE
     better = fitted(plan, 3 * _ONE)
     assert steps(better) == "to_a to_b to_c to_d to_out to_b_again to_end"
     verify_same_results(gm, better.graph)
@@ -119,7 +119,7 @@ def test_a_chain_is_made_again() -> None:
     maker.launch("mix", made["e"], made["b"], made["out"], name="to_out")
     gm = maker.finish([made["out"]])
     plan = plan_of(gm)
-    assert timeline_of(plan, hinted_sizes(gm, plan.facts)).peak == 17 * _ONE
+    assert timeline_of(plan, expected_sizes(gm, plan.facts)).peak == 17 * _ONE
     better = fitted(plan, 16 * _ONE)
     assert steps(better) == "to_a to_b to_c to_d to_e to_a_again to_b_again to_out"
     verify_same_results(gm, better.graph)
@@ -145,7 +145,7 @@ def test_a_graph_from_a_cache_is_planned_again() -> None:
 
 def _made_again_after(name: str, plan: ProgramPlan) -> set[str]:
     """The nodes that run again after another, with the least memory."""
-    runs = rematerialise(timeline_of(plan, hinted_sizes(plan.graph, plan.facts)), 0).runs
+    runs = rematerialise(timeline_of(plan, expected_sizes(plan.graph, plan.facts)), 0).runs
     place = [run.node.name for run in runs].index(name)
     return {run.node.name for run in runs[place:] if run.is_again}
 
@@ -188,7 +188,7 @@ def test_random_numbers_are_drawn_once() -> None:
     maker.launch("mix", made[-1], drawn, end, name="to_end")
     gm = maker.finish([end])
     plan = plan_of(gm)
-    lowest = rematerialise(timeline_of(plan, hinted_sizes(gm, plan.facts)), 0)
+    lowest = rematerialise(timeline_of(plan, expected_sizes(gm, plan.facts)), 0)
     assert not any(run.is_again and run.node is drawn for run in lowest.runs)
 
 
@@ -227,11 +227,11 @@ def like_training(draw: random.Random) -> tuple[GraphMaker, GraphModule]:
 def _checked(gm: GraphModule, inputs: Callable[[int], list[torch.Tensor]], draw: random.Random, apart: bool) -> bool:
     """Fit a graph into a random limit, and check what came out; returns whether work is repeated."""
     plan = plan_of(gm, apart=apart)
-    timeline = timeline_of(plan, hinted_sizes(gm, plan.facts))
+    timeline = timeline_of(plan, expected_sizes(gm, plan.facts))
     limit = draw.randint(rematerialise(timeline, 0).peak, timeline.peak)
     better = fitted(plan, limit)
     apart_on = "cpu" if apart else ""
-    assert timeline_of(better, hinted_sizes(better.graph, better.facts)).peak <= limit
+    assert timeline_of(better, expected_sizes(better.graph, better.facts)).peak <= limit
     verify_same_results(plan.graph, better.graph, apart_on)
     verify_schedule(better.graph, better.schedule, apart_on)
     assert_same_numbers(better, gm, inputs)
@@ -335,6 +335,22 @@ def test_a_buffer_of_its_own_is_no_difference() -> None:
         nodes["to_out"].args = (*nodes["to_out"].args[:2], buffer, nodes["out"])
 
     verify_same_results(*_planted(plant))
+
+
+def test_views_of_one_buffer_may_be_made_in_another_order() -> None:
+    """Each lies in the buffer, and neither in the other, whichever comes first."""
+    maker = GraphMaker()
+    x, buffer = maker.input("x"), maker.allocate(name="buffer")
+    maker.launch("mix", x, x, buffer, name="to_buffer")
+    halves = [maker.extern(aten.split.Tensor, buffer, 2, name=name) for name in ("first", "second")]
+    parts = [maker.getitem(half, 0) for half in halves]
+    maker.launch("update", x, parts[1], name="writes_second")
+    gm = maker.finish([buffer, parts[0]])
+    other = _copied(gm)
+    nodes = by_name(other)
+    nodes["first"].prepend(nodes["second"])
+    other.recompile()
+    verify_same_results(gm, other)
 
 
 # -- order --------------------------------------------------------------------------------------------------------

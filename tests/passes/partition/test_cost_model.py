@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 import fxwrap
 from fxwrap.devices import CaptureCost
 from fxwrap.options import Options
-from fxwrap.passes.memory.requirements import hinted_sizes
+from fxwrap.passes.memory.requirements import expected_sizes
 from fxwrap.passes.partition.cost_model import apply_cost_model
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import InputFacts, ProgramPlan, Verdict
@@ -34,7 +34,7 @@ def plan_of(gm: GraphModule, static: tuple[int, ...] = ()) -> ProgramPlan:
 
 
 def with_cost_model(plan: ProgramPlan, capture: str = "auto", min_launches: int = 1) -> ProgramPlan:
-    return apply_cost_model(plan, COST, hinted_sizes(plan.graph, plan.facts), capture, min_launches)
+    return apply_cost_model(plan, COST, expected_sizes(plan.graph, plan.facts), capture, min_launches)
 
 
 def chain(*names: str) -> GraphModule:
