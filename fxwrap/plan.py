@@ -17,12 +17,12 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from .host_graph.lifetimes import Lifetimes
 from .host_graph.nodes import by_name
 from .host_graph.storages import StorageFacts
 from .host_graph.user_code import shown_name
 from .limit import Repeated
 from .packing import Placement, Reserved, joined
+from .packing.lifetimes import Lifetimes
 
 # A field that is not serialised: the reader of a plan passes it to ``from_data`` as a keyword.
 _NOT_STORED = {"stored": False}

@@ -30,6 +30,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 
 from .arithmetic import is_arithmetic
+from .control_flow import is_fake, switch, while_loop
 
 
 class Kind(enum.Enum):
@@ -96,7 +97,7 @@ def launch(kernel: Kernel, *args: Any) -> None:
     A host graph launches kernels of every device through this function.
     """
     # A descriptor's tensor is its ``base``.
-    if any(_is_fake(getattr(arg, "base", arg)) for arg in args):
+    if any(is_fake(getattr(arg, "base", arg)) for arg in args):
         return
     kernel.call(*args)
 
@@ -116,7 +117,7 @@ INPUT_ALIGNMENT = 16
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The input itself, or a copy if its memory does not begin at a multiple of ``INPUT_ALIGNMENT``."""
-    if _is_fake(tensor) or is_aligned(tensor):
+    if is_fake(tensor) or is_aligned(tensor):
         return tensor
     size, stride = tensor.size(), tensor.stride()
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if tensor.numel() else 0
@@ -140,80 +141,9 @@ def require(condition: Any, message: str) -> None:
         raise RuntimeError(message)
 
 
-def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any]) -> Any:
-    """Run the branch at position ``selector``, a number or a tensor with one: False is the first, True the second."""
-    if _is_fake(selector):
-        return branches[0](*operands)  # results of all branches look the same
-    return branches[int(selector)](*operands)
-
-
-def while_loop(
-    condition: Callable[..., Any],
-    body: Callable[..., Any],
-    carried: Sequence[Any],
-    additional: Sequence[Any] = (),
-    stacked: bool = False,
-) -> list[Any]:
-    """Run ``body(*carried, *additional) -> carried`` while ``condition`` of the same values holds.
-
-    Args:
-        stacked: return the carried values of every iteration, stacked, instead of the last ones.
-    """
-    values = list(carried)
-    history: list[list[Any]] = []
-    fake = any(map(_is_fake, (*carried, *additional)))  # one iteration gives the results' layout
-    while not history if fake else condition(*values, *additional)[0]:
-        values = list(body(*values, *additional))
-        history.append(values)
-    if stacked:
-        steps = zip(*history, strict=True) if history else ([value] for value in carried)
-        return [torch.stack(list(step)) for step in steps]
-    return values if history else [value.clone() for value in carried]
-
-
-def _is_fake(value: Any) -> bool:
-    return hasattr(value, "fake_mode")
-
-
 # Their results may be unused: without this, dead code elimination in a user's pass would drop them.
 for function in (launch, check, require, switch, while_loop):
     has_side_effect(function)
-
-
-@dataclass(frozen=True)
-class ControlFlow:
-    """A node that calls subgraphs, depending on data.
-
-    Attributes:
-        subgraphs: all that it may call.
-        returning: those of them whose results the node returns; the condition of a loop is none.
-        operands: what each of ``subgraphs`` is called with, by position.
-        repeats: whether results of one call are operands of the next.
-    """
-
-    subgraphs: tuple[GraphModule, ...]
-    returning: tuple[GraphModule, ...]
-    operands: tuple[Any, ...]
-    repeats: bool
-
-
-def control_flow_of(node: Node) -> ControlFlow | None:
-    """What a ``switch`` or ``while_loop`` calls; None for other nodes."""
-    gm = node.graph.owning_module
-    if node.op != "call_function" or node.target not in (switch, while_loop) or gm is None:
-        return None
-    args: Any = node.args
-
-    def subgraph(handle: Any) -> GraphModule:
-        return operator.attrgetter(str(handle.target))(gm)
-
-    if node.target is switch:
-        _, operands, *handles = args
-        branches = tuple(map(subgraph, handles))
-        return ControlFlow(branches, branches, tuple(operands), False)
-    condition, body, carried, *rest = args
-    subgraphs = subgraph(condition), subgraph(body)
-    return ControlFlow(subgraphs, subgraphs[1:], (*carried, *(rest[0] if rest else ())), True)
 
 
 def format_text(text: str, *args: Any, **kwargs: Any) -> str:

@@ -42,7 +42,7 @@ from fxwrap.graphs.prepared import DynamicSizes
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.replay.liveness_guard import LivenessGuard
 from fxwrap.graphs.replay.recording import Recording, Replay
-from fxwrap.host_graph.nodes import ControlFlow, control_flow_of
+from fxwrap.host_graph.control_flow import ControlFlow, control_flow_of
 from fxwrap.passes.analysis import aliasing
 from fxwrap.passes.memory import requirements
 from fxwrap.passes.verify import memory as verify_memory

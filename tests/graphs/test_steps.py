@@ -6,6 +6,9 @@ import dataclasses
 import itertools
 import operator
 import os
+import signal
+import textwrap
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +30,12 @@ from fxwrap.graphs.replay.flat_python import Part, as_python
 from fxwrap.graphs.replay.guards import Description
 from fxwrap.graphs.replay.lowering import PYTHON
 from fxwrap.graphs.replay.operands import Bound, Call, Local, Operand, Register
-from fxwrap.graphs.replay.steps import Step
+from fxwrap.graphs.replay.steps import Block, Step
 from fxwrap.graphs.replay.units import make_unit
 from fxwrap.host_graph.arithmetic import ARITHMETIC
 from fxwrap.host_graph.nodes import Kernel, check, reinterpret, require
 
-A, B, C = Local("a"), Local("b"), Local("c")
+A, B, C, D, E, F, G = map(Local, "abcdefg")
 R0, R1 = Register(0), Register(1)
 
 
@@ -88,6 +91,7 @@ def _guards() -> Any:
 def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     """For each kind: steps that use it, with memory of their own."""
     sin, sort, split = torch.ops.aten.sin.default, torch.ops.aten.sort.default, torch.ops.aten.split.Tensor
+    mul = torch.ops.aten.mul.Tensor
     size = steps.Load(R1, False, results=(B,))
     sized: Any = {"inputs": lambda: [torch.arange(6.0), 3]}
 
@@ -148,7 +152,71 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
         looks = steps.CheckAlignment(_guards().assert_alignment, (A, 16, "it"))
         return lambda: Example([load(), looks], A, inputs=lambda: [torch.zeros(64)[offset:]])
 
+    def branch(selector: Any) -> Callable[[], Example]:
+        """``(r[0].sin(), 1)`` or ``(r[0], r[0])``."""
+        blocks = Block((steps.CallOperator(sin, (A,), overload=sin, results=(D,)),), (D, 1)), Block((), (A, A))
+        step = steps.Branch(B, blocks, results=(C, E), unpacks=True)
+        return lambda: Example([load(), size, step], (C, E), inputs=lambda: [torch.arange(6.0), selector])
+
+    def loop(times: int, stacks: bool = False, results: tuple[Local | None, ...] = (F, G)) -> Callable[[], Example]:
+        """Doubles ``r[0]`` and counts."""
+        count, value = Local("count"), Local("value")
+        less: Step = steps.Arithmetic(operator.lt, (count, B), results=(D,))
+        doubled = steps.CallOperator(mul, (value, 2), overload=mul, results=(A,))
+        counted: Step = steps.Arithmetic(operator.add, (count, 1), results=(E,))
+        if stacks:
+            tensor, item = torch.ops.aten.add.Tensor, torch.ops.aten.lt.Scalar
+            counted = steps.CallOperator(tensor, (count, 1), overload=tensor, results=(E,))
+            less = steps.CallOperator(item, (count, B), overload=item, results=(D,))
+        step = steps.Loop(
+            initial=(C, A),
+            carried=(count, value),
+            passes=Local("passes"),
+            condition=Block((less,), (D,)),
+            body=Block((doubled, counted), (E, A)),
+            stacks=stacks,
+            results=results,
+            unpacks=bool(results),
+        )
+        zero = steps.Load(Register(2), False, results=(C,))
+        inputs = [torch.arange(3.0), times, torch.tensor(0) if stacks else 0]
+        returned = tuple(one for one in results if one is not None)
+        return lambda: Example([load(), size, zero, step], returned, inputs=lambda: list(inputs), registers=3)
+
+    def nested(times: int) -> Callable[[], Example]:
+        """A loop in which a branch counts by two or by one."""
+        count, odd = Local("count"), Local("odd")
+        less = steps.Arithmetic(operator.lt, (count, B), results=(D,))
+        rest = steps.Arithmetic(operator.mod, (count, 2), results=(odd,))
+        adds = [steps.Arithmetic(operator.add, (count, by), results=(E,)) for by in (2, 1)]
+        chosen = steps.Branch(odd, tuple(Block((add,), (E,)) for add in adds), results=(F,), unpacks=True)
+        condition, body = Block((less,), (D,)), Block((rest, chosen), (F,))
+        step = steps.Loop((1,), (count,), Local("passes"), condition, body, False, results=(G,), unpacks=True)
+        return lambda: Example([size, step], G, inputs=lambda: [torch.zeros(1), times])
+
     operand = steps.CallOperator(sin, (A,), overload=sin)
+    swapped = steps.Move((B, A, 3, B), results=(A, B, C, None), unpacks=True)
+    moved = steps.Move((A, B, A), (A, B), results=(D, E, F), unpacks=True)
+    yield steps.Move, lambda: Example([load(), size, swapped, moved], (C, D, E, F), **sized)
+    for selector in (
+        0,
+        1,
+        True,
+        -1,
+        2,
+        torch.tensor(False),
+        torch.tensor(1),
+        torch.tensor([1.0]),
+        torch.ones(2),
+        None,
+    ):
+        yield steps.Branch, branch(selector)
+    for times in (0, 1, 5):
+        yield steps.Loop, loop(times)
+        yield steps.Loop, loop(times, stacks=True)
+        yield steps.Loop, loop(times, results=())
+        yield steps.Loop, loop(times, results=(None, F))
+        yield steps.Loop, nested(times)
     yield steps.Allocate, allocate
     yield steps.View, view
     yield steps.Launch, launch
@@ -183,6 +251,10 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     yield steps.Range, lambda: Example([steps.Range("a range"), load(), steps.Range("")], A)
 
 
+def _python(example: Example) -> str:
+    return as_python(example.steps, example.result)[1]
+
+
 def _plain(value: Any) -> Any:
     """A value that can be compared, with the types of all that is in it."""
     if isinstance(value, torch.Tensor):
@@ -214,7 +286,7 @@ EXAMPLES = list(_examples())
 @native
 def test_every_kind_is_in_the_table() -> None:
     """Each says what Python calls, or is a statement; what the library has is in the library; and has an example."""
-    kinds, library = set(_kinds()), native_replay()
+    kinds, library = set(_kinds()) - {steps.Nested}, native_replay()
     assert not isinstance(library, str)
     assert len(kinds) > 15
     for kind in kinds:
@@ -237,6 +309,76 @@ def test_a_kind_does_the_same_both_ways(kind: type[Step], example: Callable[[], 
     assert _plain(list(python.memory)) == _plain(list(unit.memory))
     assert all(tensor.any() for tensor in unit.memory)  # they have run
     assert sum(line.endswith(PYTHON) for line in unit.listing) == unit.lines, unit.listing
+
+
+@native
+def test_the_listing_of_a_loop() -> None:
+    """Its steps stand below it."""
+    (example,) = [make() for kind, make in EXAMPLES if kind is steps.Loop and "match" in _python(make())][-1:]
+    assert example.natively() == 6
+    assert "\n".join(example.listing) == textwrap.dedent(
+        """\
+        b = r[1]
+        (count,) = (1,)
+        passes = False
+        while True:
+            d = lt(count, b)
+            if not d: break
+            odd = mod(count, 2)
+            match position_of(odd, 2):
+                case 0:
+                    e = add(count, 2)
+                    (f,) = (e,); del e
+                case 1:
+                    e = add(count, 1)
+                    (f,) = (e,); del e
+            (count,) = (f,); del f
+            passes = True
+        (g,) = results_of_loop((count,), passes); del passes
+        del count
+        return g"""
+    )
+
+
+@native
+def test_a_loop_frees_what_it_carries() -> None:
+    """What an iteration made is gone when the next but one begins, and with the call."""
+    seen, alive = list[StorageWeakRef](), list[int]()
+
+    def more(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(not one.expired() for one in seen))
+        made = tensor + 1
+        seen.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    condition = Block((steps.CallPython(lambda: len(seen) < 5, results=(D,)),), (D,))
+    body = Block((steps.CallPython(more, (A,), results=(B,)), steps.Drop((A,))), (B,))
+    step = steps.Loop((R0,), (A,), Local("passes"), condition, body, False, results=(C,), unpacks=True)
+    for run in (Example([step], C).in_python, Example([step], C).natively):
+        seen.clear()
+        alive.clear()
+        result = run()
+        assert torch.equal(result, torch.arange(6.0) + 5)
+        assert alive == [0, 1, 1, 1, 1]
+        del result
+        assert all(one.expired() for one in seen)
+
+
+@native
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+@pytest.mark.parametrize("python", [False, True])
+def test_an_interrupt_ends_a_long_loop(python: bool) -> None:
+    """Also where no step of it calls Python."""
+    add = torch.ops.aten.add_.Scalar
+    counter = torch.zeros(1)
+    body = Block((steps.CallOperator(add, (A, 1), overload=add, results=(B,)),), (B,))
+    step = steps.Loop((Bound(counter),), (A,), Local("passes"), Block((), (True,)), body, False, results=(None,))
+    example = Example([step], None)
+    timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        example.in_python() if python else example.natively()
+    assert counter > 100
 
 
 @native

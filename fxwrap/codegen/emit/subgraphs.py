@@ -11,7 +11,8 @@ from torch._inductor import ir
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, WrapperLine
 from torch.fx import Node
 
-from ...host_graph.nodes import Kernel, output_node, switch, while_loop
+from ...host_graph.control_flow import switch, while_loop
+from ...host_graph.nodes import Kernel, output_node
 from .values import NodeEmitter, results_by_index
 
 

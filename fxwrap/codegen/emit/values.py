@@ -21,7 +21,8 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 
 from ...host_graph.arithmetic import select
-from ...host_graph.nodes import Kind, launch, reinterpret, switch, while_loop
+from ...host_graph.control_flow import switch, while_loop
+from ...host_graph.nodes import Kind, launch, reinterpret
 from ...host_graph.user_code import is_of_user, last_frame
 from .. import torch_versions as versions
 from .statements import StatementReader

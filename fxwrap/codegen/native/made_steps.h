@@ -8,7 +8,7 @@
 
 #include "kept_memory.h"
 #include "products.h"
-#include "python_steps.h"
+#include "nested_steps.h"
 
 namespace fxwrap {
 
@@ -56,6 +56,9 @@ inline void define_steps(py::module_& m) {
   m.def("layout", made<LayoutStep, Given, MadeStep&>);
   m.def("alignment", made<AlignmentStep, Given, MadeStep&>);
   m.def("condition", made<ConditionStep, Given, MadeStep&>);
+  m.def("move", made<MoveStep, const Results&, Given, Given>);
+  m.def("branch", made<BranchStep, Given, const Blocks&>);
+  m.def("loop", made<LoopStep, Results, Given, const Results&, const Blocks&, Given, Given>);
   m.def("item", made<ItemStep, const Results&, Given, Given>);
 
   m.def("python", made<PythonStep, Object, Parts, const py::tuple&, Results, bool>);

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...graphs.copies import all_bytes, without_gradients
-from ...host_graph.nodes import Kind, control_flow_of, kind_of, only_computes, operator_name, schema_of
+from ...host_graph.control_flow import control_flow_of
+from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name, schema_of
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import tensors_in
 from ...plan import ProgramPlan

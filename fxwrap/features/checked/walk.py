@@ -15,7 +15,6 @@ from ...errors import CheckError
 from ...graphs.copies import all_bytes, bytes_of
 from ...graphs.record.flat import flat_subgraph
 from ...graphs.record.placed_results import PlacedResults
-from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import (
     Kind,
     constants,
@@ -27,6 +26,7 @@ from ...host_graph.nodes import (
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import reach, tensor_like, tensor_over, tensors_in
 from ...host_graph.user_code import user_line
+from ...packing.lifetimes import Lifetimes
 from ...plan import Home, MemoryPlan, ProgramPlan
 
 # Bytes before and after each storage: a multiple of every alignment.

@@ -22,12 +22,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.arithmetic import is_arithmetic
+from ...host_graph.control_flow import ControlFlow, control_flow_of, switch
 from ...host_graph.nodes import (
     Kind,
-    check,
-    checks_alignment,
-    checks_layout,
     checks_on,
     constants,
     effective_users,
@@ -37,14 +34,14 @@ from ...host_graph.nodes import (
     nodes_in,
     output_node,
     reinterpret,
-    require,
     schema_of,
 )
 from ...plan import Partition, ProgramPlan
 from ..replay import steps
 from ..replay.flat_python import Part
 from ..replay.operands import LITERALS, Bound, Call, Local, Operand, Register
-from ..replay.steps import Drop, Item, Load, Resize, Step
+from ..replay.steps import Drop, Item, Load, Nested, Resize, Step
+from .step_kinds import OPTIONS, is_default, kind_of_call, only_elements_used
 
 # Kinds of nodes that are evaluated at their first use.
 _ON_DEMAND = (Kind.VIEW, Kind.SYMBOLIC, Kind.ALLOCATION)
@@ -118,6 +115,20 @@ class FlatBuilder:
                 if not any(arg in scheduled for arg in checker.all_input_nodes if arg not in self._locals):
                     self.check(checker)
             self._add_all(self._after, [node])
+
+    def run_graph(self, gm: GraphModule) -> None:
+        """Append the work of a subgraph, in its order."""
+        inputs = gm.graph.find_nodes(op="placeholder")
+        work = [node for node in gm.graph.nodes if is_work(node)]
+        with_their_values = set(checks_on([*inputs, *work]))
+        for node in checks_on(inputs):
+            if self.available(node):
+                self.check(node)
+        self.run(
+            node
+            for node in gm.graph.nodes
+            if node in work or (kind_of(node) is Kind.CHECK and node not in with_their_values)
+        )
 
     def _add_all(self, around: Resizes, nodes: Iterable[Node]) -> None:
         for step in (step for node in nodes for step in around.get(node, ())):
@@ -201,6 +212,10 @@ class FlatBuilder:
         returned = self._argument(result, literal_lists=True)
         for region in self._filled:
             region.resize_(0)  # where a later partition ends it
+        return Part.of(self._with_drops(), returned, name, give_back)
+
+    def _with_drops(self) -> list[Step]:
+        """The steps, in which each local is dropped after its last use."""
         dead: dict[int, list[Local]] = {}
         for local, position in self._last_use.items():
             if local not in self._pinned:
@@ -210,7 +225,7 @@ class FlatBuilder:
             everything.append(step)
             if position in dead:
                 everything.append(Drop(tuple(dead[position])))
-        return Part.of(everything, returned, name, give_back)
+        return everything
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -225,7 +240,7 @@ class FlatBuilder:
             step = _processed(step.call(), self._post_processing[node])
         if is_work(node) and not node.users and node not in self._post_processing:
             self._append(step, node, self._may_retry(node))
-        elif node.users and _only_elements_used(node):
+        elif node.users and only_elements_used(node):
             self._take_apart(node, step, scheduled)
         else:
             self.assign(node, step)
@@ -234,7 +249,7 @@ class FlatBuilder:
         """Define the elements of a tuple as locals of their own, so that each is freed after its own last use."""
         count, positions = len(node.meta["val"]), {user: int(user.args[1]) for user in node.users}  # type: ignore[arg-type]
         overload = schema_of(node)
-        if overload is not None and len(overload._schema.returns) == count > 1:
+        if isinstance(step, Nested) or (overload is not None and len(overload._schema.returns) == count > 1):
             elements = {position % count: self._new_local() for position in positions.values()}
             results = tuple(map(elements.get, range(count)))
             self._append(dataclasses.replace(step, results=results, unpacks=True), node, self._may_retry(node))
@@ -273,9 +288,11 @@ class FlatBuilder:
 
     def _step(self, node: Node) -> Step:
         """The step that runs a node, of the kind that suits it. (``_statement`` may make it a call of Python.)"""
+        if (flow := control_flow_of(node)) is not None and self._runs_here(node):
+            return self._nested(node, flow)
         kernel, function = kernel_of(node), node.meta.get("call", node.target)
         args = tuple(map(self._argument, node.args if kernel is None else node.args[1:]))
-        given = {name: value for name, value in node.kwargs.items() if not _is_default(node, name, value)}
+        given = {name: value for name, value in node.kwargs.items() if not is_default(node, name, value)}
         kwargs = {name: self._argument(value) for name, value in given.items()}
         # The operands above may have appended steps, so the position of this use is known only now.
         for local in self._locals_in(node):
@@ -283,7 +300,7 @@ class FlatBuilder:
                 self._last_use[local] = len(self._steps)
         if kernel is not None:
             return steps.Launch(kernel, args)
-        if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= _OPTIONS:
+        if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= OPTIONS:
             (size, stride), options = args, dict[str, Any](given)
             return steps.Allocate(size, stride, **options, on_cpu=node.meta.get("call"))
         if (overload := schema_of(node)) is not None:
@@ -291,7 +308,53 @@ class FlatBuilder:
             return kind(function, args, kwargs, overload=overload)
         if node.target is reinterpret and not kwargs:
             return steps.View(function, *args)
-        return _kind(node)(function, args, kwargs)
+        return kind_of_call(node)(function, args, kwargs)
+
+    def _runs_here(self, node: Node) -> bool:
+        """Whether the steps of a node's subgraphs run among the others, and not as functions of their own."""
+        return node not in self._post_processing and (not node.users or only_elements_used(node))
+
+    def _nested(self, node: Node, flow: ControlFlow) -> steps.Nested:
+        """The step of a branch or a loop."""
+        operands = tuple(map(self._argument, flow.operands))
+        selector = self._argument(node.args[0]) if node.target is switch else None
+        # The position of this use.
+        for local in self._locals_in(node):
+            if isinstance(local, Local):
+                self._last_use[local] = len(self._steps)
+        if node.target is switch:
+            return steps.Branch(selector, tuple(self._block(branch, operands) for branch in flow.subgraphs))
+        count = len(node.meta["val"])
+        carried = tuple(self._new_local() for _ in range(count))
+        given = (*carried, *operands[count:])
+        condition, body = flow.subgraphs
+        return steps.Loop(
+            initial=operands[:count],
+            carried=carried,
+            passes=self._new_local(),
+            condition=self._block(condition, given),
+            body=self._block(body, given, ends=carried),
+            stacks=bool(node.args[4:]),
+        )
+
+    def _block(self, gm: GraphModule, given: Sequence[Operand], ends: Container[Operand] = ()) -> steps.Block:
+        """The steps of a subgraph that is called with operands of this function's.
+
+        Args:
+            ends: operands that may be dropped after their last use in it.
+        """
+        inner = FlatBuilder(constants(gm), {})
+        inner._names = self._names
+        for node, operand in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
+            if isinstance(operand, Local):
+                inner._locals[node] = operand
+                if operand not in ends:
+                    inner._pinned.add(operand)
+            else:
+                inner.bound[node] = operand.value if isinstance(operand, Bound) else operand
+        inner.run_graph(gm)
+        values = [inner._argument(value, literal_lists=True) for value in output_node(gm).args[0]]  # type: ignore[union-attr]
+        return steps.Block(tuple(inner._with_drops()), tuple(values))
 
     def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
@@ -360,33 +423,11 @@ class FlatBuilder:
 
 def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
     """A subgraph (a branch, the body of a loop) as a flat function of its inputs."""
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = gm.graph.find_nodes(op="placeholder")
     builder = FlatBuilder(constants(gm), {node: position for position, node in enumerate(inputs)})
-    work = [node for node in gm.graph.nodes if is_work(node)]
-    with_their_values = set(checks_on([*inputs, *work]))
-    for node in checks_on(inputs):
-        if builder.available(node):
-            builder.check(node)
-    builder.run(
-        node
-        for node in gm.graph.nodes
-        if node in work or (kind_of(node) is Kind.CHECK and node not in with_their_values)
-    )
+    builder.run_graph(gm)
     run = builder.build(output_node(gm).args[0]).run
     return lambda *values: run(list(values))
-
-
-def _kind(node: Node) -> type[steps.CallPython]:
-    """The kind of call of a node that calls no operator."""
-    if node.kwargs:
-        return steps.CallPython
-    if is_arithmetic(node.target):
-        return steps.Arithmetic
-    if checks_layout(node):
-        return steps.CheckLayout
-    if checks_alignment(node):
-        return steps.CheckAlignment
-    return steps.CheckCondition if node.target in (check, require) else steps.CallPython
 
 
 def _processed(call: Call, process: Callable[[list[Any]], Any]) -> steps.CallPython:
@@ -396,24 +437,3 @@ def _processed(call: Call, process: Callable[[list[Any]], Any]) -> steps.CallPyt
         return process([call.function(*args, **kwargs)])
 
     return steps.CallPython(processed, call.args, call.kwargs)
-
-
-# The options of an allocation, besides size and stride.
-_OPTIONS = {"dtype", "device", "pin_memory"}
-
-
-def _only_elements_used(node: Node) -> bool:
-    """Whether a node returns a tuple of which only elements are used."""
-    elements = all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
-    return elements and isinstance(node.meta.get("val"), (tuple, list))
-
-
-def _is_default(node: Node, name: str, value: Any) -> bool:
-    """Whether a keyword argument has its default value. It is left out, because parsing it costs time."""
-    overload = schema_of(node)
-    if overload is None or type(value) not in (*LITERALS, float):
-        return False
-    for argument in overload._schema.arguments:
-        if argument.name == name and argument.kwarg_only and argument.has_default_value():
-            return type(argument.default_value) is type(value) and argument.default_value == value
-    return False

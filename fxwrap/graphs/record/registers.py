@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import effective_users, output_node, reinterpret
 from ...host_graph.storages import Origin
+from ...packing.lifetimes import Lifetimes
 from ...plan import MemoryPlan, ProgramPlan
 
 

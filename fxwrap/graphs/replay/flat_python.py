@@ -90,9 +90,10 @@ def as_python(
             if step.node is not None:
                 nodes[len(body) - len(again) + 1] = step.node
         else:
-            body.append(indent + code)
+            body += [indent + line for line in code.splitlines()]
         if step.node is not None:
-            nodes[len(body) + 1] = step.node  # the first line is the head
+            # The first line is the head. What is inside of a step stands for the step.
+            nodes.update(dict.fromkeys(range(len(body) - code.count("\n") + 1, len(body) + 2), step.node))
     body.append(f"return {text.of(result)}")
     source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
     exec(compile(source, "<fxwrap flat function>", "exec"), text.namespace)

@@ -12,7 +12,7 @@ from .flat_python import Part
 from .guards import Description
 from .native import CannotReplay, NativeReplay, NativeStep, Unit, Value
 from .operands import LITERALS, Bound, Listing, Local, Operand, Register
-from .steps import Drop, Load, Range, Step, Store
+from .steps import Drop, Load, Loop, Nested, Range, Step, Store, indent_below
 
 # At the end of a listing's line: the step is a call of a Python function.
 PYTHON = "  # Python"
@@ -27,7 +27,8 @@ class Lowering:
 
     def __init__(self, native: NativeReplay, registers: int, description: Description) -> None:
         self._native, self._description = native, description
-        self._listing = Listing()
+        self._listing, self._indent = Listing(), ""
+        self._inner: list[NativeStep] | None = None  # the steps of the block that is being lowered
         self._count = registers  # of slots
         self._used, self._dropped = set[int](), set[int]()
         self._result: Operand = None
@@ -51,7 +52,7 @@ class Lowering:
         """The unit of all parts."""
         self._go_below_autograd(False)
         described = self._description
-        described.listing.append(f"return {self._listing.of(self._result)}")
+        self._note(f"return {self._listing.of(self._result)}")
         described.result = self._value(self._result)
         # Steps may hold the address of a static input without reading its slot. Such inputs are kept until the call
         # ends.
@@ -64,7 +65,8 @@ class Lowering:
 
     def _lower(self, step: Step) -> None:
         library = self._native.library
-        self._description.listing.append(step.python(self._listing))
+        if not isinstance(step, Nested):
+            self._note(step.python(self._listing))
         match step:
             case Range(name):
                 self._begin_range(name)
@@ -81,6 +83,9 @@ class Lowering:
                     if local not in self._borrowed and self._stored.get(local) != slot:
                         self._dropped.add(slot)
                         self._append(library.drop(slot))
+            case Nested():
+                line = len(self._description.listing)
+                self._append(self._made(step), line)
             case _:
                 if step.may_retry:
                     self._description.may_retry.append(len(self._description.steps))
@@ -93,14 +98,38 @@ class Lowering:
         """Have steps skip autograd's layer of the dispatcher from here on, or no more."""
         if below is not self._below:
             self._below = below
-            self._description.listing.append(f"# {'below' if below else 'through'} autograd")
+            self._note(f"# {'below' if below else 'through'} autograd")
             self._append(self._native.library.below_autograd(below))
 
-    def _append(self, step: NativeStep) -> None:
-        self._description.steps.append(step)
-        self._description.lines.append(len(self._description.listing) - 1)
+    def _note(self, line: str) -> None:
+        self._description.listing.append(self._indent + line)
+
+    def _append(self, step: NativeStep, line: int = -1) -> None:
+        if self._inner is None:
+            self._description.steps.append(step)
+            self._description.lines.append(range(len(self._description.listing))[line])
+        else:
+            self._inner.append(step)
         if step.note:
-            self._description.listing[-1] += f"  # {step.note}"
+            self._description.listing[line] += f"  # {step.note}"
+
+    def _blocks(self, step: Nested) -> list[list[NativeStep]]:
+        """The blocks of a step, whose lines go to the listing."""
+        outer, indent = self._inner, self._indent
+        blocks = list[list[NativeStep]]()
+        for line in step.lines(self._listing):
+            if isinstance(line, str):
+                self._indent = indent
+                self._note(line)
+                self._indent += indent_below(line)
+                continue
+            self._inner = []
+            for inner in line:
+                self._lower(inner)
+            blocks.append(self._inner)
+            self._inner = outer
+        self._indent = indent
+        return blocks
 
     def _made(self, step: Step) -> NativeStep:
         """A step of the library: of the step's own function, or else a call of Python."""
@@ -109,31 +138,40 @@ class Lowering:
             made: NativeStep | None = getattr(self._native.library, function)(*(self._taken(step, n) for n in names))
             if made is not None:
                 return made
+        if isinstance(step, Nested):
+            raise CannotReplay(f"{type(step).__name__}: operands that the library does not know")
         return self._python(step)
 
     def _taken(self, step: Step, name: str) -> object:
         """What a function of the library takes: an operand as a value, and anything else as it is."""
         if name == "results":
-            return self._results(step)
+            return self._made_in(step.results)
+        if name == "carried":
+            assert isinstance(step, Loop)
+            return self._made_in(step.carried)
         if name == "call":
             return self._python(step)
         if name == "gemms":
             return self._native.gemms
+        if name == "blocks":
+            assert isinstance(step, Nested)
+            return self._blocks(step)
         taken = operator.attrgetter(name)(step)
         return self._value(taken) if isinstance(taken, _OPERANDS) else taken
 
     def _python(self, step: Step) -> NativeStep:
         call = step.call()
         args = list(map(self._value, (*call.args, *call.kwargs.values())))
-        return self._native.library.python(call.function, args, tuple(call.kwargs), self._results(step), step.unpacks)
+        results = self._made_in(step.results)
+        return self._native.library.python(call.function, args, tuple(call.kwargs), results, step.unpacks)
 
-    def _results(self, step: Step) -> Sequence[int | None]:
-        """The slots of what a step makes."""
-        for local in step.results:
+    def _made_in(self, locals: Sequence[Local | None]) -> Sequence[int | None]:
+        """The slots of locals that a step makes."""
+        for local in locals:
             if local is not None and local not in self._slots:
                 self._slots[local] = slot = self._stored.get(local, self._count)
                 self._count = max(self._count, slot + 1)
-        return [None if local is None else self._use(self._slots[local]) for local in step.results]
+        return [None if local is None else self._use(self._slots[local]) for local in locals]
 
     def _value(self, operand: Operand) -> Value:
         """An operand as the library takes it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 from torch.profiler import record_function
 
+from ...host_graph.control_flow import position_of, results_of_loop
 from ...host_graph.nodes import Kernel
 from ..devices.device_graph import DeviceGraph
 from ..memory.static_buffers import fill_buffers
@@ -225,6 +226,139 @@ class CheckCondition(CallPython):
     """Raises unless a condition holds: (condition, message)."""
 
     NATIVE = "condition", "args", "call"
+
+
+# -- branches and loops: steps inside of a step ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps inside of a branch or a loop: those of a subgraph.
+
+    Attributes:
+        values: what it returns.
+    """
+
+    steps: tuple[Step, ...]
+    values: tuple[Operand, ...]
+
+    def onto(self, results: tuple[Local | None, ...]) -> list[Step]:
+        """The steps, and what moves the values to other locals."""
+        made = {local for step in self.steps for local in step.results}
+        moved = (value for value in self.values if isinstance(value, Local) and value in made)
+        return [*self.steps, Move(self.values, tuple(dict.fromkeys(moved)), results=results, unpacks=True)]
+
+    def reads(self) -> Iterator[Local | Register | Bound]:
+        for step in self.steps:
+            yield from step.reads()
+        yield from operands_in(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Move(Step):
+    """Names values anew, all at once.
+
+    Attributes:
+        ended: locals that nobody reads afterwards.
+    """
+
+    NATIVE = "move", "results", "values", "ended"
+
+    values: tuple[Operand, ...]
+    ended: tuple[Local, ...] = ()
+
+    def python(self, text: Text) -> str:
+        code = text.assigned(self.results, self.unpacks, text.of(self.values))
+        return f"{code}; del {', '.join(map(text.of, self.ended))}" if self.ended else code
+
+
+class Nested(Step):
+    """A step that consists of steps."""
+
+    def lines(self, text: Text) -> Iterator[str | Sequence[Step]]:
+        """Its Python: lines, and steps in between."""
+        raise NotImplementedError
+
+    def python(self, text: Text) -> str:
+        lines, indent = list[str](), ""
+        for line in self.lines(text):
+            if isinstance(line, str):
+                lines.append(line)
+                indent = indent_below(line)
+            else:
+                lines += [indent + code for step in line for code in step.python(text).splitlines()]
+        return "\n".join(lines)
+
+
+def indent_below(line: str) -> str:
+    """The indentation of what follows a line of Python."""
+    return line[: len(line) - len(line.lstrip())] + "    " * line.endswith(":")
+
+
+@dataclass(frozen=True, eq=False)
+class Branch(Nested):
+    """Runs one of several blocks, which a number or a tensor with one chooses."""
+
+    NATIVE = "branch", "selector", "blocks"
+
+    selector: Operand
+    branches: tuple[Block, ...]
+
+    def reads(self) -> Iterator[Local | Register | Bound]:
+        yield from operands_in(self.selector)
+        for branch in self.branches:
+            yield from branch.reads()
+
+    def lines(self, text: Text) -> Iterator[str | Sequence[Step]]:
+        yield f"match {text.of(Call(position_of, (self.selector, len(self.branches))))}:"
+        for position, branch in enumerate(self.branches):
+            yield f"    case {position}:"
+            yield branch.onto(self.results)
+
+
+@dataclass(frozen=True, eq=False)
+class Loop(Nested):
+    """Runs a block again and again, while what another one returns is true.
+
+    Attributes:
+        initial: what the first iteration gets.
+        carried: what each iteration gets.
+        passes: what each iteration has carried, if ``stacks``; otherwise whether there was an iteration.
+        condition: returns one value.
+        body: returns what is carried to the next iteration.
+    """
+
+    NATIVE = "loop", "results", "initial", "carried", "blocks", "going", "stacks"
+
+    initial: tuple[Operand, ...]
+    carried: tuple[Local, ...]
+    passes: Local
+    condition: Block
+    body: Block
+    stacks: bool
+
+    @property
+    def going(self) -> Operand:
+        (value,) = self.condition.values
+        return value
+
+    def reads(self) -> Iterator[Local | Register | Bound]:
+        yield from operands_in(self.initial)
+        yield from self.condition.reads()
+        yield from self.body.reads()
+
+    def lines(self, text: Text) -> Iterator[str | Sequence[Step]]:
+        passes, carried = text.of(self.passes), text.of(self.carried)
+        yield f"{carried} = {text.of(self.initial)}"
+        yield f"{passes} = {'[]' if self.stacks else False}"
+        yield "while True:"
+        yield self.condition.steps
+        yield f"    if not {text.of(self.going)}: break"
+        yield self.body.onto(self.carried)
+        yield f"    {passes}{f'.append({carried})' if self.stacks else ' = True'}"
+        results = text.of(Call(results_of_loop, (self.carried, self.passes)))
+        yield f"{text.assigned(self.results, self.unpacks, results)}; del {passes}"
+        yield f"del {', '.join(map(text.of, self.carried))}"
 
 
 # -- moves between locals and registers: a unit makes few of them (``lowering.py``) ----------------------------------

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ...host_graph.control_flow import ControlFlow, control_flow_of
 from ...host_graph.nodes import (
-    ControlFlow,
     Kernel,
     Kind,
     communicates,
-    control_flow_of,
     kernel_of,
     kind_of,
     must_be_awaited,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.storages import StorageFacts
+from ...packing.lifetimes import Lifetimes
 from ...plan import Partition, ProgramPlan, Verdict
 
 if TYPE_CHECKING:

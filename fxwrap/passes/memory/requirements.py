@@ -15,11 +15,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...errors import PlanError
-from ...host_graph.lifetimes import Lifetimes
+from ...host_graph.control_flow import control_flow_of
 from ...host_graph.nodes import (
     Kind,
     by_name,
-    control_flow_of,
     counts_from_storage,
     kind_of,
     only_computes,
@@ -28,6 +27,7 @@ from ...host_graph.nodes import (
 from ...host_graph.sizes import concrete, hinted_layout, layout_at, storage_bytes, symbols_at
 from ...host_graph.storages import Origin, StorageFacts
 from ...packing import Buffer
+from ...packing.lifetimes import Lifetimes
 from ...plan import ProgramPlan, SizedProgram
 from .operator_results import placeable_results
 from .workspace import needs_no_workspace, same_layouts

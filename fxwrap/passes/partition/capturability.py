@@ -13,10 +13,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...eager_rules import EagerRule, as_rules
+from ...host_graph.control_flow import control_flow_of
 from ...host_graph.nodes import (
     Kind,
     communicates,
-    control_flow_of,
     device_of,
     is_symbolic_value,
     is_work,
@@ -92,9 +92,20 @@ def _inherited(node: Node, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, st
 # -- general rules ------------------------------------------------------------------------------------------
 
 
+def _calls_unknown_subgraphs(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
 def _decides_on_the_host(node: Node) -> bool:
     """Whether a call chooses what runs. (Conditional nodes in device graphs: a method of ``DeviceGraph``.)"""
-    return isinstance(node.target, torch._ops.HigherOrderOperator) or control_flow_of(node) is not None
+    return control_flow_of(node) is not None
+
+
+def _communicates(node: Node) -> bool:
+    """Whether a call, or one in its branches or its loop, works with other processes."""
+    flow = control_flow_of(node)
+    inner = [one for gm in flow.subgraphs for one in gm.graph.nodes] if flow is not None else ()
+    return communicates(node) or any(is_work(one) and _communicates(one) for one in inner)
 
 
 def _is_host_only(node: Node) -> bool:
@@ -141,8 +152,8 @@ def _has_no_address(node: Node) -> bool:
 # Rules for all devices: what no device graph can hold.
 _EVERYWHERE = (
     EagerRule(
-        "control flow is decided on the host",
-        predicate=_decides_on_the_host,
+        "control flow that fxwrap does not know is decided on the host",
+        predicate=_calls_unknown_subgraphs,
         remedy="torch.where over both results, where both may be computed",
     ),
     EagerRule("what it does, it does on the host", predicate=_is_host_only, remedy="leave it out"),
@@ -165,12 +176,17 @@ _EVERYWHERE = (
     ),
     EagerRule(
         "a collective runs on the process group's own stream",
-        predicate=communicates,
+        predicate=_communicates,
         remedy="nothing: replays go on on either side of it",
     ),
 )
 # Rules for device graphs that keep the addresses that they were captured with.
 FIXED_ADDRESSES = (
+    EagerRule(
+        "control flow is decided on the host",
+        predicate=_decides_on_the_host,
+        remedy="torch.where over both results, where both may be computed",
+    ),
     EagerRule(
         "works on a tensor without memory of its own: sparse, or on the meta device",
         predicate=_has_no_address,

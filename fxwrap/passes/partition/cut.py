@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import Kind, is_work, kind_of, operator_name
 from ...host_graph.storages import StorageFacts
 from ...host_graph.user_code import user_line
+from ...packing.lifetimes import Lifetimes
 from ...plan import Cut, NodeVerdict, Partition, Verdict
 
 if TYPE_CHECKING:

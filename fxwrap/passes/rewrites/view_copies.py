@@ -13,7 +13,6 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ...host_graph.lifetimes import Lifetimes
 from ...host_graph.nodes import (
     Kind,
     checks_on,
@@ -24,6 +23,7 @@ from ...host_graph.nodes import (
     schema_of,
 )
 from ...host_graph.storages import Origin, StorageFacts
+from ...packing.lifetimes import Lifetimes
 from ..analysis.aliasing import analyse_storages, overlap_groups
 
 # Bytes: the alignment that kernels for accelerators assume of buffers.

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...errors import PlanError
+from ...host_graph.control_flow import switch, while_loop
 from ...host_graph.nodes import (
     Kernel,
     aligned,
@@ -25,8 +26,6 @@ from ...host_graph.nodes import (
     launch,
     output_node,
     reinterpret,
-    switch,
-    while_loop,
 )
 
 # A storage: the node that makes it, and the position of its result; None for the only one.

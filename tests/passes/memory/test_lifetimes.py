@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_graphs import PROPERTY, GraphMaker, compile_request
 
-from fxwrap.host_graph.lifetimes import Lifetimes
+from fxwrap.packing.lifetimes import Lifetimes
 from fxwrap.pipeline import compile_host_graph
 
 

@@ -16,7 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 
 import fxwrap
 from fxwrap.errors import PlanError
-from fxwrap.host_graph.nodes import is_work, launch, switch
+from fxwrap.host_graph.control_flow import switch
+from fxwrap.host_graph.nodes import is_work, launch
 from fxwrap.host_graph.storages import Origin
 from fxwrap.passes.analysis.aliasing import analyse_storages
 from fxwrap.passes.verify import verify_schedule

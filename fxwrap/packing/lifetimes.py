@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..packing import Buffer
-from ..packing.reserved import most_alive
+from . import Buffer
+from .reserved import most_alive
 
 
 class Lifetimes(dict[int, range]):

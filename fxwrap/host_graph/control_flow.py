@@ -1,0 +1,102 @@
+"""Branches and loops: the functions that a host graph calls for them, and the subgraphs that these call.
+
+A subgraph is a host graph of its own, a module of the graph that holds it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any]) -> Any:
+    """Run the branch at position ``selector``, a number or a tensor with one: False is the first, True the second."""
+    if is_fake(selector):
+        return branches[0](*operands)  # results of all branches look the same
+    return branches[position_of(selector, len(branches))](*operands)
+
+
+def while_loop(
+    condition: Callable[..., Any],
+    body: Callable[..., Any],
+    carried: Sequence[Any],
+    additional: Sequence[Any] = (),
+    stacked: bool = False,
+) -> list[Any]:
+    """Run ``body(*carried, *additional) -> carried`` while ``condition`` of the same values holds.
+
+    Args:
+        stacked: return the carried values of every iteration, stacked, instead of the last ones.
+    """
+    values = list(carried)
+    passes: list[Sequence[Any]] = []
+    fake = any(map(is_fake, (*carried, *additional)))  # one iteration gives the results' layout
+    ran = False
+    while not ran if fake else condition(*values, *additional)[0]:
+        values, ran = list(body(*values, *additional)), True
+        if stacked:
+            passes.append(values)
+    return results_of_loop(values, passes if stacked else ran)
+
+
+def position_of(selector: Any, branches: int) -> int:
+    """The position of the branch that a selector chooses."""
+    return range(branches)[int(selector)]
+
+
+def results_of_loop(carried: Sequence[Any], passes: Sequence[Sequence[Any]] | bool) -> list[Any]:
+    """What a loop returns.
+
+    Args:
+        carried: the values that are carried in the end.
+        passes: what each iteration has carried, if that is to be stacked; otherwise whether there was an iteration.
+    """
+    if isinstance(passes, bool):
+        # No result is an operand.
+        return [value.clone() if isinstance(value, torch.Tensor) and not passes else value for value in carried]
+    return [torch.stack(values) for values in zip(*(passes or [carried]), strict=True)]  # type: ignore[arg-type]
+
+
+def is_fake(value: Any) -> bool:
+    return hasattr(value, "fake_mode")
+
+
+@dataclass(frozen=True)
+class ControlFlow:
+    """A node that calls subgraphs, depending on data.
+
+    Attributes:
+        subgraphs: all that it may call.
+        returning: those of them whose results the node returns; the condition of a loop is none.
+        operands: what each of ``subgraphs`` is called with, by position.
+        repeats: whether results of one call are operands of the next.
+    """
+
+    subgraphs: tuple[GraphModule, ...]
+    returning: tuple[GraphModule, ...]
+    operands: tuple[Any, ...]
+    repeats: bool
+
+
+def control_flow_of(node: Node) -> ControlFlow | None:
+    """What a ``switch`` or ``while_loop`` calls; None for other nodes."""
+    gm = node.graph.owning_module
+    if node.op != "call_function" or node.target not in (switch, while_loop) or gm is None:
+        return None
+    args: Any = node.args
+
+    def subgraph(handle: Any) -> GraphModule:
+        return operator.attrgetter(str(handle.target))(gm)
+
+    if node.target is switch:
+        _, operands, *handles = args
+        branches = tuple(map(subgraph, handles))
+        return ControlFlow(branches, branches, tuple(operands), False)
+    condition, body, carried, *rest = args
+    subgraphs = subgraph(condition), subgraph(body)
+    return ControlFlow(subgraphs, subgraphs[1:], (*carried, *(rest[0] if rest else ())), True)
