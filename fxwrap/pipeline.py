@@ -8,9 +8,10 @@
     HostGraphPlanner.plan        memory
 
 ``Stages`` lists them. A stage is a function of what earlier stages return. Most results have a type of their own,
-so that most wrong orders are type errors. Analysis runs once for a graph. Partitioning runs again with an operator
-eager whose capture failed, and when a call would take more than ``memory_limit``. Memory planning runs at concrete
-sizes, for each recording.
+so that most wrong orders are type errors. Analysis runs once for a graph. Partitioning runs again when a capture
+fails, with the failed operator kept eager, and when a call would take more than ``memory_limit``. Memory planning
+runs at concrete sizes: for an estimate before the first recording, for recordings that cannot use it, and, where
+addresses are frozen, to compare a call with ``memory_limit``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from .passes.memory.order import order_for_memory
 from .passes.memory.planner import bytes_of_call, plan_pair, plan_program
 from .passes.memory.requirements import Requirements, expected_sizes
 from .passes.memory.workspace import measure_workspace
-from .passes.partition.capturability import FIXED_ADDRESSES, judge, main_device
+from .passes.partition.capturability import FROZEN_ADDRESS_RULES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
 from .passes.partition.cut import cut
 from .passes.partition.export import partition_graph
@@ -194,12 +195,13 @@ def _check_fit(fitting: ProgramPlan, plan: ProgramPlan, *_: object) -> None:
 
 
 def _check_memory(memory: MemoryPlan, sized: SizedProgram, *_: object) -> None:
-    plan = sized.program
+    plan = sized.plan
     replaced = [partition.nodes for partition in plan.partitions if partition.index in plan.compiled]
     donated = {plan.placeholders[position].name for position in plan.inputs.donated}
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, sized.symbol_values, replaced, donated)
 
 
+# The lint is there to name a user's pass that breaks the graph. Built-in rewrites leave a valid one, and skip it.
 REWRITES = (
     rewrite("needless copies", view_needless_copies, lint=False),
     rewrite("shared views", share_views, lint=False),
@@ -273,8 +275,8 @@ class HostGraphPlanner:
         facts, workspace, dependencies = self._analysis
         device, sizes = main_device(graph), expected_sizes(graph, facts)
         inner = {index: sizes[index] for index in facts.inner() if index in sizes}
-        fixed = FIXED_ADDRESSES if freezes_addresses(device) else ()
-        eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops, *fixed)
+        address_rules = FROZEN_ADDRESS_RULES if freezes_addresses(device) else ()
+        eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops, *address_rules)
 
         verdicts = run(stages.capturability, graph, eager_ops, capture_errors)
         partitions = run(stages.cut, dependencies, verdicts, device, facts, inner, options.peak_budget)
@@ -307,7 +309,7 @@ class HostGraphPlanner:
     def devices(self, sized: SizedProgram) -> Collection[torch.device]:
         return Requirements.of(sized).planned.keys()
 
-    def of_variant(self, gm: GraphModule) -> HostGraphPlanner:
+    def for_graph(self, gm: GraphModule) -> HostGraphPlanner:
         return dataclasses.replace(self, graph=gm, stored_workspace=None, took={})
 
     def _run(self, stage: Stage[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
@@ -320,7 +322,7 @@ def run_stage(
     """Run one stage and its check, and call the observers.
 
     Raises:
-        PipelineError: the stage returns nothing, or is a rewrite that leaves an invalid graph.
+        PipelineError: the stage returns nothing, or is a user's pass that leaves an invalid graph.
         PlanError: the verifier refused the result.
     """
     begin = time.perf_counter()
@@ -346,7 +348,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
 
     Raises:
         MemoryLimitError: the program does not fit into ``memory_limit``.
-        PipelineError: a stage returns nothing, or a rewrite leaves an invalid graph.
+        PipelineError: a stage returns nothing, or a user's pass leaves an invalid graph.
         PlanError: the verifier refused the schedule.
     """
     stages, took = stages or Stages(), dict[str, tuple[int, float]]()
@@ -357,7 +359,9 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
-    """Make a program from a stored plan, whose graph is already rewritten. The plan has the facts of its inputs.
+    """Make a program from a stored plan, whose graph is already rewritten.
+
+    ``request.inputs`` and ``request.compile_partition`` are not used: the plan has its own inputs.
 
     Raises:
         PlanError: the verifier refused the schedule.
@@ -371,8 +375,8 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
 def compile_variant(
     program: Program, gm: GraphModule, inputs: InputFacts, compilation: Compilation | None
 ) -> Program:
-    """Another program, through the same stages, of a graph that is made of the program's rewritten one."""
-    planner = program.planner.of_variant(gm)
+    """Compile ``gm``, a modified copy of the program's rewritten graph, through the same stages."""
+    planner = program.planner.for_graph(gm)
     request = CompileRequest(program.functions, program.options, compilation=compilation)
     return _program(planner.partition(inputs, limit=_limit(program.options)), planner, request)
 
@@ -390,8 +394,8 @@ def _limit(options: Options) -> Limit | None:
 
 def _program(plan: ProgramPlan, planner: Planner, request: CompileRequest) -> Program:
     """Make a program, and add it to its compilation. A backward is linked to its forward."""
-    made: type[Program] = class_for(request.options, PROGRAMS, Program)
-    program = made(plan, planner, request.options, request.functions)
+    program_class: type[Program] = class_for(request.options, PROGRAMS, Program)
+    program = program_class(plan, planner, request.options, request.functions)
     if (compilation := request.compilation) is not None:
         forwards = [earlier for earlier in compilation.programs if earlier.plan.phase == "forward"]
         if plan.phase == "backward" and forwards:

@@ -1,8 +1,8 @@
 """The plan of a program: what is captured, in which order work runs, and where every byte lies.
 
-The passes return these dataclasses, and ``graphs/record/recording_builder`` applies them. What is stored is frozen
-data: nodes by name, storages by index, no functions and no tensors. ``ProgramPlan.graph`` is stored apart;
-``PartitionGraph`` and ``SizedProgram`` are not stored.
+The passes return these dataclasses, and ``graphs/record/recording_builder`` applies them. What is serialised is
+immutable data: nodes by name, storages by index, no functions and no tensors. ``ProgramPlan.graph`` is serialised
+separately; ``PartitionGraph`` and ``SizedProgram`` are not serialised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """Where a node runs, and why.
+    """Whether a node is captured or runs eagerly, and why.
 
     Attributes:
         data_dependent: whether the value or size of the node depends on data.
@@ -52,13 +52,18 @@ class NodeVerdict:
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes of one verdict that run one after another: work, and in eager partitions also sizes of data.
+    """Nodes of one verdict that run one after another.
+
+    These are launches and extern calls; an eager partition also has data-dependent sizes, allocations and checks, and
+    elements of tuples.
 
     Attributes:
         reason: why the partition is eager; empty for a captured one.
-        device: whose graph a captured partition is; the CPU for an eager one, wherever its work runs.
+        device: the device whose graph captures the partition; the CPU for an eager partition, even if its kernels run
+            elsewhere.
         launches, externs: numbers of its kernel launches and of its extern calls.
-        benefit: what a capture is estimated to save; None for a partition that cannot be captured.
+        benefit: what a capture is estimated to save; None if the partition, or the first of those joined in it,
+            cannot be captured.
     """
 
     index: int
@@ -76,7 +81,7 @@ class CaptureBenefit:
     """An estimate of the time that capturing a partition saves the host at every call, in microseconds.
 
     Attributes:
-        saved: the time to issue the partition's launches and library calls.
+        saved: the time to issue the partition's launches and extern calls.
         replay: the time of the replay itself.
         copies: the time of copies of inputs and of eager results to captured addresses.
     """
@@ -131,7 +136,7 @@ class Signature:
             tuple of tensors.
         mutated: positions of inputs whose memory the partition writes.
         symbols: positions of inputs that are numbers (sizes).
-        temporaries: storages that are alive inside of the partition only.
+        temporaries: allocated storages that no other partition uses, and that the program does not return.
         target: the attribute of the host graph that replaces the partition (``compile_partition``); empty if it is
             not replaced. ``target(*inputs)`` returns the outputs in order.
     """
@@ -186,7 +191,8 @@ class Region:
         lower_bound: the largest sum of storages that are alive at one time, in bytes.
         plain: the bytes that separate allocations without any reuse would take.
         reserved: the intervals of the region that live outputs of other recordings occupy.
-        kept: whether the memory is kept for later calls, of any program. The region exists in all steps then.
+        kept: whether the block returns to a process-wide cache when a call frees it, so that the next call of any
+            program can get it (CPU only). The region exists in all steps then.
     """
 
     device: torch.device
@@ -232,16 +238,17 @@ class MemoryPlan:
 
     @functools.cached_property
     def arenas(self) -> Mapping[torch.device, Region]:
+        """The regions that lie in arenas, by device. (``RecordingMemory.arenas`` has the arenas themselves.)"""
         return {region.device: region for region in self.regions if region.arena}
 
     @functools.cached_property
     def per_call(self) -> frozenset[int]:
-        """Storages of known size that are allocated at each call."""
+        """Storages of known size that each call allocates separately, in no region."""
         return frozenset(i for i, place in enumerate(self.places) if place.home is Home.CALL and i in self.sizes)
 
     @property
     def size(self) -> int:
-        """The bytes of all arenas."""
+        """The bytes that this plan needs in arenas."""
         return sum(region.size for region in self.arenas.values())
 
     @property
@@ -301,7 +308,8 @@ class InputFacts:
         static: inputs that AOTAutograd marks as static: their addresses stay the same.
         donated: inputs that AOTAutograd marks as donated: not needed after their last use.
         write_only: inputs whose values are never read, because they are written first.
-        used_outside: inputs of which a kernel uses bytes outside of the tensor, with the operator.
+        used_outside: by position, the operator (``as_strided``) whose kernel may access the input's storage outside
+            of the tensor.
         saved: AOTAutograd's names of the outputs that only backward gets.
         names: AOTAutograd's names of the inputs.
         apart: whether written inputs on the program's device share no memory with other inputs (``inputs_apart``).
@@ -319,11 +327,14 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """Every decision about a host graph that holds for all sizes.
+    """The decisions about a host graph that need no concrete sizes.
+
+    With ``memory_limit`` a plan is made for one set of sizes, and is valid for all.
 
     Attributes:
-        repeated: the nodes that run again, in order.
-        workspace: measured workspace of library calls in bytes, by node.
+        repeated: the copies of nodes that recompute dropped values, in order.
+        workspace: measured workspace of extern calls in bytes, by node; it holds at the sizes that the program was
+            compiled for.
         compiled: the signatures of partitions that ``compile_partition`` replaced, by the partition's index.
     """
 
@@ -419,7 +430,7 @@ class SizedProgram:
             it.
     """
 
-    program: ProgramPlan
+    plan: ProgramPlan
     symbol_values: Mapping[Node, int | float]
     input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool = True

@@ -157,12 +157,12 @@ class Program:
             return self._run(key, inputs, unrecorded)
 
     def _run(self, key: Any, inputs: list[Any], unrecorded: str) -> Any:
-        specialization = self.specializations.get(key) or self._add_specialization(key, inputs)
+        specialization = self.specializations.get(key) or self._check_and_add(key, inputs)
         if specialization.recordings and (outputs := self._replay(specialization, inputs)) is not NOT_RUN:
             return outputs
         return self._not_replayed(specialization, inputs, unrecorded)
 
-    def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
+    def _check_and_add(self, key: Any, inputs: Sequence[Any]) -> Specialization:
         for value in inputs:
             if stands_for_memory(value):
                 raise InputError(
@@ -171,9 +171,9 @@ class Program:
                     got="a tensor without memory",
                     remedy="call the function that was compiled, not what torch.compile returned",
                 )
-        return self._specialize(key, inputs)
+        return self._add_specialization(key, inputs)
 
-    def _specialize(self, key: Any, inputs: Sequence[Any]) -> Specialization:
+    def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
         if self.recorder.memory_limit:
             self.recorder.fit(inputs)
         return self.specializations.add(key)
@@ -244,7 +244,7 @@ class Program:
     def _record_if_there_is_room(
         self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
     ) -> tuple[Any, str]:
-        if short_of := specialization.shortage.note_call(self.plan.device):
+        if short_of := specialization.shortage.reason_to_wait(self.plan.device):
             return NOT_RUN, short_of
         if not self.specializations.make_room(specialization, owner):
             return NOT_RUN, self._no_room
@@ -279,7 +279,7 @@ class Program:
             return ""
         if specialization.eager_runs < self._warm_ups:
             return WARM_UP
-        return self._no_room if specialization.eviction.note_call() else ""
+        return self._no_room if specialization.eviction.must_wait() else ""
 
     @property
     def stages(self) -> Mapping[str, tuple[int, float]]:
@@ -287,7 +287,10 @@ class Program:
         return self.planner.took
 
     def set_memory_limit(self, nbytes: int) -> None:
-        """Set the most bytes that a call may take beside its inputs (0: no limit). The next calls plan and record."""
+        """Set the most bytes that a call may take beside its inputs (0: no limit).
+
+        The program then warms up and records again.
+        """
         self.release()
         self.recorder.set_memory_limit(nbytes)
         self.specializations.clear()
@@ -339,7 +342,7 @@ class Program:
     def plan_ahead(self, inputs: Sequence[Any]) -> None:
         """Plan memory for a call with inputs like these, without making the call."""
         key = self._sizes.key(inputs)
-        specialization = self.specializations.get(key) or self._specialize(key, inputs)
+        specialization = self.specializations.get(key) or self._add_specialization(key, inputs)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 # In place of a call's outputs: nothing has run.
 NOT_RUN = object()
-# Each further attempt leaves storages less, by at least a 64th of the limit.
+# Each further attempt lowers the budget for storages by at least 1/64 of the limit.
 _LIMIT_STEPS = 64
 _MORE_BY_LIBRARIES = "more than memory_limit with the workspace of libraries"
 # How many entries ``history`` keeps.
@@ -79,7 +79,8 @@ class Short:
     outputs: Any = NOT_RUN
 
 
-# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; its graph then.
+# The recorder of a forward program; inputs of its backward, by the storage that they are saved in; the forward's
+# graph when they were linked.
 _Forward = tuple["weakref.ref[Recorder]", Mapping[int, Sequence[str]], "weakref.ref[GraphModule]"]
 
 
@@ -87,7 +88,7 @@ class Recorder:
     """Plans, makes and keeps the recordings of one program.
 
     Attributes:
-        prepared: the program's plan; replaced when the program is partitioned again around a failed operator.
+        prepared: the plan and what is derived from it; replaced whenever the program is partitioned again.
         capture_errors: the error of each operator whose capture failed, by operator.
         memory_limit: the most bytes that a call may take beside its inputs; 0 is no limit.
         never_recorded: why the program can never be recorded; empty if it can.
@@ -219,8 +220,8 @@ class Recorder:
             memory.
 
         Raises:
-            MemoryLimitError: the call would take more than ``memory_limit``. Others, and PlanError and CaptureError,
-                with ``strict``.
+            MemoryLimitError: the call would take more than ``memory_limit``. With ``strict``: also PlanError,
+                CaptureError, and MemoryLimitError of other causes.
         """
         why, begin, device = decision.record, time.perf_counter(), self.prepared.plan.device
         if decision.first:
@@ -262,14 +263,14 @@ class Recorder:
         return result.outputs, result.of
 
     def _try(self, attempt: Attempt) -> Recorded | Refused | Short:
-        """Plan and make a recording. Errors are raised with ``strict``."""
+        """Plan and make a recording. Raises with ``strict``; an error of ``memory_limit`` always."""
         specialization, strict = attempt.specialization, self._context.options.strict
         try:
             if self._limits_arenas:
                 self.fit(attempt.inputs, attempt.static)  # with static buffers for those that move
             recorded = self._make(attempt)
         except MemoryLimitError as error:
-            if error.least:  # of memory_limit
+            if error.least:  # only an error of memory_limit sets it
                 raise
             short = Short(OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else TOO_LARGE)
             for arena in attempt.locked if short.of == OUT_OF_MEMORY else ():
@@ -359,9 +360,10 @@ class Recorder:
         )
 
     def _guards(self, prepared: Prepared, inputs: Sequence[Any], mutated: MutatedInputs | None) -> Guards | None:
-        """The conditions on native calls that all recordings share; None if a unit cannot check them.
+        """The guards of a native call that come from the recorded call; None if a unit cannot check them.
 
-        ``Recording.make_unit`` adds those of one recording: addresses, locks, streams.
+        These are sizes, and inputs that must not overlap; besides, what the program asks of every call.
+        ``Recording.make_unit`` adds those of the recording's memory: addresses, locks, device and streams.
         """
         sizes = self._context.sizes.at(inputs)
         numbers = [(p, value) for (p, how, _), value in sizes if how is None and value is not None]

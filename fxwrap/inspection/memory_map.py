@@ -131,7 +131,7 @@ def memory_data(program: Program, plan: ProgramPlan, sized: SizedProgram | None,
     """
     estimate = program.recorder.newest_estimate
     storages, operators, inductor_peak = tuple[StorageData, ...](), 0, 0
-    if sized is not None and sized.program is plan:  # otherwise the memory plan is of older partitions
+    if sized is not None and sized.plan is plan:  # otherwise the memory plan is of older partitions
         storages, operators = _storages(sized, memory)
         inductor_peak = _peak_in_order_of_lines(sized)
     predicted_with = "alone"
@@ -165,7 +165,7 @@ def memory_data(program: Program, plan: ProgramPlan, sized: SizedProgram | None,
 
 def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[tuple[StorageData, ...], int]:
     """The data of all storages, and the peak of what operators allocate, in bytes."""
-    program, requirements = sized.program, Requirements.of(sized)
+    program, requirements = sized.plan, Requirements.of(sized)
     partitions = [partition.index for partition in program.partitions for _ in partition.nodes]
     saved = _saved(program)
     rectangles = list[StorageData]()
@@ -259,7 +259,7 @@ def _peak(storages: Sequence[StorageData], schedule: Sequence[Node]) -> PeakData
 
 def _peak_in_order_of_lines(sized: SizedProgram) -> int:
     """The peak of planned allocations in bytes, if each exists from its line in the host graph to its last use."""
-    program, requirements = sized.program, Requirements.of(sized)
+    program, requirements = sized.plan, Requirements.of(sized)
     position = {node: number for number, node in enumerate(program.graph.graph.nodes)}
     last: dict[int, int] = {}
     for node, number in position.items():

@@ -156,7 +156,7 @@ def _loses_what_is_written_to_donated_inputs(patch: pytest.MonkeyPatch) -> None:
     copied_back = requirements._copied_back
 
     def faulty(sized: SizedProgram) -> frozenset[str]:
-        plan = sized.program
+        plan = sized.plan
         return copied_back(sized) - {plan.placeholders[p].name for p in plan.inputs.donated}
 
     patch.setattr(requirements, "_copied_back", faulty)

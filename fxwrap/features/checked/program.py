@@ -263,7 +263,7 @@ class _Check:
         self._before.set()
         sized = request.sized
         try:
-            check_memory(sized.program, sized.symbol_values, request.memory, self._copies.make(), self._copies.make())
+            check_memory(sized.plan, sized.symbol_values, request.memory, self._copies.make(), self._copies.make())
         except CheckError:
             if not self._differs_from_itself(recording):
                 raise
@@ -387,12 +387,12 @@ class _Check:
         sized = recording.request.sized
         self._before.set()
         first, second = self._copies.make(), self._copies.make()
-        walks = [Walk(sized.program, sized.symbol_values, inputs, OwnMemory()) for inputs in (first, second)]
-        difference = first_difference(walks[0], walks[1], sized.program.device)
+        walks = [Walk(sized.plan, sized.symbol_values, inputs, OwnMemory()) for inputs in (first, second)]
+        difference = first_difference(walks[0], walks[1], sized.plan.device)
         if difference is None:
             return False
         node, program = walks[0].schedule[difference.step], self._program
-        if node in sized.program.captured_work and not only_computes(node) and program._freezes_addresses:
+        if node in sized.plan.captured_work and not only_computes(node) and program._freezes_addresses:
             raise walks[0].fault(
                 node,
                 "not the same twice",

@@ -150,7 +150,7 @@ def check_steps(recording: Recording) -> None:
     """
     replay, request = recording._replay, recording.request
     assert replay is not None
-    plan = request.sized.program
+    plan = request.sized.plan
     expected = [partition_range(request.name, partition.index) for partition in plan.partitions]
     steps = [part.name for part in replay.parts if part.name in expected]
     remedy = "this is a bug of fxwrap, or of who changes its recordings: please report it"
@@ -201,7 +201,7 @@ class _Stepwise:
 
     def __init__(self, recording: Recording, schedule: Sequence[Node], inputs: Sequence[Any]) -> None:
         assert recording._replay is not None and recording._resources is not None
-        self._schedule, self._plan = schedule, recording.request.sized.program
+        self._schedule, self._plan = schedule, recording.request.sized.plan
         self._fixed = recording._resources.kept
         self._values = dict(zip(self._plan.placeholders, inputs, strict=True))
         self._registers = recording._replay.registers
@@ -266,7 +266,7 @@ def locate(
     inputs = copies.make(changed, statics)
     twins, stepped = Copies(inputs).make(), recording
     if request.runtime.frozen_addresses:
-        sized = dataclasses.replace(request.sized, program=in_single_steps(request.sized.program))
+        sized = dataclasses.replace(request.sized, plan=in_single_steps(request.sized.plan))
         request = dataclasses.replace(request, sized=sized, guards=None)
         everything = [p for p in range(len(copies)) if p not in statics]
         stepped = RecordingBuilder(request).record(copies.make(() if changed else everything, statics)).recording
@@ -274,7 +274,7 @@ def locate(
         if stepped.ended or (stepped is not recording and stepped.eager_reasons):
             return None
         with without_gradients():
-            walk = Walk(request.sized.program, request.sized.symbol_values, twins, OwnMemory())
+            walk = Walk(request.sized.plan, request.sized.symbol_values, twins, OwnMemory())
             steps = _Stepwise(stepped, walk.schedule, inputs)
             difference = first_difference(walk, steps, walk.plan.device)
         return (walk, difference) if difference is not None else None

@@ -62,8 +62,8 @@ class Planner(Protocol):
     ) -> tuple[PlacementHint, PlacementHint]:
         """Hints for a forward and its backward from a joint plan (``passes.memory.planner.plan_pair``)."""
 
-    def of_variant(self, gm: GraphModule) -> Planner:
-        """The planner of another graph, which was made of the one that this planner has."""
+    def for_graph(self, gm: GraphModule) -> Planner:
+        """A planner with the same stages and options for another graph, a modified copy of this planner's."""
 
     @property
     def took(self) -> Mapping[str, tuple[int, float]]:
@@ -94,7 +94,7 @@ class Estimate:
 
     def is_for(self, sized: SizedProgram) -> bool:
         """Whether a recording of ``sized``, at the estimate's sizes and without frozen addresses, can use it."""
-        return self.sized.program is sized.program and self.sized.donated == sized.donated
+        return self.sized.plan is sized.plan and self.sized.donated == sized.donated
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ class Eviction:
     evicted: bool = False
     refused: tuple[int, int] = (0, 0)
 
-    def note_call(self) -> bool:
-        """Count a call; returns whether it is too early for another attempt to evict."""
+    def must_wait(self) -> bool:
+        """Whether it is too early for another attempt to evict. Counts the call."""
         calls, after = self.refused
         if calls:
             self.refused = calls - 1, after

@@ -34,8 +34,8 @@ class Shortage:
         """Note a shortage. ``pressure``: see ``ArenaPool.pressure``."""
         self.known, self.calls_since = (why, pressure), 0
 
-    def note_call(self, device: torch.device) -> str:
-        """Count a call; returns why there is too little memory to record, empty if there may be enough now."""
+    def reason_to_wait(self, device: torch.device) -> str:
+        """Why there is too little memory to record; empty if there may be enough now. Counts the call."""
         if self.known is None:
             return ""
         why, before = self.known

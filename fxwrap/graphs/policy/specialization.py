@@ -8,8 +8,9 @@ another stream works in its memory record another; with ``AT_ONE_TIME`` of them,
                                    wait for that stream and replay
 all have ended                     record again (the arena moved, they were released or evicted)
 a static input is elsewhere        record for the new address; after a few moves the input is no longer static
-an output is live                  run eagerly; an output found live twice is copied from then on (an output of the
-                                   last warm-up that is live at the first recording: from that recording on)
+an output is live                  run eagerly; an output found live twice is copied from then on, with all small
+                                   ones; the next time, all outputs are (an output of the last warm-up that is still
+                                   live at the first recording is copied from the start)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
 there are ``max_recordings``       the least recently used one ends, if this shape is called more often; after a
                                    refusal the shape waits 0, 1, 2, 4, ... ``MOST_PATIENCE`` calls, since an attempt
@@ -60,7 +61,7 @@ class Decision:
         eager: the reason to run eagerly.
         event: what happened, for the counters.
         without_live_outputs: whether to record in an arena without live outputs.
-        in_use: arenas of recordings that fit the call, but are in use by other calls.
+        in_use: arenas of recordings that fit the call, but are in use by other calls or streams.
     """
 
     replay: Recording | None = None
@@ -80,7 +81,7 @@ class Specialization:
     only delays a decision.
 
     Attributes:
-        estimate: the plan that was made ahead of the first recording.
+        estimate: the first memory plan: made before the first recording, or with it.
         recorded_around: how often it was recorded because live outputs of other programs blocked every recording.
         waited_for_outputs: whether a call has run eagerly for such outputs since the last such recording.
         avoids_live_outputs: whether the verifier refused a plan around live outputs, so that the next recording is

@@ -37,7 +37,7 @@ class Layout:
     """
 
     def __init__(self, request: RecordingRequest) -> None:
-        self._request, self._plan = request, request.sized.program
+        self._request, self._plan = request, request.sized.plan
         self._freezes_addresses = request.runtime.frozen_addresses
         self.tensors: dict[Node, torch.Tensor] = {}
         self.regions = Regions(self._plan, request.memory, request.functions.kept_region)

@@ -47,7 +47,7 @@ class Outputs:
         pooled: frozenset[Node],
     ) -> None:
         self._request, self._layout, self._registers, self._values = request, layout, registers, values
-        self._pooled, self._plan = pooled, request.sized.program
+        self._pooled, self._plan = pooled, request.sized.plan
         self._freezes_addresses = request.runtime.frozen_addresses
         self.storages: list[OutputStorage] = []
 

@@ -65,7 +65,7 @@ class RecordingBuilder:
 
     def __init__(self, request: RecordingRequest) -> None:
         self.request = request
-        self.plan = request.sized.program
+        self.plan = request.sized.plan
         self._freezes_addresses = request.runtime.frozen_addresses
         self._constants = constants(self.plan.graph)
         self.registers = Registers.of(self.plan, request.memory, self._freezes_addresses)

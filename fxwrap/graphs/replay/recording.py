@@ -44,8 +44,8 @@ class RecordingRequest(RecordingMemory):
         static_inputs: positions of the inputs whose addresses are assumed not to change; each call checks them.
         copied: storages of outputs that are copied when handed out.
         mutated_inputs: checks that no mutated input overlaps another input; None where no check is needed.
-        guards: what a native call must look like, apart from memory, which ``make_unit`` adds; None if a unit cannot
-            check it: then the recording replays in Python.
+        guards: what a native call must look like, apart from addresses, locks, device and streams, which
+            ``make_unit`` adds; None if a unit cannot check it: then the recording replays in Python.
         count: counts native replays.
         policy: the policy that gets reports of outputs that are live when their memory is needed.
     """
@@ -75,8 +75,9 @@ class Replay:
     Attributes:
         registers: values that change from call to call; the first ``inputs_end`` are the inputs.
         frees_inputs: whether a replay drops its references to inputs at their last use.
-        parts: in order: asserts on inputs, copies to static input buffers, for each partition the replay of its graph
-            or its eager work, copies back to mutated inputs; the last makes the outputs.
+        parts: in order: asserts on inputs, copies to static input buffers, for each partition the replay of its
+            graph, or its eager work and the copies of its results to static buffers, copies back to mutated inputs;
+            the last makes the outputs.
     """
 
     registers: list[Any]
@@ -105,7 +106,8 @@ class RecordingResources:
 
     Attributes:
         graphs: the device graphs.
-        pools: the memory pools of the graphs; kept so that a new pool gets another stream while there is a free one.
+        pools: the memory pools of the graphs. A live pool marks its stream as used, so that a new pool takes another
+            if one is free.
         kept: tensors over planned and per-recording storages, static input buffers, and values at fixed addresses
             (results of captured partitions, and static buffers of eager results), by the node that makes the value.
         in_arenas: (device, offset) of each storage in an arena, by its handle.
@@ -136,7 +138,7 @@ class Recording:
     def __init__(
         self, request: RecordingRequest, replay: Replay, resources: RecordingResources, static_addresses: list[Any]
     ) -> None:
-        self.request, self.plan = request, request.sized.program
+        self.request, self.plan = request, request.sized.plan
         self._profiling = request.functions.profiling
         self._replay: Replay | None = replay
         self._resources: RecordingResources | None = resources
@@ -173,17 +175,17 @@ class Recording:
         handed_out = Counter(tensor.untyped_storage()._cdata for tensor in tensors_in(returned))
         counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
         self._watched_outputs = WatchedOutputs(outputs, counter, handed_out)
-        plans = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
-        footprints = {arena: memory.footprint(plan) if plan is not None else [] for arena, plan in plans.items()}
+        regions = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
+        footprints = {arena: memory.footprint(region) if region else [] for arena, region in regions.items()}
         donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
         self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
-        unplanned = tensors_in(list(self._resources.kept.values()))
+        kept = tensors_in(list(self._resources.kept.values()))
         without_modes = self.request.functions.without_modes
-        self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, unplanned)
+        self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, kept)
         self._retire.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas; after it the finalizer retires the outputs.
-        for arena, plan in plans.items():
-            arena.enter(self, self._watched_outputs, plan.size if plan is not None else 0)
+        for arena, region in regions.items():
+            arena.enter(self, self._watched_outputs, region.size if region is not None else 0)
 
     def acquire(self, owner: LockOwner) -> bool:
         """Lock the recording and its arenas for one call: all of them, or none.
@@ -248,7 +250,11 @@ class Recording:
 
     @property
     def own_storages(self) -> list[torch.UntypedStorage]:
-        """What it keeps outside arenas: static buffers, and unplanned results that captured work reads."""
+        """What it keeps outside arenas.
+
+        These are static buffers of eager results, results of captured partitions in the graph pool, and per-recording
+        storages. On the CPU they are also the regions, which have no memory between calls.
+        """
         if self._resources is None:
             return []
         kept = tensors_in(list(self._resources.kept.values()))
@@ -264,7 +270,11 @@ class Recording:
         return bool(value.data_ptr() == self.static_addresses[position])
 
     def may_run(self, inputs: list[Any], owner: LockOwner) -> bool:
-        """Whether it can run a call that holds its locks: static inputs are in place, and its memory is free."""
+        """Whether it can replay this call; the caller holds its locks.
+
+        It cannot if it is superseded, a static input has moved, a mutated input overlaps another input, another
+        stream works in its arenas, or a replay would overwrite a live output.
+        """
         if self.superseded or not self.same_addresses(inputs):
             return False
         if (mutated := self.request.mutated_inputs) is not None and not mutated.are_apart(inputs):
@@ -378,7 +388,7 @@ def _retire(
     without_modes: Callable[[], contextlib.AbstractContextManager[Any]],
     outputs: WatchedOutputs,
     arenas: Sequence[Arena],
-    unplanned: list[torch.Tensor],
+    kept: list[torch.Tensor],
 ) -> None:
     """Retire the outputs, and keep memory until the device has finished using it.
 
@@ -388,5 +398,5 @@ def _retire(
     for arena in arenas:
         arena.changed()
         with without_modes():
-            arena.keep_until_done(unplanned)
-    unplanned.clear()
+            arena.keep_until_done(kept)
+    kept.clear()

@@ -77,12 +77,12 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     """
     buffers = {index: buffer for items in requirements.planned.values() for index, buffer in items}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
-    others = [*unplanned, *(b for index, b in buffers.items() if index not in requirements.temporaries)]
+    others = [*unplanned, *(b for index, b in buffers.items() if index not in requirements.region_storages)]
     peak_limit, alignment = most_alive([*unplanned, *buffers.values()]), _alignment(_CPU)
     # Memory of unknown size counts as all that there may be, so that no region grows over that step.
     others += [Buffer("unknown", peak_limit, step, step + 1) for step in requirements.unknown]
     steps = requirements.end - 1
-    shared = share_regions(requirements.temporaries, others, peak_limit, alignment, steps, requirements.unshared)
+    shared = share_regions(requirements.region_storages, others, peak_limit, alignment, steps, requirements.unshared)
     regions = [Region(_CPU, one.begin, one.end, one.size, alignment, kept=one.kept) for one in shared]
     plan = _assign_homes(requirements, regions, [region.offsets for region in shared], Home.CALL)
     per_call = [buffer for index, buffer in buffers.items() if plan.places[index].home is Home.CALL]
@@ -169,7 +169,7 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     frozen = programs[0].frozen
     for device in {**timeline.planned, **timeline.unplanned}:
         planned = _renamed(timeline.planned.get(device, ()))
-        own_copies = copies if device == programs[0].program.device else 0
+        own_copies = copies if device == programs[0].plan.device else 0
         unplanned = [*_renamed(timeline.unplanned.get(device, ())), Buffer("copies", own_copies, 0, timeline.end)]
         predictions.append(
             Prediction(
@@ -185,8 +185,8 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
 
 def _with_moved_inputs(backward: SizedProgram, forward: SizedProgram) -> SizedProgram:
     """The backward program, to which inputs of its forward that move and are saved are copied as well."""
-    buffers, plan = dict(backward.input_buffers), forward.program
-    for index, names in saved_tensors(plan, backward.program, (Origin.INPUT,)).items():
+    buffers, plan = dict(backward.input_buffers), forward.plan
+    for index, names in saved_tensors(plan, backward.plan, (Origin.INPUT,)).items():
         if (buffer := forward.input_buffers.get(plan.facts.storages[index].node)) is not None:
             buffers.update(dict.fromkeys(names, buffer))
     return replace(backward, input_buffers=buffers) if buffers != backward.input_buffers else backward
@@ -232,7 +232,7 @@ class _Timeline:
                         if after is not None and end == part.end and index in part.handed_out:
                             end = part.end + after.end_of(saved_as.get(index, ()))
                         collected[device].append((number, Buffer(b.name, b.size, begin + b.begin, begin + end)))
-                        if begin + end == last and part.is_output(index):
+                        if begin + end == last and part.is_new_output(index):
                             outputs[device] += b.size
             begin += part.end
         return cls(planned, unplanned, outputs, begin)

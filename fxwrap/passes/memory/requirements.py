@@ -37,7 +37,7 @@ from .workspace import needs_no_workspace, same_layouts
 class Requirements:
     """The memory that a program needs at concrete sizes.
 
-    It refers to no node and no plan: those may lead to the ``SizedProgram`` that its cache has as a weak key.
+    It holds no node and no plan: they could keep alive the ``SizedProgram`` that is its weak key in the cache.
 
     Attributes:
         lifetimes: see ``ProgramPlan``.
@@ -48,12 +48,13 @@ class Requirements:
             not measured at these sizes.
         sizes: bytes of every storage that an allocation node makes or the plan places, if its size is known.
         outputs: storages that the caller gets: of allocation nodes, and results of operators that the plan places.
+            (For ``is_new_output`` all results of operators count.)
         copied_back: see ``MemoryPlan``.
-        temporaries: allocated storages of known size that are never live after a call; none where addresses are
-            frozen.
-        unshared: temporaries that need a region of their own (``_counted_from`` has the reasons).
+        region_storages: allocated storages of known size that are never live after a call, so that they may lie in a
+            region; none where addresses are frozen.
+        unshared: those of them that need a region of their own (``_must_not_share`` has the reasons).
         donated: inputs that are freed after their last use.
-        copies: bytes that are copied because eager work returns them and captured work reads them.
+        copies: bytes of static buffers outside of arenas, for results of eager work that device graphs read.
         end: the end of live ranges that outlast the call; the step ``end - 1`` is the time after the last node.
     """
 
@@ -65,7 +66,7 @@ class Requirements:
     sizes: Mapping[int, int]
     outputs: frozenset[int]
     copied_back: frozenset[str]
-    temporaries: Mapping[int, Buffer]
+    region_storages: Mapping[int, Buffer]
     unshared: frozenset[int]
     donated: Sequence[Buffer]
     copies: int
@@ -75,8 +76,8 @@ class Requirements:
     def handed_out(self) -> frozenset[int]:
         return self.facts.handed_out
 
-    def is_output(self, index: int | None) -> bool:
-        """Whether the caller gets a storage that the program allocates."""
+    def is_new_output(self, index: int | None) -> bool:
+        """Whether the caller gets a storage that the program or one of its operators allocates."""
         return index in self.handed_out and self.facts.storages[index].origin in (Origin.ALLOCATION, Origin.EXTERN)
 
     def end_of(self, names: Iterable[str]) -> int:
@@ -99,7 +100,7 @@ class Requirements:
 
     @classmethod
     def _of(cls, sized: SizedProgram) -> Requirements:
-        program, facts = sized.program, sized.program.facts
+        program, facts = sized.plan, sized.plan.facts
         _check_communications(facts)
         results, symbols = _placed_results(sized), symbols_at(sized.symbol_values)
         copied_back, end = _copied_back(sized), len(program.schedule) + 1
@@ -109,7 +110,7 @@ class Requirements:
         sizes, buffers = _planned_buffers(sized, results, copied_back, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
         results_at, workspace = _sizes_of_results(program, symbols), _workspace_at(program, symbols)
-        temporaries = {} if sized.frozen else _temporaries(program, buffers)
+        region_storages = {} if sized.frozen else _region_storages(program, buffers)
         return cls(
             facts=facts,
             lifetimes=program.lifetimes,
@@ -119,8 +120,8 @@ class Requirements:
             sizes=sizes,
             outputs=outputs,
             copied_back=copied_back,
-            temporaries=temporaries,
-            unshared=_counted_from(program) & temporaries.keys() if temporaries else frozenset(),
+            region_storages=region_storages,
+            unshared=_must_not_share(program) & region_storages.keys() if region_storages else frozenset(),
             donated=_donated(sized, end),
             copies=_copies(program, placed, results_at) if sized.frozen else 0,
             end=end,
@@ -154,7 +155,7 @@ def _planned_buffers(
     Args:
         results: bytes of operators' results that the plan places, by storage.
     """
-    program, lifetimes = sized.program, sized.program.lifetimes
+    program, lifetimes = sized.plan, sized.plan.lifetimes
     sizes: dict[int, int] = {}
     buffers: dict[torch.device, list[tuple[int, Buffer]]] = defaultdict(list)
     in_compiled = frozenset().union(*(signature.temporaries for signature in program.compiled.values()))
@@ -187,7 +188,7 @@ def _planned_buffers(
 
 def _copied_back(sized: SizedProgram) -> frozenset[str]:
     """Inputs with a static buffer that the program writes, where the caller still has the input or gets it back."""
-    plan, facts = sized.program, sized.program.facts
+    plan, facts = sized.plan, sized.plan.facts
     written, donated = facts.all_written(), {plan.placeholders[position].name for position in plan.inputs.donated}
 
     def is_seen(name: str) -> bool:
@@ -216,7 +217,7 @@ def _placed_results(sized: SizedProgram) -> dict[int, int]:
 
     These are results of eager work that device graphs read, and results of captured work that the caller gets.
     """
-    program = sized.program
+    program = sized.plan
     if not sized.frozen:
         return {}
     work = set(program.schedule) - program.replaced_work
@@ -316,7 +317,7 @@ def _donated(sized: SizedProgram, end: int) -> list[Buffer]:
 
     Several inputs may share one storage. An input that is never used is freed with the call.
     """
-    facts, lifetimes, buffers = sized.program.facts, sized.program.lifetimes, []
+    facts, lifetimes, buffers = sized.plan.facts, sized.plan.lifetimes, []
     for nbytes, nodes in sized.donated:
         indices = facts.behind_named(nodes)
         if indices.isdisjoint(facts.handed_out):
@@ -325,7 +326,7 @@ def _donated(sized: SizedProgram, end: int) -> list[Buffer]:
     return buffers
 
 
-def _temporaries(
+def _region_storages(
     program: ProgramPlan, planned: Mapping[torch.device, Iterable[tuple[int, Buffer]]]
 ) -> dict[int, Buffer]:
     """Allocated storages of a plan that are never live after a call."""
@@ -340,11 +341,11 @@ def _temporaries(
     }
 
 
-def _counted_from(program: ProgramPlan) -> frozenset[int]:
-    """Storages that must not share memory with others.
+def _must_not_share(program: ProgramPlan) -> frozenset[int]:
+    """Storages that must not share memory with others, because of the operators that use them.
 
-    An operator may count elements from the start of the storage, or take two values in one storage for views of one
-    tensor. What control flow takes may be used so in a branch.
+    Such an operator takes an explicit ``storage_offset`` (``as_strided``), or tests whether two tensors share a
+    storage. A branch or loop body may contain one.
     """
     facts = program.facts
     nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]

@@ -181,7 +181,7 @@ _EVERYWHERE = (
     ),
 )
 # Rules for device graphs that keep the addresses that they were captured with.
-FIXED_ADDRESSES = (
+FROZEN_ADDRESS_RULES = (
     EagerRule(
         "control flow is decided on the host",
         predicate=_decides_on_the_host,

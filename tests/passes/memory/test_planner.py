@@ -475,7 +475,7 @@ def test_what_eager_work_returns_is_copied_into_the_arena() -> None:
         assert (predicted.arena, predicted.operators, predicted.total) == (inside, beside, inside + beside)
         memory = plan_program(planned)
         assert memory.size == memory.peak == inside
-        verify_memory(gm, planned.program.schedule, planned.program.facts, memory, {})
+        verify_memory(gm, planned.plan.schedule, planned.plan.facts, memory, {})
 
 
 def test_what_eager_work_returns_is_read_where_it_is() -> None:
