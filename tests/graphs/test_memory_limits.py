@@ -17,9 +17,10 @@ from conftest import Compiled, freezes
 
 import fxwrap
 from fxwrap.graphs.memory.arena_pool import ArenaPool
-from fxwrap.graphs.memory.arenas import Arena
+from fxwrap.graphs.memory.arenas import OUT_OF_MEMORY, Arena
 from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
 from fxwrap.graphs.memory.locks import LockOwner
+from fxwrap.graphs.policy.shortage import ASKED_AGAIN, NOTHING_IS_ENOUGH
 from fxwrap.passes.memory.planner import bytes_of_call
 
 CPU = torch.device("cpu")
@@ -244,6 +245,29 @@ def test_release_of_one_function_leaves_the_others(
     assert (fxwrap.release(g.call) > 0) == freezes(device)
     with pytest.raises(fxwrap.FxwrapError, match="has no program"):
         fxwrap.release(torch.sin)
+
+
+def test_what_is_recorded_after_a_release_and_a_shortage_is_not_the_first(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """
+    ::
+
+        recorded  replay  | released |  too little memory, 31 calls  |  recorded
+        first                                                           released
+    """
+    f: Compiled = compiled(_model().to(device))
+    x = torch.randn(8, 16, device=device)
+    _run(f, x)
+    fxwrap.release(f.call)
+    (specialization,) = f.program.specializations.values()
+    specialization.shortage.note(OUT_OF_MEMORY, NOTHING_IS_ENOUGH)
+    _run(f, x, ASKED_AGAIN - 1)
+    assert f.program.counters.recordings == {"first": 1}
+    assert f.program.counters.eager == {"warm-up": 1, OUT_OF_MEMORY: ASKED_AGAIN - 1}
+    _run(f, x, 2)
+    assert f.program.counters.recordings == {"first": 1, "released": 1}
+    assert f.program.history[-1].why == "released" and f.program.counters.replays == 2
 
 
 # -- a limit ----------------------------------------------------------------------------------------------------

@@ -155,8 +155,8 @@ class Specialization:
                 self.shortage.note(OUT_OF_MEMORY, NOTHING_IS_ENOUGH)
 
     def _decide_first(self) -> Decision:
-        why, self.ended_because = self.ended_because, ""
-        return Decision(record=why or "first", first=not why)
+        # The reason stays until there is a recording (``add``): this one may be refused.
+        return Decision(record=self.ended_because or "first", first=not self.ended_because)
 
     def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
         """Decide for static inputs at addresses that no recording has.
