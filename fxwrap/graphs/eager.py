@@ -70,6 +70,6 @@ def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> 
             builder.check(node)
     for partition in plan.partitions:
         builder.begin_range(partition_range(name, partition.index))
-        builder.run_partition(plan, partition)
+        builder.append_partition(plan, partition)
     builder.begin_range("")
     return builder.build(output_node(plan.graph).args[0], give_back=give_back)

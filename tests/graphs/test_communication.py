@@ -256,7 +256,7 @@ def test_what_a_collective_was_given_is_not_freed_before_the_wait() -> None:
     dependencies = build_dependency_graph(gm, analyse_storages(gm))
     (partition,) = cut(dependencies, judge(gm, ("aten::sin", "aten::cos")), CPU).partitions
     builder = FlatBuilder({}, {by_name(gm)["x"]: 0})
-    builder.run_partition(plan_of(gm), partition)
+    builder.append_partition(plan_of(gm), partition)
     lines = [line.strip() for line in builder.build([by_name(gm)["g"], by_name(gm)["t"]]).source.splitlines()]
     (gathers,) = [line for line in lines if repr(LAZY_GROUP) in line]
     given = gathers.split("(")[1].split(",")[0]

@@ -38,8 +38,9 @@ def test_one_unit_without_python_runs_it(compiled: Any, function: Callable[..., 
         assert_same(f(x, torch.tensor(count)), theirs(x, torch.tensor(count)))
     (graph,) = fxwrap.report(f).graphs
     assert [partition.verdict for partition in graph.partitions] == [Verdict.CAPTURED]
-    (first,) = [number for number, line in enumerate(graph.unit) if line.startswith(begins)]
-    inner = [line for line in graph.unit[first:] if line.startswith("    ")]
+    lines = graph.unit.splitlines()
+    assert sum(line.startswith(begins) for line in lines) == 1
+    inner = [line for line in lines if line.startswith("    ")]
     assert any("cpp_fused" in line for line in inner) and not any(line.endswith("# Python") for line in inner)
 
 

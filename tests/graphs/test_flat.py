@@ -91,7 +91,7 @@ def test_the_kind_of_a_node(
 
 def _last_step(node: Node, registers: dict[Node, int]) -> steps.Step:
     builder = FlatBuilder({}, registers)
-    builder.run([node])
+    builder.append([node])
     return [step for step in builder.build().steps if not isinstance(step, steps.Drop)][-1]
 
 
@@ -105,7 +105,7 @@ def test_a_tuple_that_is_taken_apart() -> None:
     gm = maker.finish([*elements, maker.getitem(parts, 3)])
     x, sorted_, parts = (by_name(gm)[node.name] for node in (x, sorted_, parts))
     builder = FlatBuilder({}, {x: 0})
-    builder.run([sorted_, parts])
+    builder.append([sorted_, parts])
     flat = builder.build([by_name(gm)[node.name] for node in gm.graph.find_nodes(op="output")[0].args[0]])
     load, sort, split, item = (step for step in flat.steps if not isinstance(step, steps.Drop))
     assert isinstance(load, steps.Load) and isinstance(item, steps.Item)
@@ -126,7 +126,7 @@ def test_a_launch_and_what_it_needs() -> None:
     gm = maker.finish([out])
     nodes = by_name(gm)
     builder = FlatBuilder(constants(gm), {nodes["x"]: 0}, emptied=[nodes["x"]])
-    builder.run([node for node in gm.graph.nodes if node.target is launch])
+    builder.append([node for node in gm.graph.nodes if node.target is launch])
     flat = builder.build(nodes["out"])
     kinds = [steps.Load, steps.View, steps.Allocate, steps.Launch, steps.Drop]
     assert [type(step) for step in flat.steps] == kinds

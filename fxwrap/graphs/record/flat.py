@@ -56,7 +56,7 @@ class FlatBuilder:
 
     Args:
         bound: known values. Views and arithmetic of bound values are evaluated while building, and added.
-        registers: the registers of values that are not known yet.
+        registers: the register of each value that the function loads or stores.
         emptied: values whose registers are not read again; reading them empties the register.
         before, after: steps before and after a node's own.
         post_processing: functions through which results of nodes go.
@@ -77,7 +77,7 @@ class FlatBuilder:
         self._before, self._after, self._may_retry = before, after, may_retry
         self._filled: list[torch.UntypedStorage] = []  # regions that got memory here
         self._post_processing = post_processing
-        self._parts: dict[Node, list[Node | None]] = {}  # by tuple: its elements; None if not needed
+        self._elements: dict[Node, list[Node | None]] = {}  # by tuple: its elements; None if not needed
         self._kept_when_made: set[Node] = set()  # allocations and views that this function makes and keeps
         self._names = itertools.count()
         self._subgraphs: dict[GraphModule, Callable[..., Any]] = {}
@@ -89,7 +89,7 @@ class FlatBuilder:
 
     # -- appending ---------------------------------------------------------------------------------
 
-    def run(
+    def append(
         self, nodes: Iterable[Node], stores: Iterable[Node] = (), ends: Mapping[Node, Iterable[Node]] | None = None
     ) -> None:
         """Append the work of ``nodes``, in order, and keep the values of ``stores`` in their registers.
@@ -116,7 +116,7 @@ class FlatBuilder:
                     self.check(checker)
             self._add_all(self._after, [node])
 
-    def run_graph(self, gm: GraphModule) -> None:
+    def append_graph(self, gm: GraphModule) -> None:
         """Append the work of a subgraph, in its order."""
         inputs = gm.graph.find_nodes(op="placeholder")
         work = [node for node in gm.graph.nodes if is_work(node)]
@@ -124,7 +124,7 @@ class FlatBuilder:
         for node in checks_on(inputs):
             if self.available(node):
                 self.check(node)
-        self.run(
+        self.append(
             node
             for node in gm.graph.nodes
             if node in work or (kind_of(node) is Kind.CHECK and node not in with_their_values)
@@ -140,11 +140,11 @@ class FlatBuilder:
             elif not step.nbytes and any(step.storage is filled for filled in self._filled):
                 step.storage.resize_(0)
 
-    def run_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
+    def append_partition(self, plan: ProgramPlan, partition: Partition, stores: Iterable[Node] = ()) -> None:
         """Append a partition: its nodes, or the call of its replacement (``compile_partition``)."""
         signature = plan.compiled.get(partition.index)
         if signature is None:
-            self.run(plan.work_in(partition), stores, plan.awaited)
+            self.append(plan.work_in(partition), stores, plan.awaited)
             return
         self._kept_when_made = {node for node in stores if kind_of(node) is Kind.ALLOCATION}
         self._add_all(self._before, plan.work_in(partition))
@@ -166,24 +166,27 @@ class FlatBuilder:
             self._use(local)
 
     def begin_range(self, name: str) -> None:
-        """Append the begin of a range. It ends where the next range begins."""
+        """Begin a range of profiles (``record_function``). It ends where the next one begins."""
         self._steps.append(steps.Range(name))
 
     def keep(self, node: Node) -> None:
         """Append a store of a value in its register."""
-        parts = self._parts.get(node)
+        elements = self._elements.get(node)
         value: Operand
-        if parts is None:
+        if elements is None:
             value = self._reference(node)
         else:
-            value = tuple(None if part is None else self._reference(part) for part in parts)
+            value = tuple(None if element is None else self._reference(element) for element in elements)
         self._steps.append(steps.Store(Register(self.registers[node]), value, node=node))
-        for part in parts if parts is not None else [node]:
-            if part is not None:
-                self._use(self._locals[part])
+        for element in elements if elements is not None else [node]:
+            if element is not None:
+                self._use(self._locals[element])
 
     def check(self, node: Node) -> None:
-        """Append an assert. If all its operands are bound, it runs now instead."""
+        """Append an assert. If all its operands are bound, it runs now instead.
+
+        One whose operands do not exist yet, or that was appended before, is skipped.
+        """
         if all(self._is_known(arg) for arg in node.all_input_nodes):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.bound.__getitem__)
             node.target(*args, **kwargs)  # type: ignore[operator]
@@ -209,9 +212,9 @@ class FlatBuilder:
             name: see ``Part``.
             give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
         """
-        returned = self._argument(result, literal_lists=True)
+        returned = self._argument(result, is_result=True)
         for region in self._filled:
-            region.resize_(0)  # where a later partition ends it
+            region.resize_(0)  # still filled: its region ends in a later partition
         return Part.of(self._with_drops(), returned, name, give_back)
 
     def _with_drops(self) -> list[Step]:
@@ -266,7 +269,7 @@ class FlatBuilder:
         for user, position in positions.items():
             if any(further not in scheduled for further in effective_users(user)):
                 parts[position] = user
-        self._parts[node] = parts
+        self._elements[node] = parts
 
     def _append(self, step: Step, node: Node, may_retry: bool = False) -> None:
         self._steps.append(dataclasses.replace(step, node=node, may_retry=may_retry))
@@ -352,22 +355,23 @@ class FlatBuilder:
                     inner._pinned.add(operand)
             else:
                 inner.bound[node] = operand.value if isinstance(operand, Bound) else operand
-        inner.run_graph(gm)
-        values = [inner._argument(value, literal_lists=True) for value in output_node(gm).args[0]]  # type: ignore[union-attr]
+        inner.append_graph(gm)
+        values = [inner._argument(value, is_result=True) for value in output_node(gm).args[0]]  # type: ignore[union-attr]
         return steps.Block(tuple(inner._with_drops()), tuple(values))
 
     def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
 
-    def _argument(self, value: Any, literal_lists: bool = False) -> Any:
+    def _argument(self, value: Any, is_result: bool = False) -> Any:
+        """An operand. What the function returns is made at each call, and its locals are not dropped."""
         if isinstance(value, Node):
-            return self._reference(value, pin=literal_lists)
+            return self._reference(value, pin=is_result)
         if type(value) in LITERALS:
             return value
-        if not literal_lists and all(self._is_known(node) for node in nodes_in(value)):
+        if not is_result and all(self._is_known(node) for node in nodes_in(value)):
             return self._bind(torch.fx.map_arg(value, self.bound.__getitem__))
         if isinstance(value, (tuple, list)):
-            items = [self._argument(item, literal_lists) for item in value]
+            items = [self._argument(item, is_result) for item in value]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, slice):
             return slice(*map(self._argument, (value.start, value.stop, value.step)))
@@ -425,7 +429,7 @@ def flat_subgraph(gm: GraphModule) -> Callable[..., Any]:
     """A subgraph (a branch, the body of a loop) as a flat function of its inputs."""
     inputs = gm.graph.find_nodes(op="placeholder")
     builder = FlatBuilder(constants(gm), {node: position for position, node in enumerate(inputs)})
-    builder.run_graph(gm)
+    builder.append_graph(gm)
     run = builder.build(output_node(gm).args[0]).run
     return lambda *values: run(list(values))
 

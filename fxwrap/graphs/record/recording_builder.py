@@ -361,7 +361,7 @@ class RecordingBuilder:
         if self._freezes_addresses:
             processing = self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs))
         builder = FlatBuilder(bound, registers, last, before, after, processing)
-        builder.run_partition(self.plan, partition, [node for node in stores if node not in bound])
+        builder.append_partition(self.plan, partition, [node for node in stores if node not in bound])
         return builder.build(name=partition_range(self.request.name, partition.index))
 
 
