@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 
 def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any]) -> Any:
-    """Run the branch at position ``selector``, a number or a tensor with one: False is the first, True the second."""
+    """Run the branch at position ``selector``, a number or a tensor with one: of two the second if it is not 0."""
     if is_fake(selector):
         return branches[0](*operands)  # results of all branches look the same
     return branches[position_of(selector, len(branches))](*operands)
@@ -45,8 +45,8 @@ def while_loop(
 
 
 def position_of(selector: Any, branches: int) -> int:
-    """The position of the branch that a selector chooses."""
-    return range(branches)[int(selector)]
+    """The position of the branch that a selector chooses: of two, by its truth."""
+    return int(bool(selector)) if branches == 2 else range(branches)[int(selector)]
 
 
 def results_of_loop(carried: Sequence[Any], passes: Sequence[Sequence[Any]] | bool) -> list[Any]:

@@ -53,6 +53,8 @@ def test_new_weights(device: torch.device, way: str) -> None:
             call()
             made.append(sum(ours.program.counters.recordings.values()) - earlier)
     assert max(made) <= 1, "at most one for a change"
-    assert sum(made) <= (0 if stays else 4), f"no storm: {ours.program.counters.to_dict()}"
+    # Copies of inputs that move need room. Whether the arena has it is a matter of what has run before in this process.
+    grown = ours.program.counters.recordings["the arena moved"]
+    assert grown <= 1 and sum(made) - grown <= (0 if stays else 4), f"no storm: {ours.program.counters.to_dict()}"
     assert len(ours.compilation.programs) == 1, "nothing is compiled anew"
     assert ours.program.counters.replays > 180

@@ -152,10 +152,11 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
         looks = steps.CheckAlignment(_guards().assert_alignment, (A, 16, "it"))
         return lambda: Example([load(), looks], A, inputs=lambda: [torch.zeros(64)[offset:]])
 
-    def branch(selector: Any) -> Callable[[], Example]:
-        """``(r[0].sin(), 1)`` or ``(r[0], r[0])``."""
-        blocks = Block((steps.CallOperator(sin, (A,), overload=sin, results=(D,)),), (D, 1)), Block((), (A, A))
-        step = steps.Branch(B, blocks, results=(C, E), unpacks=True)
+    def branch(selector: Any, count: int) -> Callable[[], Example]:
+        """``(r[0].sin(), 1)``, ``(r[0], r[0])``, or ``(1, r[0])``."""
+        blocks = [Block((steps.CallOperator(sin, (A,), overload=sin, results=(D,)),), (D, 1)), Block((), (A, A))]
+        blocks = [*blocks, Block((), (1, A))][:count]
+        step = steps.Branch(B, tuple(blocks), results=(C, E), unpacks=True)
         return lambda: Example([load(), size, step], (C, E), inputs=lambda: [torch.arange(6.0), selector])
 
     def loop(times: int, stacks: bool = False, results: tuple[Local | None, ...] = (F, G)) -> Callable[[], Example]:
@@ -198,19 +199,10 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     swapped = steps.Move((B, A, 3, B), results=(A, B, C, None), unpacks=True)
     moved = steps.Move((A, B, A), (A, B), results=(D, E, F), unpacks=True)
     yield steps.Move, lambda: Example([load(), size, swapped, moved], (C, D, E, F), **sized)
-    for selector in (
-        0,
-        1,
-        True,
-        -1,
-        2,
-        torch.tensor(False),
-        torch.tensor(1),
-        torch.tensor([1.0]),
-        torch.ones(2),
-        None,
-    ):
-        yield steps.Branch, branch(selector)
+    numbers = (False, 1, [1.0], [2, 2], 4, 0.25, float("nan"), -1.0)
+    for selector in (0, 1, True, -1, 2, 3, 0.5, None, *map(torch.tensor, numbers)):
+        for count in (1, 2, 3):
+            yield steps.Branch, branch(selector, count)
     for times in (0, 1, 5):
         yield steps.Loop, loop(times)
         yield steps.Loop, loop(times, stacks=True)

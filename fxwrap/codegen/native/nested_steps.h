@@ -85,7 +85,8 @@ class Single {
       const bool one = tensor.numel() == 1;
       if (one && tensor.is_cpu() && tensor.scalar_type() == at::kBool) return static_cast<T>(*tensor.const_data_ptr<bool>());
       if (one && tensor.is_cpu() && tensor.scalar_type() == at::kLong) return static_cast<T>(*tensor.const_data_ptr<int64_t>());
-      if (one) return of_scalar(tensor.item());
+      const bool converts = std::is_same_v<T, bool> || !at::isFloatingType(tensor.scalar_type());
+      if (one && converts) return of_scalar(tensor.item());
     }
     // Python says what is wrong with others.
     py::gil_scoped_acquire locked;
@@ -160,7 +161,7 @@ class BranchStep : public NestedStep {
   void run(Slots& slots) override {
     InterpreterLock lock;
     const auto count = static_cast<int64_t>(blocks_.size());
-    auto position = selector_.integer(slots);
+    auto position = count == 2 ? static_cast<int64_t>(selector_.is_true(slots)) : selector_.integer(slots);
     if (position < 0) position += count;  // as an index of Python's
     TORCH_CHECK_INDEX(position >= 0 && position < count, "range object index out of range");
     blocks_[static_cast<size_t>(position)].run(slots, lock);

@@ -56,10 +56,12 @@ struct Slot {
   }
   bool is_number() const { return kind == Kind::Integer || kind == Kind::Boolean; }
   void set(at::Tensor value) {
+    if (kind == Kind::Object) clear();
     tensor = std::move(value);
     kind = Kind::Tensor;
   }
   void set(int64_t value, bool boolean = false) {
+    if (kind == Kind::Object) clear();
     number = value;
     kind = boolean ? Kind::Boolean : Kind::Integer;
   }
