@@ -40,6 +40,7 @@ from .graphs.memory.memory_provider import Planner
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .hooks import PROGRAMS, class_for
+from .host_graph.control_flow import control_flow_of
 from .host_graph.storages import StorageFacts
 from .limit import Limit
 from .options import Options
@@ -55,9 +56,10 @@ from .passes.partition.capturability import FROZEN_ADDRESS_RULES, judge, main_de
 from .passes.partition.cost_model import apply_cost_model
 from .passes.partition.cut import cut
 from .passes.partition.export import partition_graph
+from .passes.rewrites.body_memory import place_bodies
 from .passes.rewrites.shared_views import share_views
 from .passes.rewrites.view_copies import view_needless_copies
-from .passes.verify import verify_memory, verify_same_results, verify_schedule
+from .passes.verify import SameBodies, verify_memory, verify_same_results, verify_schedule
 from .plan import (
     Cut,
     InputFacts,
@@ -202,9 +204,17 @@ def _check_memory(memory: MemoryPlan, sized: SizedProgram, *_: object) -> None:
 
 
 # The lint is there to name a user's pass that breaks the graph. Built-in rewrites leave a valid one, and skip it.
+def _place_bodies(gm: GraphModule) -> None:
+    if any(control_flow_of(node) is not None for node in gm.graph.nodes):
+        before = SameBodies(gm)
+        place_bodies(gm, alternates=not freezes_addresses(main_device(gm)))
+        before.verify(gm)
+
+
 REWRITES = (
     rewrite("needless copies", view_needless_copies, lint=False),
     rewrite("shared views", share_views, lint=False),
+    rewrite("memory of branches and loops", _place_bodies, lint=False),
 )
 Verdicts = Mapping[str, NodeVerdict]  # by node
 Bytes = Mapping[int, int]  # by storage

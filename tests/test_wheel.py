@@ -162,6 +162,9 @@ EXAMPLES = {
         r"step 4: loss [\d.]+, held out [\d.]+, [\d.]+ ms a step\n",
         r"fxwrap: 2 replays, eager runs \{'warm-up': 1\}, fallbacks \{\}\nfxwrap: a step takes [\d,]+ bytes",
     ],
+    "examples/decode.py --prompts 2": [
+        r"(?m)\A( *\d+ -> [\d ]+( \.\.\.)?\n){2}", r"3 replays of 1 partition\nmicroseconds a token: [\d.]+ inside",
+    ],
     "examples/serving.py": [r"1\. 3 recordings", r"2\. after 7 sizes: 3 recordings"],
     "examples/subclassing.py": [
         # How many asserts stand for the three inputs is each torch's own affair.

@@ -30,7 +30,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 
 from .arithmetic import is_arithmetic
-from .control_flow import is_fake, switch, while_loop
+from .control_flow import control_flow_of, is_fake, switch, while_loop
 
 
 class Kind(enum.Enum):
@@ -255,6 +255,8 @@ def operator_name(node: Node) -> str:
 
 def only_computes(node: Node) -> bool:
     """Whether a node runs no foreign code, such as a custom operator, which may do anything and keep operands."""
+    if (flow := control_flow_of(node)) is not None:
+        return all(only_computes(inner) for gm in flow.subgraphs for inner in gm.graph.nodes)
     overload = schema_of(node)
     return kind_of(node) is not Kind.EXTERN or (overload is not None and overload.namespace in _COMPUTING)
 

@@ -53,7 +53,7 @@ def test_new_weights(device: torch.device, way: str) -> None:
             call()
             made.append(sum(ours.program.counters.recordings.values()) - earlier)
     assert max(made) <= 1, "at most one for a change"
-    # Copies of inputs that move need room. Whether the arena has it is a matter of what has run before in this process.
+    # Copies of inputs that move need room: whether the arena has it depends on what has run in this process before.
     grown = ours.program.counters.recordings["the arena moved"]
     assert grown <= 1 and sum(made) - grown <= (0 if stays else 4), f"no storm: {ours.program.counters.to_dict()}"
     assert len(ours.compilation.programs) == 1, "nothing is compiled anew"

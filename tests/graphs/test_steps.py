@@ -136,6 +136,10 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
         mm, out, given = torch.ops.aten.mm.out, torch.zeros(6, 6), (Bound(torch.ones(6, 2)), Bound(torch.ones(2, 6)))
         return Example([steps.Multiply(mm, given, {"out": Bound(out)}, overload=mm)], memory=[out])
 
+    def number(tensor: torch.Tensor, overload: Any = torch.ops.aten.item.default) -> Callable[[], Example]:
+        read = steps.ReadNumber(overload, (A,), overload=overload, results=(B,))
+        return lambda: Example([load(), read], B, inputs=lambda: [tensor])
+
     def condition(value: int) -> Callable[[], Example]:
         def make() -> Example:
             compared = steps.Arithmetic(operator.gt, (B, 2), results=(C,))
@@ -221,6 +225,11 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     unpacked = steps.CallPython(torch.Tensor.split, (A, 3), {"dim": 0}, unpacks=True, results=(B, C))
     yield steps.CallPython, lambda: Example([load(), unpacked], (C, [B], {"b": B}, slice(None, 2)), lines=1)
     yield steps.Multiply, multiply
+    for tensor in (torch.tensor(3), torch.tensor([-1]), torch.tensor(3, dtype=torch.int32), torch.tensor(2**62)):
+        yield steps.ReadNumber, number(tensor)
+        yield steps.ReadNumber, number(tensor, torch.ops.aten._local_scalar_dense.default)
+    for other in (torch.tensor(True), torch.tensor(1.5), torch.tensor(1, dtype=torch.uint8), torch.ones(2)):
+        yield steps.ReadNumber, number(other)
     yield (
         steps.Arithmetic,
         lambda: Example([size, steps.Arithmetic(operator.floordiv, (B, 2), results=(C,))], (C, B), **sized),

@@ -52,6 +52,7 @@ inline void define_steps(py::module_& m) {
     auto product = gemms ? made<ProductStep>(results, overload, args, kwargs, *gemms) : py::none();
     return product.is_none() ? made<OperatorStep>(results, overload, args, kwargs) : product;
   });
+  m.def("number", made<NumberStep, const Results&, Object, Given, Given>);
   m.def("arithmetic", made<ArithmeticStep, const Results&, Object, Given, MadeStep&>);
   m.def("layout", made<LayoutStep, Given, MadeStep&>);
   m.def("alignment", made<AlignmentStep, Given, MadeStep&>);

@@ -26,16 +26,18 @@ inline void move(Slot& from, Slot& to) {
 // Moves values to other slots, all at once.
 class MoveStep : public Step {
  public:
-  MoveStep(const Results& results, const Value& values, const Value& ended) : results_(results) {
-    for (const auto& value : values.parts()) {
+  MoveStep(const Results& results, const Value& values, const Value& ended) {
+    if (values.parts().size() != results.size()) throw NotNative();
+    for (size_t i = 0; i < results.size(); ++i) {
+      const auto& value = values.parts()[i];
+      if (!value.is_slot() && !value.is_constant()) throw NotNative();
+      if (!results[i] || (value.is_slot() && value.slot() == *results[i])) continue;  // it stays where it is
+      results_.push_back(*results[i]);
       known_.emplace_back();
       sources_.push_back(value.is_slot() ? std::optional(value.slot()) : std::nullopt);
-      if (value.is_slot()) continue;
-      if (!value.is_constant()) throw NotNative();
-      known_.back().set(value.make().ptr());
+      if (!value.is_slot()) known_.back().set(value.make().ptr());
     }
     for (const auto& local : ended.parts()) ended_.push_back(local.slot());
-    if (sources_.size() != results_.size()) throw NotNative();
     moved_.resize(results_.size());
   }
   int traverse(visitproc visit, void* arg) const override {
@@ -43,15 +45,13 @@ class MoveStep : public Step {
     return 0;
   }
   void run(Slots& slots) override {
-    for (size_t i = 0; i < results_.size(); ++i)
-      if (results_[i]) copy(sources_[i] ? slots[*sources_[i]] : known_[i], moved_[i]);
+    for (size_t i = 0; i < results_.size(); ++i) copy(sources_[i] ? slots[*sources_[i]] : known_[i], moved_[i]);
     for (auto slot : ended_) slots[slot].clear();
-    for (size_t i = 0; i < results_.size(); ++i)
-      if (results_[i]) move(moved_[i], slots[*results_[i]]);
+    for (size_t i = 0; i < results_.size(); ++i) move(moved_[i], slots[results_[i]]);
   }
 
  private:
-  Results results_;
+  std::vector<size_t> results_;
   std::vector<std::optional<size_t>> sources_;
   std::vector<Slot> known_, moved_;
   std::vector<size_t> ended_;
@@ -106,16 +106,21 @@ class Block {
   explicit Block(const std::vector<MadeStep*>& made) {
     for (auto* one : made) {
       TORCH_CHECK(one->step, "another unit has this step");
+      needs_python_ = needs_python_ || one->step->lock() == Step::Lock::Needed;
       steps_.push_back(std::move(one->step));
     }
   }
-  void run(Slots& slots, InterpreterLock& lock) {
+  bool needs_python() const { return needs_python_; }
+  // With a lock that the thread has, which the steps may let go of; without one if none needs it.
+  void run(Slots& slots, std::optional<InterpreterLock>& lock) {
     for (const auto& step : steps_) {
-      const auto wanted = step->lock();
-      if (wanted == Step::Lock::Needed)
-        lock.acquire();
-      else if (wanted == Step::Lock::InTheWay)
-        lock.release();
+      if (lock) {
+        const auto wanted = step->lock();
+        if (wanted == Step::Lock::Needed)
+          lock->acquire();
+        else if (wanted == Step::Lock::InTheWay)
+          lock->release();
+      }
       step->run(slots);
     }
   }
@@ -130,14 +135,16 @@ class Block {
 
  private:
   std::vector<std::unique_ptr<Step>> steps_;
+  bool needs_python_ = false;
 };
 using Blocks = std::vector<std::vector<MadeStep*>>;
 
-// It is entered with the interpreter's lock, and lets go of it for steps that need no Python.
 class NestedStep : public Step {
  public:
-  explicit NestedStep(const Blocks& blocks) : blocks_(blocks.begin(), blocks.end()) {}
-  Lock lock() const override { return Lock::Needed; }
+  explicit NestedStep(const Blocks& blocks) : blocks_(blocks.begin(), blocks.end()) {
+    for (const auto& block : blocks_) needs_python_ = needs_python_ || block.needs_python();
+  }
+  Lock lock() const override { return needs_python_ ? Lock::Needed : Lock::InTheWay; }
   void join(Shared& unit) override {
     for (auto& block : blocks_) block.join(unit);
   }
@@ -148,7 +155,11 @@ class NestedStep : public Step {
   }
 
  protected:
+  std::optional<InterpreterLock> entered() const {
+    return needs_python_ ? std::optional<InterpreterLock>(std::in_place) : std::nullopt;
+  }
   std::vector<Block> blocks_;
+  bool needs_python_ = false;
 };
 
 class BranchStep : public NestedStep {
@@ -159,7 +170,7 @@ class BranchStep : public NestedStep {
     return NestedStep::traverse(visit, arg);
   }
   void run(Slots& slots) override {
-    InterpreterLock lock;
+    auto lock = entered();
     const auto count = static_cast<int64_t>(blocks_.size());
     auto position = count == 2 ? static_cast<int64_t>(selector_.is_true(slots)) : selector_.integer(slots);
     if (position < 0) position += count;  // as an index of Python's
@@ -187,7 +198,7 @@ class LoopStep : public NestedStep {
   }
 
   void run(Slots& slots) override {
-    InterpreterLock lock;
+    auto lock = entered();
     struct Emptied {  // also on errors
       std::vector<std::vector<at::Tensor>>& passes;
       ~Emptied() { passes.clear(); }
@@ -204,7 +215,7 @@ class LoopStep : public NestedStep {
       ran = true;
       if (const auto now = seconds(); now - asked > kPatience) {
         asked = now;
-        lock.acquire();
+        py::gil_scoped_acquire locked;
         if (PyErr_CheckSignals() != 0) throw python_error();
       }
     }

@@ -261,6 +261,27 @@ class OperatorStep : public Step {
   Results results_;
 };
 
+// Reads an integer out of a tensor with one element.
+class NumberStep : public OperatorStep {
+ public:
+  NumberStep(const Results& results, const py::object& overload, const Value& args, const Value& kwargs)
+      : OperatorStep(results, overload, args, kwargs), slot_(only(results)), operand_(args.parts().at(0)) {}
+  void run(Slots& slots) override {
+    const auto& tensor = operand_.in(slots);
+    const bool here = tensor.defined() && tensor.is_cpu() && tensor.numel() == 1;
+    if (here && tensor.scalar_type() == at::kLong)
+      slots[slot_].set(*tensor.const_data_ptr<int64_t>());
+    else if (here && tensor.scalar_type() == at::kInt)
+      slots[slot_].set(static_cast<int64_t>(*tensor.const_data_ptr<int32_t>()));
+    else
+      OperatorStep::run(slots);
+  }
+
+ private:
+  size_t slot_;
+  Operand operand_;
+};
+
 // -- memory -----------------------------------------------------------------------------------------------
 
 class EmptyStep : public Step {

@@ -307,8 +307,8 @@ class FlatBuilder:
             (size, stride), options = args, dict[str, Any](given)
             return steps.Allocate(size, stride, **options, on_cpu=node.meta.get("call"))
         if (overload := schema_of(node)) is not None:
-            kind = steps.Multiply if overload in steps.Multiply.OVERLOADS else steps.CallOperator
-            return kind(function, args, kwargs, overload=overload)
+            special = (kind for kind in (steps.Multiply, steps.ReadNumber) if overload in kind.OVERLOADS)
+            return next(special, steps.CallOperator)(function, args, kwargs, overload=overload)
         if node.target is reinterpret and not kwargs:
             return steps.View(function, *args)
         return kind_of_call(node)(function, args, kwargs)

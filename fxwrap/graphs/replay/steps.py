@@ -170,6 +170,14 @@ class Multiply(CallOperator):
 
 
 @dataclass(frozen=True, eq=False)
+class ReadNumber(CallOperator):
+    """Reads a number out of a tensor: an operator, in whose place the library reads integers from memory."""
+
+    NATIVE = "number", "results", "overload", "args", "kwargs"
+    OVERLOADS: ClassVar = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+
+@dataclass(frozen=True, eq=False)
 class Arithmetic(CallPython):
     """Computes a number from numbers."""
 

@@ -15,10 +15,12 @@ from ...host_graph.nodes import (
     Kernel,
     Kind,
     communicates,
+    counts_from_storage,
     kernel_of,
     kind_of,
     must_be_awaited,
     nodes_in,
+    operator_name,
     output_values,
     receives,
     schema_of,
@@ -248,6 +250,19 @@ class _Analysis:
         self.writes[node] = behind(written)
         self.elements[node] = {p: behind(ps) | self._new(node, Origin.EXTERN, p) for p, ps in returned.items()}
         self.of[node] = _NONE.union(*self.elements[node].values())
+
+
+def looks_at_storage(node: Node, facts: StorageFacts) -> bool:
+    """Whether an operand must be alone in its storage, because of a node, or of one in its branches or its loop.
+
+    An operator may count elements from the start of the storage (``as_strided``). Decompositions check whether two of
+    their results, or a result and an operand, are views of one tensor.
+    """
+    if (flow := control_flow_of(node)) is not None:
+        subgraphs = [(gm, analyse_storages(gm)) for gm in flow.subgraphs]
+        return any(looks_at_storage(inner, facts) for gm, facts in subgraphs for inner in gm.graph.nodes)
+    asks = kind_of(node) is Kind.EXTERN and (len(facts.writes(node)) > 1 or "linalg" in operator_name(node))
+    return asks or counts_from_storage(node)
 
 
 def bound_arguments(schema: Any, node: Node) -> Iterator[tuple[Any, Any]]:

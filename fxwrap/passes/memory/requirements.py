@@ -15,20 +15,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...errors import PlanError
-from ...host_graph.control_flow import control_flow_of
 from ...host_graph.nodes import (
     Kind,
     by_name,
-    counts_from_storage,
     kind_of,
     only_computes,
-    operator_name,
 )
 from ...host_graph.sizes import concrete, hinted_layout, layout_at, storage_bytes, symbols_at
 from ...host_graph.storages import Origin, StorageFacts
 from ...packing import Buffer
 from ...packing.lifetimes import Lifetimes
 from ...plan import ProgramPlan, SizedProgram
+from ..analysis.aliasing import looks_at_storage
 from .operator_results import placeable_results
 from .workspace import needs_no_workspace, same_layouts
 
@@ -342,15 +340,8 @@ def _region_storages(
 
 
 def _must_not_share(program: ProgramPlan) -> frozenset[int]:
-    """Storages that must not share memory with others, because of the operators that use them.
-
-    Such an operator takes an explicit ``storage_offset`` (``as_strided``), or tests whether two tensors share a
-    storage. A branch or loop body may contain one.
-    """
+    """Storages that must not share memory with others, because of the operators that use them."""
     facts = program.facts
-    nodes = [n for n in program.graph.graph.nodes if counts_from_storage(n) or control_flow_of(n) is not None]
-    # Decompositions check whether two of their results, or a result and an operand, are views of one tensor.
-    asks = [n for n in program.schedule if kind_of(n) is Kind.EXTERN and len(facts.writes(n)) > 1]
-    asks += [n for n in program.schedule if "linalg" in operator_name(n)]
-    counted = facts.behind(operand for node in nodes for operand in node.all_input_nodes)
-    return counted.union(*(facts.touched(node) for node in asks))
+    nodes = [node for node in program.graph.graph.nodes if looks_at_storage(node, facts)]
+    operands = facts.behind(operand for node in nodes for operand in node.all_input_nodes)
+    return operands.union(*map(facts.touched, nodes))

@@ -285,7 +285,9 @@ def _operands(node: Node) -> tuple[Any, ...]:
 
 
 def counts_from_storage(node: Node) -> bool:
-    """Whether a call addresses elements from the start of an operand's storage."""
+    """Whether a call, or one in its subgraphs, addresses elements from the start of an operand's storage."""
+    if node.target in CALL_SUBGRAPHS:
+        return any(counts_from_storage(inner) for gm in called(node) for inner in gm.graph.nodes)
     schema = _schema(node)
     pairs = _pairs(schema, node) if schema is not None else ()
     return any(argument.name == "storage_offset" and value is not None for argument, value in pairs)
@@ -293,6 +295,8 @@ def counts_from_storage(node: Node) -> bool:
 
 def may_keep_operands(node: Node) -> bool:
     """Whether a node runs foreign code, which may keep a reference to what it is given."""
+    if node.target in CALL_SUBGRAPHS:
+        return any(may_keep_operands(inner) for gm in called(node) for inner in gm.graph.nodes)
     foreign = _qualified_name(node).split("::")[0] not in _COMPUTING
     return is_work(node) and node.target is not launch and foreign
 

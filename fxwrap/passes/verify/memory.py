@@ -15,7 +15,7 @@ from ...host_graph.listing import line_of
 from ...host_graph.nodes import is_work, output_node, reinterpret
 from ...host_graph.storages import Origin, Storage, StorageFacts
 from ...plan import Home, MemoryPlan, Place, Region, Reserved
-from .accesses import CALL_SUBGRAPHS, Accesses, Root, counts_from_storage, fault, may_keep_operands, name_of
+from .accesses import Accesses, Root, counts_from_storage, fault, may_keep_operands, name_of
 
 # Bytes.
 _ALIGNMENT = 64
@@ -178,7 +178,7 @@ def _check_steps(
                 )
     shared = {place.region for place in placed.values() if place.offset}
     for node in accesses.graph.nodes if shared else ():
-        if counts_from_storage(node) or node.target in CALL_SUBGRAPHS:
+        if counts_from_storage(node):
             for root in accesses.roots_in((node.args, node.kwargs)) & regions.keys():
                 if placed[root].region in shared:
                     raise fault(

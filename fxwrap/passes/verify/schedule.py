@@ -44,14 +44,14 @@ def verify_schedule(gm: GraphModule, schedule: Sequence[Node], apart_on: str = "
     by_root = memory.accesses(required)
     for root, accesses in by_root.items():
         _verify_accesses(name_of(root), accesses, position)
-    _verify_written(memory, by_root)
+    verify_written(memory, by_root)
     for device, accesses in memory.accesses_to_inputs(required).items():
         if torch.device(device).type == apart_on:
             continue
         _verify_accesses(f"an input on {device}, where another may lie", accesses, position)
 
 
-def _verify_written(memory: Accesses, accesses: AccessesByRoot) -> None:
+def verify_written(memory: Accesses, accesses: AccessesByRoot) -> None:
     """Check that no buffer is read, or returned, that nothing has written before; in subgraphs, too."""
     graph = memory.graph
     (output,) = graph.find_nodes(op="output")
@@ -70,7 +70,7 @@ def _verify_written(memory: Accesses, accesses: AccessesByRoot) -> None:
     for node in graph.nodes:
         for subgraph in called(node) if node.target in CALL_SUBGRAPHS else ():
             inner = Accesses(subgraph.graph)
-            _verify_written(inner, inner.accesses(list(filter(is_work, subgraph.graph.nodes))))
+            verify_written(inner, inner.accesses(list(filter(is_work, subgraph.graph.nodes))))
 
 
 def _verify_accesses(storage: str, accesses: Sequence[tuple[Node, bool]], position: Mapping[Node, int]) -> None:
