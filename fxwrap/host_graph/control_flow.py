@@ -14,11 +14,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 
-def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any]) -> Any:
-    """Run the branch at position ``selector``, a number or a tensor with one: of two the second if it is not 0."""
+def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any], by_truth: bool = False) -> Any:
+    """Run one of several branches.
+
+    Args:
+        selector: a number or a tensor with one: the position of the branch; one that is no position is the last's.
+        by_truth: of two branches, the second if the selector is true, as ``torch.cond`` before torch 2.14.
+    """
     if is_fake(selector):
         return branches[0](*operands)  # results of all branches look the same
-    return branches[position_of(selector, len(branches))](*operands)
+    return branches[position_of(selector, len(branches), by_truth)](*operands)
 
 
 def while_loop(
@@ -44,9 +49,10 @@ def while_loop(
     return results_of_loop(values, passes if stacked else ran)
 
 
-def position_of(selector: Any, branches: int) -> int:
-    """The position of the branch that a selector chooses: of two, by its truth."""
-    return int(bool(selector)) if branches == 2 else range(branches)[int(selector)]
+def position_of(selector: Any, branches: int, by_truth: bool) -> int:
+    """The position of the branch that a selector chooses (``switch``)."""
+    position = int(bool(selector)) if by_truth else int(selector)
+    return position if 0 <= position < branches else branches - 1
 
 
 def results_of_loop(carried: Sequence[Any], passes: Sequence[Sequence[Any]] | bool) -> list[Any]:

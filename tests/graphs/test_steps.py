@@ -156,11 +156,11 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
         looks = steps.CheckAlignment(_guards().assert_alignment, (A, 16, "it"))
         return lambda: Example([load(), looks], A, inputs=lambda: [torch.zeros(64)[offset:]])
 
-    def branch(selector: Any, count: int) -> Callable[[], Example]:
+    def branch(selector: Any, count: int, by_truth: bool = False) -> Callable[[], Example]:
         """``(r[0].sin(), 1)``, ``(r[0], r[0])``, or ``(1, r[0])``."""
         blocks = [Block((steps.CallOperator(sin, (A,), overload=sin, results=(D,)),), (D, 1)), Block((), (A, A))]
         blocks = [*blocks, Block((), (1, A))][:count]
-        step = steps.Branch(B, tuple(blocks), results=(C, E), unpacks=True)
+        step = steps.Branch(B, tuple(blocks), by_truth, results=(C, E), unpacks=True)
         return lambda: Example([load(), size, step], (C, E), inputs=lambda: [torch.arange(6.0), selector])
 
     def loop(times: int, stacks: bool = False, results: tuple[Local | None, ...] = (F, G)) -> Callable[[], Example]:
@@ -194,7 +194,7 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
         less = steps.Arithmetic(operator.lt, (count, B), results=(D,))
         rest = steps.Arithmetic(operator.mod, (count, 2), results=(odd,))
         adds = [steps.Arithmetic(operator.add, (count, by), results=(E,)) for by in (2, 1)]
-        chosen = steps.Branch(odd, tuple(Block((add,), (E,)) for add in adds), results=(F,), unpacks=True)
+        chosen = steps.Branch(odd, tuple(Block((add,), (E,)) for add in adds), False, results=(F,), unpacks=True)
         condition, body = Block((less,), (D,)), Block((rest, chosen), (F,))
         step = steps.Loop((1,), (count,), Local("passes"), condition, body, False, results=(G,), unpacks=True)
         return lambda: Example([size, step], G, inputs=lambda: [torch.zeros(1), times])
@@ -207,6 +207,7 @@ def _examples() -> Iterator[tuple[type[Step], Callable[[], Example]]]:
     for selector in (0, 1, True, -1, 2, 3, 0.5, None, *map(torch.tensor, numbers)):
         for count in (1, 2, 3):
             yield steps.Branch, branch(selector, count)
+        yield steps.Branch, branch(selector, 2, by_truth=True)
     for times in (0, 1, 5):
         yield steps.Loop, loop(times)
         yield steps.Loop, loop(times, stacks=True)
@@ -326,7 +327,7 @@ def test_the_listing_of_a_loop() -> None:
             d = lt(count, b)
             if not d: break
             odd = mod(count, 2)
-            match position_of(odd, 2):
+            match position_of(odd, 2, False):
                 case 0:
                     e = add(count, 2)
                     (f,) = (e,); del e

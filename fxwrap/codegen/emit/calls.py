@@ -38,6 +38,8 @@ class CallEmitter(NodeEmitter):
         rewrites[torch.empty_strided] = self._allocate
         if (copy := getattr(module, "copy_if_misaligned", None)) is not None:
             rewrites[copy] = self._align
+        if (grouped := getattr(module, "assert_size_stride_grouped", None)) is not None:
+            rewrites[grouped] = self._assert_each
         for name in vars(module):
             if name.startswith("empty_strided_"):
                 rewrites[getattr(module, name)] = self._allocate_pinned if "pinned" in name else self._allocate
@@ -47,6 +49,12 @@ class CallEmitter(NodeEmitter):
         node = self.gm.graph.call_function(reinterpret, (base, size, stride, offset))
         node.meta["call"] = self.module.reinterpret_tensor
         return node
+
+    def _assert_each(self, tensors: Any, sizes: Any, strides: Any, *name: str) -> None:
+        """One assert for each tensor: the helper library has that, and it runs as soon as the tensor exists."""
+        function = self.module.assert_size_stride
+        for layout in zip(tensors, sizes, strides, strict=True):
+            self._describe_call(self.gm.graph.call_function(function, (*layout, *name)), function)
 
     def _align(self, tensor: Node) -> Node:
         node = self.gm.graph.call_function(aligned, (tensor,))

@@ -54,7 +54,8 @@ class SubgraphEmitter(NodeEmitter):
 
     def _line_ConditionalLine(self, line: Any) -> None:
         node = line.node
-        self._control_flow(switch, node.predicate, node.operands, node.false_subgraph, node.true_subgraph)
+        branches = node.false_subgraph, node.true_subgraph
+        self._control_flow(switch, node.predicate, node.operands, *branches, by_truth=True)
 
     def _line_SwitchLine(self, line: Any) -> None:
         node = line.node
@@ -66,10 +67,10 @@ class SubgraphEmitter(NodeEmitter):
         stacked = (True,) if line.stacked else ()
         self._control_flow(while_loop, node.cond_subgraph, node.body_subgraph, *operands, *stacked)
 
-    def _control_flow(self, function: Callable[..., Any], *args: Any) -> None:
-        """Emit a call of subgraphs that the host decides about."""
+    def _control_flow(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Emit a call of subgraphs."""
         owner = self._line.node
-        node = self.gm.graph.create_node("call_function", function, tuple(map(self._operand, args)))
+        node = self.gm.graph.create_node("call_function", function, tuple(map(self._operand, args)), kwargs)
         node.meta["val"] = results_by_index(owner)
         node.meta["outside_plan"] = "its subgraphs allocate what it returns"
         self._note(node)

@@ -58,7 +58,7 @@ inline void define_steps(py::module_& m) {
   m.def("alignment", made<AlignmentStep, Given, MadeStep&>);
   m.def("condition", made<ConditionStep, Given, MadeStep&>);
   m.def("move", made<MoveStep, const Results&, Given, Given>);
-  m.def("branch", made<BranchStep, Given, const Blocks&>);
+  m.def("branch", made<BranchStep, Given, const Blocks&, Given>);
   m.def("loop", made<LoopStep, Results, Given, const Results&, const Blocks&, Given, Given>);
   m.def("item", made<ItemStep, const Results&, Given, Given>);
 

@@ -164,7 +164,8 @@ class NestedStep : public Step {
 
 class BranchStep : public NestedStep {
  public:
-  BranchStep(const Value& selector, const Blocks& branches) : NestedStep(branches), selector_(selector) {}
+  BranchStep(const Value& selector, const Blocks& branches, const Value& by_truth)
+      : NestedStep(branches), selector_(selector), by_truth_(py::cast<bool>(by_truth.make())) {}
   int traverse(visitproc visit, void* arg) const override {
     if (auto stop = selector_.traverse(visit, arg)) return stop;
     return NestedStep::traverse(visit, arg);
@@ -172,14 +173,14 @@ class BranchStep : public NestedStep {
   void run(Slots& slots) override {
     auto lock = entered();
     const auto count = static_cast<int64_t>(blocks_.size());
-    auto position = count == 2 ? static_cast<int64_t>(selector_.is_true(slots)) : selector_.integer(slots);
-    if (position < 0) position += count;  // as an index of Python's
-    TORCH_CHECK_INDEX(position >= 0 && position < count, "range object index out of range");
+    auto position = by_truth_ ? static_cast<int64_t>(selector_.is_true(slots)) : selector_.integer(slots);
+    if (position < 0 || position >= count) position = count - 1;  // as ``position_of`` (host_graph/control_flow.py)
     blocks_[static_cast<size_t>(position)].run(slots, lock);
   }
 
  private:
   Single selector_;
+  bool by_truth_;
 };
 
 class LoopStep : public NestedStep {

@@ -326,7 +326,8 @@ class FlatBuilder:
             if isinstance(local, Local):
                 self._last_use[local] = len(self._steps)
         if node.target is switch:
-            return steps.Branch(selector, tuple(self._block(branch, operands) for branch in flow.subgraphs))
+            blocks = tuple(self._block(branch, operands) for branch in flow.subgraphs)
+            return steps.Branch(selector, blocks, bool(node.kwargs.get("by_truth")))
         count = len(node.meta["val"])
         carried = tuple(self._new_local() for _ in range(count))
         given = (*carried, *operands[count:])

@@ -305,12 +305,13 @@ def indent_below(line: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Branch(Nested):
-    """Runs one of several blocks, which a number or a tensor with one chooses."""
+    """Runs one of several blocks, which a number or a tensor with one chooses (``switch``)."""
 
-    NATIVE = "branch", "selector", "blocks"
+    NATIVE = "branch", "selector", "blocks", "by_truth"
 
     selector: Operand
     branches: tuple[Block, ...]
+    by_truth: bool
 
     def reads(self) -> Iterator[Local | Register | Bound]:
         yield from operands_in(self.selector)
@@ -318,7 +319,7 @@ class Branch(Nested):
             yield from branch.reads()
 
     def lines(self, text: Text) -> Iterator[str | Sequence[Step]]:
-        yield f"match {text.of(Call(position_of, (self.selector, len(self.branches))))}:"
+        yield f"match {text.of(Call(position_of, (self.selector, len(self.branches), self.by_truth)))}:"
         for position, branch in enumerate(self.branches):
             yield f"    case {position}:"
             yield branch.onto(self.results)
