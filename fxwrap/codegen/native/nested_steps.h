@@ -114,13 +114,7 @@ class Block {
   // With a lock that the thread has, which the steps may let go of; without one if none needs it.
   void run(Slots& slots, std::optional<InterpreterLock>& lock) {
     for (const auto& step : steps_) {
-      if (lock) {
-        const auto wanted = step->lock();
-        if (wanted == Step::Lock::Needed)
-          lock->acquire();
-        else if (wanted == Step::Lock::InTheWay)
-          lock->release();
-      }
+      if (lock) follow(step->lock(), *lock);
       step->run(slots);
     }
   }

@@ -108,10 +108,7 @@ class Call {
         for (; at < end; ++at) {
           auto& step = state_.steps[at];
           const auto wanted = step->lock();
-          if (wanted == Step::Lock::Needed)
-            lock.acquire();
-          else if (wanted == Step::Lock::InTheWay)
-            lock.release();
+          follow(wanted, lock);
           if (C10_LIKELY(state_.may_retry.empty() || !state_.may_retry[at]))
             step->run(state_.slots);
           else

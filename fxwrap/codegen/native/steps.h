@@ -41,6 +41,14 @@ class Step {
   virtual int traverse(visitproc, void*) const { return 0; }
 };
 
+// Has the thread hold the interpreter's lock, or let go of it, as a step wants it.
+inline void follow(Step::Lock wanted, InterpreterLock& lock) {
+  if (wanted == Step::Lock::Needed)
+    lock.acquire();
+  else if (wanted == Step::Lock::InTheWay)
+    lock.release();
+}
+
 // -- kernels ----------------------------------------------------------------------------------------------
 
 constexpr size_t kMostArguments = 96;

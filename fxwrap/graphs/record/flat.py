@@ -297,10 +297,7 @@ class FlatBuilder:
         args = tuple(map(self._argument, node.args if kernel is None else node.args[1:]))
         given = {name: value for name, value in node.kwargs.items() if not is_default(node, name, value)}
         kwargs = {name: self._argument(value) for name, value in given.items()}
-        # The operands above may have appended steps, so the position of this use is known only now.
-        for local in self._locals_in(node):
-            if isinstance(local, Local):
-                self._last_use[local] = len(self._steps)
+        self._use_next(node)
         if kernel is not None:
             return steps.Launch(kernel, args)
         if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= OPTIONS:
@@ -321,10 +318,7 @@ class FlatBuilder:
         """The step of a branch or a loop."""
         operands = tuple(map(self._argument, flow.operands))
         selector = self._argument(node.args[0]) if node.target is switch else None
-        # The position of this use.
-        for local in self._locals_in(node):
-            if isinstance(local, Local):
-                self._last_use[local] = len(self._steps)
+        self._use_next(node)
         if node.target is switch:
             blocks = tuple(self._block(branch, operands) for branch in flow.subgraphs)
             return steps.Branch(selector, blocks, bool(node.kwargs.get("by_truth")))
@@ -359,6 +353,12 @@ class FlatBuilder:
         inner.append_graph(gm)
         values = [inner._argument(value, is_result=True) for value in output_node(gm).args[0]]  # type: ignore[union-attr]
         return steps.Block(tuple(inner._with_drops()), tuple(values))
+
+    def _use_next(self, node: Node) -> None:
+        """Note that the next step uses the operands of a node. Making them operands may have appended steps."""
+        for local in self._locals_in(node):
+            if isinstance(local, Local):
+                self._last_use[local] = len(self._steps)
 
     def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]

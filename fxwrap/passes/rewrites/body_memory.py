@@ -237,9 +237,9 @@ class _Move:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT  # whole elements of any type
         memory = self._allocate(some, f"{self.node.name}_memory", size)
         for gm, inner, names in zip(self.flow.subgraphs, self._pass(memory), offsets, strict=True):
-            of_type: dict[torch.dtype, Node] = {torch.uint8: inner}
+            nodes, of_type = by_name(gm), {torch.uint8: inner}
             for name, offset in names.items():
-                allocation = by_name(gm)[name]
+                allocation = nodes[name]
                 dtype: Any = allocation.kwargs["dtype"]
                 with gm.graph.inserting_after(inner):
                     if dtype not in of_type:

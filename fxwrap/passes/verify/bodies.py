@@ -77,6 +77,11 @@ class _Scope:
     storages: dict[int, StorageStandIn] = field(default_factory=dict)
     depth: int = 0
 
+    def mapped(self, value: Any) -> Any:
+        """A value in which the values of nodes stand in their place."""
+        found: Any = torch.fx.map_arg(value, self.values.__getitem__)
+        return found
+
 
 class _Path:
     """A graph along one path.
@@ -137,7 +142,7 @@ class _Path:
                 scope.values[node] = self._call(node, scope)
             elif node.op == "get_attr":
                 scope.values[node] = self._attribute(operator.attrgetter(str(node.target))(scope.gm), node)
-        return _mapped(output_node(scope.gm).args[0], scope.values)
+        return scope.mapped(output_node(scope.gm).args[0])
 
     def _call(self, node: Node, scope: _Scope) -> Any:
         if node.target in CALL_SUBGRAPHS:
@@ -184,15 +189,15 @@ class _Path:
         return place
 
     def _branch(self, node: Node, scope: _Scope) -> Any:
-        selector, operands, *_ = _mapped(node.args[:2], scope.values)
+        selector, operands = scope.mapped(node.args[:2])
         branches = called(node)
         self._decided(selector)
         return self._enter(branches[next(self._choices) % len(branches)], operands, scope)
 
     def _loop(self, node: Node, scope: _Scope) -> Any:
         condition, body = called(node)
-        carried, *rest = _mapped(node.args[2:], scope.values)
-        additional, stacked = (*rest, (), False)[:2] if len(rest) < 2 else rest[:2]
+        given, defaults = list[Any](scope.mapped(node.args[2:])), list[Any]([(), False])
+        carried, additional, stacked = [*given, *defaults[len(given) - 1 :]]
         passes = list[Sequence[Any]]()
         for _ in range(next(self._choices) % (max(_ITERATIONS - scope.depth, 1) + 1)):
             self._decided(self._enter(condition, (*carried, *additional), scope)[0])
@@ -231,7 +236,7 @@ class _Path:
         return self._graph.call_function(function, args)
 
     def _copy(self, node: Node, scope: _Scope) -> Node:
-        args, kwargs = _mapped((node.args, node.kwargs), scope.values)
+        args, kwargs = scope.mapped((node.args, node.kwargs))
         copy = self._graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         copy.meta = {**node.meta, "val": self._value(node.meta.get("val"), scope)}
         return copy
@@ -258,23 +263,6 @@ class _Path:
         mine = scope.storages[storage._cdata]
         place = value.storage_offset(), mine._cdata, mine.nbytes()
         return StandIn.of(Layout(value.dtype, value.device, tuple(value.size()), tuple(value.stride()), *place), mine)
-
-
-def _mapped(value: Any, values: dict[Node, Any]) -> Any:
-    """A value in which nodes are replaced, also by tuples of nodes."""
-    if isinstance(value, Node):
-        return values[value]
-    if isinstance(value, (tuple, list)):
-        return [_mapped(one, values) for one in value] if isinstance(value, list) else tuple(_all(value, values))
-    if isinstance(value, dict):
-        return {key: _mapped(one, values) for key, one in value.items()}
-    if isinstance(value, slice):
-        return slice(*_all((value.start, value.stop, value.step), values))
-    return value
-
-
-def _all(items: Sequence[Any], values: dict[Node, Any]) -> Iterator[Any]:
-    return (_mapped(item, values) for item in items)
 
 
 def _is_bytes(node: Node) -> bool:
