@@ -40,6 +40,16 @@ cudaError_t result_of(const Capture& capture) {
     if (!reaches(capture.origin->deps, stream->deps)) return cudaErrorStreamCaptureUnjoined;
   return cudaSuccess;
 }
+
+// What a capture that has failed leaves. A graph that was there before is its owner's; what the documentation does not
+// say, and is decided here: it keeps the nodes that it has got, and cannot be instantiated any more.
+void discard(const Capture& capture) {
+  if (!capture.owns) {
+    capture.graph->spoiled = true;
+    return;
+  }
+  cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(capture.graph));
+}
 } // namespace
 
 // The documentation does not say what becomes of the capture. Decided here: it is invalid, and it ends if nobody can
@@ -50,7 +60,7 @@ void hostcuda::leave_captures(Stream* stream) {
   if (capture->origin == stream) {
     end(capture);
     counters().captures_failed++;
-    cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(capture->graph));
+    discard(*capture);
   } else {
     capture->streams.erase(stream);
   }
@@ -61,10 +71,10 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode)
   return cudaSuccess;
 }
 
-API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
-  const char* call = "cudaStreamBeginCapture";
-  Lock lock(mutex());
-  if (auto error = sticky_error()) return error;
+namespace {
+// Into a graph that is there, or (null) one that is made.
+cudaError_t begin(cudaStream_t handle, Graph* graph, const cudaGraphNode_t* deps, size_t count,
+                  cudaStreamCaptureMode mode, const char* call) {
   Stream* stream = resolve(handle);
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   // Guide: "Stream capture can be used on any CUDA stream except cudaStreamLegacy (the NULL stream)."
@@ -75,26 +85,38 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMod
   capture->id = next_id++;
   capture->mode = mode;
   capture->thread = std::this_thread::get_id();
-  capture->graph = new Graph;
+  capture->graph = graph ? graph : new Graph;
+  capture->owns = !graph;
   capture->origin = stream;
   capture->streams = {stream};
   stream->capture = capture;
   stream->deps.clear();
+  for (size_t i = 0; i < count; ++i) stream->deps.push_back(node_of(deps[i]));
   active_captures().insert(capture);
   counters().captures++;
   TRACE("capture %llu begins on %p, mode %d", capture->id, static_cast<void*>(handle), mode);
   return cudaSuccess;
 }
-API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t, cudaGraph_t, const cudaGraphNode_t*,
-                                              const cudaGraphEdgeData*, size_t, cudaStreamCaptureMode) {
-  return refuse("cudaStreamBeginCaptureToGraph", cudaErrorNotSupported);
+} // namespace
+API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  Lock lock(mutex());
+  if (auto error = sticky_error()) return error;
+  return begin(stream, nullptr, nullptr, 0, mode, "cudaStreamBeginCapture");
+}
+// API: it places "new nodes into an existing graph", which stays its owner's. The capture has an id of its own.
+API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph, const cudaGraphNode_t* deps,
+                                              const cudaGraphEdgeData*, size_t count, cudaStreamCaptureMode mode) {
+  const char* call = "cudaStreamBeginCaptureToGraph";
+  Lock lock(mutex());
+  if (auto error = sticky_error()) return error;
+  if (!graph || !has_nodes(*graph_of(graph), deps, count)) return refuse(call, cudaErrorInvalidValue);
+  return begin(stream, graph_of(graph), deps, count, mode, call);
 }
 
 API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   const char* call = "cudaStreamEndCapture";
-  Releases unused;
   Lock lock(mutex());
-  *out = nullptr;
+  if (out) *out = nullptr;
   Stream* stream = resolve(handle);
   if (!known(stream)) return refuse(call, cudaErrorInvalidResourceHandle);
   if (!stream->capture) return refuse(call, cudaErrorIllegalState);
@@ -109,6 +131,8 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   // this call must be from the same thread as cudaStreamBeginCapture."
   if (capture->mode != cudaStreamCaptureModeRelaxed && capture->thread != std::this_thread::get_id())
     return refuse(call, cudaErrorStreamCaptureWrongThread);
+  // A graph that was there before needs no place for its handle. (Decided here; torch gives none.)
+  if (!out && capture->owns) return refuse(call, cudaErrorInvalidValue);
   const cudaError_t error = result_of(*capture);
   end(capture);
   TRACE("capture %llu ends: %s, %zu nodes", capture->id, cudaGetErrorName(error), capture->graph->nodes.size());
@@ -116,11 +140,10 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   // error value and a NULL graph."
   if (error) {
     counters().captures_failed++;
-    unused.drop(capture->graph->objects);
-    delete capture->graph;
+    discard(*capture);
     return refuse(call, error);
   }
-  *out = reinterpret_cast<cudaGraph_t>(capture->graph);
+  if (out) *out = reinterpret_cast<cudaGraph_t>(capture->graph);
   return cudaSuccess;
 }
 

@@ -67,7 +67,7 @@ API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyK
 // nothing is staged: the node has the address, and whoever gives up that memory gets wrong bytes with a replay.
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t handle) {
   auto issued = [&](const char* name, std::function<void()> run) {
-    return guarded([&] { return submit(handle, cudaGraphNodeTypeMemcpy, name, std::move(run)); });
+    return guarded([&] { return submit(handle, cudaGraphNodeTypeMemcpy, name, std::move(run), {to, from}); });
   };
   if (left_out(to, from)) return issued("cudaMemcpyAsync", nullptr);
   if (kLazy && !captures(handle)) {
@@ -94,8 +94,8 @@ API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, s
       copy_bytes(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
   };
   return guarded([&] {
-    if (left_out(to, from)) return submit(stream, cudaGraphNodeTypeMemcpy, "cudaMemcpy2DAsync", nullptr);
-    return submit(stream, cudaGraphNodeTypeMemcpy, "cudaMemcpy2DAsync", run);
+    if (left_out(to, from)) return submit(stream, cudaGraphNodeTypeMemcpy, "cudaMemcpy2DAsync", nullptr, {to, from});
+    return submit(stream, cudaGraphNodeTypeMemcpy, "cudaMemcpy2DAsync", run, {to, from});
   });
 }
 
@@ -110,7 +110,7 @@ API cudaError_t cudaMemset(void* to, int value, size_t bytes) {
 API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   std::function<void()> run;
   if (kComputes) run = [=] { set_bytes(to, value, bytes); };
-  return guarded([&] { return submit(stream, cudaGraphNodeTypeMemset, "cudaMemsetAsync", run); });
+  return guarded([&] { return submit(stream, cudaGraphNodeTypeMemset, "cudaMemsetAsync", run, {to}); });
 }
 
 API cudaError_t cudaGetSymbolAddress(void** out, const void* symbol) {

@@ -32,7 +32,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
     // node", which records it with every launch.
     if (flags & cudaEventRecordExternal) {
       auto run = [record = event->record] { record->time = now_ms(); };
-      return add_node(stream, cudaGraphNodeTypeEventRecord, call, run, event->record);
+      return add_node(stream, {cudaGraphNodeTypeEventRecord, call, run, {}, event->record});
     }
     // A captured event: it stands for nodes, not for work (Guide, "Cross-stream Dependencies and Events").
     event->capture = stream->capture;
@@ -147,7 +147,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t hand
   if (stream->capture) {
     // API, cudaStreamWaitEvent, cudaEventWaitExternal: an event wait node.
     if (flags & cudaEventWaitExternal)
-      return add_node(stream, cudaGraphNodeTypeWaitEvent, call, nullptr, event->record);
+      return add_node(stream, {cudaGraphNodeTypeWaitEvent, call, nullptr, {}, event->record});
     // API: without a record "the call acts as if the record has already completed".
     if (!event->record->recorded) return cudaSuccess;
     // Guide: "It is invalid to wait on a non-captured event from a stream which is being captured without specifying

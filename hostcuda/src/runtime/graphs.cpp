@@ -1,14 +1,21 @@
 // Graphs: nodes, instantiation, launches, and the objects of the user that they hold.
-#include "streams.h"
+#include "conditionals.h"
 
 #include <algorithm>
 
 namespace hostcuda {
 
 namespace {
-// What a launch needs; a launch that has not run keeps it.
+struct Step {
+  std::shared_ptr<Node> node;
+  std::vector<std::vector<Step>> bodies; // of a conditional node
+};
+using Steps = std::vector<Step>; // in the order in which they run
+
+// What a launch needs; a launch that has not run keeps it. That of bodies is in it.
 struct Resources {
-  std::vector<std::shared_ptr<Node>> nodes; // in the order in which they run
+  Steps steps;
+  std::vector<std::shared_ptr<Condition>> conditions;
   std::map<UserObject*, int> objects;
   ~Resources() {
     Releases unused;
@@ -17,13 +24,12 @@ struct Resources {
   }
 };
 struct Exec {
-  std::shared_ptr<Resources> resources = std::make_shared<Resources>();
+  std::shared_ptr<Resources> resources;
+  std::shared_ptr<void> alive = std::make_shared<char>();
   std::vector<std::shared_ptr<Node>> external; // record or wait for an event of outside
   Position launched;
 };
-Graph* graph_of(cudaGraph_t handle) { return reinterpret_cast<Graph*>(handle); }
 Exec* exec_of(cudaGraphExec_t handle) { return reinterpret_cast<Exec*>(handle); }
-Node* node_of(cudaGraphNode_t handle) { return reinterpret_cast<Node*>(handle); }
 
 // An order that the dependencies allow: that of the capture, or (HOSTCUDA_ORDER=lifo) always the latest node that is
 // ready. CUDA promises no more than the dependencies (Programming Guide, "Graph Structure").
@@ -48,15 +54,73 @@ std::vector<std::shared_ptr<Node>> ordered(const std::vector<std::shared_ptr<Nod
   return result;
 }
 
-void run_nodes(const Resources& resources) {
-  for (auto& node : resources.nodes) {
+// The nodes of a graph and of its bodies as they are now, and what they hold.
+Steps take(const Graph& graph, Resources& resources) {
+  Steps steps;
+  for (auto& node : ordered(graph.nodes)) {
+    steps.push_back({node, {}});
+    if (!node->conditional) continue;
+    for (cudaGraph_t body : node->conditional->bodies) steps.back().bodies.push_back(take(*graph_of(body), resources));
+  }
+  resources.conditions.insert(resources.conditions.end(), graph.conditions.begin(), graph.conditions.end());
+  for (auto& [object, count] : graph.objects) {
+    resources.objects[object] += count;
+    object->references += count;
+  }
+  return steps;
+}
+std::shared_ptr<Resources> snapshot(const Graph& graph) {
+  auto resources = std::make_shared<Resources>();
+  resources->steps = take(graph, *resources);
+  return resources;
+}
+
+void run_steps(const Steps& steps) {
+  for (auto& [node, bodies] : steps) {
     counters().nodes_run++;
-    if (!node->run) continue;
+    if (!node->run && !node->conditional) continue;
     TRACE("replay node %d %s", node->id, node->name.c_str());
-    node->run();
+    if (node->conditional)
+      run_conditional(*node->conditional, [&bodies = bodies](size_t body) { run_steps(bodies[body]); });
+    else
+      node->run();
   }
 }
+void run_all_steps(const Resources& resources) {
+  Execution execution(resources.conditions);
+  run_steps(resources.steps);
+}
+
+// A node that runs a graph as it is now. API, cudaGraphNodeTypeConditional: a graph which contains conditional nodes
+// "cannot be used in a child node".
+bool make_child(const std::shared_ptr<Resources>& resources, Node& node) {
+  for (auto& step : resources->steps) {
+    if (step.node->conditional) return false;
+    node.child.push_back(step.node);
+  }
+  node.run = [resources] { run_all_steps(*resources); };
+  return true;
+}
 } // namespace
+
+Node* append(Graph& graph, Node node) {
+  static int next = 0;
+  node.id = next++;
+  graph.nodes.push_back(std::make_shared<Node>(std::move(node)));
+  return graph.nodes.back().get();
+}
+bool has_nodes(const Graph& graph, const cudaGraphNode_t* nodes, size_t count) {
+  std::set<Node*> here, seen;
+  for (auto& node : graph.nodes) here.insert(node.get());
+  for (size_t i = 0; i < count; ++i)
+    if (!here.count(node_of(nodes[i])) || !seen.insert(node_of(nodes[i])).second) return false;
+  return true;
+}
+void forget(Graph& graph, Releases& unused) {
+  unused.drop(graph.objects);
+  for (auto& condition : graph.conditions) condition->graph = nullptr;
+  for (auto& body : graph.bodies) forget(*body, unused);
+}
 
 void Releases::drop(UserObject* object, long long count) {
   object->references -= count;
@@ -80,10 +144,18 @@ API cudaError_t cudaGraphCreate(cudaGraph_t* out, unsigned) {
   return cudaSuccess;
 }
 API cudaError_t cudaGraphDestroy(cudaGraph_t handle) {
-  std::unique_ptr<Graph> graph(graph_of(handle)); // destroyed last: what its nodes hold goes without the mutex
+  const char* call = "cudaGraphDestroy";
+  std::unique_ptr<Graph> graph; // destroyed last: what its nodes hold goes without the mutex
   Releases unused;
   Lock lock(mutex());
-  unused.drop(graph->objects);
+  if (graph_of(handle)->parent) return refuse(call, cudaErrorInvalidValue); // it is its node's
+  // API, cudaStreamGetCaptureInfo: "All operations other than destroy and node removal are permitted on the graph
+  // while the capture sequence is in progress."
+  for (auto& capture : active_captures())
+    for (Graph* one = capture->graph; one; one = one->parent)
+      if (one == graph_of(handle)) return refuse(call, cudaErrorIllegalState);
+  graph.reset(graph_of(handle));
+  forget(*graph, unused);
   return cudaSuccess;
 }
 API cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t* nodes, size_t* count) {
@@ -112,13 +184,34 @@ API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode
   *count = all.size();
   return cudaSuccess;
 }
-// Graphs come from captures only.
-API cudaError_t cudaGraphAddNode(cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*,
-                                 size_t, cudaGraphNodeParams*) {
-  return refuse("cudaGraphAddNode", cudaErrorNotSupported);
-}
-API cudaError_t cudaGraphConditionalHandleCreate(cudaGraphConditionalHandle*, cudaGraph_t, unsigned, unsigned) {
-  return refuse("cudaGraphConditionalHandleCreate", cudaErrorNotSupported);
+// Work comes from captures only.
+API cudaError_t cudaGraphAddNode(cudaGraphNode_t* out, cudaGraph_t handle, const cudaGraphNode_t* deps,
+                                 const cudaGraphEdgeData*, size_t count, cudaGraphNodeParams* params) {
+  const char* call = "cudaGraphAddNode";
+  Lock lock(mutex());
+  if (auto error = sticky_error()) return error;
+  if (!out || !handle || !params) return refuse(call, cudaErrorInvalidValue);
+  Graph& graph = *graph_of(handle);
+  // API: dependencies are the graph's nodes, and "may not have any duplicate entries".
+  if (!has_nodes(graph, deps, count)) return refuse(call, cudaErrorInvalidValue);
+  Node node{params->type, "", nullptr, {}};
+  for (size_t i = 0; i < count; ++i) node.deps.push_back(node_of(deps[i]));
+  switch (params->type) {
+    case cudaGraphNodeTypeConditional:
+      node.name = "conditional node";
+      if (auto error = make_conditional(graph, params->conditional, node)) return refuse(call, error);
+      break;
+    case cudaGraphNodeTypeGraph: // API: "The child graph is cloned in this call."
+      node.name = "child graph";
+      if (!params->graph.graph || params->graph.ownership != cudaGraphChildGraphOwnershipClone ||
+          !make_child(snapshot(*graph_of(params->graph.graph)), node))
+        return refuse(call, cudaErrorInvalidValue);
+      break;
+    case cudaGraphNodeTypeEmpty: node.name = "empty node"; break;
+    default: return refuse(call, cudaErrorNotSupported);
+  }
+  *out = reinterpret_cast<cudaGraphNode_t>(append(graph, std::move(node)));
+  return cudaSuccess;
 }
 API cudaError_t cudaGraphKernelNodeGetParams(cudaGraphNode_t, cudaKernelNodeParams* params) {
   *params = {};
@@ -131,10 +224,11 @@ API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t handle, u
   Lock lock(mutex());
   if (auto error = sticky_error()) return error;
   Graph* graph = graph_of(handle);
+  if (auto why = violation(*graph); !why.empty())
+    return refuse(("cudaGraphInstantiate (" + why + ")").c_str(), cudaErrorInvalidValue);
   auto* exec = new Exec;
-  exec->resources->nodes = ordered(graph->nodes);
-  exec->resources->objects = graph->objects;
-  for (auto& [object, count] : graph->objects) object->references += count;
+  exec->resources = snapshot(*graph);
+  graph->executable = exec->alive;
   for (auto& node : graph->nodes)
     if (node->event) exec->external.push_back(node);
   counters().instantiations++;
@@ -153,15 +247,19 @@ API cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSucc
 
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) {
   auto& resources = exec_of(handle)->resources;
-  TRACE("graph launch of %zu nodes on %p", resources->nodes.size(), static_cast<void*>(stream_handle));
-  auto run = [resources] { run_nodes(*resources); };
+  TRACE("graph launch of %zu nodes on %p", resources->steps.size(), static_cast<void*>(stream_handle));
+  auto run = [resources] { run_all_steps(*resources); };
   {
     Lock lock(mutex());
     if (auto error = sticky_error()) return error;
     Stream* stream = resolve(stream_handle);
     if (!known(stream)) return refuse("cudaGraphLaunch", cudaErrorInvalidResourceHandle);
     // A node of the graph that is captured, with the nodes of this one in it.
-    if (stream->capture) return add_node(stream, cudaGraphNodeTypeGraph, "cudaGraphLaunch", run);
+    if (stream->capture) {
+      Node node{cudaGraphNodeTypeGraph, "cudaGraphLaunch", nullptr, {}};
+      if (make_child(resources, node)) return add_node(stream, std::move(node));
+      return unsupported_in_capture(stream, "cudaGraphLaunch", cudaErrorStreamCaptureUnsupported);
+    }
     if (auto error = implicit(stream, "cudaGraphLaunch")) return error;
     counters().graph_launches++;
     Exec* exec = exec_of(handle);
@@ -188,15 +286,26 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_hand
   });
 }
 
+namespace {
+void print(FILE* file, const Graph& graph) {
+  for (auto& node : graph.nodes) {
+    fprintf(file, "  n%d [label=\"%s\"];\n", node->id, node->name.c_str());
+    for (Node* before : node->deps) fprintf(file, "  n%d -> n%d;\n", before->id, node->id);
+    if (!node->conditional) continue;
+    for (size_t i = 0; i < node->conditional->bodies.size(); ++i) {
+      fprintf(file, "  subgraph cluster_%d_%zu {\n  label=\"body %zu of n%d\";\n", node->id, i, i, node->id);
+      print(file, *graph_of(node->conditional->bodies[i]));
+      fprintf(file, "  }\n");
+    }
+  }
+}
+} // namespace
 API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t handle, const char* path, unsigned) {
   Lock lock(mutex());
   FILE* file = fopen(path, "w");
   if (!file) return done(cudaErrorUnknown);
   fprintf(file, "digraph hostcuda {\n");
-  for (auto& node : graph_of(handle)->nodes) {
-    fprintf(file, "  n%d [label=\"%s\"];\n", node->id, node->name.c_str());
-    for (Node* before : node->deps) fprintf(file, "  n%d -> n%d;\n", before->id, node->id);
-  }
+  print(file, *graph_of(handle));
   fprintf(file, "}\n");
   fclose(file);
   return cudaSuccess;

@@ -1,5 +1,5 @@
-// Launches of kernels. Kernels of libraries (nvcc's) are known by name and not computed; kernels of cubins (Triton's)
-// are given to a callback.
+// Launches of kernels. Kernels of libraries (nvcc's) are known by name and not computed, but for those of
+// named_kernels.cpp; kernels of cubins (Triton's) are given to a callback.
 #include "memory.h"
 #include "modules.h"
 #include "streams.h"
@@ -56,9 +56,11 @@ const std::string* kernel_of(const void* host) {
   auto it = kernels().find(host);
   return it == kernels().end() ? nullptr : &it->second;
 }
-cudaError_t launch_unknown(const std::string* kernel, cudaStream_t stream) {
+cudaError_t launch_named(const std::string* kernel, void** args, cudaStream_t stream) {
   std::string name = kernel ? *kernel : "a kernel that was not registered";
-  return guarded([&] { return submit(stream, cudaGraphNodeTypeKernel, name, [name] { count_skipped(name); }); });
+  auto run = kernel_by_name(name, args);
+  if (!run) run = [name] { count_skipped(name); };
+  return guarded([&] { return submit(stream, cudaGraphNodeTypeKernel, name, std::move(run)); });
 }
 } // namespace
 
@@ -132,17 +134,17 @@ API cudaError_t __cudaGetKernel(cudaKernel_t* out, const void* host) {
   *out = reinterpret_cast<cudaKernel_t>(const_cast<std::string*>(kernel_of(host)));
   return cudaSuccess;
 }
-API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  return launch_unknown(reinterpret_cast<const std::string*>(kernel), stream);
+API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** args, size_t, cudaStream_t stream) {
+  return launch_named(reinterpret_cast<const std::string*>(kernel), args, stream);
 }
-API cudaError_t cudaLaunchKernel(const void* host, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  return launch_unknown(kernel_of(host), stream);
+API cudaError_t cudaLaunchKernel(const void* host, dim3, dim3, void** args, size_t, cudaStream_t stream) {
+  return launch_named(kernel_of(host), args, stream);
 }
-API cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  return launch_unknown(kernel_of(host), stream);
+API cudaError_t cudaLaunchCooperativeKernel(const void* host, dim3, dim3, void** args, size_t, cudaStream_t stream) {
+  return launch_named(kernel_of(host), args, stream);
 }
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void**) {
-  return launch_unknown(kernel_of(host), config->stream);
+API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void** args) {
+  return launch_named(kernel_of(host), args, config->stream);
 }
 
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {

@@ -27,6 +27,9 @@ size_t elf_size(const char* data);
 // A kernel of the cubin and the layout of its parameters; null where it has none of this name.
 std::unique_ptr<Function> read_function(const Module& module, const std::string& name);
 
+// What a library's kernel does, where it is one of the few that are computed; else null.
+std::function<void()> kernel_by_name(const std::string& name, void** args);
+
 // A launch of a cubin's kernel: computed by the callback (Triton's interpreter), if there is one.
 cudaError_t launch_function(const Function& function, dim3 grid, dim3 block, unsigned shared, cudaStream_t stream,
                             void** args, void** extra);

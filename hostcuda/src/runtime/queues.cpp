@@ -121,13 +121,15 @@ void wait_before_next(Stream* stream, const Position& position) {
   if (kLazy && position.queue != stream->queue && !position.reached()) push(stream, {nullptr, position});
 }
 
-cudaError_t submit(cudaStream_t handle, cudaGraphNodeType type, std::string name, std::function<void()> run) {
+cudaError_t submit(cudaStream_t handle, cudaGraphNodeType type, std::string name, std::function<void()> run,
+                   std::vector<const void*> operands) {
   {
     Lock lock(mutex());
     if (auto error = sticky_error()) return error;
     Stream* stream = resolve(handle);
     if (!known(stream)) return refuse(name.c_str(), cudaErrorInvalidResourceHandle);
-    if (stream->capture) return add_node(stream, type, std::move(name), std::move(run));
+    if (stream->capture)
+      return add_node(stream, {type, std::move(name), std::move(run), {}, nullptr, std::move(operands)});
     if (auto error = implicit(stream, name.c_str())) return error;
     if (kLazy) {
       TRACE("issue %s on %p", name.c_str(), static_cast<void*>(handle));

@@ -34,7 +34,7 @@ const Counter kCounters[] = {
     COUNTER(memcpys),         COUNTER(memsets),         COUNTER(modules),        COUNTER(captures),
     COUNTER(captures_failed), COUNTER(nodes_captured),  COUNTER(instantiations), COUNTER(graph_launches),
     COUNTER(nodes_run),       COUNTER(mallocs),         COUNTER(frees),          COUNTER(synchronizations),
-    COUNTER(refused),         COUNTER(wild),
+    COUNTER(refused),         COUNTER(wild),            COUNTER(conditional_bodies),
 };
 #undef COUNTER
 

@@ -77,16 +77,13 @@ cudaError_t unsupported_in_capture(Stream* stream, const char* call, cudaError_t
 
 // Work of a stream that captures: a node after the stream's last ones (Guide, "Cross-stream Dependencies and
 // Events").
-cudaError_t add_node(Stream* stream, cudaGraphNodeType type, std::string name, std::function<void()> run,
-                     std::shared_ptr<Record> event) {
+cudaError_t add_node(Stream* stream, Node node) {
   Capture& capture = *stream->capture;
-  if (capture.invalid) return refuse(name.c_str(), cudaErrorStreamCaptureInvalidated);
-  static int next = 0;
-  auto node = std::make_shared<Node>(
-      Node{next++, type, std::move(name), std::move(run), std::move(stream->deps), std::move(event)});
-  stream->deps = {node.get()};
-  TRACE("capture %llu: node %d %s", capture.id, node->id, node->name.c_str());
-  capture.graph->nodes.push_back(std::move(node));
+  if (capture.invalid) return refuse(node.name.c_str(), cudaErrorStreamCaptureInvalidated);
+  node.deps = std::move(stream->deps);
+  Node* added = append(*capture.graph, std::move(node));
+  stream->deps = {added};
+  TRACE("capture %llu: node %d %s", capture.id, added->id, added->name.c_str());
   counters().nodes_captured++;
   return cudaSuccess;
 }

@@ -45,6 +45,8 @@ inline const bool kLazy = env_on("HOSTCUDA_LAZY");
 // Kernels, and what moves or sets bytes of the device, do nothing: what is left is host time and memory. The
 // operators may be registered (HOSTCUDA_COMPUTE=0) or torch's own (HOSTCUDA_OPERATORS=0).
 inline const bool kComputes = !env_is("HOSTCUDA_COMPUTE", "0") && !env_is("HOSTCUDA_OPERATORS", "0");
+// Iterations of one WHILE node before the device takes it for endless.
+inline const size_t kLoops = env_size("HOSTCUDA_LOOPS", 1ull << 20);
 inline const size_t kTotalMemory = env_size("HOSTCUDA_MEMORY", 80ull << 30);
 
 } // namespace hostcuda

@@ -20,7 +20,7 @@ std::recursive_mutex& mutex();
 struct Counters {
   std::atomic<long long> kernels_run{0}, kernels_skipped{0}, host_ops{0}, triton_launches{0}, memcpys{0}, memsets{0},
       modules{0}, captures{0}, captures_failed{0}, nodes_captured{0}, instantiations{0}, graph_launches{0},
-      nodes_run{0}, mallocs{0}, frees{0}, synchronizations{0}, refused{0}, wild{0};
+      nodes_run{0}, conditional_bodies{0}, mallocs{0}, frees{0}, synchronizations{0}, refused{0}, wild{0};
 };
 Counters& counters();
 

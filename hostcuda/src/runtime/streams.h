@@ -37,13 +37,18 @@ struct Record {
   Position position;
 };
 
+struct Conditional;
+struct Condition;
 struct Node {
-  int id;
   cudaGraphNodeType type;
   std::string name;
   std::function<void()> run;
   std::vector<Node*> deps;
-  std::shared_ptr<Record> event; // of an external record or wait
+  std::shared_ptr<Record> event;            // of an external record or wait
+  std::vector<const void*> operands;        // of a copy or a memset
+  std::vector<std::shared_ptr<Node>> child; // nodes of a child graph
+  std::shared_ptr<Conditional> conditional; // of a conditional node
+  int id = 0;
 };
 struct UserObject {
   void* pointer;
@@ -53,6 +58,11 @@ struct UserObject {
 struct Graph {
   std::vector<std::shared_ptr<Node>> nodes;
   std::map<UserObject*, int> objects;
+  std::vector<std::shared_ptr<Condition>> conditions; // whose handles were created for it
+  std::vector<std::unique_ptr<Graph>> bodies;         // of its conditional nodes
+  Graph* parent = nullptr;                            // whose conditional node has it as a body
+  std::weak_ptr<void> executable;                     // made of it last
+  bool spoiled = false;                               // a capture into it has failed
 };
 
 struct Stream;
@@ -61,6 +71,7 @@ struct Capture {
   cudaStreamCaptureMode mode;
   std::thread::id thread; // that began it
   Graph* graph;
+  bool owns; // the graph: not where it is one that was there before
   Stream* origin;
   std::set<Stream*> streams;
   bool invalid = false;
@@ -105,7 +116,8 @@ void push(Stream* stream, Item item);
 void wait_before_next(Stream* stream, const Position& position);
 
 // Work of a stream: a node where it captures, else run now or left for later.
-cudaError_t submit(cudaStream_t handle, cudaGraphNodeType type, std::string name, std::function<void()> run);
+cudaError_t submit(cudaStream_t handle, cudaGraphNodeType type, std::string name, std::function<void()> run,
+                   std::vector<const void*> operands = {});
 
 // -- rules of captures (rules.cpp); with the mutex held --
 std::set<std::shared_ptr<Capture>>& active_captures();
@@ -115,13 +127,18 @@ cudaError_t unsafe(const char* call);
 cudaError_t device_wide(const char* call);
 cudaError_t implicit(Stream* stream, const char* call);
 cudaError_t unsupported_in_capture(Stream* stream, const char* call, cudaError_t error);
-cudaError_t add_node(Stream* stream, cudaGraphNodeType type, std::string name, std::function<void()> run,
-                     std::shared_ptr<Record> event = nullptr);
+cudaError_t add_node(Stream* stream, Node node);
 
 // -- captures (captures.cpp) --
 void leave_captures(Stream* stream); // it is destroyed
 
-// -- graphs (graphs.cpp) --
+// -- graphs (graphs.cpp); with the mutex held --
+inline Graph* graph_of(cudaGraph_t handle) { return reinterpret_cast<Graph*>(handle); }
+inline Node* node_of(cudaGraphNode_t handle) { return reinterpret_cast<Node*>(handle); }
+Node* append(Graph& graph, Node node);
+bool has_nodes(const Graph& graph, const cudaGraphNode_t* nodes, size_t count); // each of them, and no more than once
+std::string violation(const Graph& graph); // why it cannot be instantiated, or "" (graph_rules.cpp)
+
 // User objects that have lost their last reference are destroyed with this, after the mutex is released.
 class Releases {
  public:
@@ -132,6 +149,7 @@ class Releases {
  private:
   std::vector<UserObject*> unused_;
 };
+void forget(Graph& graph, Releases& unused); // it is about to be deleted
 
 // -- copies (copies.cpp) --
 void register_variable(const void* host, size_t size); // a __device__ variable of a library
