@@ -100,6 +100,13 @@ def begin(on: Any, mode: int = GLOBAL) -> str:
     return answer("cudaStreamBeginCapture", on, mode)
 
 
+def begin_to(on: Any, graph: Any, after: Any = (), mode: int = GLOBAL) -> str:
+    """A capture into a graph that is there, behind some of its nodes."""
+    _begun.append(on)
+    nodes = (ctypes.c_void_p * len(after))(*after)
+    return answer("cudaStreamBeginCaptureToGraph", on, graph, nodes, None, ctypes.c_size_t(len(after)), mode)
+
+
 def end(on: Any) -> tuple[str, ctypes.c_void_p]:
     """The answer, and the graph."""
     graph = ctypes.c_void_p()

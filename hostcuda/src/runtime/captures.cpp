@@ -43,12 +43,14 @@ cudaError_t result_of(const Capture& capture) {
 
 // What a capture that has failed leaves. A graph that was there before is its owner's; what the documentation does not
 // say, and is decided here: it keeps the nodes that it has got, and cannot be instantiated any more.
-void discard(const Capture& capture) {
+// Any other is returned, to be deleted.
+std::unique_ptr<Graph> discard(const Capture& capture, Releases& unused) {
   if (!capture.owns) {
     capture.graph->spoiled = true;
-    return;
+    return nullptr;
   }
-  cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(capture.graph));
+  forget(*capture.graph, unused);
+  return std::unique_ptr<Graph>(capture.graph);
 }
 } // namespace
 
@@ -60,7 +62,8 @@ void hostcuda::leave_captures(Stream* stream) {
   if (capture->origin == stream) {
     end(capture);
     counters().captures_failed++;
-    discard(*capture);
+    Releases unused;
+    discard(*capture, unused);
   } else {
     capture->streams.erase(stream);
   }
@@ -103,7 +106,8 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMod
   if (auto error = sticky_error()) return error;
   return begin(stream, nullptr, nullptr, 0, mode, "cudaStreamBeginCapture");
 }
-// API: it places "new nodes into an existing graph", which stays its owner's. The capture has an id of its own.
+// API: operations "will instead be captured into graph, which will be returned via cudaStreamEndCapture". It stays its
+// owner's. The capture has an id of its own.
 API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph, const cudaGraphNode_t* deps,
                                               const cudaGraphEdgeData*, size_t count, cudaStreamCaptureMode mode) {
   const char* call = "cudaStreamBeginCaptureToGraph";
@@ -115,6 +119,8 @@ API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t g
 
 API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   const char* call = "cudaStreamEndCapture";
+  std::unique_ptr<Graph> lost; // what its nodes hold goes without the mutex
+  Releases unused;
   Lock lock(mutex());
   if (out) *out = nullptr;
   Stream* stream = resolve(handle);
@@ -140,7 +146,7 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
   // error value and a NULL graph."
   if (error) {
     counters().captures_failed++;
-    discard(*capture);
+    lost = discard(*capture, unused);
     return refuse(call, error);
   }
   if (out) *out = reinterpret_cast<cudaGraph_t>(capture->graph);

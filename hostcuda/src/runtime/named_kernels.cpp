@@ -2,7 +2,10 @@
 // it knows the name and the arguments alone, and leaves it out (ATen's operators are computed above it). That would not
 // do for this one, which is no operator's: torch's CUDAGraph launches it to hand a predicate to a conditional node.
 #include "conditionals.h"
+#include "memory.h"
 #include "modules.h"
+
+#include <stdexcept>
 
 namespace hostcuda {
 
@@ -18,6 +21,10 @@ std::function<void()> set_conditional(const std::string& name, void** args) {
   return [condition = condition_of(handle), name, value] {
     if (!kComputes) return count_skipped(name);
     check_range(value, 1, name.c_str());
+    if (pageable(value)) { // a tensor of the CPU's, for which torch does not look
+      sticky = cudaErrorIllegalAddress;
+      throw std::runtime_error(name + " reads memory of the host's");
+    }
     if (!condition) throw std::runtime_error(name + ": there is no such conditional handle");
     set_condition(*condition, *value != 0);
     counters().kernels_run++;
