@@ -315,6 +315,34 @@ def reset_graph_counters() -> None:
     _C.reset_graph_counters()
 
 
+@contextlib.contextmanager
+def branch(predicate: torch.Tensor) -> Iterator[None]:
+    """While the current stream is captured: work issued inside of the `with` block is the body of a node, which runs
+    in replays that find the predicate true, a boolean of no dimensions."""
+    _C.begin_branch(predicate)
+    with _ended_body():
+        yield
+
+
+@contextlib.contextmanager
+def loop(predicate: torch.Tensor) -> Iterator[Callable[[torch.Tensor], None]]:
+    """The same of a body that runs as long as the predicate is true, which the body says anew by what is yielded."""
+    _C.begin_loop(predicate)
+    with _ended_body():
+        yield _C.set_condition
+
+
+@contextlib.contextmanager
+def _ended_body() -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # What went wrong in the body is the error to be told.
+            _C.end_body()
+        raise
+    _C.end_body()
+
+
 def launch(function: Callable[..., Any], *arguments: Any) -> None:
     """Run a compiled kernel on the current stream of its tensors' device, or record it if that is being captured.
 

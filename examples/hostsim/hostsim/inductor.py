@@ -1,9 +1,28 @@
 """What Inductor and fxwrap have to know about the device: all of it is said in one call."""
 
+from collections.abc import Callable, Iterator
+
+import torch
+
 import fxwrap
 
 from . import device
 from .name import NAME
+
+
+def _branch(predicate: torch.Tensor) -> Iterator[None]:
+    with device.branch(predicate):
+        yield
+
+
+def _loop(predicate: torch.Tensor) -> Iterator[Callable[[torch.Tensor], object]]:
+    with device.loop(predicate) as decide:
+        yield decide
+
+
+def _warm_up_graph(pool: tuple[int, int]) -> torch.accelerator.Graph:
+    """In a relaxed capture a library may make its handle: a product may be in a body only."""
+    return torch.accelerator.Graph(pool=pool, capture_error_mode="relaxed")
 
 
 def register() -> fxwrap.DeviceRegistration:
@@ -17,6 +36,7 @@ def register() -> fxwrap.DeviceRegistration:
         scheduling="cpp",
         kernels=[fxwrap.cpp_kernels(device.launch)],
         after_failed_capture=device.recover,
+        conditional_nodes=fxwrap.ConditionalNodes(_branch, _loop, _warm_up_graph),
         # No driver stands between: a replay, and a copy, cost little beside a call out of Python.
         cost=fxwrap.CaptureCost(launch=2, extern=5, replay=1, copy=1),
     )

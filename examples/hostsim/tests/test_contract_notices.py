@@ -21,7 +21,8 @@ from fxwrap.testing import graphs
 
 CONTRACT = Path(__file__).with_name("test_contract.py")
 
-# Fault in the device -> the contract's first test to fail. Poison is a service of the simulator that no device owes.
+# Fault in the device -> the first test of the contract to fail. No device owes poison, a service of the simulator, or
+# nodes that decide: test_faults.py sees to these.
 FIRST_TO_FAIL = {
     "storage_offset_dropped": "test_copies_there_and_back",
     "events_do_not_wait": "test_a_stream_waits_for_another",
@@ -40,6 +41,8 @@ FIRST_TO_FAIL = {
     "recapture_without_reset_allowed": "test_capture_needs_a_reset_in_between",
     "unjoined_fork_allowed": "test_forked_work_must_join",
     "no_poison": None,
+    "branch_always_runs": None,
+    "loop_runs_once": None,
 }
 
 

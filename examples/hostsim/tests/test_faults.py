@@ -129,6 +129,23 @@ def non_blocking_copies_are_ordered_with_their_stream(device):
     return (tensor + 1).eq(2).all().item()
 
 
+def decided(begin):
+    """How often a body runs that is told to run never, or three times."""
+    left = torch.tensor(3 if begin == "loop" else 0, device=on_device(1).device)
+    times, device = zeros(1), getattr(torch, left.device.type)
+
+    def work():
+        with getattr(device, begin)(left > 0) as decide:
+            times.add_(1)
+            left.sub_(1)
+            if decide is not None:
+                decide(left > 0)
+
+    graph, _ = capture(work)
+    graph.replay()
+    return times.item()
+
+
 OBSERVATIONS = {
     "replay_ignores_refilled_inputs": refills_are_read,
     "replay_skips_last_node": the_last_node_runs,
@@ -147,6 +164,8 @@ OBSERVATIONS = {
     "no_poison": captured_memory_is_poisoned,
     "storage_offset_dropped": copies_start_where_their_tensor_does,
     "non_blocking_copy_too_late": non_blocking_copies_are_ordered_with_their_stream,
+    "branch_always_runs": lambda device: decided("branch") == 0,
+    "loop_runs_once": lambda device: decided("loop") == 3,
 }
 
 

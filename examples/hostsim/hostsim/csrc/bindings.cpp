@@ -2,6 +2,7 @@
 
 #include "allocator.h"
 #include "capture.h"
+#include "conditional.h"
 #include "devices.h"
 #include "faults.h"
 #include "generator.h"
@@ -40,6 +41,7 @@ py::dict counters_as_dict() {
   result["replays"] = counters.replays;
   result["nodes_captured"] = counters.nodes_captured;
   result["nodes_replayed"] = counters.nodes_replayed;
+  result["bodies_run"] = counters.bodies_run;
   result["live_graphs"] = counters.live_graphs;
   return result;
 }
@@ -94,6 +96,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("graph_counters", &counters_as_dict);
   m.def("reset_graph_counters", &reset_graph_counters);
   m.def("launch", &launch);
+
+  m.def("begin_branch", &begin_branch);
+  m.def("begin_loop", &begin_loop);
+  m.def("set_condition", &set_condition);
+  m.def("end_body", &end_body);
 
   m.def("known_rules", &rules_as_dict);
   m.def("relax", &relax);

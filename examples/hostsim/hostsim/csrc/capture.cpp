@@ -1,5 +1,6 @@
 #include "capture.h"
 
+#include "conditional.h"
 #include "faults.h"
 #include "name.h"
 #include "streams.h"
@@ -20,6 +21,13 @@ std::unordered_map<c10::Stream, std::shared_ptr<Capture>> captured_streams;
 std::vector<std::shared_ptr<Capture>> captures;
 // Lets everything that happens without a capture pass with one load.
 std::atomic<size_t> capture_count{0};
+
+// With the registry's mutex held.
+void release_streams(const Capture& capture) {
+  for (auto it = captured_streams.begin(); it != captured_streams.end();) {
+    it = it->second->is_in(capture) ? captured_streams.erase(it) : std::next(it);
+  }
+}
 
 Fault fault_that_allows(HostWait kind) {
   switch (kind) {
@@ -84,11 +92,31 @@ Capture::Capture(c10::Stream origin, MempoolId_t pool, GraphCaptureMode mode)
   clocks_[origin_] = {};
 }
 
+Capture::Capture(c10::Stream origin, std::shared_ptr<Capture> parent, std::shared_ptr<Conditional> node)
+    : origin_(origin),
+      pool_(parent->pool()),
+      mode_(parent->mode()),
+      parent_(std::move(parent)),
+      node_(std::move(node)) {
+  clocks_[origin_] = {};
+}
+
+bool Capture::is_in(const Capture& other) const {
+  return this == &other || (parent_ && parent_->is_in(other));
+}
+
 void Capture::check_valid() {
-  TORCH_CHECK(!failure_, "this capture was invalidated before: ", *failure_);
+  const auto reason = failure_ || !parent_ ? failure_ : parent_->failure();
+  TORCH_CHECK(!reason, "this capture was invalidated before: ", *reason);
 }
 
 void Capture::record(const c10::Stream& stream, Work work) {
+  if (node_ && work.generator) {
+    const std::string reason = "'" + work.name + "' draws random numbers in the body of a branch or a loop: a graph " +
+        "advances its generator by as much at each replay, whatever has run. Draw them before it.";
+    invalidate(reason);
+    TORCH_CHECK(false, reason);
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   check_valid();
   ++clocks_[stream][stream];
@@ -96,6 +124,10 @@ void Capture::record(const c10::Stream& stream, Work work) {
 }
 
 void Capture::keep(std::shared_ptr<void> object) {
+  if (parent_) {
+    parent_->keep(std::move(object));
+    return;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   kept_.push_back(std::move(object));
 }
@@ -111,11 +143,7 @@ void Capture::join(const c10::Stream& stream, const Clock& seen) {
   check_valid();
   const bool forked = captured_streams.count(stream) == 0;
   if (forked) {
-    for (const auto& capture : captures) {
-      if (capture.get() == this) {
-        captured_streams[stream] = capture;
-      }
-    }
+    captured_streams[stream] = shared_from_this();
   }
   Clock& clock = clocks_[stream];
   for (const auto& [other, count] : seen) {
@@ -127,6 +155,9 @@ void Capture::join(const c10::Stream& stream, const Clock& seen) {
 }
 
 void Capture::invalidate(const std::string& reason) {
+  if (parent_) {
+    parent_->invalidate(reason);
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   if (!failure_) {
     failure_ = reason;
@@ -135,7 +166,7 @@ void Capture::invalidate(const std::string& reason) {
 
 std::optional<std::string> Capture::failure() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return failure_;
+  return failure_ || !parent_ ? failure_ : parent_->failure();
 }
 
 std::optional<c10::Stream> Capture::unjoined_stream() {
@@ -180,11 +211,49 @@ std::shared_ptr<Capture> begin_capture(const c10::Stream& origin, MempoolId_t po
 
 void end_capture(const std::shared_ptr<Capture>& capture) {
   std::lock_guard<std::mutex> lock(registry_mutex);
-  for (auto it = captured_streams.begin(); it != captured_streams.end();) {
-    it = it->second == capture ? captured_streams.erase(it) : std::next(it);
-  }
+  release_streams(*capture);
   captures.erase(std::remove(captures.begin(), captures.end(), capture), captures.end());
   capture_count = captures.size();
+}
+
+void begin_body_capture(
+    const std::shared_ptr<Capture>& capture,
+    const c10::Stream& stream,
+    std::shared_ptr<Conditional> node) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  captured_streams[stream] = std::make_shared<Capture>(stream, capture, std::move(node));
+}
+
+void end_body_capture(const std::shared_ptr<Capture>& body) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  release_streams(*body);
+  captured_streams[body->origin()] = body->parent();
+}
+
+void check_joined(Capture& capture, const std::string& what) {
+  const auto unjoined = capture.unjoined_stream();
+  if (unjoined && !planted(Fault::kUnjoinedForkAllowed)) {
+    capture.invalidate(
+        what + ": " + stream_name(*unjoined) + " was forked from the capture and has not been joined; let " +
+        stream_name(capture.origin()) + " wait for it before the end");
+  }
+}
+
+void check_bodies_ended(Capture& capture, const std::string& what) {
+  std::optional<c10::Stream> open;
+  {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    for (const auto& [stream, captured_by] : captured_streams) {
+      if (captured_by.get() != &capture && captured_by->is_in(capture)) {
+        open = captured_by->origin();
+      }
+    }
+  }
+  if (open) {
+    capture.invalidate(
+        what + ": the body of a branch or a loop on " + stream_name(*open) +
+        " has not been ended; call end_body before");
+  }
 }
 
 bool any_capture() {

@@ -24,9 +24,11 @@ using Clock = std::unordered_map<c10::Stream, uint64_t>;
 
 // A graph while it is recorded. That a stream is being captured belongs to the stream, not to a thread: autograd
 // issues its work from threads of its own.
-class Capture {
+// The body of a node that decides is a capture in another one: streams that fork in it are joined in it.
+class Capture : public std::enable_shared_from_this<Capture> {
  public:
   Capture(c10::Stream origin, MempoolId_t pool, GraphCaptureMode mode);
+  Capture(c10::Stream origin, std::shared_ptr<Capture> parent, std::shared_ptr<Conditional> node);
 
   const c10::Stream& origin() const {
     return origin_;
@@ -40,6 +42,14 @@ class Capture {
   bool begun_by_this_thread() const {
     return thread_ == std::this_thread::get_id();
   }
+  // Of a body: what it is a part of, and its node. Null of a whole graph.
+  const std::shared_ptr<Capture>& parent() const {
+    return parent_;
+  }
+  const std::shared_ptr<Conditional>& node() const {
+    return node_;
+  }
+  bool is_in(const Capture& other) const;
 
   void record(const c10::Stream& stream, Work work);
   // Lives until the graph is reset.
@@ -49,7 +59,7 @@ class Capture {
   // The stream waits for an event of this capture, and becomes part of it.
   void join(const c10::Stream& stream, const Clock& seen);
 
-  // Nothing more can come of it; the first reason is reported by every later use.
+  // Nothing more can come of it, nor of what it is in; the first reason is reported by every later use.
   void invalidate(const std::string& reason);
   std::optional<std::string> failure();
   std::optional<c10::Stream> unjoined_stream();
@@ -64,8 +74,10 @@ class Capture {
   const MempoolId_t pool_;
   const GraphCaptureMode mode_;
   const std::thread::id thread_ = std::this_thread::get_id();
+  const std::shared_ptr<Capture> parent_;
+  const std::shared_ptr<Conditional> node_;
 
-  std::mutex mutex_;
+  std::mutex mutex_; // That of a body is taken before its parent's.
   std::vector<Work> nodes_;
   std::vector<std::shared_ptr<void>> kept_;
   std::unordered_map<c10::Stream, Clock> clocks_;
@@ -73,8 +85,18 @@ class Capture {
 };
 
 std::shared_ptr<Capture> begin_capture(const c10::Stream& origin, MempoolId_t pool, GraphCaptureMode mode);
-// All its streams are ordinary ones again, whether it succeeded or not.
+// All its streams are ordinary ones again, whether it succeeded or not, and those of its bodies.
 void end_capture(const std::shared_ptr<Capture>& capture);
+// The stream belongs to a body until that ends, and then to the capture again.
+void begin_body_capture(
+    const std::shared_ptr<Capture>& capture,
+    const c10::Stream& stream,
+    std::shared_ptr<Conditional> node);
+void end_body_capture(const std::shared_ptr<Capture>& body);
+
+// Invalidates a capture that is about to end, if a stream that was forked in it is left, or a body.
+void check_joined(Capture& capture, const std::string& what);
+void check_bodies_ended(Capture& capture, const std::string& what);
 
 bool any_capture();
 std::shared_ptr<Capture> capture_of(const c10::Stream& stream);

@@ -31,6 +31,8 @@ const std::array<FaultDescription, kFaults> fault_table{{
     {"no_poison", "fresh memory holds zeros"},
     {"storage_offset_dropped", "copies start at the beginning of the storage"},
     {"non_blocking_copy_too_late", "asynchronous copies run late, and their stream does not wait for them"},
+    {"branch_always_runs", "the body of a branch runs whatever its predicate is"},
+    {"loop_runs_once", "the body of a loop runs once, if at all"},
 }};
 
 bool planted(Fault fault) {

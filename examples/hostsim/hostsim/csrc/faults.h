@@ -27,6 +27,8 @@ enum class Fault {
   kNoPoison,
   kStorageOffsetDropped,
   kNonBlockingCopyTooLate,
+  kBranchAlwaysRuns,
+  kLoopRunsOnce,
   kCount,
 };
 

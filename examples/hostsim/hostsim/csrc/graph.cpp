@@ -64,6 +64,13 @@ void reset_graph_counters() {
   });
 }
 
+void count_body(size_t nodes) {
+  count([nodes](GraphCounters& all) {
+    ++all.bodies_run;
+    all.nodes_replayed += static_cast<int64_t>(nodes);
+  });
+}
+
 // What torch.accelerator.Graph is on this device.
 class Graph final : public at::GraphImplInterface {
  public:
@@ -143,12 +150,8 @@ void Graph::capture_end() {
     capture->invalidate(
         "capture_end was called by another thread than capture_begin; only the mode \"relaxed\" allows that");
   }
-  const auto unjoined = capture->unjoined_stream();
-  if (unjoined && !planted(Fault::kUnjoinedForkAllowed)) {
-    capture->invalidate(
-        "capture_end: " + stream_name(*unjoined) + " was forked from the capture and has not been joined; let " +
-        stream_name(capture->origin()) + " wait for it before the end");
-  }
+  check_bodies_ended(*capture, "capture_end");
+  check_joined(*capture, "capture_end");
   end_capture(capture);
   backend::capture_ended();
 
@@ -172,7 +175,7 @@ void Graph::capture_end() {
   count([this](GraphCounters& all) {
     ++all.captures;
     ++all.live_graphs;
-    all.nodes_captured += static_cast<int64_t>(program_->size());
+    all.nodes_captured += static_cast<int64_t>(program_->size_with_bodies());
   });
   if (!keep_graph_) {
     instantiate();

@@ -1,8 +1,10 @@
 #include "program.h"
 
 #include "allocator.h"
+#include "conditional.h"
 #include "faults.h"
 #include "generator.h"
+#include "graph.h"
 #include "python.h"
 
 #include <c10/util/Exception.h>
@@ -21,11 +23,62 @@ std::vector<char> bytes_of(const MemoryRange& range) {
   return {data, data + range.bytes};
 }
 
+size_t count_nodes(const std::vector<Work>& nodes) {
+  size_t count = nodes.size();
+  for (const Work& node : nodes) {
+    count += node.conditional ? count_nodes(node.conditional->body) : 0;
+  }
+  return count;
+}
+
+// Nodes of a body are numbered after that of the body: 3.0, 3.1. `place` is what comes before.
+void run(const std::vector<Work>& nodes, size_t count, const std::string& place) {
+  for (size_t i = 0; i < count; ++i) {
+    const std::string number = place + std::to_string(i);
+    if (nodes[i].conditional) {
+      const std::vector<Work>& body = nodes[i].conditional->body;
+      run_conditional(*nodes[i].conditional, [&] {
+        run(body, body.size(), number + ".");
+        count_body(body.size());
+      });
+      continue;
+    }
+    try {
+      nodes[i].run();
+    } catch (...) {
+      const std::string reason = describe_current_exception();
+      TORCH_CHECK(false, "node ", number, " ('", nodes[i].name, "') of a graph failed in its replay: ", reason);
+    }
+  }
+}
+
+void print_nodes(const std::vector<Work>& nodes, const std::string& place, std::ostream& out) {
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    const std::string number = place + std::to_string(i);
+    out << number << " " << nodes[i].name;
+    for (const MemoryRange& range : nodes[i].memory) {
+      out << (range.written ? " writes " : " reads ") << range.data << "+" << range.bytes;
+    }
+    out << "\n";
+    if (nodes[i].conditional) {
+      print_nodes(nodes[i].conditional->body, number + ".", out);
+    }
+  }
+}
+
 } // namespace
 
 Program::Program(std::vector<Work> nodes, std::vector<std::shared_ptr<void>> kept, c10::MempoolId_t pool)
     : nodes_(std::move(nodes)), kept_(std::move(kept)) {
-  for (const Work& node : nodes_) {
+  note_nodes(nodes_, pool);
+}
+
+size_t Program::size_with_bodies() const {
+  return count_nodes(nodes_);
+}
+
+void Program::note_nodes(const std::vector<Work>& nodes, c10::MempoolId_t pool) {
+  for (const Work& node : nodes) {
     for (const MemoryRange& range : node.memory) {
       const uint64_t block = block_at(range.data);
       if (block == 0 || pool_at(range.data) == pool) {
@@ -40,6 +93,9 @@ Program::Program(std::vector<Work> nodes, std::vector<std::shared_ptr<void>> kep
     }
     if (node.generator) {
       generators_.push_back(*node.generator);
+    }
+    if (node.conditional) {
+      note_nodes(node.conditional->body, pool);
     }
   }
 }
@@ -68,14 +124,7 @@ void Program::run() {
 
 void Program::run_nodes() {
   const size_t count = nodes_.size() - (planted(Fault::kReplaySkipsLastNode) && !nodes_.empty() ? 1 : 0);
-  for (size_t i = 0; i < count; ++i) {
-    try {
-      nodes_[i].run();
-    } catch (...) {
-      const std::string reason = describe_current_exception();
-      TORCH_CHECK(false, "node ", i, " ('", nodes_[i].name, "') of a graph failed in its replay: ", reason);
-    }
-  }
+  backend::run(nodes_, count, "");
 }
 
 void Program::replay_generators() {
@@ -108,13 +157,7 @@ void Program::run_with_first_inputs() {
 }
 
 void Program::print(std::ostream& out) const {
-  for (size_t i = 0; i < nodes_.size(); ++i) {
-    out << i << " " << nodes_[i].name;
-    for (const MemoryRange& range : nodes_[i].memory) {
-      out << (range.written ? " writes " : " reads ") << range.data << "+" << range.bytes;
-    }
-    out << "\n";
-  }
+  print_nodes(nodes_, "", out);
 }
 
 } // namespace backend

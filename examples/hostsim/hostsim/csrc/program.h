@@ -22,12 +22,15 @@ class Program {
   size_t size() const {
     return nodes_.size();
   }
+  size_t size_with_bodies() const;
   // That the memory its nodes are bound to has not been given back.
   void check_memory() const;
   void run();
   void print(std::ostream& out) const;
 
  private:
+  // Those of the program, or of a body in it.
+  void note_nodes(const std::vector<Work>& nodes, c10::MempoolId_t pool);
   void run_nodes();
   void replay_generators();
   void run_with_first_inputs();

@@ -38,7 +38,8 @@ const std::array<RuleDescription, kRules> rule_table{{
      "captured on one stream must not run at one time (seen where work is asynchronous)",
      "ATen/cuda/CublasHandlePool.cpp, getCurrentCUDABlasHandle: workspaces by handle and stream; torch 2.11 to 2.15"},
     {"libraries_begin_outside_of_captures",
-     "a thread's first product makes a library's handle, which allocates: a capture in which that happens fails",
+     "a thread's first product makes a library's handle, which allocates: a capture in which that happens fails, "
+     "unless it is relaxed",
      "ATen/cuda/CublasHandlePool.cpp, createCublasHandle: cublasCreate, for each thread; torch 2.11 to 2.15"},
     {"cache_stays_while_capturing",
      "as long as a capture records to a memory pool, memory that is short is not won by giving back what the cache "

@@ -3,11 +3,14 @@
 #include <ATen/core/Generator.h>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace backend {
+
+struct Conditional;
 
 struct MemoryRange {
   void* data;
@@ -25,6 +28,8 @@ struct Work {
   std::optional<at::Generator> generator = std::nullopt;
   // Others wait for it, so that it runs even when the process ends and everything else is dropped.
   bool control = false;
+  // Of a node that decides: it has a body instead of something to run.
+  std::shared_ptr<const Conditional> conditional = nullptr;
 };
 
 } // namespace backend
