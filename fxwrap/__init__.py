@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .devices import CaptureCost, KernelCall, KernelKind, SuspendableMemory, cpp_kernels
+from .devices import CaptureCost, ConditionalNodes, KernelCall, KernelKind, SuspendableMemory, cpp_kernels
 from .eager_rules import EagerRule
 from .errors import (
     BindError,
@@ -63,6 +63,7 @@ __all__ = [
     "CaptureCost",
     "CaptureError",
     "CheckError",
+    "ConditionalNodes",
     "DeviceError",
     "DeviceRegistration",
     "Diagnosis",

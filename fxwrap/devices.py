@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,6 +107,27 @@ _HOST_COST = CaptureCost(launch=1.0, extern=2.0, replay=0.0, copy=0.0, bytes=flo
 RecoverFromFailedCapture = Callable[[torch.device, Any], None]
 
 
+@dataclass(frozen=True)
+class ConditionalNodes:
+    """The nodes of a device's graphs that decide at a replay what runs.
+
+    Both functions are called while a graph is captured, with a boolean tensor of no dimensions. They make an iterator
+    for a ``for`` statement, whose body issues the work of the node. A capture goes through the body once. A graph
+    that replays by calling again goes through it as often as the work is to run.
+
+    Attributes:
+        branch: ``for _ in branch(predicate): ...`` issues work that runs if the predicate is true.
+        loop: ``for decide in loop(predicate): ...; decide(predicate)`` issues work that runs while the predicate is
+            true; ``decide`` is given the predicate of the next iteration, as the last call of the body.
+        need_a_run: whether kernels and libraries have to run once before a capture. What is in a body may not have
+            run with the program; it is run on zeros then.
+    """
+
+    branch: Callable[[torch.Tensor], Iterator[object]]
+    loop: Callable[[torch.Tensor], Iterator[Callable[[torch.Tensor], object]]]
+    need_a_run: bool = True
+
+
 class SuspendableMemory(Protocol):
     """Memory of one arena whose bytes go back to the device while its addresses stay (``fxwrap.suspend``).
 
@@ -163,6 +184,7 @@ class DeviceSupport:
         cost: what issuing work costs; None for the default.
         after_failed_capture: restores the device's allocator after a failed capture.
         suspendable_memory: makes the suspendable memory of an arena; None if the device has none.
+        conditional_nodes: of its graphs; None if they have none, so that the host decides.
     """
 
     device_type: str
@@ -174,6 +196,7 @@ class DeviceSupport:
     cost: CaptureCost | None = None
     after_failed_capture: RecoverFromFailedCapture | None = None
     suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None
+    conditional_nodes: ConditionalNodes | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}

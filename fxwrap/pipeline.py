@@ -35,7 +35,7 @@ from .devices import CaptureCost, capture_cost, device_support
 from .eager_rules import EagerRule
 from .errors import PipelineError
 from .graphs.compilation import Compilation
-from .graphs.devices.runtime import freezes_addresses
+from .graphs.devices.runtime import conditional_nodes_of, freezes_addresses
 from .graphs.memory.memory_provider import Planner
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
@@ -52,7 +52,7 @@ from .passes.memory.order import order_for_memory
 from .passes.memory.planner import bytes_of_call, plan_pair, plan_program
 from .passes.memory.requirements import Requirements, expected_sizes
 from .passes.memory.workspace import measure_workspace
-from .passes.partition.capturability import FROZEN_ADDRESS_RULES, judge, main_device
+from .passes.partition.capturability import DECIDED_ON_HOST, FROZEN_ADDRESS_RULES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
 from .passes.partition.cut import cut
 from .passes.partition.export import partition_graph
@@ -229,7 +229,7 @@ class Stages:
     aliasing: Stage[[GraphModule], StorageFacts] = Stage("aliasing", analyse_storages)
     workspace: Stage[[GraphModule, TorchFunctions], Mapping[str, int]] = Stage("workspace", _workspace)
     dependencies: Stage[[GraphModule, StorageFacts, str], nx.DiGraph] = Stage("dependencies", build_dependency_graph)
-    capturability: Stage[[GraphModule, EagerOps, Mapping[str, str]], Verdicts] = Stage("capturability", judge)
+    capturability: Stage[[GraphModule, EagerOps, Mapping[str, str], bool], Verdicts] = Stage("capturability", judge)
     cut: Stage[[nx.DiGraph, Verdicts, torch.device, StorageFacts, Bytes, float], Cut] = Stage("cut", cut)
     cost_model: Stage[[ProgramPlan, CaptureCost, Bytes, str, int], ProgramPlan] = Stage(
         "cost model", apply_cost_model, _check_schedule
@@ -285,10 +285,11 @@ class HostGraphPlanner:
         facts, workspace, dependencies = self._analysis
         device, sizes = main_device(graph), expected_sizes(graph, facts)
         inner = {index: sizes[index] for index in facts.inner() if index in sizes}
-        address_rules = FROZEN_ADDRESS_RULES if freezes_addresses(device) else ()
+        frozen, has_nodes = freezes_addresses(device), conditional_nodes_of(device) is not None
+        address_rules = (*FROZEN_ADDRESS_RULES, *(() if has_nodes else (DECIDED_ON_HOST,))) if frozen else ()
         eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops, *address_rules)
 
-        verdicts = run(stages.capturability, graph, eager_ops, capture_errors)
+        verdicts = run(stages.capturability, graph, eager_ops, capture_errors, has_nodes)
         partitions = run(stages.cut, dependencies, verdicts, device, facts, inner, options.peak_budget)
         plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
         cost = capture_cost(device.type)

@@ -204,6 +204,37 @@ def free_workspaces(stream: Any) -> None:
         free(stream.cuda_stream)
 
 
+def release_conditional_nodes(device: torch.device, pool: Any, count: int) -> None:
+    """Give back what conditional nodes take of their graph's memory pool, and do not give back with the graph.
+
+    Without it the pool's memory never returns to the device. Source: ATen/cuda/CUDAGraph.cpp (torch 2.14.1),
+    begin_capture_to_conditional_node: the pool counts a user at the begin of a body, and another one after it.
+    """
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        for _ in range(count * _uses_of_conditional_node(index)):
+            torch._C._cuda_releasePool(index, pool)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _uses_of_conditional_node(index: int) -> int:
+    """How many users of its pool a conditional node leaves behind, found out with a graph."""
+    pool, graph = torch.cuda.MemPool(), torch.cuda.CUDAGraph()
+    predicate = torch.zeros((), dtype=torch.bool, device=f"cuda:{index}")
+    with torch.cuda.stream(torch.cuda.Stream(index)):  # type: ignore[no-untyped-call]
+        before = pool.use_count()
+        graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        graph.begin_capture_to_if_node(predicate)
+        predicate.zero_()
+        graph.end_capture_to_conditional_node()
+        graph.capture_end()
+    graph.reset()
+    left = pool.use_count() - before
+    for _ in range(left):
+        torch._C._cuda_releasePool(index, pool.id)  # type: ignore[attr-defined]
+    return left
+
+
 # Files with code in which a thread waits for a lock, a queue, a pipe or another process, and launches nothing.
 _WAITS = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "concurrent/", "multiprocessing/")
 _WAITING = (
@@ -293,6 +324,7 @@ def torch_functions() -> TorchFunctions:
         allocations=allocations,
         after_failed_capture=after_failed_capture,
         free_workspaces=free_workspaces,
+        release_conditional_nodes=release_conditional_nodes,
         other_threads_wait=other_threads_wait,
         share_copies=share_copies,
         below_autograd=below_autograd,

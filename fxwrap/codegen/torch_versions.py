@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -286,3 +287,12 @@ def one_loop_a_launch() -> Iterator[None]:
         yield
     finally:
         CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM = before
+
+
+def captures_loops() -> bool:
+    """Whether torch's CUDA build makes nodes of branches and loops in CUDA graphs: from 2.14 on."""
+    try:
+        nodes = importlib.import_module("torch._higher_order_ops.cudagraph_conditional_nodes")
+    except ImportError:
+        return False
+    return hasattr(nodes, "while_loop_node")

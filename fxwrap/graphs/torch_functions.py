@@ -59,6 +59,7 @@ class TorchFunctions:
     allocations: Callable[[Callable[[], object]], Sequence[int] | None]
     after_failed_capture: RecoverFromFailedCapture
     free_workspaces: Callable[[Any], None]
+    release_conditional_nodes: Callable[[torch.device, Any, int], None]
     other_threads_wait: Callable[[], bool]
     share_copies: Callable[[torch.UntypedStorage], None]
     below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]

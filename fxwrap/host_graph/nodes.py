@@ -379,3 +379,15 @@ def checks_alignment(node: Node) -> bool:
 def checks_on(nodes: Sequence[Node]) -> list[Node]:
     """The asserts on ``nodes``, on views of them and on their sizes. They can run once the nodes have run."""
     return list(dict.fromkeys(user for node in nodes for user in _uses(node) if kind_of(user) is Kind.CHECK))
+
+
+def draws_numbers(node: Node) -> bool:
+    """Whether a node's operator draws random numbers. Attention is tagged so, and draws none without dropout."""
+    overload = schema_of(node)
+    if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
+        return False
+    for place, argument in enumerate(overload._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.kwargs.get(argument.name, argument.default_value)
+            return bool((node.args[place] if place < len(node.args) else given) != 0)
+    return True

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from ..errors import CaptureError
+from ..graphs.devices.conditional_nodes import repeated_calls
 from ..graphs.devices.cpu_graph import CPUGraph
 from ..graphs.devices.runtime import DeviceRuntime
 from ..graphs.memory.locks import lock_of_process
@@ -431,6 +432,7 @@ def simulated(rules: Rules = Rules()) -> SimulatedRuntime:
         new_pool=simulator.new_pool,
         after_failed_capture=simulator.recover,
         suspendable_memory=functools.partial(SimulatedMemory, simulator),
+        conditional_nodes=repeated_calls(capture_runs=not rules.captured_work_waits),
         simulator=simulator,
     )
 

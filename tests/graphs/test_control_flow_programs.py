@@ -75,27 +75,23 @@ def assert_replayed(f: Compiled, least: int = 2) -> None:
     assert f.programs and all(count >= least for count in f.replays())
 
 
-@pytest.fixture(autouse=True)
-def _not_on_gpus(request: pytest.FixtureRequest) -> None:
-    """There the host decides, and the programs were not made for it: four fail on hostcuda, and one does not end."""
-    if "device" in request.fixturenames and request.getfixturevalue("device").type not in ("cpu", "hostsim"):
-        pytest.skip("not tried on GPUs: tests/cuda_constructs.py and the fuzzer have branches and loops there")
-
-
-# Why a program does not run on hostsim.
-NOT_ON_HOSTSIM = {
+# Why a program does not run on an accelerator.
+NOT_ON_ACCELERATORS = {
     "parameters_of_modules": "its modules are on the CPU",
     "not_contiguous": "Dynamo has other strides for a product there, and refuses the branches",
-    # Its counters are the host's, its kernels the device's. Older versions, which ran loops in Python, have it, too.
-    "loop_in_a_scan": "a known race, not explained: now and then a loop of its ends too early",
 }
+# Its counters are the host's, its kernels the device's. Older versions, which ran loops in Python, have it, too.
+NOT_ON_HOSTSIM = {"loop_in_a_scan": "a known race, not explained: now and then a loop of its ends too early"}
 
 
 @named(PROGRAMS)
 def test_the_results_are_inductors(program: Program, device: torch.device) -> None:
     """Natively, and in the end once in Python. Whoever gets results may write to them."""
-    if device.type == "hostsim" and program.name in NOT_ON_HOSTSIM:
-        pytest.skip(NOT_ON_HOSTSIM[program.name])
+    reasons = (NOT_ON_ACCELERATORS if device.type != "cpu" else {}) | (
+        NOT_ON_HOSTSIM if device.type == "hostsim" else {}
+    )
+    if program.name in reasons:
+        pytest.skip(reasons[program.name])
     theirs, f = expected(program, device), compile_it(program)
     # A backward records again until its inputs lie where they stay.
     for call in [*range(CALLS)] * (3 if program.gradients else 2):

@@ -19,6 +19,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPython
 from ...devices import (
     OF_ANY_ACCELERATOR,
     CaptureCost,
+    ConditionalNodes,
     DeviceSupport,
     KernelKind,
     RecoverFromFailedCapture,
@@ -88,6 +89,7 @@ def register_device(
     cost: CaptureCost | None = None,
     after_failed_capture: RecoverFromFailedCapture | None = None,
     suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None,
+    conditional_nodes: ConditionalNodes | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 
@@ -112,6 +114,8 @@ def register_device(
             ``capture_end`` has raised. A device needs it if its allocator then still records to the pool, as CUDA's.
         suspendable_memory: ``suspendable_memory(device)`` makes a ``SuspendableMemory`` for an arena; without it
             ``fxwrap.suspend`` raises on this device.
+        conditional_nodes: the nodes of its graphs that decide at a replay what runs; without them branches and loops
+            (``torch.cond``, ``while_loop``) are decided on the host, between replays.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.
@@ -121,7 +125,14 @@ def register_device(
             argument is of another kind.
     """
     _check_name(device_type)
-    _check_kinds(device_type, config=config, cost=cost, eager_ops=eager_ops, kernels=kernels)
+    _check_kinds(
+        device_type,
+        config=config,
+        cost=cost,
+        eager_ops=eager_ops,
+        kernels=kernels,
+        conditional_nodes=conditional_nodes,
+    )
     support = DeviceSupport(
         device_type,
         (kernels,) if isinstance(kernels, KernelKind) else tuple(kernels),
@@ -132,6 +143,7 @@ def register_device(
         cost,
         after_failed_capture,
         suspendable_memory,
+        conditional_nodes,
     )
     _check(support, scheduling)
     with DEVICE_TABLES, Patches() as patches:
@@ -187,6 +199,7 @@ def _check_kinds(device: str, **arguments: Any) -> None:
     """Check the types of arguments that would otherwise be accepted, and fail or have no effect in a compilation."""
     kinds: dict[str, tuple[Any, str]] = {
         "config": ((Mapping, types.NoneType), "a dictionary of Inductor's settings"),
+        "conditional_nodes": ((ConditionalNodes, types.NoneType), "a fxwrap.ConditionalNodes"),
         "cost": ((CaptureCost, types.NoneType), "a fxwrap.CaptureCost"),
         "eager_ops": ((EagerRule, Iterable), "names of operators and fxwrap.EagerRule, or one of them"),
         "kernels": ((KernelKind, Iterable), "a list of fxwrap.KernelKind, or one of them"),

@@ -32,6 +32,10 @@ class TritonLauncher:
         self._guard = device_guard(device.type)
 
     @property
+    def is_tuned(self) -> bool:
+        return self._run == self.tuner.run
+
+    @property
     def configurations(self) -> list[dict[str, Any]]:
         """As ``Kernel.configurations``."""
         tuned = [launcher.config for launcher in self.tuner.launchers] or self.tuner.configs or ()

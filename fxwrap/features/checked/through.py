@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ...graphs.devices.conditional_nodes import repeated_calls
 from ...graphs.devices.cpu_graph import CPUGraph
 from ...graphs.devices.runtime import DeviceRuntime
 from ...graphs.memory.static_buffers import copy_tensors
@@ -38,11 +39,13 @@ def through_capture(runtime: DeviceRuntime) -> DeviceRuntime:
     """The same runtime with graphs that issue their work again."""
     if not runtime.frozen_addresses:
         return runtime  # its graphs issue their work again at every call already
+    has_nodes = runtime.conditional_nodes is not None
     return dataclasses.replace(
         runtime,
         new_graph=lambda pool: IssuedAgain(),
         new_pool=lambda: None,
         runs_while_capturing=True,
         repeats_calls=True,
+        conditional_nodes=repeated_calls(capture_runs=True) if has_nodes else None,
         implementation=f"none, in the place of {runtime.implementation}",
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...devices import (
+    ConditionalNodes,
     DeviceSupport,
     RecoverFromFailedCapture,
     SuspendableMemory,
@@ -20,6 +21,7 @@ from ...devices import (
     device_support,
 )
 from ...errors import CaptureError
+from .conditional_nodes import cuda_conditional_nodes
 from .cpu_graph import CPUGraph, capturing_graph
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
 
@@ -74,6 +76,7 @@ class DeviceRuntime:
         repeats_calls: whether a replay makes the captured calls again; the graph keeps what these refer to.
         after_failed_capture: restores the allocator after a failed capture; None if torch's own functions do.
         suspendable_memory: makes the suspendable memory of an arena; None if the device has none.
+        conditional_nodes: of its graphs; None if they have none.
     """
 
     device: torch.device
@@ -85,6 +88,7 @@ class DeviceRuntime:
     after_failed_capture: RecoverFromFailedCapture | None = None
     suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None
     repeats_calls: bool = False
+    conditional_nodes: ConditionalNodes | None = None
 
     def make_pool(
         self, recover: RecoverFromFailedCapture | None = None, memory: SuspendableMemory | None = None
@@ -158,6 +162,20 @@ class DeviceRuntime:
                 return
 
     @contextlib.contextmanager
+    def keeping_stream(self) -> Iterator[None]:
+        """A context after which the current stream is the same.
+
+        A CUDA graph whose capture has failed inside of a branch or a loop makes the stream of the capture the current
+        one when it is freed (torch 2.14).
+        """
+        stream = current_stream(self.device)
+        try:
+            yield
+        finally:
+            if stream is not None:
+                device_function(self.device.type, "set_stream")(stream)
+
+    @contextlib.contextmanager
     def capture_stream(self, side: Any) -> Iterator[None]:
         """A context for a capture on a side stream (None on devices without streams): the default stream cannot be
         captured."""
@@ -222,6 +240,14 @@ def freezes_addresses(device: torch.device) -> bool:
         return False
 
 
+def conditional_nodes_of(device: torch.device) -> ConditionalNodes | None:
+    """The nodes of a device's graphs that decide what runs; None if there are none."""
+    try:
+        return runtime_for(device).conditional_nodes
+    except CaptureError:
+        return None
+
+
 def capture_check(device: torch.device) -> Callable[[], bool]:
     """A function that tells whether the caller captures: the device's current stream, or a CPU graph on this thread.
 
@@ -253,7 +279,10 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
             continue
         new_pool = functools.partial(_new_pool, device)
         recover, memory = support.after_failed_capture, support.suspendable_memory
-        return DeviceRuntime(device, make, True, False, name, new_pool, recover, memory)
+        nodes = support.conditional_nodes
+        if nodes is None and device.type == "cuda" and support.new_graph is None:
+            nodes = cuda_conditional_nodes()
+        return DeviceRuntime(device, make, True, False, name, new_pool, recover, memory, conditional_nodes=nodes)
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "

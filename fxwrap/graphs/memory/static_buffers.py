@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +70,18 @@ def copy_tensors(source: Any, target: Any) -> None:
             copy_tensors(item, item_target)
     elif isinstance(target, torch.Tensor) and source.data_ptr() != target.data_ptr():
         unexpanded(target).copy_(unexpanded(source))
+
+
+def copy_at_once(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copy tensors to targets, as if all were read before one is written."""
+    pairs = [
+        (source, target) for source, target in zip(sources, targets, strict=True) if not _is_in_place(source, target)
+    ]
+    written = {target.untyped_storage().data_ptr() for _, target in pairs}
+    read = [source.clone() if source.untyped_storage().data_ptr() in written else source for source, _ in pairs]
+    for source, (_, target) in zip(read, pairs, strict=True):
+        target.copy_(source)
+
+
+def _is_in_place(source: torch.Tensor, target: torch.Tensor) -> bool:
+    return source.data_ptr() == target.data_ptr() and source.stride() == target.stride()

@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
+import torch
+
+from ...devices import ConditionalNodes
+from ...host_graph.sizes import symbols_at
+from ...plan import Partition
 from ..devices.cpu_graph import BoundCall, issue
 from ..devices.device_graph import DeviceGraph
-from ..devices.runtime import GraphPool
+from ..devices.runtime import GraphPool, current_stream
 from ..replay.recording import RecordingRequest
+from .warm_up import count_conditional_nodes, run_bodies_once
 
 
 def capture_graph(
     request: RecordingRequest,
     call: BoundCall,
-    partition: int,
+    partition: Partition,
     pool: GraphPool | None,
     mode: contextlib.AbstractContextManager[object],
 ) -> DeviceGraph:
     """Capture a call into a new device graph.
 
     Args:
-        partition: the index of the captured partition, for traces.
+        partition: what is captured.
         pool: the memory pool in which the graph allocates.
         mode: the context in which the call is issued.
     """
-    runtime = request.runtime
-    graph = runtime.new_graph(pool.id if pool is not None else None)
-    request.traces.capturing(graph)
+    runtime, plan = request.runtime, request.sized.plan
+    identifier = pool.id if pool is not None else None
 
     def work() -> None:
         with mode:
             issue(call)
 
+    work_nodes, nodes = plan.work_in(partition), runtime.conditional_nodes
+    conditional = count_conditional_nodes(work_nodes) if nodes is not None else 0
+    if conditional and nodes is not None and nodes.need_a_run:
+        with _own_workspaces(request, pool), runtime.capture_stream(pool.stream if pool is not None else None):
+            run_bodies_once(work_nodes, symbols_at(request.sized.symbol_values))
     with _own_workspaces(request, pool):
+        graph = runtime.new_graph(identifier)
+        request.traces.capturing(graph)
         runtime.capture(graph, work, pool)
+        if conditional:
+            request.functions.release_conditional_nodes(runtime.device, identifier, conditional)
     graph.instantiate()
-    request.traces.captured(graph, partition)
+    request.traces.captured(graph, partition.index)
     return graph
 
 
@@ -55,3 +71,24 @@ def _own_workspaces(request: RecordingRequest, pool: GraphPool | None) -> Iterat
         yield
     finally:
         free(side)
+
+
+def nodes_with_workspaces(request: RecordingRequest) -> ConditionalNodes:
+    """The conditional nodes of a device, whose bodies have workspaces of their own: each has its own stream."""
+    nodes, device, free = request.runtime.conditional_nodes, request.runtime.device, request.functions.free_workspaces
+    assert nodes is not None
+    Body = Callable[[torch.Tensor], Iterator[Any]]
+
+    def with_workspaces(body: Body) -> Body:
+        def run(predicate: torch.Tensor) -> Iterator[Any]:
+            for value in body(predicate):
+                stream = current_stream(device)
+                free(stream)
+                try:
+                    yield value
+                finally:
+                    free(stream)
+
+        return run
+
+    return replace(nodes, branch=with_workspaces(nodes.branch), loop=with_workspaces(nodes.loop))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.control_flow import ControlFlow, control_flow_of, switch
+from ...host_graph.control_flow import control_flow_of
 from ...host_graph.nodes import (
     Kind,
     checks_on,
@@ -41,6 +41,7 @@ from ..replay import steps
 from ..replay.flat_python import Part
 from ..replay.operands import LITERALS, Bound, Call, Local, Operand, Register
 from ..replay.steps import Drop, Item, Load, Nested, Resize, Step
+from .nested import InGraph, nested_step
 from .step_kinds import OPTIONS, is_default, kind_of_call, only_elements_used
 
 # Kinds of nodes that are evaluated at their first use.
@@ -61,6 +62,7 @@ class FlatBuilder:
         before, after: steps before and after a node's own.
         post_processing: functions through which results of nodes go.
         may_retry: whether a node may run again after it was out of memory.
+        in_graph: how branches and loops become nodes of the device graph; None if the host decides.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class FlatBuilder:
         after: Resizes = MappingProxyType({}),
         post_processing: PostProcessing = MappingProxyType({}),
         may_retry: Callable[[Node], bool] = lambda node: False,
+        in_graph: InGraph | None = None,
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
         self._before, self._after, self._may_retry = before, after, may_retry
+        self.in_graph = in_graph
         self._filled: list[torch.UntypedStorage] = []  # regions that got memory here
         self._post_processing = post_processing
         self._elements: dict[Node, list[Node | None]] = {}  # by tuple: its elements; None if not needed
@@ -158,8 +162,8 @@ class FlatBuilder:
         self, function: Callable[..., Any], inputs: Sequence[Node], outputs: Sequence[Node], node: Node
     ) -> None:
         """Append ``*outputs, = function(*inputs)``, as the step that runs ``node``."""
-        args = tuple(map(self._argument, inputs))
-        results = tuple(self._new_local() for _ in outputs)
+        args = tuple(map(self.operand, inputs))
+        results = tuple(self.new_local() for _ in outputs)
         self._steps.append(steps.CallPython(function, args, unpacks=bool(results), results=results, node=node))
         self._locals.update(zip(outputs, results, strict=True))
         for local in (*results, *(self._locals[given] for given in inputs if given in self._locals)):
@@ -212,7 +216,7 @@ class FlatBuilder:
             name: see ``Part``.
             give_back: frees memory; called when a step that may run again is out of memory, before it runs again.
         """
-        returned = self._argument(result, is_result=True)
+        returned = self.operand(result, is_result=True)
         for region in self._filled:
             region.resize_(0)  # still filled: its region ends in a later partition
         return Part.of(self._with_drops(), returned, name, give_back)
@@ -240,7 +244,8 @@ class FlatBuilder:
             return  # the number is an element of a tuple that was taken apart
         step = self._step(node)
         if node in self._post_processing:
-            step = _processed(step.call(), self._post_processing[node])
+            call = self._gathered(step, node) if isinstance(step, Nested) else step.call()
+            step = _processed(call, self._post_processing[node])
         if is_work(node) and not node.users and node not in self._post_processing:
             self._append(step, node, self._may_retry(node))
         elif node.users and only_elements_used(node):
@@ -248,12 +253,19 @@ class FlatBuilder:
         else:
             self.assign(node, step)
 
+    def _gathered(self, step: Nested, node: Node) -> Call:
+        """Append a branch or a loop; its results as the result of a call."""
+        results = tuple(self.new_local() for _ in node.meta["val"])
+        self._append(dataclasses.replace(step, results=results, unpacks=True), node)
+        self.use_next(node, results)
+        return Call(tuple, (results,))
+
     def _take_apart(self, node: Node, step: Step, scheduled: Container[Node]) -> None:
         """Define the elements of a tuple as locals of their own, so that each is freed after its own last use."""
         count, positions = len(node.meta["val"]), {user: int(user.args[1]) for user in node.users}  # type: ignore[arg-type]
         overload = schema_of(node)
         if isinstance(step, Nested) or (overload is not None and len(overload._schema.returns) == count > 1):
-            elements = {position % count: self._new_local() for position in positions.values()}
+            elements = {position % count: self.new_local() for position in positions.values()}
             results = tuple(map(elements.get, range(count)))
             self._append(dataclasses.replace(step, results=results, unpacks=True), node, self._may_retry(node))
             for user, position in positions.items():
@@ -274,12 +286,12 @@ class FlatBuilder:
     def _append(self, step: Step, node: Node, may_retry: bool = False) -> None:
         self._steps.append(dataclasses.replace(step, node=node, may_retry=may_retry))
 
-    def _new_local(self) -> Local:
+    def new_local(self) -> Local:
         return Local(f"v{next(self._names)}")
 
     def assign(self, node: Node, step: Step) -> None:
         """Append the step that makes a node's value."""
-        self._locals[node] = local = self._new_local()
+        self._locals[node] = local = self.new_local()
         may_retry = not isinstance(step, (Load, Item)) and self._may_retry(node)
         self._steps.append(dataclasses.replace(step, results=(local,), node=node, may_retry=may_retry))
         self._use(local)
@@ -291,13 +303,13 @@ class FlatBuilder:
 
     def _step(self, node: Node) -> Step:
         """The step that runs a node, of the kind that suits it. (``_statement`` may make it a call of Python.)"""
-        if (flow := control_flow_of(node)) is not None and self._runs_here(node):
-            return self._nested(node, flow)
+        if (flow := control_flow_of(node)) is not None and (not node.users or only_elements_used(node)):
+            return nested_step(self, node, flow)
         kernel, function = kernel_of(node), node.meta.get("call", node.target)
-        args = tuple(map(self._argument, node.args if kernel is None else node.args[1:]))
+        args = tuple(map(self.operand, node.args if kernel is None else node.args[1:]))
         given = {name: value for name, value in node.kwargs.items() if not is_default(node, name, value)}
-        kwargs = {name: self._argument(value) for name, value in given.items()}
-        self._use_next(node)
+        kwargs = {name: self.operand(value) for name, value in given.items()}
+        self.use_next(node)
         if kernel is not None:
             return steps.Launch(kernel, args)
         if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= OPTIONS:
@@ -310,38 +322,13 @@ class FlatBuilder:
             return steps.View(function, *args)
         return kind_of_call(node)(function, args, kwargs)
 
-    def _runs_here(self, node: Node) -> bool:
-        """Whether the steps of a node's subgraphs run among the others, and not as functions of their own."""
-        return node not in self._post_processing and (not node.users or only_elements_used(node))
-
-    def _nested(self, node: Node, flow: ControlFlow) -> steps.Nested:
-        """The step of a branch or a loop."""
-        operands = tuple(map(self._argument, flow.operands))
-        selector = self._argument(node.args[0]) if node.target is switch else None
-        self._use_next(node)
-        if node.target is switch:
-            blocks = tuple(self._block(branch, operands) for branch in flow.subgraphs)
-            return steps.Branch(selector, blocks, bool(node.kwargs.get("by_truth")))
-        count = len(node.meta["val"])
-        carried = tuple(self._new_local() for _ in range(count))
-        given = (*carried, *operands[count:])
-        condition, body = flow.subgraphs
-        return steps.Loop(
-            initial=operands[:count],
-            carried=carried,
-            passes=self._new_local(),
-            condition=self._block(condition, given),
-            body=self._block(body, given, ends=carried),
-            stacks=bool(node.args[4:]),
-        )
-
-    def _block(self, gm: GraphModule, given: Sequence[Operand], ends: Container[Operand] = ()) -> steps.Block:
+    def block(self, gm: GraphModule, given: Sequence[Operand], ends: Container[Operand] = ()) -> steps.Block:
         """The steps of a subgraph that is called with operands of this function's.
 
         Args:
             ends: operands that may be dropped after their last use in it.
         """
-        inner = FlatBuilder(constants(gm), {})
+        inner = FlatBuilder(constants(gm), {}, in_graph=self.in_graph)
         inner._names = self._names
         for node, operand in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
             if isinstance(operand, Local):
@@ -351,19 +338,25 @@ class FlatBuilder:
             else:
                 inner.bound[node] = operand.value if isinstance(operand, Bound) else operand
         inner.append_graph(gm)
-        values = [inner._argument(value, is_result=True) for value in output_node(gm).args[0]]  # type: ignore[union-attr]
+        values = [inner.operand(value, is_result=True) for value in output_node(gm).args[0]]  # type: ignore[union-attr]
         return steps.Block(tuple(inner._with_drops()), tuple(values))
 
-    def _use_next(self, node: Node) -> None:
-        """Note that the next step uses the operands of a node. Making them operands may have appended steps."""
-        for local in self._locals_in(node):
+    def allocate(self, step: steps.Allocate, node: Node) -> Local:
+        """Append an allocation, which a node needs."""
+        local = self.new_local()
+        self._append(dataclasses.replace(step, results=(local,)), node)
+        return local
+
+    def use_next(self, node: Node, others: Iterable[Operand] = ()) -> None:
+        """Note that the next step uses the operands of a node, and others. Making them may have appended steps."""
+        for local in (*self._locals_in(node), *others):
             if isinstance(local, Local):
                 self._last_use[local] = len(self._steps)
 
     def _locals_in(self, node: Node) -> list[Local | Bound | Register]:
         return [self._locals[arg] for arg in node.all_input_nodes if arg in self._locals]
 
-    def _argument(self, value: Any, is_result: bool = False) -> Any:
+    def operand(self, value: Any, is_result: bool = False) -> Any:
         """An operand. What the function returns is made at each call, and its locals are not dropped."""
         if isinstance(value, Node):
             return self._reference(value, pin=is_result)
@@ -372,12 +365,12 @@ class FlatBuilder:
         if not is_result and all(self._is_known(node) for node in nodes_in(value)):
             return self._bind(torch.fx.map_arg(value, self.bound.__getitem__))
         if isinstance(value, (tuple, list)):
-            items = [self._argument(item, is_result) for item in value]
+            items = [self.operand(item, is_result) for item in value]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, slice):
-            return slice(*map(self._argument, (value.start, value.stop, value.step)))
+            return slice(*map(self.operand, (value.start, value.stop, value.step)))
         if isinstance(value, dict):
-            return {name: self._argument(item) for name, item in value.items()}
+            return {name: self.operand(item) for name, item in value.items()}
         return self._bind(value)
 
     def _bind(self, value: Any) -> Bound:

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from ...errors import MemoryLimitError
 from ...host_graph.nodes import Kind, checks_layout, checks_on, constants, is_work, kind_of, operator_name
+from ...host_graph.sizes import symbols_at
 from ...host_graph.tensors import has_address, tensors_in
 from ...plan import Partition, ProgramPlan, Verdict
 from ..devices.cpu_graph import BoundCall
@@ -31,9 +32,10 @@ from ..replay.operands import Bound, Register
 from ..replay.ranges import copies_after, copies_to_inputs, partition_range
 from ..replay.recording import Recording, RecordingRequest, RecordingResources, Replay
 from ..replay.steps import CallOperator, CallPython, ReplayGraph, Resize, Step, Store
-from .capture import capture_graph
+from .capture import capture_graph, nodes_with_workspaces
 from .flat import FlatBuilder, PostProcessing, Resizes
 from .layout import Layout
+from .nested import InGraph
 from .outputs import Outputs
 from .registers import Registers
 
@@ -208,26 +210,8 @@ class RecordingBuilder:
         call = BoundCall(
             flat.run, flat.source, self._values, self.request.functions.below_autograd, len(bindings.inputs), filled
         )
-        capture = functools.partial(self._capture_graph, call, partition.index)
-        try:
-            if runtime.runs_while_capturing:
-                graph = capture()  # capture has already run the work; it cannot be retried
-            else:
-                graph = take_memory(runtime.device, capture, functools.partial(self._forget, call))
-        except Exception as error:
-            graph = None
-            if runtime.runs_while_capturing:
-                raise  # the work itself failed, as it would have in Inductor's wrapper
-            if isinstance(error, MemoryLimitError):
-                if partition is self.plan.partitions[0]:
-                    raise  # nothing has run yet
-                self._give_up(partition)
-            else:
-                failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                self._eager_reasons[partition.index] = f"capture failed: {failure}"
-                node = flat.node_at(error)
-                if node is not None and is_work(node) and partition.index not in self.plan.compiled:
-                    self._refused[operator_name(node)] = failure
+        with runtime.keeping_stream():
+            graph = self._try_to_capture(partition, flat, call)
         if graph is None:
             # Earlier partitions have run. This one runs eagerly, now and in replays. Later ones are still captured,
             # unless memory ran out.
@@ -251,7 +235,27 @@ class RecordingBuilder:
                     self._pooled.add(node)
                 self._bind(node, value, bindings)
 
-    def _capture_graph(self, call: BoundCall, partition: int) -> DeviceGraph:
+    def _try_to_capture(self, partition: Partition, flat: Part, call: BoundCall) -> DeviceGraph | None:
+        """Capture a partition; None, with the reason noted, if that fails."""
+        runtime, capture = self.request.runtime, functools.partial(self._capture_graph, call, partition)
+        if runtime.runs_while_capturing:
+            # Capture runs the work. It cannot be retried, and its errors are those of Inductor's wrapper.
+            return capture()
+        try:
+            return take_memory(runtime.device, capture, functools.partial(self._forget, call))
+        except MemoryLimitError:
+            if partition is self.plan.partitions[0]:
+                raise  # nothing has run yet
+            self._give_up(partition)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._eager_reasons[partition.index] = f"capture failed: {failure}"
+            node = flat.node_at(error)
+            if node is not None and is_work(node) and partition.index not in self.plan.compiled:
+                self._refused[operator_name(node)] = failure
+        return None
+
+    def _capture_graph(self, call: BoundCall, partition: Partition) -> DeviceGraph:
         pool = self._pool()  # a new pool after a failed capture
         graph = capture_graph(self.request, call, partition, pool, self._as_replayed())
         self._pools.append(pool)
@@ -360,7 +364,10 @@ class RecordingBuilder:
         processing: PostProcessing = {}
         if self._freezes_addresses:
             processing = self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs))
-        builder = FlatBuilder(bound, registers, last, before, after, processing)
+        in_graph = None
+        if captured and self.request.runtime.conditional_nodes is not None:
+            in_graph = InGraph(nodes_with_workspaces(self.request), symbols_at(self.request.sized.symbol_values))
+        builder = FlatBuilder(bound, registers, last, before, after, processing, in_graph=in_graph)
         builder.append_partition(self.plan, partition, [node for node in stores if node not in bound])
         return builder.build(name=partition_range(self.request.name, partition.index))
 

@@ -250,11 +250,16 @@ class Block:
     steps: tuple[Step, ...]
     values: tuple[Operand, ...]
 
-    def onto(self, results: tuple[Local | None, ...]) -> list[Step]:
-        """The steps, and what moves the values to other locals."""
+    @property
+    def ended(self) -> tuple[Local, ...]:
+        """What it returns of what it has made: the others are gone when it ends."""
         made = {local for step in self.steps for local in step.results}
         moved = (value for value in self.values if isinstance(value, Local) and value in made)
-        return [*self.steps, Move(self.values, tuple(dict.fromkeys(moved)), results=results, unpacks=True)]
+        return tuple(dict.fromkeys(moved))
+
+    def onto(self, results: tuple[Local | None, ...]) -> list[Step]:
+        """The steps, and what moves the values to other locals."""
+        return [*self.steps, Move(self.values, self.ended, results=results, unpacks=True)]
 
     def reads(self) -> Iterator[Local | Register | Bound]:
         for step in self.steps:

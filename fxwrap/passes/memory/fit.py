@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from ...errors import MemoryLimitError
-from ...host_graph.nodes import Kind, kind_of, only_computes, schema_of
+from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, schema_of
 from ...host_graph.sizes import hint, hinted_layout
 from ...host_graph.storages import StorageFacts
 from ...limit import Limit, Repeated
@@ -93,18 +93,6 @@ def is_pure(node: Node) -> bool:
         return True
     computes = schema_of(node) is not None and only_computes(node) and "effect" not in node.meta
     return computes and not draws_numbers(node)
-
-
-def draws_numbers(node: Node) -> bool:
-    """Whether a node's operator draws random numbers. Attention is tagged so, and draws none without dropout."""
-    overload = schema_of(node)
-    if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
-        return False
-    for place, argument in enumerate(overload._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.kwargs.get(argument.name, argument.default_value)
-            return bool((node.args[place] if place < len(node.args) else given) != 0)
-    return True
 
 
 def _work(node: Node, facts: StorageFacts, sizes: Mapping[int, int]) -> int:

@@ -5,7 +5,7 @@ A rule is one entry in a table below: a reason against capture, when it holds, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,17 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...eager_rules import EagerRule, as_rules
-from ...host_graph.control_flow import control_flow_of
+from ...host_graph.control_flow import ControlFlow, control_flow_of, switch
 from ...host_graph.nodes import (
     Kind,
     communicates,
     device_of,
+    draws_numbers,
     is_symbolic_value,
     is_work,
     kind_of,
     operator_name,
+    output_values,
     schema_of,
 )
 from ...host_graph.sizes import expression
@@ -35,22 +37,33 @@ def judge(
     gm: GraphModule,
     eager_ops: Sequence[str | EagerRule] = (),
     capture_errors: Mapping[str, str] | None = None,
+    conditional_nodes: bool = False,
 ) -> dict[str, NodeVerdict]:
     """Give every node a verdict.
 
     Args:
         eager_ops: operators and rules of the user and of the device; they apply before the general rules.
         capture_errors: how captures have failed, by name of the operator or kernel.
+        conditional_nodes: whether branches and loops become nodes of the device graph, with what is inside of them.
     """
     device = main_device(gm)
     rules = (*as_rules(eager_ops), *_EVERYWHERE, *(_ON_ACCELERATORS if device.type != "cpu" else ()))
     applicable = [rule for rule in rules if not rule.devices or device.type in rule.devices]
+    return _judge(gm, applicable, capture_errors or {}, conditional_nodes)
+
+
+def _judge(
+    gm: GraphModule, rules: Sequence[EagerRule], capture_errors: Mapping[str, str], conditional_nodes: bool
+) -> dict[str, NodeVerdict]:
     verdicts: dict[str, NodeVerdict] = {}
     for node in gm.graph.nodes:
         if kind_of(node) in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
             verdicts[node.name] = _FOLDED
             continue
-        direct = _cause(node, applicable, capture_errors or {}) if is_work(node) else None
+        direct = _cause(node, rules, capture_errors) if is_work(node) else None
+        if direct is None and conditional_nodes and (flow := control_flow_of(node)) is not None:
+            bodies = (_judge(body, rules, capture_errors, conditional_nodes) for body in flow.subgraphs)
+            direct = _decided_on_the_host(node, flow) or _cause_inside(flow, bodies)
         cause = direct or _inherited(node, verdicts)
         if cause is None:
             verdicts[node.name] = _CAPTURED if is_work(node) else _FOLDED
@@ -89,6 +102,37 @@ def _inherited(node: Node, verdicts: Mapping[str, NodeVerdict]) -> tuple[str, st
     return f"depends on {source.name}, which is data-dependent", f"see {source.name}"
 
 
+# -- branches and loops as nodes of a device graph ------------------------------------------------------------
+
+
+def _decided_on_the_host(node: Node, flow: ControlFlow) -> tuple[str, str] | None:
+    """Why no node of a device graph can decide what a branch or a loop runs; None if one can."""
+    decides = [node.args[0]] if node.target is switch else output_values(flow.subgraphs[0])
+    if not all(_is_tensor(value) for value in decides):
+        return "a number decides, which the host knows", "a tensor on the device"
+    carried = flow.operands[: len(node.meta["val"])] if flow.repeats else ()
+    if not all(map(_is_tensor, carried)) or not all(isinstance(value, torch.Tensor) for value in node.meta["val"]):
+        return "it carries or returns a number, which the host computes", "a tensor on the device"
+    return None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _cause_inside(flow: ControlFlow, bodies: Iterable[Mapping[str, NodeVerdict]]) -> tuple[str, str] | None:
+    """Why something in a branch or a loop cannot be captured, and its remedy; None if all can be."""
+    for gm, verdicts in zip(flow.subgraphs, bodies, strict=True):
+        for node in gm.graph.nodes:
+            verdict = verdicts[node.name]
+            if is_work(node) and verdict.verdict is Verdict.EAGER:
+                return f"{operator_name(node)}, inside of it: {verdict.reason}", verdict.remedy
+            if draws_numbers(node):
+                # A graph draws the same at each run of a body, and as much for a branch that does not run.
+                return f"{operator_name(node)}, inside of it, draws random numbers", "numbers drawn before it"
+    return None
+
+
 # -- general rules ------------------------------------------------------------------------------------------
 
 
@@ -96,8 +140,7 @@ def _calls_unknown_subgraphs(node: Node) -> bool:
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def _decides_on_the_host(node: Node) -> bool:
-    """Whether a call chooses what runs. (Conditional nodes in device graphs: a method of ``DeviceGraph``.)"""
+def _decides(node: Node) -> bool:
     return control_flow_of(node) is not None
 
 
@@ -180,13 +223,14 @@ _EVERYWHERE = (
         remedy="nothing: replays go on on either side of it",
     ),
 )
+# A rule for device graphs without conditional nodes.
+DECIDED_ON_HOST = EagerRule(
+    "control flow is decided on the host",
+    predicate=_decides,
+    remedy="torch.where over both results, where both may be computed",
+)
 # Rules for device graphs that keep the addresses that they were captured with.
 FROZEN_ADDRESS_RULES = (
-    EagerRule(
-        "control flow is decided on the host",
-        predicate=_decides_on_the_host,
-        remedy="torch.where over both results, where both may be computed",
-    ),
     EagerRule(
         "works on a tensor without memory of its own: sparse, or on the meta device",
         predicate=_has_no_address,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ...devices import CaptureCost
+from ...host_graph.control_flow import control_flow_of
+from ...host_graph.nodes import Kind, is_work, kind_of
 from ...host_graph.storages import Origin
 from ...plan import CaptureBenefit, NodeVerdict, Partition, ProgramPlan, Verdict
 
@@ -45,12 +49,13 @@ def apply_cost_model(
             continue
         touched = frozenset[int]().union(*map(plan.facts.touched, plan.work_in(partition)))
         copied = (moving & touched) - paid
+        calls = issued(plan.work_in(partition))
         benefit = CaptureBenefit(
-            saved=partition.launches * cost.launch + partition.externs * cost.extern,
+            saved=calls[Kind.LAUNCH] * cost.launch + calls[Kind.EXTERN] * cost.extern,
             replay=cost.replay,
             copies=len(copied) * cost.copy + sum(sizes.get(index, 0) for index in copied) / cost.bytes,
         )
-        reason = _too_little(partition, benefit, capture, min_launches)
+        reason = _too_little(calls.total(), benefit, capture, min_launches)
         if reason:
             changes: dict[str, Any] = {"verdict": Verdict.EAGER, "reason": reason, "device": torch.device("cpu")}
         else:
@@ -68,9 +73,24 @@ def apply_cost_model(
 _REMEDY = "capture='always' and min_launches=1 capture it all the same"
 
 
-def _too_little(partition: Partition, benefit: CaptureBenefit, capture: str, min_launches: int) -> str:
+def issued(nodes: Iterable[Node]) -> Counter[Kind]:
+    """How many launches and library calls the host issues for nodes.
+
+    A branch or a loop counts as a call, in which the host waits for what decides; in addition count its largest
+    branch, or one iteration and two conditions.
+    """
+    counts = Counter[Kind]()
+    for node in nodes:
+        counts[kind_of(node)] += 1
+        if (flow := control_flow_of(node)) is not None:
+            inside = [issued(filter(is_work, body.graph.nodes)) for body in flow.subgraphs]
+            largest, *others = sorted(inside, key=lambda counted: -counted.total())
+            counts += sum(others, largest + inside[0]) if flow.repeats else largest
+    return counts
+
+
+def _too_little(calls: int, benefit: CaptureBenefit, capture: str, min_launches: int) -> str:
     """Why a partition runs eagerly though it could be captured; empty if it is captured."""
-    calls = partition.launches + partition.externs
     if capture == "never":
         return "capture='never'"
     if calls < min_launches:

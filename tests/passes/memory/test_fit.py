@@ -23,12 +23,12 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import MemoryLimitError, PlanError
 from fxwrap.host_graph.graph_json import Layout
-from fxwrap.host_graph.nodes import by_name
+from fxwrap.host_graph.nodes import by_name, draws_numbers
 from fxwrap.host_graph.stand_ins import StandIns
 from fxwrap.limit import Limit
 from fxwrap.options import Options
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
-from fxwrap.passes.memory.fit import draws_numbers, fit_memory, is_pure, timeline_of
+from fxwrap.passes.memory.fit import fit_memory, is_pure, timeline_of
 from fxwrap.passes.memory.order import least_memory
 from fxwrap.passes.memory.rematerialise import rematerialise
 from fxwrap.passes.memory.requirements import expected_sizes

@@ -47,7 +47,9 @@ from triton.runtime import driver
 from ....codegen import inductor
 from ....codegen.devices.patches import Patches
 from ....codegen.emit.triton_kernels import TritonLauncher
+from ....codegen.torch_versions import captures_loops
 from ....errors import DeviceError
+from ....graphs.devices.conditional_nodes import CUDA
 from ....graphs.devices.runtime import DeviceRuntime, using_runtime
 from ....host_graph.nodes import Kernel
 from ....native_build import built_library
@@ -199,7 +201,9 @@ def present(machine: Machine) -> Iterator[None]:
     """Inside the context, Inductor compiles for a machine's device as if it were present."""
     register_device_guard(machine.device.type)
     device_interface.init_device_reg()
-    kind, runtime = machine.device.type, DeviceRuntime(machine.device, cannot_run, True, False, "none")
+    kind = machine.device.type
+    nodes = CUDA if kind == "cuda" and captures_loops() else None
+    runtime = DeviceRuntime(machine.device, cannot_run, True, False, "none", conditional_nodes=nodes)
     module = torch.get_device_module(machine.device)
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
