@@ -23,6 +23,11 @@ from ..host_graph.user_code import module_path, module_stack
 # Names of devices in C++. Where torch has no such table, a device's op overrides have the name.
 CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
 
+# Operators that give a tensor the storage of another: ``tensor.data = ...``. The second is of torch 2.14.
+SETS_STORAGE = tuple(
+    getattr(torch.ops.aten, name) for name in ("set_", "shallow_copy_data_") if hasattr(torch.ops.aten, name)
+)
+
 
 @contextlib.contextmanager
 def redirect_writeline(wrapper: PythonWrapperCodegen, code: IndentedBuffer) -> Iterator[None]:

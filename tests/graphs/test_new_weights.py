@@ -58,3 +58,31 @@ def test_new_weights(device: torch.device, way: str) -> None:
     assert grown <= 1 and sum(made) - grown <= (0 if stays else 4), f"no storm: {ours.program.counters.to_dict()}"
     assert len(ours.compilation.programs) == 1, "nothing is compiled anew"
     assert ours.program.counters.replays > 180
+
+
+@torch.no_grad()
+def test_a_weight_that_the_program_gives_a_storage(compiled: Any, device: torch.device) -> None:
+    """
+    ::
+
+        program:  buf0 = w * mask     set_(w, buf0)     ends, and its memory is the next program's
+        caller:                                         reads w
+
+    Inductor's own wrapper runs it: there buf0 is an allocation of its own, and w keeps it.
+    """
+
+    class Masked(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data *= (self.weight > 0).to(x)
+            return super().forward(x)
+
+    model = Masked(16, 16).to(device)
+    expected, x = model.weight * (model.weight > 0), torch.randn(4, 16, device=device)
+    f, other = compiled(model), compiled(lambda x: (x @ x.t()).sin().sum(0))
+    with pytest.warns(UserWarning, match="the storage of a tensor is replaced"):
+        f(x)
+    for _ in range(5):
+        torch.testing.assert_close(f(x), torch.nn.functional.linear(x, expected, model.bias))
+        other(torch.randn(16, 16, device=device))
+        assert torch.equal(model.weight, expected)
+    assert f.programs == [] and f.compilation.fallbacks

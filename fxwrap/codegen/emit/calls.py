@@ -12,6 +12,7 @@ from torch._inductor import ir
 from torch.fx import Node
 from torch.fx.node import has_side_effect
 
+from ...errors import EmissionError
 from ...host_graph.nodes import Kind, aligned, reinterpret
 from .. import torch_versions as versions
 from ..torch_runtime import empty_strided_cpu
@@ -80,7 +81,17 @@ class CallEmitter(NodeEmitter):
         return self._allocate(size, stride, dtype, pin_memory=True)
 
     def _finish_call(self, node: Node, function: Any) -> Any:
-        """Describe a call. Returns its result: the node, or the buffers that the call now writes into."""
+        """Describe a call. Returns its result: the node, or the buffers that the call now writes into.
+
+        Raises:
+            EmissionError: a tensor gets the storage of another one, and keeps it when the program has ended. The plan
+                would give that memory to others.
+        """
+        if getattr(function, "overloadpacket", function) in versions.SETS_STORAGE:
+            raise EmissionError(
+                "the storage of a tensor is replaced inside the compiled region (tensor.data = ..., set_)",
+                expected="a graph that copies to it",
+            )
         self._describe_call(node, function)
         result = self._into_buffers(node)
         self._check_written_results(node)
