@@ -22,13 +22,14 @@ from torch.fx import GraphModule, Node
 from ..codegen.dynamo.report import DynamoReport
 from ..graphs.policy.counters import RecordingMade
 from ..graphs.program import Program
+from ..graphs.replay.ranges import work_range
 from ..host_graph.listing import line_of, list_graph
 from ..host_graph.nodes import Kernel, Kind, constants, is_work, kind_of, operator_name
 from ..host_graph.sizes import expression
 from ..host_graph.storages import Origin
 from ..host_graph.user_code import module_path, user_line
 from ..limit import Repeated
-from ..plan import Partition, ProgramPlan
+from ..plan import Partition, ProgramPlan, Verdict
 from .memory_map import MemoryData, memory_data
 
 SCHEMA = "fxwrap.report/1"
@@ -100,6 +101,20 @@ class KernelData:
 
 
 @dataclass(frozen=True)
+class WorkData:
+    """A launch or a library call of a captured partition.
+
+    ``range`` is its name in profiles. ``one_kernel`` is true of a launch: it is one kernel of the device graph, with
+    the name that the launch has; a library call may be several kernels, or none.
+    """
+
+    node: str
+    range: str
+    module: str
+    one_kernel: bool
+
+
+@dataclass(frozen=True)
 class StageData:
     stage: str
     runs: int
@@ -120,6 +135,8 @@ class GraphData:
 
     ``name`` is the program's name in profiles and logs.
     ``sizes`` are the bytes of every allocation, as expressions in the symbols of the graph.
+    ``in_graphs`` is the work of each captured partition in the order in which its device graph runs it, by the
+    partition's index.
     """
 
     name: str
@@ -139,6 +156,7 @@ class GraphData:
     recordings: tuple[RecordingMade, ...]
     counters: CountersData
     repeated: tuple[Repeated, ...] = field(default=(), metadata={"added": ()})
+    in_graphs: dict[str, tuple[WorkData, ...]] = field(default_factory=dict, metadata={"added": {}})
 
 
 @dataclass(frozen=True)
@@ -213,6 +231,15 @@ def graph_data(program: Program) -> GraphData:
         recordings=tuple(list(program.history)),  # a list first: calls append to it
         counters=CountersData(**program.counters.to_dict()),
         repeated=plan.repeated,
+        in_graphs={str(p.index): _work(plan, p) for p in plan.partitions if p.verdict is Verdict.CAPTURED},
+    )
+
+
+def _work(plan: ProgramPlan, partition: Partition) -> tuple[WorkData, ...]:
+    """The work of a partition in its order; none where ``compile_partition`` has replaced it."""
+    work = filter(is_work, plan.work_in(partition)) if partition.index not in plan.compiled else ()
+    return tuple(
+        WorkData(node.name, work_range(node), module_path(node), kind_of(node) is Kind.LAUNCH) for node in work
     )
 
 

@@ -28,7 +28,7 @@ from fxwrap.codegen.traces import ProgramTraces
 from fxwrap.graphs import program
 from fxwrap.graphs.devices.cpu_graph import CPUGraph
 from fxwrap.graphs.devices.runtime import runtime_for
-from fxwrap.graphs.replay import recording, steps
+from fxwrap.graphs.replay import operands, recording, steps
 
 # -- ranges in profiles -------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ def test_nothing_is_made_while_no_profiler_is_on(compiled: Any, monkeypatch: pyt
         def never(name: str) -> Any:
             raise AssertionError(name)
 
-        for module in (steps, program, recording):
+        for module in (steps, operands, program, recording):
             monkeypatch.setattr(module, "record_function", never)
         f(*_inputs(torch.device("cpu"), w))
         with _in_python(f.program):

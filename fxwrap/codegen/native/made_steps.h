@@ -29,9 +29,11 @@ inline void define_steps(py::module_& m) {
   using Given = const Value&;
   using Object = const py::object&;
   py::class_<Value>(m, "Value", py::module_local());
-  py::class_<MadeStep>(m, "Step", py::module_local()).def_property_readonly("note", [](const MadeStep& made) {
-    return made.step->note();
-  });
+  py::class_<MadeStep>(m, "Step", py::module_local())
+      .def_property_readonly("note", [](const MadeStep& made) { return made.step->note(); })
+      .def_property(
+          "range", [](const MadeStep& made) { return made.step->range; },
+          [](const MadeStep& made, std::string name) { made.step->range = std::move(name); });
   m.def("slot", [](size_t slot) { return Value(slot); });
   m.def("constant", [](py::object value) { return Value(std::move(value)); });
   m.def("tuple", [](Parts parts) { return Value(Kind::Tuple, std::move(parts)); });

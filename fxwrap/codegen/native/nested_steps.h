@@ -115,10 +115,14 @@ class Block {
   void run(Slots& slots, std::optional<InterpreterLock>& lock) {
     for (const auto& step : steps_) {
       if (lock) follow(step->lock(), *lock);
-      step->run(slots);
+      if (C10_LIKELY(!unit_->profiled))
+        step->run(slots);
+      else
+        in_range(*step, [&] { step->run(slots); });
     }
   }
   void join(Shared& unit) {
+    unit_ = &unit;
     for (const auto& step : steps_) step->join(unit);
   }
   int traverse(visitproc visit, void* arg) const {
@@ -129,6 +133,7 @@ class Block {
 
  private:
   std::vector<std::unique_ptr<Step>> steps_;
+  const Shared* unit_ = nullptr;
   bool needs_python_ = false;
 };
 using Blocks = std::vector<std::vector<MadeStep*>>;

@@ -6,7 +6,6 @@
 //
 // Everything here runs with the interpreter's lock but the steps of a unit that need no Python.
 
-#include <ATen/record_function.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
@@ -106,15 +105,22 @@ class Call {
       } below{state_.shared.below_autograd};
       auto run_until = [&](size_t end) {
         for (; at < end; ++at) {
-          auto& step = state_.steps[at];
-          const auto wanted = step->lock();
+          auto& step = *state_.steps[at];
+          const auto wanted = step.lock();
           follow(wanted, lock);
-          if (C10_LIKELY(state_.may_retry.empty() || !state_.may_retry[at]))
-            step->run(state_.slots);
+          const auto run = [&] {
+            if (C10_LIKELY(state_.may_retry.empty() || !state_.may_retry[at]))
+              step.run(state_.slots);
+            else
+              run_twice_if_need_be(step, wanted, lock);
+          };
+          if (C10_LIKELY(!profiled))
+            run();
           else
-            run_twice_if_need_be(*step, wanted, lock);
+            in_range(step, run);
         }
       };
+      state_.shared.profiled = profiled;
       if (C10_UNLIKELY(profiled)) {
         std::optional<at::RecordFunction> range;
         for (const auto& [begin, name] : state_.ranges) {

@@ -8,11 +8,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/inductor/inductor_ops.h>
 
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "values.h"
 
@@ -24,10 +26,12 @@ class ResizeStep;
 struct Shared {
   std::vector<ResizeStep*> regions;
   std::optional<at::AutoDispatchBelowAutograd> below_autograd;
+  bool profiled = false;  // in the present call: steps with a range show in a profile
 };
 
 class Step {
  public:
+  std::string range;  // in profiles; empty if it has none of its own
   virtual ~Step() = default;
   virtual void run(Slots& slots) = 0;
   // Called when a unit takes the step.
@@ -47,6 +51,14 @@ inline void follow(Step::Lock wanted, InterpreterLock& lock) {
     lock.acquire();
   else if (wanted == Step::Lock::InTheWay)
     lock.release();
+}
+
+// Runs a step in its range in profiles.
+template <typename Run>
+void in_range(const Step& step, const Run& run) {
+  std::optional<at::RecordFunction> range;
+  if (!step.range.empty()) range.emplace(at::RecordScope::USER_SCOPE).before(step.range);
+  run();
 }
 
 // -- kernels ----------------------------------------------------------------------------------------------

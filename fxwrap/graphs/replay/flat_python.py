@@ -48,7 +48,7 @@ class Part:
 
     @functools.cached_property
     def run_profiled(self) -> Callable[[list[Any]], Any]:
-        """The same with the ranges that are among the steps."""
+        """The same with the ranges that are among the steps, and one around each launch and library call."""
         return as_python(self.steps, self.result, profiled=True, give_back=self.give_back)[0]
 
     def node_at(self, error: BaseException) -> Node | None:
@@ -73,7 +73,7 @@ def as_python(
     Returns:
         The function of the registers, its text, and the node of each line of the text, by line number.
     """
-    text, nodes = Text(), dict[int, Node]()
+    text, nodes = Text(profiled), dict[int, Node]()
     body, indent = list[str](), ""
     for step in steps:
         if isinstance(step, Range):
@@ -85,15 +85,12 @@ def as_python(
         if give_back is not None and step.may_retry:
             short, back = text.bound(torch.OutOfMemoryError), text.of(Call(give_back))
             # It runs again after the handler: in it, the error's frames would still hold what the step had allocated.
-            again = [f"except {short}: again = True", "else: again = False", f"if again: {back}; {code}"]
-            body += [indent + line for line in (f"try: {code}", *again)]
-            if step.node is not None:
-                nodes[len(body) - len(again) + 1] = step.node
-        else:
-            body += [indent + line for line in code.splitlines()]
+            code = f"try: {code}\nexcept {short}: again = True\nelse: again = False\nif again: {back}; {code}"
+        lines = text.in_range(step.range, code)
+        body += [indent + line for line in lines]
         if step.node is not None:
             # The first line is the head. What is inside of a step stands for the step.
-            nodes.update(dict.fromkeys(range(len(body) - code.count("\n") + 1, len(body) + 2), step.node))
+            nodes.update(dict.fromkeys(range(len(body) - len(lines) + 2, len(body) + 2), step.node))
     body.append(f"return {text.of(result)}")
     source = "def flat(r):\n" + "\n".join(f"    {line}" for line in body)
     exec(compile(source, "<fxwrap flat function>", "exec"), text.namespace)

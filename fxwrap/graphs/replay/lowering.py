@@ -132,7 +132,13 @@ class Lowering:
         return blocks
 
     def _made(self, step: Step) -> NativeStep:
-        """A step of the library: of the step's own function, or else a call of Python."""
+        """A step of the library, with its range in profiles."""
+        made = self._own_or_python(step)
+        made.range = step.range
+        return made
+
+    def _own_or_python(self, step: Step) -> NativeStep:
+        """A step of the step's own function of the library, or else a call of Python."""
         if step.has_native_form():
             function, *names = step.NATIVE
             made: NativeStep | None = getattr(self._native.library, function)(*(self._taken(step, n) for n in names))

@@ -17,7 +17,10 @@ class NativeStep(Protocol):
     Attributes:
         note: "Python" if it is a call of Python; "BLAS" if it multiplies matrices with the BLAS that ATen calls, and
             calls the operator where that may be another thing.
+        range: the name of its range in profiles; empty if it has none of its own.
     """
+
+    range: str
 
     @property
     def note(self) -> str: ...

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch.profiler import record_function
 
 LITERALS = (int, bool, str, type(None))
 
@@ -74,9 +75,14 @@ def operands_in(value: object) -> Iterator[Local | Register | Bound]:
 
 
 class Text:
-    """The text of one function, in whose ``namespace`` bound values are ``c0``, ``c1``, ..."""
+    """The text of one function, in whose ``namespace`` bound values are ``c0``, ``c1``, ...
 
-    def __init__(self) -> None:
+    Args:
+        profiled: whether ranges show in profiles.
+    """
+
+    def __init__(self, profiled: bool = False) -> None:
+        self.profiled = profiled
         # An operator in C may import a module, and uses the builtins of the Python code that called it.
         self.namespace: dict[str, Any] = {"__builtins__": builtins}
         self._names: dict[Any, str] = {}
@@ -86,6 +92,13 @@ class Text:
         names = ["_" if local is None else local.name for local in results]
         target = f"({', '.join(names)},)" if unpacks else names[0] if names else ""
         return f"{target} = {code}{'; del _' * ('_' in names)}" if target else code
+
+    def in_range(self, name: str, code: str) -> list[str]:
+        """The lines of a step: in a range if ranges show, and it has one."""
+        lines = code.splitlines()
+        if not self.profiled or not name:
+            return lines
+        return [f"with {self.bound(record_function)}({name!r}):", *(f"    {line}" for line in lines)]
 
     def of(self, value: object) -> str:
         """The text of an operand, or of a call."""

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from torch.fx import Node
+
+from ...host_graph.nodes import operator_name
+from ...host_graph.user_code import module_path
+
+
+def work_range(node: Node) -> str:
+    """A launch or a library call: ``layers.3.mlp: cpp_fused_gelu_7``, or without a module only its name."""
+    module, name = module_path(node), operator_name(node)
+    return f"{module}: {name}" if module else name
+
 
 def partition_range(program: str, index: int) -> str:
     """The run of a partition."""

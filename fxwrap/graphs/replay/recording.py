@@ -91,12 +91,20 @@ class Replay:
             outputs = part.run(self.registers)
         return outputs
 
-    def run_profiled(self) -> Any:
-        """Run with a range for each part that has a name."""
+    def run_profiled(self, below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
+        """Run with a range for each part that has a name, and one for each launch and library call.
+
+        Args:
+            below_autograd: makes a context in which operators skip autograd.
+        """
         outputs = None
         for part in self.parts:
-            with record_function(part.name) if part.name else contextlib.nullcontext():
-                outputs = part.run(self.registers)
+            with contextlib.ExitStack() as around:
+                if part.name:
+                    around.enter_context(record_function(part.name))
+                if part.below_autograd:
+                    around.enter_context(below_autograd())
+                outputs = part.run_profiled(self.registers)
         return outputs
 
 
@@ -139,7 +147,6 @@ class Recording:
         self, request: RecordingRequest, replay: Replay, resources: RecordingResources, static_addresses: list[Any]
     ) -> None:
         self.request, self.plan = request, request.sized.plan
-        self._profiling = request.functions.profiling
         self._replay: Replay | None = replay
         self._resources: RecordingResources | None = resources
         self._blank = (None,) * len(replay.registers)
@@ -353,7 +360,8 @@ class Recording:
             r[: replay.inputs_end] = inputs
             if replay.frees_inputs:
                 inputs.clear()
-            return replay.run_profiled() if self._profiling() else replay.run()
+            functions = self.request.functions
+            return replay.run_profiled(functions.below_autograd) if functions.profiling() else replay.run()
         except BaseException:
             if self._resources is not None:
                 self._resources.regions.empty()

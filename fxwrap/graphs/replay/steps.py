@@ -19,10 +19,11 @@ from torch.fx import Node
 from torch.profiler import record_function
 
 from ...host_graph.control_flow import position_of, results_of_loop
-from ...host_graph.nodes import Kernel
+from ...host_graph.nodes import Kernel, is_work
 from ..devices.device_graph import DeviceGraph
 from ..memory.static_buffers import fill_buffers
 from .operands import Bound, Call, Function, Local, Number, Operand, Register, Sizes, Text, operands_in
+from .ranges import work_range
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,9 +37,11 @@ class Step:
         unpacks: the call returns a tuple, and ``results`` are its elements.
         node: the node that it runs; None for what belongs to several.
         may_retry: whether it may run again after it was out of memory.
+        MOVES: it only moves what its node has made.
     """
 
     NATIVE: ClassVar[tuple[str, ...]] = ()
+    MOVES: ClassVar[bool] = False
 
     results: tuple[Local | None, ...] = ()
     unpacks: bool = False
@@ -55,6 +58,11 @@ class Step:
         (local,) = self.results
         assert local is not None
         return local
+
+    @property
+    def range(self) -> str:
+        """The name of its own range in profiles; empty unless it is a launch or a library call."""
+        return work_range(self.node) if self.node is not None and is_work(self.node) and not self.MOVES else ""
 
     def call(self) -> Call:
         raise NotImplementedError(f"{type(self).__name__} is no call")
@@ -299,7 +307,7 @@ class Nested(Step):
                 lines.append(line)
                 indent = indent_below(line)
             else:
-                lines += [indent + code for step in line for code in step.python(text).splitlines()]
+                lines += [indent + code for step in line for code in text.in_range(step.range, step.python(text))]
         return "\n".join(lines)
 
 
@@ -382,6 +390,8 @@ class Loop(Nested):
 class Load(Step):
     """Reads a register, and empties it if nobody reads it afterwards."""
 
+    MOVES = True
+
     register: Register
     empties: bool
 
@@ -393,6 +403,8 @@ class Load(Step):
 @dataclass(frozen=True, eq=False)
 class Store(Step):
     """Writes a register."""
+
+    MOVES = True
 
     register: Register
     value: Operand
