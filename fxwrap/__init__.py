@@ -29,6 +29,7 @@ from .features import buckets as _buckets  # noqa: F401 (adds an option)
 from .features import checked as _checked  # noqa: F401 (adds options)
 from .features import difference as _difference  # noqa: F401 (adds a method of reports)
 from .features import limits as _limits  # noqa: F401 (adds a method of reports)
+from .features import measure as _measure  # noqa: F401 (adds a section of reports)
 from .features import page as _page  # noqa: F401 (adds methods of reports)
 from .features import suspend as _suspendable  # noqa: F401 (adds an option)
 from .options import Options
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
     from .features.command_line.doctor import Diagnosis, doctor
     from .features.exact_packing.plan_memory import plan_memory
     from .features.limits.limit_memory import limit_memory
+    from .features.measure.explain import explain
     from .features.suspend.suspend import resume, suspend
-    from .features.target.explain import explain
     from .features.train_step.train_step import TrainStep, train_step
     from .inspection.explanation import Explanation
 
@@ -129,6 +130,7 @@ _LAZY.update(plan_memory=".features.exact_packing.plan_memory")
 _LAZY.update(limit_memory=".features.limits.limit_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
 _LAZY.update(explain=".features.target.explain")
+_LAZY.update(explain=".features.measure.explain")
 _LAZY.update(TrainStep=".features.train_step.train_step", train_step=".features.train_step.train_step")
 
 

@@ -10,7 +10,7 @@ fxwrap`` stays quick. Hooks that are lists hold functions; a feature's module ad
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +37,16 @@ class AroundGraph(Protocol):
         """
 
 
+class ReportSection(Protocol):
+    """What a feature adds to a report: what it found out about programs, made of its data in the document."""
+
+    def text(self, program: str) -> str:
+        """What it says of a program, by the program's name; empty if nothing."""
+
+    def html(self, program: str) -> str:
+        """The same for the page: elements of HTML."""
+
+
 # A factory, (graph, options) -> AroundGraph, by the option that asks for it.
 AROUND_GRAPHS: dict[str, str] = {}
 # By name of the option that asks for it: the subclass of ``Program`` that a host graph is made into.
@@ -47,6 +57,8 @@ ARENAS: dict[str, str] = {}
 AFTER_RELEASE: list[Callable[[], object]] = []
 # Methods that a feature adds to reports, by name: functions whose first argument is the ``Explanation``.
 REPORT_METHODS: dict[str, str] = {}
+# A factory, (data) -> ReportSection, by the key of the data in ``Document.sections``.
+REPORT_SECTIONS: dict[str, str] = {}
 
 
 def imported(where: str) -> Any:
@@ -56,6 +68,15 @@ def imported(where: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def report_sections(data: Mapping[str, Any]) -> list[ReportSection]:
+    """The sections of a report; those of features that are not here are left out.
+
+    Args:
+        data: that of each section, by its key.
+    """
+    return [imported(where)(data[key]) for key, where in REPORT_SECTIONS.items() if key in data]
 
 
 def class_for(options: Options, classes: dict[str, str], ordinary: Any) -> Any:

@@ -103,6 +103,7 @@ USES = {
     "bill": {"checked"},
     "bind": {"caller_outputs"},
     "command_line": {"ahead_of_time", "target"},
+    "measure": {"target"},
     "train_step": {"bind"},
 }
 

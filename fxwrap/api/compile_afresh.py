@@ -32,8 +32,13 @@ def compile_afresh(
     kwargs: Mapping[str, Any],
     options: Mapping[str, Any] | None,
     calls: int = 1,
+    then: Callable[[Callable[[], Any]], object] = lambda call: None,
 ) -> Explanation:
-    """Compile ``fn`` with a code object and caches of its own, call it ``calls`` times, and report."""
+    """Compile ``fn`` with a code object and caches of its own, call it ``calls`` times, and report.
+
+    Args:
+        then: gets what makes one more such call, after the others.
+    """
     compilation = Compilation()
     compiled = torch.compile(
         with_own_code(fn),
@@ -42,7 +47,9 @@ def compile_afresh(
         **own_caches(),
     )
     compiled(*args, **kwargs)
-    measured = [_measured(functools.partial(compiled, *args, **kwargs)) for _ in range(1, calls)]
+    call = functools.partial(compiled, *args, **kwargs)
+    measured = [_measured(call) for _ in range(1, calls)]
+    then(call)
     compilations, story = compilations_of(compiled)
     return Explanation.of(list(dict.fromkeys([compilation, *compilations])), name_of(fn), story, measured)
 

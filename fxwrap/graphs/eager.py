@@ -26,10 +26,15 @@ _RUNS_BEFORE_UNIT = 3
 
 
 class EagerRuns:
-    """Runs the whole schedule eagerly: in Python at first, natively after the ``_RUNS_BEFORE_UNIT``-th run."""
+    """Runs the whole schedule eagerly: in Python at first, natively after the ``_RUNS_BEFORE_UNIT``-th run.
 
-    def __init__(self, name: str, flat: Part, inputs: int, functions: TorchFunctions) -> None:
-        self._name, self._flat, self._inputs, self._functions = name, flat, inputs, functions
+    Attributes:
+        part: the schedule, whose registers are the inputs.
+    """
+
+    def __init__(self, name: str, part: Part, inputs: int, functions: TorchFunctions) -> None:
+        self.part = part
+        self._name, self._inputs, self._functions = name, inputs, functions
         self._calls, self._tried = 0, False
         self._unit: Callable[[list[Any]], Any] | None = None
         self._missed: Any = None
@@ -41,7 +46,7 @@ class EagerRuns:
                 self._make_unit()
         elif (outputs := unit(inputs)) is not self._missed:
             return outputs
-        return (self._flat.run_profiled if self._functions.profiling() else self._flat.run)(inputs)
+        return (self.part.run_profiled if self._functions.profiling() else self.part.run)(inputs)
 
     def _make_unit(self) -> None:
         self._tried = True
@@ -49,8 +54,8 @@ class EagerRuns:
         if isinstance(native, str):
             return
         try:
-            description = Description(self._inputs, True, give_back=self._flat.give_back)
-            unit = make_unit(native, [self._flat], self._inputs, description)
+            description = Description(self._inputs, True, give_back=self.part.give_back)
+            unit = make_unit(native, [self.part], self._inputs, description)
             self._missed, self._unit = native.missed, unit  # in this order: another thread may call it at once
         except CannotReplay as error:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))

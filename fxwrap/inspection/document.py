@@ -179,7 +179,8 @@ def versions(with_triton: bool = False) -> dict[str, str]:
 class Document:
     """A whole report; ``limits`` says what a report for a device that this machine lacks cannot contain.
 
-    ``function`` is what is reported on, and ``when`` the time of the report, in seconds since 1970.
+    ``function`` is what is reported on, and ``when`` the time of the report, in seconds since 1970. ``sections`` is
+    plain data that features add (``hooks.REPORT_SECTIONS``), by key.
     """
 
     schema: str = SCHEMA
@@ -193,6 +194,7 @@ class Document:
     not_stored: tuple[str, ...] = ()
     calls: tuple[CallData, ...] = ()
     limits: tuple[str, ...] = ()
+    sections: dict[str, Any] = field(default_factory=dict, metadata={"added": {}})
 
     def of(self, programs: Iterable[Program]) -> Document:
         """The same report, with the graphs of programs in their present state."""

@@ -7,7 +7,7 @@ import inspect
 import json
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,11 @@ class Explanation:
     def to_document(self) -> Document:
         """The present state as frozen data, of which everything that is shown is made."""
         return self._document.of(graph.program for graph in self.graphs) if self.graphs else self._document
+
+    def with_section(self, key: str, data: Any) -> Explanation:
+        """The same explanation with what a feature has found out (``hooks.REPORT_SECTIONS``), as plain data."""
+        document = replace(self._document, sections={**self._document.sections, key: data})
+        return Explanation([graph.program for graph in self.graphs], document)
 
     def to_dict(self) -> dict[str, Any]:
         """The present state as plain data, for JSON: ``fxwrap.inspection.document.Document``."""

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..codegen.dynamo.report import DynamoReport
 from ..graphs.replay.lowering import PYTHON
+from ..hooks import report_sections
 from ..plan import Partition, Verdict
 from .document import CountersData, Document, GraphData, short_line
 from .memory_map import MemoryData
@@ -25,10 +26,13 @@ _AT_PEAK, _RECORDINGS, _REPEATED = 5, 10, 10
 def text_of(document: Document) -> str:
     file = io.StringIO()
     console = Console(file=file, width=_WIDTH, color_system=None, highlight=False)
+    sections = report_sections(document.sections)
     if not document.graphs and not document.fallbacks:
         console.print(Text(nothing_compiled(document.dynamo)))
     for number, graph in enumerate(document.graphs):
         console.print(_graph(number, graph))
+        for text in filter(None, (section.text(graph.name) for section in sections)):
+            console.print(Text(f"{text}\n"), soft_wrap=True)
     for reason in document.fallbacks:
         console.print(Text(f"runs through Inductor's own wrapper: {reason}"))
     for reason in document.not_stored:

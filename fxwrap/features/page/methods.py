@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
-from ...errors import InputError
+from ...errors import FxwrapError, InputError
 from ...inspection.explanation import Explanation, in_a_folder
 
 
@@ -20,6 +21,19 @@ def to_html(explanation: Explanation, path: str | Path, title: str = "") -> None
     from .page import page_of
 
     in_a_folder(path).write_text(page_of(explanation.to_document(), title), encoding="utf-8")
+
+
+def in_notebook(explanation: Explanation) -> str | None:
+    """The page in a frame, for a notebook's cell (``_repr_html_``); None without the packages that draw: then the
+    cell shows the text."""
+    try:
+        from .page import page_of
+
+        page = page_of(explanation.to_document())
+    except (ImportError, FxwrapError):
+        return None
+    style = "width: 100%; height: 720px; border: 1px solid #8b8d98"
+    return f'<iframe sandbox="allow-scripts" title="fxwrap" style="{style}" srcdoc="{html.escape(page)}"></iframe>'
 
 
 def memory_picture(

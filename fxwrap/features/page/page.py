@@ -16,6 +16,7 @@ from pygments.lexers import CppLexer, PythonLexer
 from pygments.lexers.special import TextLexer
 
 from ...errors import FxwrapError
+from ...hooks import report_sections
 from ...host_graph.typed_json import to_data
 from ...inspection.document import Document, GraphData, KernelData, short_line
 from ...inspection.text import nothing_compiled
@@ -42,12 +43,14 @@ def page_of(document: Document, title: str = "") -> str:
     environment.filters["source"] = _source
     environment.filters["short"] = short_line
     graphs, when = document.graphs, document.when
+    sections = report_sections(document.sections)
     charts = [{**_chart(graph), "drawings": drawings(graph), "nodes": to_data(graph.nodes)} for graph in graphs]
     return environment.get_template("page.html").render(
         title=title or document.function or "fxwrap",
         when=datetime.datetime.fromtimestamp(when).astimezone() if when else None,
         document=document,
         nothing_compiled=nothing_compiled,
+        sections=[[Markup(section.html(graph.name)) for section in sections] for graph in graphs],
         summaries=[_summary(graph) for graph in graphs],
         charts=_script_data(charts),
         columns=_script_data(COLUMNS),

@@ -223,6 +223,11 @@ class Recording:
         return self._resources.graphs if self._resources is not None else ()
 
     @property
+    def replay(self) -> Replay | None:
+        """The work of a call; None if it has ended."""
+        return self._replay
+
+    @property
     def used(self) -> int:
         """When it was used last, as a number that grows."""
         return max(self._used, self.unit.used if self.unit is not None else 0)

@@ -6,8 +6,8 @@ Skipped where there is no Chromium with its driver (Debian: chromium, chromium-d
 from __future__ import annotations
 
 import datetime
+import html
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,18 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from browser import chromium, needs_browser, wait
 
 import fxwrap
 from fxwrap.features.page.drawing import count, drawings
+from fxwrap.features.page.page import _vega, page_of
 from fxwrap.inspection.document import NodeData
 from fxwrap.plan import Verdict
-
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-needs_browser = pytest.mark.skipif(not (BROWSER and DRIVER), reason="no Chromium with its driver")
-_FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
-    "--no-first-run", "--disable-sync", "--disable-component-update", "--window-size=1300,1000",
-)  # fmt: skip
 
 
 class Block(torch.nn.Module):
@@ -68,35 +63,18 @@ def page(explanation: fxwrap.Explanation, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.options import Options
-    from selenium.webdriver.chrome.service import Service
-
-    options = Options()
-    options.binary_location = BROWSER or ""
-    for flag in _FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 @pytest.fixture
 def opened(browser: Any, page: Path) -> Iterator[Any]:
     """The page, drawn; afterwards its console is empty, and nothing was fetched."""
     browser.get(page.as_uri())
-    _wait(browser, "return views.size > 0 && !!document.querySelector('.graph-chart canvas')")
+    wait(browser, "return views.size > 0 && !!document.querySelector('.graph-chart canvas')")
     yield browser
     assert browser.get_log("browser") == []
     assert browser.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)") == []
-
-
-def _wait(browser: Any, condition: str) -> None:
-    end = time.monotonic() + 30
-    while not browser.execute_script(condition):
-        assert time.monotonic() < end, condition
-        time.sleep(0.05)
 
 
 # Where the rectangle of a datum is on the screen: marks lie in groups, which lie in a canvas.
@@ -143,7 +121,7 @@ def test_a_click_on_a_rectangle_tells_of_the_storage(opened: Any, explanation: f
     storages = explanation.to_dict()["graphs"][0]["memory"]["storages"]
     largest = max(storages, key=lambda one: one["bytes"] * (one["end"] - one["begin"]))
     _click(opened, _storage(opened, largest["name"]))
-    _wait(opened, "return !document.querySelector('.details').hidden")
+    wait(opened, "return !document.querySelector('.details').hidden")
     told = _text(opened, ".details")
     assert largest["name"] in told and f"{largest['bytes']:,} bytes" in told and largest["use"] in told
     assert f"steps {largest['begin']} to {largest['end'] - 1}" in told and "test_page.py" in told
@@ -157,7 +135,7 @@ def test_a_search_leaves_what_is_found(opened: Any, explanation: fxwrap.Explanat
     modules = {one["name"]: graph["nodes"][one["node"]]["module"] for one in graph["memory"]["storages"]}
     other, found = (next(n for n, m in modules.items() if m.startswith(f"layers.{i}")) for i in (0, 1))
     opened.find_element("id", "search").send_keys("LAYERS.1")
-    _wait(opened, f"return document.getElementById('found').innerText === '{len(inside)} nodes'")
+    wait(opened, f"return document.getElementById('found').innerText === '{len(inside)} nodes'")
     assert _storage(opened, found)["opacity"] == 1 and _storage(opened, other)["opacity"] < 0.2
     rows = opened.execute_script(
         "return [...document.querySelectorAll('.nodes tbody tr')].map((row) => row.innerText)"
@@ -165,7 +143,7 @@ def test_a_search_leaves_what_is_found(opened: Any, explanation: fxwrap.Explanat
     assert len(rows) == len(inside) and all("layers.1" in row for row in rows)
     opened.find_element("id", "search").clear()
     opened.find_element("id", "search").send_keys("no such thing")
-    _wait(opened, "return document.getElementById('found').innerText === '0 nodes'")
+    wait(opened, "return document.getElementById('found').innerText === '0 nodes'")
     assert opened.execute_script("return [...document.querySelectorAll('.kernel')].every((one) => one.hidden)")
 
 
@@ -178,7 +156,7 @@ def test_colours_by_partition_and_in_the_dark(opened: Any, explanation: fxwrap.E
     while _storage(opened, name)["fill"] == before:
         assert time.monotonic() < end
     opened.find_element("id", "theme").click()
-    _wait(opened, "return document.documentElement.className === 'dark' && views.size > 0")
+    wait(opened, "return document.documentElement.className === 'dark' && views.size > 0")
     back = opened.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert max(int(one) for one in back[4:-1].split(",")) < 60
 
@@ -192,10 +170,10 @@ def test_the_host_graph_opens_by_module(opened: Any, explanation: fxwrap.Explana
     box = next(box for box in boxes if box["opens"])
     assert trail() == ["host graph"]
     _click(opened, opened.execute_script(_PLACE, "graphViews", ".graph-chart", "id", box["id"]))
-    _wait(opened, "return document.querySelectorAll('.crumbs button').length === 2")
+    wait(opened, "return document.querySelectorAll('.crumbs button').length === 2")
     assert trail() == ["host graph", box["label"]]
     opened.find_elements("css selector", ".crumbs button")[0].click()
-    _wait(opened, "return document.querySelectorAll('.crumbs button').length === 1")
+    wait(opened, "return document.querySelectorAll('.crumbs button').length === 1")
 
 
 @needs_browser
@@ -206,7 +184,7 @@ def test_a_narrow_page_cuts_nothing_off(opened: Any) -> None:
         for width in (560, 900):
             opened.set_window_size(width, 900)
             opened.refresh()
-            _wait(opened, "return views.size > 0 && !!document.querySelector('.graph-chart canvas')")
+            wait(opened, "return views.size > 0 && !!document.querySelector('.graph-chart canvas')")
             for by in ("use", "partition"):
                 opened.execute_script(f"document.querySelector('.colour-by').value = '{by}'; return drawMemory(0)")
                 chart, canvas = opened.execute_script(
@@ -319,6 +297,26 @@ def test_what_cannot_be_drawn(
         explanation.memory_picture(tmp_path / path, graph)
 
 
+def test_a_notebook_shows_the_page_in_a_frame(explanation: fxwrap.Explanation) -> None:
+    """IPython asks objects for the method. The frame has the whole page, which asks nobody for anything."""
+    shown = explanation._repr_html_()
+    (source,) = re.fullmatch(
+        r'<iframe sandbox="allow-scripts" .*srcdoc="([^"]*)"></iframe>', shown, re.DOTALL
+    ).groups()
+    assert html.unescape(source) == page_of(explanation.to_document())
+    assert not hasattr(explanation, "_ipython_canary_method_should_not_exist_")
+
+
+@needs_browser
+def test_the_frame_of_a_notebook_draws(browser: Any, explanation: fxwrap.Explanation, tmp_path: Path) -> None:
+    cell = tmp_path / "cell.html"
+    cell.write_text(f"<!DOCTYPE html><meta charset=utf-8><title>a cell</title>{explanation._repr_html_()}")
+    browser.get(cell.as_uri())
+    browser.switch_to.frame(0)
+    wait(browser, "return views.size > 0 && document.querySelector('h1').innerText === 'Model'")
+    browser.switch_to.default_content()
+
+
 def test_a_page_without_a_program(tmp_path: Path) -> None:
     fxwrap.explain(lambda: 3).to_html(tmp_path / "empty.html")
     assert "nothing was compiled" in (tmp_path / "empty.html").read_text()
@@ -327,6 +325,8 @@ def test_a_page_without_a_program(tmp_path: Path) -> None:
 def test_without_the_library_that_draws(
     explanation: fxwrap.Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _vega.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
     with pytest.raises(fxwrap.FxwrapError, match=r"pip install 'fxwrap\[page\]'"):
         explanation.memory_picture(tmp_path / "memory.svg")
+    assert explanation._repr_html_() is None  # the text is shown
