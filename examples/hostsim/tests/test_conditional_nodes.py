@@ -1,6 +1,7 @@
 """Nodes of a graph that decide at each replay whether their body runs, or how often."""
 
 import re
+import signal
 import threading
 
 import pytest
@@ -283,6 +284,26 @@ def test_a_planted_fault_reads_what_inputs_of_a_body_held_first(device):
     device.clear_faults()
     graph.replay()
     assert_equal(result, torch.full((4,), 5.0))
+
+
+def test_a_loop_that_never_ends_can_be_interrupted(device):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    limit, times = torch.full((), 3.0, device=name()), zeros(1)
+    graph, counted = capture(lambda: count_to(limit, device, times))
+    limit.fill_(float("inf"))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            graph.replay()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    limit.fill_(2)
+    graph.replay()
+    assert_equal(counted, torch.tensor(2.0))
 
 
 def test_a_body_that_raises_is_ended(device):

@@ -5,6 +5,7 @@
 #include "devices.h"
 #include "faults.h"
 #include "name.h"
+#include "python.h"
 #include "queue.h"
 #include "streams.h"
 
@@ -108,6 +109,9 @@ void run_conditional(const Conditional& node, const std::function<void()>& run_b
     run_body();
     if (!node.repeats || planted(Fault::kLoopRunsOnce)) {
       return;
+    }
+    if (!asynchronous()) {
+      check_signals(); // Nor whoever runs it here from being interrupted.
     }
   }
 }

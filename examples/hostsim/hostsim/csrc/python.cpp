@@ -38,6 +38,16 @@ ReleaseGil::~ReleaseGil() {
   }
 }
 
+void check_signals() {
+  if (!Py_IsInitialized()) {
+    return;
+  }
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw pybind11::error_already_set();
+  }
+}
+
 std::string describe_current_exception() {
   const std::string text = text_of_current_exception();
   return text.substr(0, text.find('\n')); // What follows is a traceback or advice for another situation.

@@ -18,6 +18,9 @@ class ReleaseGil {
   PyThreadState* state_ = nullptr;
 };
 
+// Raises what the handler of a signal raises, as for Ctrl-C, if this is the thread that handles signals.
+void check_signals();
+
 // The first line of the exception being handled; call it inside of a catch block.
 std::string describe_current_exception();
 
