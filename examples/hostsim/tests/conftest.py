@@ -44,7 +44,7 @@ def warm():
     """Torch imports parts of itself at the first calls, which takes longer than tests of asynchrony would wait."""
     tensor = torch.ones(2, device=DEVICE)
     (tensor.add_(1) * 2).clone()
-    tensor @ tensor  # makes the handle of a library, which a capture refuses
+    tensor[None] @ tensor[:, None]  # makes the handle of a library, which a capture refuses
 
 
 @pytest.fixture
