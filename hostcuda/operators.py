@@ -59,7 +59,8 @@ def computed(torch: Any) -> set[str]:
 
 
 def _graph_counters() -> dict[str, int]:
-    return {"replays": runtime().hostcuda_counter(b"graph_launches")}
+    counters = {"captures": b"captures", "replays": b"graph_launches"}
+    return {name: runtime().hostcuda_counter(counter) for name, counter in counters.items()}
 
 
 @contextlib.contextmanager

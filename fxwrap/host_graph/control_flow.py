@@ -106,3 +106,23 @@ def control_flow_of(node: Node) -> ControlFlow | None:
     condition, body, carried, *rest = args
     subgraphs = subgraph(condition), subgraph(body)
     return ControlFlow(subgraphs, subgraphs[1:], (*carried, *(rest[0] if rest else ())), True)
+
+
+def unchanged(flow: ControlFlow) -> frozenset[int]:
+    """The positions of what a loop carries that its body returns as it got it."""
+    _, body = flow.subgraphs
+    inputs, (output,) = body.graph.find_nodes(op="placeholder"), body.graph.find_nodes(op="output")
+    returned: Any = output.args[0]
+    return frozenset(position for position, value in enumerate(returned) if value is inputs[position])
+
+
+def counts_on_the_host(flow: ControlFlow, device: torch.device) -> bool:
+    """Whether the host decides in a loop that is captured on a device.
+
+    It does so without data then, and the capture goes through all iterations (``passes/partition/host_counters.py``).
+    """
+    if not flow.repeats:
+        return False
+    (output,) = flow.subgraphs[0].graph.find_nodes(op="output")
+    decides: Any = output.args[0]
+    return bool(decides[0].meta["val"].device.type != device.type)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import HOSTCUDA, Compiled, assert_same, freezes, inductor
 from torch import Tensor
+from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import fxwrap
@@ -184,6 +185,36 @@ def test_what_no_body_can_hold_is_decided_on_the_host(
             assert_same(mine, theirs(x, p))
     reasons = [partition.reason for graph in fxwrap.report(f).graphs for partition in graph.partitions]
     assert any(reason in text for text in reasons), reasons
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 6])
+def test_a_loop_that_counts_on_the_host_is_captured_with_all_its_iterations(
+    compiled: Any, device: torch.device, length: int
+) -> None:
+    """::
+
+    i = zeros on the CPU | scan: i < 6, i.item(), work    ->    i = zeros | [ work on 0 ... work on 5 ]
+    eager                | on the host                          eager     | one graph, no node that decides
+    """
+    if device.type == "cpu":
+        pytest.skip("its device is the host: nothing tells its counter from its data")
+
+    def function(xs: Tensor, h: Tensor, w: Tensor) -> Any:
+        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(h @ w + x)
+            return h, torch.cond(h.sum() > 0, lambda h: h * 2, lambda h: h - 1, (h,))
+
+        return scan(cell, h, xs, dim=0)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        f, theirs = compiled(function), inductor(function)
+        for _ in range(6):
+            given = [torch.randn(*size, device=device) for size in ((length, 4, 8), (4, 8), (8, 8))]
+            assert_same(f(*given), theirs(*given))
+    (graph,) = fxwrap.report(f).graphs
+    assert [partition.verdict for partition in graph.partitions] == [Verdict.EAGER, Verdict.CAPTURED]
+    assert "cpp_fused" in graph.partitions[0].reason and f.replays()[0] >= 3
 
 
 @torch.no_grad()

@@ -249,7 +249,9 @@ def test_errors_are_inductors_and_leave_nothing_behind(function: Callable[..., A
         n = torch.tensor(count, device=device)
         mine, other = _outcome(f, given := x.clone(), n), _outcome(theirs, x.clone(), n)
         if isinstance(other, tuple):
-            assert mine == other
+            assert mine == other or (
+                device.type == "hostsim" and mine[1].endswith(other[1])
+            )  # a node of a graph failed
             failed += 1
         else:
             assert_same(mine, other)
@@ -265,6 +267,8 @@ def test_errors_are_inductors_and_leave_nothing_behind(function: Callable[..., A
 @torch.no_grad()
 def test_operators_in_a_loop_raise_and_call_the_function_again(device: torch.device) -> None:
     """An operator of one's own, written in Python, in an inner loop."""
+    if device.type != "cpu":
+        pytest.skip("a graph calls no Python when it is replayed")
 
     def function(x: Tensor, n: Tensor) -> Any:
         return repeat(n, lambda i, x: repeat(n, lambda j, y: look(y).sin() + x, x * 1), x)

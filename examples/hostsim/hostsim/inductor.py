@@ -20,11 +20,6 @@ def _loop(predicate: torch.Tensor) -> Iterator[Callable[[torch.Tensor], object]]
         yield decide
 
 
-def _warm_up_graph(pool: tuple[int, int]) -> torch.accelerator.Graph:
-    """In a relaxed capture a library may make its handle: a product may be in a body only."""
-    return torch.accelerator.Graph(pool=pool, capture_error_mode="relaxed")
-
-
 def register() -> fxwrap.DeviceRegistration:
     """Have `torch.compile(model, backend="fxwrap")` compile for the device; the handle takes it back.
 
@@ -36,7 +31,7 @@ def register() -> fxwrap.DeviceRegistration:
         scheduling="cpp",
         kernels=[fxwrap.cpp_kernels(device.launch)],
         after_failed_capture=device.recover,
-        conditional_nodes=fxwrap.ConditionalNodes(_branch, _loop, _warm_up_graph),
+        conditional_nodes=fxwrap.ConditionalNodes(_branch, _loop),
         # No driver stands between: a replay, and a copy, cost little beside a call out of Python.
         cost=fxwrap.CaptureCost(launch=2, extern=5, replay=1, copy=1),
     )

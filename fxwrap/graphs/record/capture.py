@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 
 from ...devices import ConditionalNodes
+from ...host_graph.control_flow import control_flow_of
 from ...host_graph.sizes import symbols_at
 from ...plan import Partition
 from ..devices.cpu_graph import BoundCall, issue
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import GraphPool, current_stream
 from ..replay.recording import RecordingRequest
-from .warm_up import count_conditional_nodes, run_bodies_once
+from .warm_up import run_bodies_once
 
 
 def capture_graph(
@@ -40,17 +42,14 @@ def capture_graph(
         with mode:
             issue(call)
 
-    work_nodes, nodes = plan.work_in(partition), runtime.conditional_nodes
-    conditional = count_conditional_nodes(work_nodes) if nodes is not None else 0
-    if conditional and nodes is not None and nodes.need_a_run:
+    nodes = runtime.conditional_nodes
+    if nodes is not None and nodes.need_a_run and any(map(control_flow_of, plan.work_in(partition))):
         with _own_workspaces(request, pool), runtime.capture_stream(pool.stream if pool is not None else None):
-            run_bodies_once(work_nodes, symbols_at(request.sized.symbol_values))
+            run_bodies_once(plan.work_in(partition), symbols_at(request.sized.symbol_values), runtime.device)
     with _own_workspaces(request, pool):
         graph = runtime.new_graph(identifier)
         request.traces.capturing(graph)
         runtime.capture(graph, work, pool)
-        if conditional:
-            request.functions.release_conditional_nodes(runtime.device, identifier, conditional)
     graph.instantiate()
     request.traces.captured(graph, partition.index)
     return graph
@@ -73,8 +72,12 @@ def _own_workspaces(request: RecordingRequest, pool: GraphPool | None) -> Iterat
         free(side)
 
 
-def nodes_with_workspaces(request: RecordingRequest) -> ConditionalNodes:
-    """The conditional nodes of a device, whose bodies have workspaces of their own: each has its own stream."""
+def nodes_with_workspaces(request: RecordingRequest, captured: Counter[str]) -> ConditionalNodes:
+    """The conditional nodes of a device, whose bodies have workspaces of their own: each has its own stream.
+
+    Args:
+        captured: counts them, as "nodes".
+    """
     nodes, device, free = request.runtime.conditional_nodes, request.runtime.device, request.functions.free_workspaces
     assert nodes is not None
     Body = Callable[[torch.Tensor], Iterator[Any]]
@@ -88,6 +91,7 @@ def nodes_with_workspaces(request: RecordingRequest) -> ConditionalNodes:
                     yield value
                 finally:
                     free(stream)
+            captured["nodes"] += 1
 
         return run
 

@@ -247,6 +247,8 @@ class FlatBuilder:
             call = self._gathered(step, node) if isinstance(step, Nested) else step.call()
             step = _processed(call, self._post_processing[node])
         if is_work(node) and not node.users and node not in self._post_processing:
+            if isinstance(step, Nested):
+                step = dataclasses.replace(step, results=(None,) * len(node.meta["val"]), unpacks=True)
             self._append(step, node, self._may_retry(node))
         elif node.users and only_elements_used(node):
             self._take_apart(node, step, scheduled)

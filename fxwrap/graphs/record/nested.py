@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ...devices import ConditionalNodes
-from ...host_graph.control_flow import ControlFlow, switch
+from ...host_graph.control_flow import ControlFlow, counts_on_the_host, switch, unchanged
 from ...host_graph.sizes import layout_at
 from ..memory.static_buffers import copy_at_once
 from ..replay.operands import Bound, Call, Local, Operand, Register, Text, operands_in
@@ -29,6 +29,7 @@ class InGraph:
         symbols: the values of symbolic sizes.
     """
 
+    device: torch.device
     nodes: ConditionalNodes
     symbols: Mapping[Any, int]
 
@@ -62,21 +63,26 @@ def _loop(
 ) -> tuple[Nested, Sequence[Operand]]:
     condition, body = flow.subgraphs
     count, in_graph = len(node.meta["val"]), builder.in_graph
-    if in_graph is None:
-        carried = tuple(builder.new_local() for _ in range(count))
-    else:
-        inputs = body.graph.find_nodes(op="placeholder")[:count]
-        carried = tuple(_place(builder, in_graph, node, given.meta["val"]) for given in inputs)
+    initial = tuple(operands[:count])
+    if in_graph is not None and not counts_on_the_host(flow, in_graph.device):
+        inputs, same = body.graph.find_nodes(op="placeholder"), unchanged(flow)
+        places = tuple(
+            operands[p] if p in same else _place(builder, in_graph, node, inputs[p].meta["val"]) for p in range(count)
+        )
+        given = (*places, *operands[count:])
+        blocks = builder.block(condition, given), builder.block(body, given)
+        return LoopNode(in_graph.nodes, initial, places, builder.new_local(), *blocks), places
+    carried = tuple(builder.new_local() for _ in range(count))
     given = (*carried, *operands[count:])
-    loop = Loop(
-        initial=tuple(operands[:count]),
+    loop = (Loop if in_graph is None else UnrolledLoop)(
+        initial=initial,
         carried=carried,
         passes=builder.new_local(),
         condition=builder.block(condition, given),
-        body=builder.block(body, given, ends=carried if in_graph is None else ()),
+        body=builder.block(body, given, ends=carried),
         stacks=bool(node.args[4:]),
     )
-    return (loop, ()) if in_graph is None else (LoopNode(in_graph.nodes, loop), carried)
+    return loop, ()
 
 
 def _is_same(value: Operand, other: Operand) -> bool:
@@ -136,24 +142,45 @@ class BranchNodes(Nested):
 
 @dataclass(frozen=True, eq=False)
 class LoopNode(Nested):
-    """A WHILE node. What is carried stays at the addresses of ``loop.carried``, to which each iteration copies."""
+    """A WHILE node.
+
+    Attributes:
+        initial: what the first iteration gets.
+        carried: where what is carried stays: each iteration copies there what it returns. What no iteration changes
+            is an operand of the loop.
+        decide: is given the predicate of the next iteration.
+    """
 
     nodes: ConditionalNodes
-    loop: Loop
+    initial: tuple[Operand, ...]
+    carried: tuple[Operand, ...]
+    decide: Local
+    condition: Block
+    body: Block
 
     def reads(self) -> Iterator[Local | Register | Bound]:
-        yield from self.loop.reads()
+        yield from operands_in((self.initial, self.carried))
+        yield from self.condition.reads()
+        yield from self.body.reads()
 
     def lines(self, text: Text) -> Iterator[str | Sequence[Step]]:
-        loop, decide = self.loop, text.of(self.loop.passes)
-        yield [CallPython(copy_at_once, (loop.initial, loop.carried))]
-        yield loop.condition.steps
-        yield f"for {decide} in {text.of(Call(self.nodes.loop, (loop.going,)))}:"
-        changed = [p for p, value in enumerate(loop.body.values) if value != loop.carried[p]]
-        yield [*loop.body.steps, *_copies(loop.body, loop.carried, changed), *loop.condition.steps]
-        yield f"    {decide}({text.of(loop.going)})"
-        yield [Drop(loop.condition.ended)] if loop.condition.ended else []
-        yield text.assigned(self.results, self.unpacks, text.of(loop.carried))
+        changed = [p for p, value in enumerate(self.body.values) if not _is_same(value, self.carried[p])]
+        initial, places = (tuple(values[p] for p in changed) for values in (self.initial, self.carried))
+        (going,), decide = self.condition.values, text.of(self.decide)
+        yield [CallPython(copy_at_once, (initial, places)), *self.condition.steps]
+        yield f"for {decide} in {text.of(Call(self.nodes.loop, (going,)))}:"
+        yield [*self.body.steps, *_copies(self.body, self.carried, changed), *self.condition.steps]
+        yield f"    {decide}({text.of(going)})"
+        yield [Drop(self.condition.ended)] if self.condition.ended else []
+        yield text.assigned(self.results, self.unpacks, text.of(self.carried))
+
+
+@dataclass(frozen=True, eq=False)
+class UnrolledLoop(Loop):
+    """A loop that counts on the host, in a capture: the graph gets the work of all iterations."""
+
+    HEAD = "for _ in range(10000):"
+    TAIL = "else: raise RuntimeError('a loop that counts on the host has more than 10000 iterations')"
 
 
 def _copies(block: Block, places: Sequence[Operand], positions: Sequence[int]) -> Iterator[Step]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,7 @@ class RecordingBuilder:
         self._refused: dict[str, str] = {}
         self._gave_up_because = ""
         self._inference = torch.is_inference_mode_enabled()
+        self._captured = Counter[str]()
 
     def record(self, inputs: Sequence[Any]) -> Recorded:
         """Capture the program on ``inputs``, and run it once.
@@ -257,7 +259,10 @@ class RecordingBuilder:
 
     def _capture_graph(self, call: BoundCall, partition: Partition) -> DeviceGraph:
         pool = self._pool()  # a new pool after a failed capture
+        self._captured.clear()
         graph = capture_graph(self.request, call, partition, pool, self._as_replayed())
+        if pool is not None and (nodes := self._captured["nodes"]):
+            self.request.functions.release_conditional_nodes(self.request.runtime.device, pool.id, nodes)
         self._pools.append(pool)
         return graph
 
@@ -365,8 +370,10 @@ class RecordingBuilder:
         if self._freezes_addresses:
             processing = self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs))
         in_graph = None
-        if captured and self.request.runtime.conditional_nodes is not None:
-            in_graph = InGraph(nodes_with_workspaces(self.request), symbols_at(self.request.sized.symbol_values))
+        runtime = self.request.runtime
+        if captured and runtime.conditional_nodes is not None:
+            symbols = symbols_at(self.request.sized.symbol_values)
+            in_graph = InGraph(runtime.device, nodes_with_workspaces(self.request, self._captured), symbols)
         builder = FlatBuilder(bound, registers, last, before, after, processing, in_graph=in_graph)
         builder.append_partition(self.plan, partition, [node for node in stores if node not in bound])
         return builder.build(name=partition_range(self.request.name, partition.index))

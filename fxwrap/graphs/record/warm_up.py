@@ -12,30 +12,21 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...host_graph.control_flow import control_flow_of, switch
+from ...host_graph.control_flow import control_flow_of, counts_on_the_host
 from ...host_graph.nodes import is_work, kernel_of, schema_of
 from ...host_graph.sizes import layout_at, number_at
 
 
-def count_conditional_nodes(nodes: Iterable[Node]) -> int:
-    """How many nodes of a device graph decide what runs: one for each branch and loop. A condition is there twice."""
-    count = 0
-    for node in nodes:
-        if (flow := control_flow_of(node)) is not None:
-            inside = [count_conditional_nodes(body.graph.nodes) for body in flow.subgraphs]
-            count += len(inside) + sum(inside) if node.target is switch else 1 + 2 * inside[0] + inside[1]
-    return count
-
-
-def run_bodies_once(nodes: Iterable[Node], symbols: Mapping[Any, int]) -> None:
+def run_bodies_once(nodes: Iterable[Node], symbols: Mapping[Any, int], device: torch.device) -> None:
     """Run kernels that have not run yet, and operators of torch's own, inside of branches and loops, on zeros.
 
     What they compute goes nowhere. A custom operator is not called: it may have effects.
 
     Args:
         symbols: the values of symbolic sizes.
+        device: that captures.
     """
-    for node in _inside(nodes):
+    for node in _inside(nodes, device):
         kernel, overload = kernel_of(node), schema_of(node)
         if kernel is not None and not getattr(kernel.call, "is_tuned", True):
             kernel.call(*_stand_ins(node.args[1:], symbols))
@@ -43,11 +34,14 @@ def run_bodies_once(nodes: Iterable[Node], symbols: Mapping[Any, int]) -> None:
             overload(*_stand_ins(node.args, symbols), **_stand_ins(node.kwargs, symbols))
 
 
-def _inside(nodes: Iterable[Node]) -> Iterator[Node]:
+def _inside(nodes: Iterable[Node], device: torch.device) -> Iterator[Node]:
+    """The work inside of branches and loops, but for loops that count on the host: it has run with the program."""
     for node in nodes:
-        for body in flow.subgraphs if (flow := control_flow_of(node)) is not None else ():
-            yield from filter(is_work, body.graph.nodes)
-            yield from _inside(body.graph.nodes)
+        flow = control_flow_of(node)
+        for body in flow.subgraphs if flow is not None else ():
+            if flow is not None and not counts_on_the_host(flow, device):
+                yield from filter(is_work, body.graph.nodes)
+            yield from _inside(body.graph.nodes, device)
 
 
 def _stand_ins(args: Any, symbols: Mapping[Any, int]) -> Any:

@@ -351,6 +351,8 @@ class Loop(Nested):
     """
 
     NATIVE = "loop", "results", "initial", "carried", "blocks", "going", "stacks"
+    HEAD: ClassVar[str] = "while True:"
+    TAIL: ClassVar[str] = ""  # behind the iterations
 
     initial: tuple[Operand, ...]
     carried: tuple[Local, ...]
@@ -373,11 +375,12 @@ class Loop(Nested):
         passes, carried = text.of(self.passes), text.of(self.carried)
         yield f"{carried} = {text.of(self.initial)}"
         yield f"{passes} = {'[]' if self.stacks else False}"
-        yield "while True:"
+        yield self.HEAD
         yield self.condition.steps
         yield f"    if not {text.of(self.going)}: break"
         yield self.body.onto(self.carried)
         yield f"    {passes}{f'.append({carried})' if self.stacks else ' = True'}"
+        yield from [self.TAIL] if self.TAIL else []
         results = text.of(Call(results_of_loop, (self.carried, self.passes)))
         yield f"{text.assigned(self.results, self.unpacks, results)}; del {passes}"
         yield f"del {', '.join(map(text.of, self.carried))}"

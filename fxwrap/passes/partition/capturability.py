@@ -5,7 +5,7 @@ A rule is one entry in a table below: a reason against capture, when it holds, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...eager_rules import EagerRule, as_rules
-from ...host_graph.control_flow import ControlFlow, control_flow_of, switch
+from ...host_graph.control_flow import ControlFlow, control_flow_of, switch, unchanged
 from ...host_graph.nodes import (
     Kind,
     communicates,
@@ -28,6 +28,8 @@ from ...host_graph.nodes import (
 )
 from ...host_graph.sizes import expression
 from ...plan import NodeVerdict, Verdict
+from ..analysis.aliasing import analyse_storages
+from .host_counters import host_counters
 
 _CAPTURED = NodeVerdict(Verdict.CAPTURED, "")
 _FOLDED = NodeVerdict(Verdict.CAPTURED, "evaluated when recorded")
@@ -53,17 +55,29 @@ def judge(
 
 
 def _judge(
-    gm: GraphModule, rules: Sequence[EagerRule], capture_errors: Mapping[str, str], conditional_nodes: bool
+    gm: GraphModule,
+    rules: Sequence[EagerRule],
+    capture_errors: Mapping[str, str],
+    conditional_nodes: bool,
+    known: Container[Node] = (),
 ) -> dict[str, NodeVerdict]:
+    """``known``: nodes that the host computes without data (``host_counters``)."""
     verdicts: dict[str, NodeVerdict] = {}
     for node in gm.graph.nodes:
-        if kind_of(node) in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
+        if node in known or kind_of(node) in (Kind.PLACEHOLDER, Kind.CONSTANT, Kind.OUTPUT):
             verdicts[node.name] = _FOLDED
             continue
-        direct = _cause(node, rules, capture_errors) if is_work(node) else None
-        if direct is None and conditional_nodes and (flow := control_flow_of(node)) is not None:
-            bodies = (_judge(body, rules, capture_errors, conditional_nodes) for body in flow.subgraphs)
-            direct = _decided_on_the_host(node, flow) or _cause_inside(flow, bodies)
+        flow = control_flow_of(node) if conditional_nodes else None
+        counters = host_counters(node) if flow is not None else None
+        direct = _cause(node, rules, capture_errors) if is_work(node) and counters is None else None
+        if direct is None and flow is not None:
+            inside = counters or [set()] * len(flow.subgraphs)
+            direct = _decided_on_the_host(node, flow) if counters is None else None
+            bodies = [
+                _judge(body, rules, capture_errors, conditional_nodes, one)
+                for body, one in zip(flow.subgraphs, inside, strict=True)
+            ]
+            direct = direct or _cause_inside(flow, bodies)
         cause = direct or _inherited(node, verdicts)
         if cause is None:
             verdicts[node.name] = _CAPTURED if is_work(node) else _FOLDED
@@ -113,7 +127,21 @@ def _decided_on_the_host(node: Node, flow: ControlFlow) -> tuple[str, str] | Non
     carried = flow.operands[: len(node.meta["val"])] if flow.repeats else ()
     if not all(map(_is_tensor, carried)) or not all(isinstance(value, torch.Tensor) for value in node.meta["val"]):
         return "it carries or returns a number, which the host computes", "a tensor on the device"
+    if flow.repeats and _writes_what_it_carries(flow):
+        return "it writes in place what it carries to the next iteration", "a new tensor in each iteration"
     return None
+
+
+def _writes_what_it_carries(flow: ControlFlow) -> bool:
+    """Whether a loop writes to what it was given, and carries on something else: the first iteration alone writes."""
+    same = unchanged(flow)
+    for gm in flow.subgraphs:
+        facts, inputs = analyse_storages(gm), gm.graph.find_nodes(op="placeholder")
+        changing = [one for position, one in enumerate(inputs[: len(flow.operands)]) if position not in same]
+        carried = changing[: len(output_values(flow.subgraphs[1])) - len(same)]
+        if any(facts.of(one) & facts.all_written() for one in carried):
+            return True
+    return False
 
 
 def _is_tensor(value: Any) -> bool:

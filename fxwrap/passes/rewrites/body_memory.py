@@ -11,12 +11,13 @@
     while_loop(condition, body, (i, x))               while_loop(condition, body, (i, x, a, b), (memory,))
 
 Temporaries of a branch, or of an iteration, lie in one buffer: those that are in use at one time next to each other,
-those of different branches over each other. Branches write their results to one place. A loop writes what it carries
-to two places in turn.
+those of different branches over each other. Branches write their results to one place, which is read in place of
+them. A loop writes what it carries to two places in turn.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -219,6 +220,10 @@ class _Move:
             outside = self._allocate(made[0], f"{self.node.name}_result_{position}")
             for inner, allocation in zip(self._pass(outside), made, strict=True):
                 _replace(allocation, inner)
+            for user in list(self.node.users):
+                if user.target is operator.getitem and user.args[1] == position:
+                    user.replace_all_uses_with(outside)
+                    user.graph.erase_node(user)
 
     def _alternate(self, alternating: Mapping[int, str]) -> None:
         _, body = self.flow.subgraphs

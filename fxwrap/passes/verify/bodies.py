@@ -99,6 +99,7 @@ class _Path:
         self._attributes: dict[int, Node] = {}
         self._buffers: set[Node] = set()  # bytes with places in them
         self._memory_of: dict[Node, tuple[Node, int]] = {}  # of a place: the buffer, and where it begins in it
+        self._after: dict[Node, Any] = {}  # by input that a rewrite has added: what it was after the last run
         self.places: list[_Place] = []
         scope = _Scope(gm)
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -192,7 +193,14 @@ class _Path:
         selector, operands = scope.mapped(node.args[:2])
         branches = called(node)
         self._decided(selector)
-        return self._enter(branches[next(self._choices) % len(branches)], operands, scope)
+        chosen = branches[next(self._choices) % len(branches)]
+        returned = self._enter(chosen, operands, scope)
+        # What the branch has written is read afterwards under the name of the place that it was given.
+        inputs = chosen.graph.find_nodes(op="placeholder")
+        for name, value in zip(node.args[1], inputs, strict=True):  # type: ignore[arg-type]
+            if isinstance(name, Node) and value in self._after:
+                scope.values[name] = self._after[value]
+        return returned
 
     def _loop(self, node: Node, scope: _Scope) -> Any:
         condition, body = called(node)
@@ -224,7 +232,10 @@ class _Path:
             theirs, mine = node.meta.get("val"), operand.meta.get("val") if isinstance(operand, Node) else None
             if isinstance(theirs, torch.Tensor) and isinstance(mine, torch.Tensor):
                 inner.storages[theirs.untyped_storage()._cdata] = mine.untyped_storage()  # type: ignore[assignment]
-        return self._run(inner)
+        returned = self._run(inner)
+        made = (node for node in gm.graph.find_nodes(op="placeholder") if self._is_made(node))
+        self._after.update((node, inner.values[node]) for node in made)
+        return returned
 
     def _decided(self, value: Any) -> None:
         """What the host reads to decide has to be the same in both graphs."""
