@@ -262,4 +262,6 @@ def test_the_page_in_a_browser(explanation: fxwrap.Explanation, tmp_path: Path) 
         drawn = browser.execute_script(widths)
         assert max(drawn) > 150 and all(width >= 1 for width in drawn)
         assert "host" in browser.execute_script("return document.querySelector('.measured').innerText")
+        rows = "return [...document.querySelectorAll('.bars tr')].map((row) => row.getBoundingClientRect().height)"
+        assert max(browser.execute_script(rows)) < 80  # names have room
         assert browser.get_log("browser") == []
