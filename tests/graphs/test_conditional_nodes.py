@@ -265,7 +265,6 @@ def test_what_has_never_run_is_captured(compiled: Any, device: torch.device) -> 
     assert replays_of_one_partition(f) >= 3
 
 
-@pytest.mark.gpu
 @torch.no_grad()
 def test_memory_of_branches_is_that_of_the_larger_one(compiled: Any, device: torch.device) -> None:
     """By torch's allocator: a second branch that needs 8 MiB for itself, as the first one does, takes no more."""
@@ -303,10 +302,11 @@ def test_memory_of_branches_is_that_of_the_larger_one(compiled: Any, device: tor
 
 
 @pytest.mark.skipif(not HOSTCUDA, reason="what torch does not give back is counted on hostcuda")
-@pytest.mark.gpu
 @torch.no_grad()
 def test_the_pool_of_a_released_program_returns_to_the_device(compiled: Any, device: torch.device) -> None:
     """torch 2.14 counts two users of the pool for each conditional node, and gives none of them back."""
+    if device.type != "cuda":
+        pytest.skip("what torch's CUDA allocator counts")
 
     def function(x: Tensor, p: Tensor) -> Tensor:
         y = torch.cond(p, lambda x: torch.cumsum(x, 0), lambda x: torch.cumsum(x + 1, 0), (x,))

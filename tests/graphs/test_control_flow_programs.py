@@ -242,6 +242,8 @@ ERRORS = [assert_in_branch_in_loop, index_in_loop, error_of_an_operator, number_
 @torch.no_grad()
 @pytest.mark.parametrize("function", ERRORS)
 def test_errors_are_inductors_and_leave_nothing_behind(function: Callable[..., Any], device: torch.device) -> None:
+    if device.type not in ("cpu", "hostsim"):
+        pytest.skip("an error in a kernel of a GPU is the end of its context")
     f, theirs = Compiled(function), inductor(function)
     small, large = torch.ones(4, device=device), torch.full((4,), 20.0, device=device)
     failed = 0
@@ -306,6 +308,8 @@ class _Enough(Exception):
 @torch.no_grad()
 def test_a_signal_ends_a_loop(device: torch.device) -> None:
     """One that would run for hours, in its inner loop; afterwards the function is right."""
+    if device.type not in ("cpu", "hostsim"):
+        pytest.skip("nothing interrupts what a GPU runs")
 
     def function(x: Tensor, n: Tensor) -> Any:
         return repeat(n, lambda i, x: repeat(n.clamp(max=3), lambda j, x: (x + 1).sin(), x), x)

@@ -134,12 +134,10 @@ def _decided_on_the_host(node: Node, flow: ControlFlow) -> tuple[str, str] | Non
 
 def _writes_what_it_carries(flow: ControlFlow) -> bool:
     """Whether a loop writes to what it was given, and carries on something else: the first iteration alone writes."""
-    same = unchanged(flow)
+    changing = set(range(len(output_values(flow.subgraphs[1])))) - unchanged(flow)
     for gm in flow.subgraphs:
         facts, inputs = analyse_storages(gm), gm.graph.find_nodes(op="placeholder")
-        changing = [one for position, one in enumerate(inputs[: len(flow.operands)]) if position not in same]
-        carried = changing[: len(output_values(flow.subgraphs[1])) - len(same)]
-        if any(facts.of(one) & facts.all_written() for one in carried):
+        if facts.behind(inputs[position] for position in changing) & facts.all_written():
             return True
     return False
 
