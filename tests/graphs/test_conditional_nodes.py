@@ -267,7 +267,7 @@ def test_what_has_never_run_is_captured(compiled: Any, device: torch.device) -> 
 
 @torch.no_grad()
 def test_memory_of_branches_is_that_of_the_larger_one(compiled: Any, device: torch.device) -> None:
-    """By torch's allocator: a second branch that needs 8 MiB for itself, as the first one does, takes no more."""
+    """By torch's allocator: a second branch that needs megabytes for itself, as the first one does, takes no more."""
     if device.type != "cuda":
         pytest.skip("what torch's CUDA allocator counts")
 
@@ -285,7 +285,7 @@ def test_memory_of_branches_is_that_of_the_larger_one(compiled: Any, device: tor
             return torch.cond(p, one, second, (x,)) + 0
 
         f = compiled(function, options={"capture": "always"})
-        x, p = torch.randn(1448, 1448, device=device), torch.tensor(True, device=device)
+        x, p = torch.randn(512, 512, device=device), torch.tensor(True, device=device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         for _ in range(4):
@@ -298,7 +298,7 @@ def test_memory_of_branches_is_that_of_the_larger_one(compiled: Any, device: tor
         return after - before
 
     kept(little)  # what libraries keep from their first call on
-    assert kept(other) <= kept(little) + (2 << 20)
+    assert kept(other) <= kept(little) + (1 << 20)
 
 
 @pytest.mark.skipif(not HOSTCUDA, reason="what torch does not give back is counted on hostcuda")
@@ -312,7 +312,7 @@ def test_the_pool_of_a_released_program_returns_to_the_device(compiled: Any, dev
         y = torch.cond(p, lambda x: torch.cumsum(x, 0), lambda x: torch.cumsum(x + 1, 0), (x,))
         return torch.cond(p, lambda x: torch.cumsum(x, 1), lambda x: torch.cumsum(x + 1, 1), (y,))
 
-    x, p = torch.randn(1024, 1024, device=device), torch.tensor(True, device=device)
+    x, p = torch.randn(256, 256, device=device), torch.tensor(True, device=device)
     sizes = []
     for _ in range(3):
         f = compiled(function, options={"capture": "always"})
