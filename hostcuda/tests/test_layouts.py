@@ -70,3 +70,20 @@ def test_of_pointwise_operators(case: str) -> None:
         source = values.permute(order)
         inputs = [source, source] if case in ("logical_and", "logical_xor", "mul") else [source]
         assert layouts(operator(*inputs)) == predicted(operator, *inputs)
+
+
+@pytest.mark.parametrize("keys", [4, 16, 24])
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_of_attention_with_a_bias(keys: int, p: float) -> None:
+    """The gradient of the bias has rows with room for a multiple of 16."""
+    q, k, v = (torch.randn(2, n, 3, 8, device="cuda").transpose(1, 2) for n in (5, keys, keys))
+    bias = torch.randn(2, 3, 5, keys, device="cuda")
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> Any:
+        out, lse, *state = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, p)
+        wanted = [True, True, True, True]
+        return out, lse, aten._scaled_dot_product_efficient_attention_backward(
+            out, q, k, v, bias, out, lse, *state, p, wanted
+        )  # fmt: skip
+
+    assert layouts(step(q, k, v, bias)) == predicted(step, q, k, v, bias)

@@ -76,6 +76,12 @@ Tensor on_device_of(at::ScalarType type, at::IntArrayRef sizes) {
 Tensor empty_by_length(const Tensor& like, int64_t size) {
   return at::empty({like.size(0), like.size(2), like.size(1), size}, like.options()).transpose(1, 2);
 }
+// As they do for the gradient of a bias: each row has room for a multiple of 16.
+Tensor empty_with_room(const Tensor& like) {
+  auto sizes = like.sizes().vec();
+  sizes.back() = (sizes.back() + 15) / 16 * 16;
+  return at::empty(sizes, like.options()).narrow(-1, 0, like.size(-1));
+}
 
 // `out` and `lse` (the logarithm of the sum of exponentials, maybe padded) are computed, and the state is written.
 void forward(const char* name, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, double p,
@@ -146,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
     const Tensor&, const Tensor& seed, const Tensor& offset, double p, std::array<bool, 4> wanted, bool causal,
     Scale scale) {
   Gradients into{empty_by_length(q, q.size(-1)), empty_by_length(k, k.size(-1)), empty_by_length(v, v.size(-1)), {}};
-  if (wanted[3] && bias.defined()) into.bias = at::empty(bias.sizes(), bias.options());
+  if (wanted[3] && bias.defined()) into.bias = empty_with_room(bias);
   backward("_scaled_dot_product_efficient_attention_backward", grad, q, k, v, bias, p, causal, scale, {seed, offset},
            into);
   return {into.q, into.k, into.v, into.bias};
