@@ -232,6 +232,12 @@ def test_import_is_quick_and_does_not_load_inductor() -> None:
     assert _run("import sys, fxwrap; print('torch._inductor.compile_fx' in sys.modules)") == "False"
 
 
+def test_programs_run_and_are_counted_without_rich() -> None:
+    """It draws texts only: a machine that has torch and a checkout needs nothing else."""
+    code = "import sys; sys.modules['rich'] = None; import fxwrap; fxwrap.release, fxwrap.stats, fxwrap.report"
+    assert _run(f"{code}; import fxwrap.backend; print(len(fxwrap.report().to_dict()) > 0)") == "True"
+
+
 def test_what_is_not_python_is_shipped() -> None:
     """Each file is named in the package's data."""
     named = (PACKAGE.parent / "pyproject.toml").read_text()

@@ -24,7 +24,6 @@ from ..host_graph.typed_json import from_data, to_data
 from ..plan import MemoryPlan, Partition, Prediction
 from .document import SCHEMA, CallData, Document, kernels_of, unit_of
 from .memory_map import predictions
-from .text import text_of
 
 
 def name_of(fn: Any) -> str:
@@ -202,6 +201,8 @@ class Explanation:
         return [*super().__dir__(), *REPORT_METHODS]
 
     def __str__(self) -> str:
+        from .text import text_of  # with rich, which nothing else on the way of a call needs
+
         return text_of(self.to_document())
 
     __repr__ = __str__
