@@ -67,7 +67,9 @@ class _Prepared:
         self._name = raw.__name__
         numbered = [f"tl.program_id({axis})" in self._source for axis in range(3)]
         self._resizable = self._name.startswith(_SIZED) and any(numbered) and "tl.num_programs" not in self._source
-        self._axes = [axis for axis in range(3) if numbered[axis]]
+        # A combo kernel's programs are those of several kernels in a row: half as many are not half of each.
+        combined = "num_xblocks_" in self._source
+        self._axes = [axis for axis in range(3) if numbered[axis] and not combined]
         # Whether elements behind the end are masked, along each axis.
         self._masked = {letter: f"{letter}index < {letter}numel" in self._source for letter in "xyz"}
         self._loop = "r0_index < r0_numel" in self._source and "R0_BLOCK: tl.constexpr" in self._source

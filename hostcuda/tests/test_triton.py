@@ -113,3 +113,15 @@ def test_a_freed_argument() -> None:
         print(replay_error(graph))
     """
     assert run(script) == ["1.5", "CUDA error: an illegal memory access was encountered"]
+
+
+def test_several_reductions_in_one_kernel() -> None:
+    """Its programs are those of a kernel with few rows after those of one with more."""
+
+    def reduce(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x.relu().sum(1), x.relu().mean(), x.std(1)
+
+    compiled = torch.compile(reduce, options={"combo_kernels": True})
+    for _ in range(2):
+        x = torch.randn(4, 1 << 12).cuda()
+        torch.testing.assert_close(compiled(x), reduce(x))
