@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,4 +23,19 @@ def nothing_left() -> Iterator[None]:
     left = hostcuda.counter("active_captures")
     cuda.end_all()
     hostcuda.runtime().cudaGetLastError()
+    _give_back_the_generator()
     assert left == 0, "the test has left a capture"
+
+
+def _give_back_the_generator() -> None:
+    """With torch 2.11 a failed capture keeps it, and whoever draws next is refused; one that ends gives it back."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    from graphs import capture
+
+    with contextlib.suppress(RuntimeError):
+        try:
+            torch.rand(1, device="cuda")
+        except RuntimeError:
+            capture(lambda: None)

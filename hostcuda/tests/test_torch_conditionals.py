@@ -14,12 +14,12 @@ import torch
 from cuda import HOST_FUNCTION, do
 from graphs import capture, first_line, replay_error
 from scripts import run
-from torch._higher_order_ops.cudagraph_conditional_nodes import (
-    ControlFlowOpWarmupDispatchMode,
-    CUDAGraphCaptureControlFlowOpDispatchMode,
-)
 
 import hostcuda
+
+modes = pytest.importorskip("torch._higher_order_ops.cudagraph_conditional_nodes", reason="of torch 2.14")
+ControlFlowOpWarmupDispatchMode = modes.ControlFlowOpWarmupDispatchMode
+CUDAGraphCaptureControlFlowOpDispatchMode = modes.CUDAGraphCaptureControlFlowOpDispatchMode
 
 
 @contextlib.contextmanager
