@@ -173,6 +173,23 @@ API cudaError_t cudaLibraryLoadData(cudaLibrary_t*, const void*, cudaJitOption*,
 API cudaError_t cudaLibraryGetKernel(cudaKernel_t*, cudaLibrary_t, const char*) {
   return refuse("cudaLibraryGetKernel", cudaErrorNotSupported);
 }
+// Linked since torch 2.15.
+API cudaError_t cudaLibraryLoadFromFile(cudaLibrary_t*, const char*, cudaJitOption*, void**, unsigned,
+                                        cudaLibraryOption*, void**, unsigned) {
+  return refuse("cudaLibraryLoadFromFile", cudaErrorNotSupported);
+}
+API cudaError_t cudaLibraryGetKernelCount(unsigned*, cudaLibrary_t) {
+  return refuse("cudaLibraryGetKernelCount", cudaErrorNotSupported);
+}
+API cudaError_t cudaLibraryGetGlobal(void**, size_t*, cudaLibrary_t, const char*) {
+  return refuse("cudaLibraryGetGlobal", cudaErrorNotSupported);
+}
+API cudaError_t cudaLibraryGetManaged(void**, size_t*, cudaLibrary_t, const char*) {
+  return refuse("cudaLibraryGetManaged", cudaErrorNotSupported);
+}
+API cudaError_t cudaLibraryGetUnifiedFunction(void**, cudaLibrary_t, const char*) {
+  return refuse("cudaLibraryGetUnifiedFunction", cudaErrorNotSupported);
+}
 API cudaError_t cudaLibraryUnload(cudaLibrary_t) { return refuse("cudaLibraryUnload", cudaErrorNotSupported); }
 
 // -- launches of the driver's --
