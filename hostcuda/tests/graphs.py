@@ -43,6 +43,18 @@ def _usual_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
+@functools.cache
+def workspaces_stay() -> bool:
+    """Whether torch keeps cuBLAS's workspaces for the next product, which it does up to 2.14."""
+    matrix = torch.ones(4, 4, device="cuda")
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    torch.mm(matrix, matrix)
+    stay = torch.cuda.memory_allocated() - before > 1 << 20
+    torch._C._cuda_clearCublasWorkspaces()
+    return stay
+
+
 def first_line(work: Callable[[], Any]) -> str:
     """Of the error that work raises; "" if it raises none."""
     try:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
-from graphs import capture, in_thread
+from graphs import capture, in_thread, workspaces_stay
 from scripts import run
 
 MEBIBYTE = 1 << 20
@@ -23,6 +24,20 @@ def clear() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+stays = pytest.mark.skipif(not workspaces_stay(), reason="torch 2.15 frees a workspace with the product")
+
+
+def test_a_product_has_a_workspace() -> None:
+    matrix = torch.ones(4, 4, device="cuda")
+    clear()
+    before = allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.mm(matrix, matrix)
+    assert torch.cuda.max_memory_allocated() - before >= 32 * MEBIBYTE
+    clear()
+
+
+@stays
 def test_a_workspace_for_each_handle_and_stream() -> None:
     matrix = torch.ones(4, 4, device="cuda")
     other = torch.cuda.Stream()
@@ -47,6 +62,7 @@ def test_a_workspace_for_each_handle_and_stream() -> None:
     assert allocated() == before
 
 
+@stays
 def test_a_workspace_that_a_capture_makes_lies_in_its_pool() -> None:
     matrix = torch.ones(4, 4, device="cuda")
     clear()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphs import capture, first_line, in_thread, needs_later_rules
+from graphs import capture, first_line, in_thread, needs_later_rules, workspaces_stay
 from scripts import run
 
 TABLE = Path(__file__).parents[2] / "docs" / "hardware_rules.md"
@@ -195,6 +195,8 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_a_rule(rule: Callable[[], bool]) -> None:
     """Whether torch's own code has it here; what the table says of it."""
+    if rule is workspace_belongs_to_thread_and_stream and not workspaces_stay():
+        pytest.skip("torch 2.15 frees a workspace with the product")
     holds = rule()
     gc.collect()
     torch.cuda.empty_cache()

@@ -10,6 +10,18 @@
 #include <cstdlib>
 #include <set>
 
+// torch's own handle with a workspace, where torch has that function (2.15): then it is chosen, as templates come second.
+namespace otherwise {
+template <typename... None> cublasHandle_t getCurrentCUDABlasHandleWithWorkspace(None...) {
+  return at::cuda::getCurrentCUDABlasHandle();
+}
+} // namespace otherwise
+namespace in_torch {
+using namespace at::cuda;
+using namespace otherwise;
+static auto handle() { return getCurrentCUDABlasHandleWithWorkspace(); }
+} // namespace in_torch
+
 namespace hostcuda::operators {
 
 namespace {
@@ -74,7 +86,8 @@ Call::Call(const c10::OperatorHandle& op, Stack arguments)
 }
 
 Stack Call::run() {
-  if (kProducts.count(base_)) at::cuda::getCurrentCUDABlasHandle(); // the real handle pool and workspaces
+  std::optional<decltype(in_torch::handle())> handle; // the real handle pool and workspaces
+  if (kProducts.count(base_)) handle.emplace(in_torch::handle());
   if (returns_values()) return run_now("its result is a value on the host");
   if (kMetaDisagrees.count(base_)) return run_now("its meta kernel does not tell the shape");
   return defer();
