@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from graphs import capture
+from graphs import capture, needs_later_rules
 from scripts import run, start
 
 import hostcuda
@@ -25,6 +25,7 @@ def emptied() -> int:
     return hostcuda.counter("used_bytes")
 
 
+@needs_later_rules  # with 2.11 failed captures before hold what is freed
 def test_a_graphs_memory_is_its_own_and_goes_with_it() -> None:
     before = emptied()
     made: list[torch.Tensor] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphs import capture, first_line, in_thread
+from graphs import capture, first_line, in_thread, needs_later_rules
 
 import hostcuda
 
@@ -147,6 +147,7 @@ def test_ending_on_another_stream_is_refused_and_the_capture_goes_on() -> None:
     assert result[0].item() == 2
 
 
+@needs_later_rules
 @pytest.mark.parametrize("dead", [False, True])
 def test_emptying_the_cache(dead: bool) -> None:
     """What is cached stays. PLANTED: a pool whose last graph is gone is freed all the same, which no capture survives
