@@ -33,7 +33,7 @@ $(TESTS): export OMP_NUM_THREADS ?= 1
 LINKER := $(firstword $(foreach name,mold ld.lld ld.gold,$(shell command -v $(name))))
 $(TESTS): export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
 
-.PHONY: demo quick wheel hostsim gpu lint benchmark sanitize clean test-cuda cuda cuda-torch $(TESTS)
+.PHONY: demo quick wheel hostsim gpu rehearsal lint benchmark sanitize clean test-cuda cuda cuda-torch $(TESTS)
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
@@ -132,10 +132,43 @@ sanitize: $(VENV)/.installed-test
 		-m pytest --capture=sys tests/graphs/test_unit*.py tests/graphs/test_products.py \
 		tests/graphs/test_partitions_end_to_end.py $(ARGS)
 
-# What only a GPU can tell. Where torch is installed already, nothing has to be: make gpu BIN=/usr/bin ARGS="--only memory"
+# What only a GPU can tell. Where Python has a torch already, that is taken as it is, with the checkout alone: nothing is
+# installed, as a machine that is lent may have no network. With TORCH=2.14.1 there is an environment for that one.
 # A machine without a GPU is told so in one line, and is no error of make's.
+ifeq ($(filter gpu,$(MAKECMDGOALS))$(origin TORCH),gpufile)
+HAS_TORCH := $(shell $(PYTHON) -c \
+	"import importlib.util as u, os, sys; u.find_spec('torch') and print(os.path.dirname(sys.executable))" 2> /dev/null)
+endif
+ifneq ($(HAS_TORCH),)
+gpu: BIN := $(HAS_TORCH)
+else
 gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/.installed-test)
-	PYTHONPATH=$(CURDIR) $(BIN)/python3 benchmarks/gpu.py $(ARGS) || test $$? -eq 77
+endif
+gpu:
+	PYTHONPATH=$(CURDIR) $(BIN)/python3 $(GPU_ON) benchmarks/gpu.py $(ARGS) || test $$? -eq 77
+
+# The first minutes of `make gpu` on a bare machine, on the device in hostcuda/: a copy of the checkout, a Python with
+# torch (and NumPy, which the device needs), no network, no caches, nothing of this environment. It is cut short as a
+# loan ends; what it came to until then stands in build/rehearsal/results, and it has failed if nothing does, or a check did.
+#   make rehearsal PYTHON=python3.12 TORCH=2.11.0 MINUTES=5
+BARE := .venv-bare-$(TORCH)
+MINUTES ?= 5
+REHEARSAL := $(CURDIR)/build/rehearsal
+OFFLINE = $(shell unshare --map-root-user --net true 2> /dev/null && echo unshare --map-root-user --net)
+rehearsal: $(BARE)/.installed
+	rm -rf $(REHEARSAL) && mkdir -p $(REHEARSAL)/home $(REHEARSAL)/checkout
+	git ls-files -z --cached --others --exclude-standard --exclude '.venv-*' | tar -c --null -T - | tar -x -C $(REHEARSAL)/checkout
+	@test -n "$(OFFLINE)" || echo "rehearsal: no network namespace here, so the network is there"
+	cd $(REHEARSAL)/checkout && timeout -k 10 $(MINUTES)m $(OFFLINE) env -i PATH=$(CURDIR)/$(BARE)/bin:/usr/bin:/bin \
+		HOME=$(REHEARSAL)/home TMPDIR=$(REHEARSAL)/home HOSTCUDA_CACHE=$(HOSTCUDA_CACHE) \
+		make gpu GPU_ON="-m hostcuda" ARGS="--small --limit 3600 --results ../results $(ARGS)" || test $$? -eq 124
+	grep '"verdict": "passed"' $(REHEARSAL)/results > /dev/null && ! grep '"verdict": "failed"' $(REHEARSAL)/results
+
+$(BARE)/.installed: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(BARE)
+	$(BARE)/bin/pip install --quiet --constraint $(CONSTRAINTS) torch numpy
+	PYTHONPATH=$(CURDIR) $(BARE)/bin/python -m hostcuda --build
+	touch $@
 
 # Nothing that an earlier build has left in build/ gets into it.
 wheel: $(VENV)/.installed-test

@@ -6,10 +6,10 @@
     PYTHONPATH=. python benchmarks/gpu.py --device hostsim   # on the simulated accelerator, as far as that goes
     PYTHONPATH=. python -m hostcuda benchmarks/gpu.py --small # torch's CUDA build on a device of host memory
 
-The most valuable checks run first. Each prints its line when it ends, so that a run that is cut short tells what it
-can. They share a process; after one that fails, and for one that may leave the device unusable, there is a new one.
-What is raised is printed to stderr in full. Ten minutes on an H200 are the limit that it is written for, not a
-result.
+The most valuable checks run first. Each prints its line when it ends, and with --results FILE it is a line of JSON in
+there at once, too, so that a run that is cut short tells what it can. They share a process; after one that fails, and
+for one that may leave the device unusable or that counts memory, there is a new one. What is raised is printed to
+stderr in full. Ten minutes on an H200 are the limit that it is written for, not a result.
 
 Exit code: 0 if no check failed, 1 if one did, 77 if there is no GPU (the code of a test that was skipped).
 """
@@ -27,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +141,9 @@ def work(device: str, faults: list[str], small: bool) -> None:
 
 
 def run_all(
-    names: list[str], device: str, faults: list[str], limit: float, small: bool = False
+    names: list[str], device: str, faults: list[str], limit: float, small: bool = False, results: Path | None = None
 ) -> dict[str, Outcome]:
-    """Run the checks, in this order, and print what each came to at once."""
+    """Run the checks, in this order; what each came to is printed, and added to ``results``, at once."""
     from gpu_checks import checks
 
     known, outcomes = checks(), dict[str, Outcome]()
@@ -161,7 +161,10 @@ def run_all(
                 worker = worker or Worker(device, faults, entry.environment, small)
                 outcome = worker.run(name, limit)
             outcomes[name] = outcome
-            print(outcome.line(name, time.perf_counter() - begin), flush=True)
+            seconds = time.perf_counter() - begin
+            print(outcome.line(name, seconds), flush=True)
+            if results is not None:
+                _add(results, {"check": name, **asdict(outcome), "seconds": round(seconds, 1)})
             if worker is not None and outcome.verdict == "failed":
                 print(worker.errors(), file=sys.stderr, flush=True)
             if worker is not None and (entry.alone or outcome.verdict == "failed"):
@@ -171,6 +174,11 @@ def run_all(
         if worker is not None:
             worker.end()
     return outcomes
+
+
+def _add(results: Path, entry: dict[str, Any]) -> None:
+    with results.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="for one check")
     parser.add_argument("--plant", action="append", default=[], metavar="FAULT", help="a fault of hostsim's")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU does at once, as for hostsim")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="add each result to it, as JSON in one line")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
@@ -204,7 +213,10 @@ def main(argv: list[str] | None = None) -> int:
         return NO_GPU
     begin = time.perf_counter()
     print(f"{len(names)} checks on {_described(device)}, torch {torch.__version__}", flush=True)
-    outcomes = run_all(names, device, args.plant, args.limit, args.small)
+    if args.results is not None:
+        python = ".".join(map(str, sys.version_info[:3]))
+        _add(args.results, {"device": _described(device), "torch": torch.__version__, "python": python})
+    outcomes = run_all(names, device, args.plant, args.limit, args.small, args.results)
     counted = Counter(outcome.verdict for outcome in outcomes.values())
     failed = [name for name, outcome in outcomes.items() if outcome.verdict == "failed"]
     summary = ", ".join(f"{counted[verdict]} {verdict}" for verdict in _MARKS)

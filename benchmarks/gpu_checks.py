@@ -54,7 +54,8 @@ class Entry:
     Attributes:
         only_on: devices that it applies to; empty for all.
         because: why it does not apply to others.
-        alone: it may leave the device unusable, or needs an environment: it runs in a process of its own.
+        alone: it runs in a process of its own, as it may leave the device unusable, needs an environment, or counts
+            memory.
     """
 
     check: Check
@@ -781,7 +782,7 @@ def matmul_templates(place: Place, findings: Findings) -> None:
     with torch.no_grad():
         expected = multiply(*tensors)
         place.steady(findings, [ours], lambda: findings.same(ours(*tensors), expected, rtol=1e-2, atol=1e-2))
-    findings.demand("triton_tem" in str(fxwrap.report(ours)), "no template was chosen")
+    findings.demand("triton_tem" in str(fxwrap.report(ours).to_dict()), "no template was chosen")
 
 
 def flex_attention(place: Place, findings: Findings) -> None:
@@ -901,29 +902,35 @@ def peak_memory(place: Place, findings: Findings) -> None:
     found = {name: _peaks_of_training(place, findings, name, how, edge) for name, how in sides.items()}
     for name, (allocated, reserved) in found.items():
         findings.note(f"{name} {allocated / MIB:,.1f} MiB allocated, {reserved / MIB:,.1f} reserved")
+    segments = SEGMENT + place.size(0, 4 * MIB)  # in small sizes two for small blocks, of 2 MiB, count as well
     if "reduce-overhead" in found:
         most = found["reduce-overhead"][1]
-        findings.demand(found["fxwrap"][1] <= 1.05 * most + SEGMENT, "reserves more than reduce-overhead")
-    most = max(1.25 * found["Inductor"][1], found["Inductor"][1] + SEGMENT)
+        findings.demand(found["fxwrap"][1] <= 1.05 * most + segments, "reserves more than reduce-overhead")
+    most = max(1.25 * found["Inductor"][1], found["Inductor"][1] + segments)
     findings.demand(found["fxwrap"][1] <= most, "reserves a quarter, and a segment, more than Inductor")
 
 
 def _peaks_of_training(
     place: Place, findings: Findings, name: str, compile_with: Callable[..., Any], edge: int
 ) -> tuple[int, int]:
-    """Allocated and reserved bytes; what earlier calls left in the cache is given back first."""
+    """Allocated and reserved bytes; what earlier calls have left is given back first."""
     forget()
+    if place.name == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # else the side before counts less: one is given back while it runs
     model, x = place.model(lambda: UNet(place.size(32, 8))), place.random(8, 3, edge, edge)
     place.synchronize()
     place.empty_cache()
     before = place.module.memory_allocated(place.device), place.module.memory_reserved(place.device)
-    step = compile_with(training_step(model))
 
     def train() -> None:
         model.zero_grad()
         step(x).backward()
 
-    settle(train, 12)
+    for calls in (1, 12):
+        # At first kernels are tuned, with a buffer of the size of the L2 cache, which a pool of graphs keeps.
+        forget()
+        step = compile_with(training_step(model))
+        settle(train, calls)
     model.zero_grad()
     gc.collect()
     place.synchronize()
@@ -951,13 +958,14 @@ def checks() -> dict[str, Entry]:
     segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {
         "launches counted": Entry(launches_are_counted),
+        # These two hostcuda cannot tell.
+        "host time": Entry(host_time),
+        "peak memory": Entry(peak_memory, alone=True),
         "a larger second program": Entry(larger_second_program),
         "released and called again": Entry(released_and_called_again),
         "innocent after a syncing operator": Entry(innocent_after_syncing, alone=True),
         "random numbers": Entry(random_numbers),
         **{f"model {name}": Entry(functools.partial(model_both_ways, name=name)) for name in MODEL_NAMES[:4]},
-        "host time": Entry(host_time),
-        "peak memory": Entry(peak_memory),
         "read on a side stream": Entry(read_on_a_side_stream),
         "one parameter replaced": Entry(one_parameter_replaced),
         "a cache that is written": Entry(cache_written),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -52,9 +53,13 @@ def test_a_sample_passes_on_hostsim(sample: subprocess.CompletedProcess[str]) ->
 
 
 @on_hostsim
-def test_a_planted_fault_is_a_failure() -> None:
-    done = gpu_checks("--device", "hostsim", "--only", "launches", "--plant", "replay_ignores_refilled_inputs")
+def test_a_planted_fault_is_a_failure(tmp_path: Path) -> None:
+    file, fault = tmp_path / "results", "replay_ignores_refilled_inputs"
+    done = gpu_checks("--device", "hostsim", "--only", "launches", "--plant", fault, "--results", str(file))
     assert verdicts(done.stdout) == {"launches counted": "FAIL"}, done
+    machine, found = map(json.loads, file.read_text().splitlines())
+    assert machine["torch"] == torch.__version__ and "WRONG" in found["text"]
+    assert (found["check"], found["verdict"]) == ("launches counted", "failed")
     assert "WRONG" in done.stdout
     assert done.stdout.endswith("failed: launches counted\n") and done.returncode == 1
 
