@@ -92,8 +92,9 @@ WITHOUT = {("trainer", "fxwrap, buckets"), ("behind", "fxwrap, buckets")}
 
 
 def counted() -> tuple[int, int]:
-    counters = torch.cuda.graph_counters()  # type: ignore[attr-defined]
-    return counters["captures"], counters["replays"]
+    from hostcuda.library import runtime
+
+    return runtime().hostcuda_counter(b"captures"), runtime().hostcuda_counter(b"graph_launches")
 
 
 def measure(mix: str, side: str, calls: int) -> dict[str, float]:
@@ -147,7 +148,7 @@ def main() -> None:
             if (mix, side) in WITHOUT:
                 continue
             command = [sys.executable, __file__, "--one", mix, side, "--calls", str(args.calls)]
-            environment = {**os.environ, "HOSTCUDA_OPERATORS": "0"}
+            environment = {**os.environ, "HOSTCUDA_COMPUTE": "0"}
             answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
             row = json.loads(answer.splitlines()[-1])
             print(f"| {mix} | {side} | " + " | ".join(f"{row[column]:,.0f}" for column in columns) + " |", flush=True)
