@@ -358,11 +358,15 @@ class _Writer:
         self.add("wide", f"torch.cond({wide}.sum() > 0, {branches}, ({wide},))")
 
     def _op_loop(self, a: int, b: int, c: int) -> None:
-        """Its condition writes. Where it is differentiated, torch refuses that."""
+        """Its condition writes. Where it is differentiated, torch refuses that.
+
+        What it carries is computed, and no clone: Inductor drops the clone of what the condition writes, and then its
+        first iteration reads what is written.
+        """
         if self.recipe.training:
             return
         counted = self.written(self.pick("wide", b))
-        name = self.add("wide", f"{self.pick('wide', a)}.clone()")
+        name = self.add("wide", f"{self.pick('wide', a)}.sin()")
         self.lines += ["def condition(i, v):", f"    {counted}.add_(1)", "    return i < 2"]
         start = f"(torch.zeros((), dtype=torch.int64, device=x.device), {name})"
         self.lines.append(f"{name} = while_loop(condition, lambda i, v: (i + 1, v.cos()), {start})[1]")

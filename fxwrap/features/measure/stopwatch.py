@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ...graphs.copies import Copies, Generators
 from ...graphs.program import Program
 from ...graphs.program_runs import programs_run_by
@@ -30,7 +32,8 @@ class Stopwatch:
 
     def time(self, call: Callable[[], Any]) -> None:
         """Make a call, whose programs are measured. A program that runs several times is measured the first time."""
-        with programs_run_by(self._run):
+        # The backward runs on this thread, too: a runner is of one thread.
+        with torch.autograd.set_multithreading_enabled(False), programs_run_by(self._run):
             call()
 
     def measured(self) -> Measured:
