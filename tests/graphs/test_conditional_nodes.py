@@ -89,6 +89,18 @@ def test_a_loop_is_a_while_node(compiled: Any, device: torch.device) -> None:
     assert_replays_right(f, function, calls, least=8)
 
 
+@torch.no_grad()
+def test_results_of_a_loop_are_handed_out_without_their_tuple(compiled: Any, device: torch.device) -> None:
+    """A replay makes a tensor over each result, and calls nothing in Python for the tuple, which nobody reads."""
+    f, theirs = compiled(swapped(device)), inductor(swapped(device))
+    for n in (3, 0, 2, 1):
+        x = torch.randn(4, 4, device=device)
+        assert_same(f(x, count(device, n)), theirs(x, count(device, n)))
+    (graph,) = fxwrap.report(f).graphs
+    made = [line for line in graph.unit.splitlines() if line.endswith("# Python")]
+    assert graph.unit and not any("each(" in line or "copies_out(" in line for line in made), graph.unit
+
+
 def swapped(device: torch.device) -> Callable[..., Any]:
     """What is carried changes places: each iteration reads all of it before it writes."""
 

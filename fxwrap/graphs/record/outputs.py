@@ -92,9 +92,15 @@ class Outputs:
             # A sparse tensor's components are not outputs themselves.
             has_no_address = isinstance(fake, torch.Tensor) and not has_address(fake)
             copy = bool(indices & self._request.copied) or node in self._pooled or has_no_address
+            laid_out = (
+                not copy
+                and self._freezes_addresses
+                and isinstance(value, Bound)
+                and self._lay_out_views(builder, node, value.value, output)
+            )
             if copy:
                 builder.assign(node, _copy(value))
-            elif planned and all(user.meta.get("call") is lay_out for user in users):
+            elif laid_out or (planned and all(user.meta.get("call") is lay_out for user in users)):
                 builder.stand_for(node, value)  # every user makes a new tensor over it
             elif planned:
                 builder.assign(node, self._like(value, self._layout.tensors[node]))
@@ -103,8 +109,6 @@ class Outputs:
                 builder.assign(node, CallPython(alias, (value,)))
             if not copy:
                 self._watch(owned, indices)
-                if self._freezes_addresses and isinstance(value, Bound):
-                    self._lay_out_views(builder, node, value.value, output)
         return builder.build(output.args[0])
 
     def _like(self, value: Bound | Register, tensor: torch.Tensor) -> View:
@@ -112,20 +116,30 @@ class Outputs:
         size, stride = Bound(tuple(tensor.size())), Bound(tensor.stride())
         return View(self._request.functions.lay_out, value, size, stride)
 
-    def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> None:
+    def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> bool:
         """Make outputs that are views of ``value`` as new tensors over its memory, which does not move.
 
         A view operator's result also refers to its base, and would raise the use count by which an output is live.
+
+        Returns:
+            Whether all outputs that are made of ``value`` are new tensors over its memory now.
         """
+        new = output not in node.users
         known, lay_out = {**builder.bound, node: value}, self._request.functions.lay_out
         for view in _views_in(node, output):
             if not all(arg in known for arg in view.all_input_nodes):
+                new = False
                 continue
             args, kwargs = torch.fx.map_arg((view.args, view.kwargs), known.__getitem__)
             call = view.meta.get("call", view.target)
             known[view] = made = call(*args, **kwargs)
-            if call is not lay_out and isinstance(made, torch.Tensor) and output in view.users and has_address(made):
+            if call is lay_out or output not in view.users:
+                continue
+            if isinstance(made, torch.Tensor) and has_address(made):
                 builder.assign(view, self._like(Bound(made), made))
+            else:
+                new = False
+        return new
 
     def _aliased_input(self, node: Node) -> int | None:
         """Position of the input that a result aliases (its memory, or its static buffer), declared or not."""
