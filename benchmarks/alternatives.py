@@ -18,7 +18,8 @@ from timing import own
 from torch import Tensor, nn
 
 OURS, BOUND, AHEAD = "fxwrap", "fxwrap bound", "fxwrap ahead of time"
-OWN = (OURS, BOUND, AHEAD)
+OWN = (OURS, BOUND, AHEAD)  # their numbers are those of Inductor's Python wrapper
+FROZEN = "fxwrap ahead of time, frozen"  # packed weights and tuned kernels compute other bits
 AGAIN, REFERENCE = "itself", "inductor"
 Step = Callable[[], Any]
 # A step, and what fxwrap.stats knows of the functions that it calls, or torch.compile returned.
@@ -57,11 +58,17 @@ def aotinductor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
     return lambda: package(*inputs), []
 
 
-def fxwrap_ahead(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
+def torch_aot_compile(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
+    """``torch.compile`` with Inductor, without evaluation of frames and without guards on globals."""
+    compiled = torch.compile(module.forward, fullgraph=True, **_INDUCTOR).aot_compile((inputs, {}))
+    return lambda: compiled(*inputs), []
+
+
+def fxwrap_ahead(module: nn.Module, inputs: tuple[Tensor, ...], options: Mapping[str, Any] | None = None) -> Prepared:
     """fxwrap's program, called without Dynamo."""
     import fxwrap
 
-    forward = fxwrap.aot_compile({"forward": (module, inputs)})["forward"]
+    forward = fxwrap.aot_compile({"forward": (module, inputs)}, options=options)["forward"]
     return lambda: forward(*inputs), [forward]
 
 
@@ -126,6 +133,7 @@ ALTERNATIVES: dict[str, Alternative] = {
     "cpp_wrapper autotuned": Alternative({**_INDUCTOR, "options": {**_CPP, **_AUTOTUNED}}),
     "reduce-overhead": Alternative({**_INDUCTOR, "mode": "reduce-overhead"}),
     "graph by hand": Alternative(_INDUCTOR),
+    "aot_compile": Alternative(ahead=torch_aot_compile, trains=False),
     "aotinductor": Alternative(ahead=aotinductor, trains=False),
     "onnxruntime": Alternative(ahead=onnxruntime_run, trains=False, packages=_ONNX, cpu_only=True),
     "onnxruntime bound": Alternative(ahead=onnxruntime_bound, trains=False, packages=_ONNX, cpu_only=True),
@@ -135,8 +143,11 @@ ALTERNATIVES: dict[str, Alternative] = {
     OURS: Alternative({"backend": "fxwrap"}),
     BOUND: Alternative({"backend": "fxwrap"}, bound=True),
     AHEAD: Alternative(ahead=fxwrap_ahead, trains=False),
+    FROZEN: Alternative(
+        ahead=functools.partial(fxwrap_ahead, options={"freezing": True, **_AUTOTUNED}), trains=False
+    ),
 }
-WITH_AUTOTUNE = ("autotuned", "cpp_wrapper autotuned", "fxwrap autotuned")
+WITH_AUTOTUNE = ("autotuned", "cpp_wrapper autotuned", "fxwrap autotuned", FROZEN)
 ON_CUDA = ("reduce-overhead", "graph by hand")
 IF_ASKED = ("fxwrap eager",)
 

@@ -66,6 +66,7 @@ from alternatives import (  # noqa: E402
     AHEAD,
     ALTERNATIVES,
     BOUND,
+    FROZEN,
     OURS,
     OWN,
     REFERENCE,
@@ -255,7 +256,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             try:
                 sides.append(build(alternative, workload, template, inputs, args.device))
             except Exception as error:
-                failed[alternative] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                message, *_ = str(error).strip().splitlines() or [""]
+                failed[alternative] = f"{type(error).__name__}: {message[:200]}"
                 print(f"{name}, {alternative}: {failed[alternative]}", file=sys.stderr)
         if not sides:
             raise SystemExit(f"{name}: no alternative ran")
@@ -265,7 +267,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         for side in sides:
             side.us = timed[side.name]
         reference = by_name.get(REFERENCE, sides[0])
-        own = [by_name[name] for name in OWN if name in by_name]
+        own = [by_name[name] for name in (*OWN, FROZEN) if name in by_name]
         return {
             "group": workload.group,
             "turns": len(sides[0].us),
@@ -275,7 +277,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                     "us_quartiles": quartiles(side.us),
                     "difference": difference(side.results, reference.results),
                     **ratios(own, side),
-                    **({"not_replayed": not_replayed(side)} if side.name in (BOUND, AHEAD) else {}),
+                    **({"not_replayed": not_replayed(side)} if side.name in (BOUND, AHEAD, FROZEN) else {}),
                 }
                 for side in sides
             },
@@ -486,7 +488,9 @@ def main(argv: list[str] | None = None) -> int:
             row["peak_bytes"] = {one: got["bytes"] for one, got in peaks.items() if got is not None}
         print(f"{name}: {progress(row)}", file=sys.stderr, flush=True)
     found["means"] = means(found["models"], OURS)
-    found["means_of"] = {name: means(found["models"], name) for name in (BOUND, AHEAD) if name in args.alternatives}
+    found["means_of"] = {
+        name: means(found["models"], name) for name in (BOUND, AHEAD, FROZEN) if name in args.alternatives
+    }
     show(found)
     show_parts(found["models"], _IN_PARTS)
     show_processes(found["models"], in_processes(args))

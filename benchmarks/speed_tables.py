@@ -6,19 +6,21 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from alternatives import AGAIN, AHEAD, ALTERNATIVES, BOUND, OURS, OWN, REFERENCE
+from alternatives import AGAIN, AHEAD, ALTERNATIVES, BOUND, FROZEN, OURS, OWN, REFERENCE
 from rich.console import Console
 from rich.table import Table
 from speed_picture import ratio_of
 from timing import geometric_mean
 
-# What is shown beside two of fxwrap's ways to call; beside the first one, which is compiled, are all others.
+_AHEAD = ("aotinductor", "onnxruntime", "onnxruntime bound")
+# What is shown beside fxwrap's other ways to call; beside the first one, which is compiled, are all others.
 BESIDE = {
-    BOUND: (REFERENCE, "inductor unsafe", "cpp_wrapper", OURS),
-    AHEAD: ("eager", "aotinductor", "onnxruntime", "onnxruntime bound"),
+    BOUND: (REFERENCE, "inductor unsafe", "cpp_wrapper", "aot_compile", OURS),
+    AHEAD: ("eager", *_AHEAD),
+    FROZEN: (*_AHEAD, AHEAD),
 }
-_NOT_COMPILED = ("inductor unsafe", "aotinductor", "onnxruntime", "onnxruntime bound", BOUND, AHEAD)
-_WAYS = {OURS: "compiled", BOUND: "bound", AHEAD: "ahead of time"}
+_NOT_COMPILED = ("inductor unsafe", "aot_compile", *_AHEAD, BOUND, AHEAD, FROZEN)
+_WAYS = {OURS: "compiled", BOUND: "bound", AHEAD: "ahead of time", FROZEN: "ahead of time, frozen and autotuned"}
 
 
 def _ratios(models: dict[str, Any], ours: str) -> dict[str, dict[str, list[float]]]:
@@ -84,7 +86,7 @@ def show(found: dict[str, Any]) -> None:
     """Print a table for each of fxwrap's ways to call, beside what one would pick instead of it, and the means."""
     models = found["models"]
     print(f"{found['machine']}, torch {found['torch']}, {found['commit']}")
-    shown = [ours for ours in OWN if any(ours in row["alternatives"] for row in models.values())]
+    shown = [ours for ours in (*OWN, FROZEN) if any(ours in row["alternatives"] for row in models.values())]
     for ours in shown or [OURS]:
         _show_one(models, ours)
     if shown not in ([], [OURS]):
