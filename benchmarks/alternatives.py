@@ -60,7 +60,11 @@ def aotinductor(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
 
 def torch_aot_compile(module: nn.Module, inputs: tuple[Tensor, ...]) -> Prepared:
     """``torch.compile`` with Inductor, without evaluation of frames and without guards on globals."""
-    compiled = torch.compile(module.forward, fullgraph=True, **_INDUCTOR).aot_compile((inputs, {}))
+
+    def call(*given: Tensor) -> Any:
+        return module(*given)
+
+    compiled = torch.compile(own(call), fullgraph=True, **_INDUCTOR).aot_compile((inputs, {}))
     return lambda: compiled(*inputs), []
 
 
