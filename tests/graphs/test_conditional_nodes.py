@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -230,8 +231,16 @@ def test_a_loop_that_counts_on_the_host_is_captured_with_all_its_iterations(
 
 
 @torch.no_grad()
-def test_a_capture_that_fails_in_a_body_leaves_everything_usable(compiled: Any, device: torch.device) -> None:
-    """The host decides from then on, on the caller's stream, and other programs are captured."""
+def test_a_capture_that_fails_in_a_body_leaves_everything_usable(
+    compiled: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host decides from then on, on the caller's stream, and other programs are captured.
+
+    A body that fails to end raises once. What is raised where nobody can catch it is kept by whoever reports it, and
+    with it the graph, which makes another stream the current one when it is freed.
+    """
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
 
     @torch.library.custom_op("fxwrap_tests::waits_in_a_body", mutates_args=())
     def waits(x: Tensor) -> Tensor:
@@ -256,6 +265,7 @@ def test_a_capture_that_fails_in_a_body_leaves_everything_usable(compiled: Any, 
     assert module is None or module.current_stream() == before
     (graph,) = fxwrap.report(f).graphs
     assert any("a capture failed at it" in partition.reason for partition in graph.partitions)
+    assert not unraisable
     g = compiled(other, options={"capture": "always"})
     for _ in range(4):
         x = torch.randn(8, device=device)

@@ -34,13 +34,16 @@ def _body(graph: Any, begin: Callable[[torch.Tensor], object], predicate: torch.
     stream = torch.cuda.current_stream()
     begin(predicate)
     try:
-        yield
-    finally:
         try:
-            graph.end_capture_to_conditional_node()
-        finally:
-            # If that fails, the body's stream stays the current one (torch 2.14), and the capture could not end.
-            torch.cuda.set_stream(stream)
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the capture fails, and says why
+                graph.end_capture_to_conditional_node()
+            raise
+        graph.end_capture_to_conditional_node()
+    finally:
+        # If that fails, the body's stream stays the current one (torch 2.14), and the capture could not end.
+        torch.cuda.set_stream(stream)
 
 
 def _capturing() -> Any:
