@@ -9,7 +9,8 @@ often, inference. "trainer": the same network on one of eight lengths, forward a
 operator (``nonzero``) before the network, so that its size depends on data.
 
 Columns: captures and launches of graphs as the device counts them; MiB that torch's allocator reserves in the end,
-cache emptied; microseconds of host time, median of the last half of the calls; seconds that all calls took.
+cache emptied; seconds that all these calls took; microseconds of host time, median of the last half of the calls; and
+the same when the mix has run twice more ("later"). Each new recording makes the next replay of each other one slow.
 """
 
 from __future__ import annotations
@@ -103,9 +104,10 @@ def measure(mix: str, side: str, calls: int) -> dict[str, float]:
     module, training = make().cuda(), mix == "trainer"
     model = torch.compile(module, **SIDES[side])
     mode: AbstractContextManager[Any] = nullcontext() if training else torch.inference_mode()
-    took = list[float]()
     captures, launches = counted()
-    with mode:
+
+    def run() -> list[float]:
+        took = list[float]()
         for given in inputs(calls, side):
             if side == "trees":
                 torch.compiler.cudagraph_mark_step_begin()
@@ -116,15 +118,22 @@ def measure(mix: str, side: str, calls: int) -> dict[str, float]:
                 module.zero_grad(set_to_none=True)
             took.append(time.perf_counter() - begin)
             del result, given
-    now = counted()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+        return took
+
+    with mode:
+        took, now = run(), counted()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        run()
+        later = run()
     return {
         "captures": now[0] - captures,
         "launches": now[1] - launches,
-        "MiB": torch.cuda.memory_reserved() / 2**20,
-        "us": statistics.median(took[calls // 2 :]) * 1e6,
+        "MiB": reserved / 2**20,
         "seconds": sum(took),
+        "us": statistics.median(took[calls // 2 :]) * 1e6,
+        "later": statistics.median(later[calls // 2 :]) * 1e6,
     }
 
 
@@ -141,7 +150,7 @@ def main() -> None:
     if not hasattr(torch.cuda, "graph_counters"):
         raise SystemExit("launches are counted on hostcuda: python -m hostcuda benchmarks/many_sizes.py")
     print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}; {args.calls} calls, nothing computed\n")
-    columns = "captures", "launches", "MiB", "us", "seconds"
+    columns = "captures", "launches", "MiB", "seconds", "us", "later"
     print("| mix | side | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 2) + "|")
     for mix in args.mixes:
         for side in args.sides:

@@ -255,26 +255,31 @@ the report's symptom did not show: it may be repaired, or need a GPU, the whole 
 _MANY_SIZES = """## The same program, many sizes
 
 A server's and a trainer's mix of sizes (#188150, #196385), 500 calls each, by
-`python -m hostcuda benchmarks/many_sizes.py` (2026-11-27, torch 2.14.1, nothing computed). "server" draws 1 to 64
+`python -m hostcuda benchmarks/many_sizes.py` (2026-11-28, torch 2.14.1, nothing computed). "server" draws 1 to 64
 rows, small numbers more often; "trainer" one of eight lengths, forward and backward; "behind" has an operator of
 dynamic size beside the network. Captures and launches are the device's count; memory is what torch reserves
-in the end; host time is the median of the last 250 calls, on a busy machine: compare within a mix only, and roughly.
+in the end; host time is the median of the last 250 calls, and "later" that of the same calls when the mix has run
+twice more.
 
-| mix | | captures | launches | MiB | host time, us |
-|---|---|---|---|---|---|
-| server | Inductor | 0 | 0 | 40 | 280 |
-| server | graph trees | 51 | 440 | 42 | 137 |
-| server | fxwrap | 95 | 440 | 40 | 224 |
-| server | fxwrap, `buckets` of 1, 2, 4, ..., 64 | 13 | 493 | 40 | 115 |
-| trainer | Inductor | 0 | 0 | 72 | 9,143 |
-| trainer | graph trees | 17 | 984 | 50 | 966 |
-| trainer | fxwrap | 21 | 984 | 60 | 626 |
-| behind | Inductor | 0 | 0 | 40 | 419 |
-| behind | graph trees | 101 | 878 | 42 | 310 |
-| behind | fxwrap | 95 | 439 | 40 | 442 |
+| mix | | captures | launches | MiB | host time, us | later |
+|---|---|---|---|---|---|---|
+| server | Inductor | 0 | 0 | 40 | 261 | 256 |
+| server | graph trees | 51 | 440 | 42 | 124 | 104 |
+| server | fxwrap | 95 | 440 | 40 | 211 | 57 |
+| server | fxwrap, `buckets` of 1, 2, 4, ..., 64 | 13 | 493 | 40 | 111 | 111 |
+| trainer | Inductor | 0 | 0 | 72 | 3,654 | 4,667 |
+| trainer | graph trees | 17 | 984 | 50 | 637 | 690 |
+| trainer | fxwrap | 21 | 984 | 60 | 543 | 566 |
+| behind | Inductor | 0 | 0 | 40 | 368 | 372 |
+| behind | graph trees | 101 | 878 | 42 | 266 | 235 |
+| behind | fxwrap | 95 | 439 | 40 | 350 | 173 |
 
-For a server choose `buckets`: seven recordings serve all sizes, and nearly every call is a replay. A trainer's few
-lengths are recorded once each. A part of a program that reads no dynamic size is recorded again for each size.
+While sizes are new fxwrap's calls take longer than graph trees': when the arena grows for a larger size, the
+others are recorded again, and each new recording makes the next replay of every other one go through Python once.
+
+For a server choose `buckets`: seven recordings serve all sizes, and nearly every call is a replay from the start.
+A trainer's few lengths are recorded once each. A part of a program that reads no dynamic size is recorded again for
+each size.
 """
 
 
