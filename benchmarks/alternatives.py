@@ -1,4 +1,4 @@
-"""The ways to call a model that benchmarks/speed.py times: fxwrap's three, and those that one would pick instead."""
+"""The ways to call a model that benchmarks/speed.py times: fxwrap's, and those that one would pick instead."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from speed_models import Workload, step_of
 from timing import own
 from torch import Tensor, nn
 
-OURS, BOUND, AHEAD = "fxwrap", "fxwrap bound", "fxwrap ahead of time"
-OWN = (OURS, BOUND, AHEAD)  # their numbers are those of Inductor's Python wrapper
-FROZEN = "fxwrap ahead of time, frozen"  # packed weights and tuned kernels compute other bits
+OURS, BOUND, AHEAD, FROZEN = "fxwrap", "fxwrap bound", "fxwrap ahead of time", "fxwrap ahead of time, frozen"
+EXACT = (OURS, BOUND, AHEAD)  # of Inductor's bits; packed weights and tuned kernels compute others
+OWN = (*EXACT, FROZEN)
 AGAIN, REFERENCE = "itself", "inductor"
 Step = Callable[[], Any]
 # A step, and what fxwrap.stats knows of the functions that it calls, or torch.compile returned.

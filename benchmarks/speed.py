@@ -63,10 +63,8 @@ _BEGIN = time.perf_counter()
 import torch  # noqa: E402
 from alternatives import (  # noqa: E402
     AGAIN,
-    AHEAD,
     ALTERNATIVES,
-    BOUND,
-    FROZEN,
+    EXACT,
     OURS,
     OWN,
     REFERENCE,
@@ -267,7 +265,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         for side in sides:
             side.us = timed[side.name]
         reference = by_name.get(REFERENCE, sides[0])
-        own = [by_name[name] for name in (*OWN, FROZEN) if name in by_name]
+        own = [by_name[name] for name in OWN if name in by_name]
         return {
             "group": workload.group,
             "turns": len(sides[0].us),
@@ -277,7 +275,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
                     "us_quartiles": quartiles(side.us),
                     "difference": difference(side.results, reference.results),
                     **ratios(own, side),
-                    **({"not_replayed": not_replayed(side)} if side.name in (BOUND, AHEAD, FROZEN) else {}),
+                    **({"not_replayed": not_replayed(side)} if side.name in OWN[1:] else {}),
                 }
                 for side in sides
             },
@@ -488,9 +486,7 @@ def main(argv: list[str] | None = None) -> int:
             row["peak_bytes"] = {one: got["bytes"] for one, got in peaks.items() if got is not None}
         print(f"{name}: {progress(row)}", file=sys.stderr, flush=True)
     found["means"] = means(found["models"], OURS)
-    found["means_of"] = {
-        name: means(found["models"], name) for name in (BOUND, AHEAD, FROZEN) if name in args.alternatives
-    }
+    found["means_of"] = {name: means(found["models"], name) for name in OWN[1:] if name in args.alternatives}
     show(found)
     show_parts(found["models"], _IN_PARTS)
     show_processes(found["models"], in_processes(args))
@@ -513,7 +509,7 @@ def wrong_numbers(found: dict[str, Any]) -> Iterator[str]:
         yield from (f"{model}, {name}" for name in OWN if name in row["failed"])
         for name, entry in row["alternatives"].items():
             # AdamW divides by what may be next to nothing: a training step's rounding may differ by any amount.
-            allowed = 0.0 if name in OWN and exact else _TOLERANCE
+            allowed = 0.0 if name in EXACT and exact else _TOLERANCE
             if entry["difference"] > allowed and (name in OWN or not WORKLOADS[model].training):
                 yield f"{model}, {name}"
 

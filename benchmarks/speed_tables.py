@@ -86,7 +86,7 @@ def show(found: dict[str, Any]) -> None:
     """Print a table for each of fxwrap's ways to call, beside what one would pick instead of it, and the means."""
     models = found["models"]
     print(f"{found['machine']}, torch {found['torch']}, {found['commit']}")
-    shown = [ours for ours in (*OWN, FROZEN) if any(ours in row["alternatives"] for row in models.values())]
+    shown = [ours for ours in OWN if any(ours in row["alternatives"] for row in models.values())]
     for ours in shown or [OURS]:
         _show_one(models, ours)
     if shown not in ([], [OURS]):

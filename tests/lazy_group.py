@@ -6,10 +6,12 @@ then what it fills is NaN. So a schedule or a memory plan that counts on it too 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work, _register_process_group
 
 LAZY_GROUP = "fxwrap_lazy_group"
@@ -73,3 +75,14 @@ def register() -> None:
 
 
 register()
+
+
+@contextlib.contextmanager
+def default_group(backend: str) -> Iterator[None]:
+    """Torch's default process group, of this process alone. Its end destroys all groups; ours is made anew."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        register()

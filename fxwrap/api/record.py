@@ -14,7 +14,7 @@ from ..errors import FxwrapError, InputError
 from ..graphs.compilation import live_compilations
 from ..graphs.copies import Copies
 from ..graphs.program import WARM_UP, Program
-from ..graphs.program_runs import programs_run_by
+from ..graphs.program_runs import calls_run_by
 from ..host_graph.tensors import has_address
 from .report import report, total
 
@@ -53,8 +53,7 @@ def compiles_only() -> Iterator[None]:
     def without_recording(program: Program, inputs: list[Any]) -> Any:
         return program.run_in_python(inputs, COMPILES)
 
-    # A backward calls its program on this thread, too.
-    with torch.autograd.set_multithreading_enabled(False), programs_run_by(without_recording):
+    with calls_run_by(without_recording):
         yield
 
 

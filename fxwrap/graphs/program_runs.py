@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .memory.locks import after_fork, drop_other_threads
 
 if TYPE_CHECKING:
@@ -60,3 +62,10 @@ def programs_run_by(runner: Runner | None) -> Iterator[None]:
         RUNNERS.pop(thread, None)
         if before is not None:
             RUNNERS[thread] = before
+
+
+@contextlib.contextmanager
+def calls_run_by(runner: Runner) -> Iterator[None]:
+    """The same for whole calls: their backwards run on this thread, too, and on none of autograd's."""
+    with torch.autograd.set_multithreading_enabled(False), programs_run_by(runner):
+        yield

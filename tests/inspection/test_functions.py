@@ -6,7 +6,6 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lazy_group
@@ -345,12 +344,10 @@ def test_the_programs_of_a_function(name: str) -> None:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of one."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    lazy_group.register()
+    with lazy_group.default_group("gloo"):
+        yield
 
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")

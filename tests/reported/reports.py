@@ -259,7 +259,7 @@ A server's and a trainer's mix of sizes (#188150, #196385), 500 calls each, by
 rows, small numbers more often; "trainer" one of eight lengths, forward and backward; "behind" has an operator of
 dynamic size beside the network. Captures and launches are the device's count; memory is what torch reserves
 in the end; host time is the median of the last 250 calls, and "later" that of the same calls when the mix has run
-twice more.
+twice more. The trainer's rows of graph trees and fxwrap are of a run of their own.
 
 | mix | | captures | launches | MiB | host time, us | later |
 |---|---|---|---|---|---|---|

@@ -231,12 +231,8 @@ def _alone(device: torch.device) -> Iterator[str]:
     backends = {"cuda": "nccl", "cpu": "gloo"}
     if (backend := backends.get(device.type)) is None:
         pytest.skip(f"no process group works on {device.type}")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with lazy_group.default_group(backend):
         yield dist.group.WORLD.group_name  # type: ignore[union-attr]
-    finally:
-        dist.destroy_process_group()  # with all groups: other tests need theirs
-        lazy_group.register()
 
 
 @needs_gloo

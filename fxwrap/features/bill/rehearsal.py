@@ -23,7 +23,7 @@ from ...graphs.memory.arena_pool import ArenaPool
 from ...graphs.memory.shared_state import SHARED
 from ...graphs.policy.specialization import Specialization
 from ...graphs.program import WARM_UP, Program
-from ...graphs.program_runs import programs_run_by
+from ...graphs.program_runs import calls_run_by, programs_run_by
 from ...graphs.replay.recording import Recording
 from ...plan import Verdict
 from ..checked.through import through_capture
@@ -151,8 +151,8 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Rehearse the programs that this thread calls inside. Backward programs run on this thread, too."""
-        with torch.autograd.set_multithreading_enabled(False), programs_run_by(self._run):
+        """Rehearse the programs that this thread calls inside, with their backwards."""
+        with calls_run_by(self._run):
             yield
 
     @contextlib.contextmanager

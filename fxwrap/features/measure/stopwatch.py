@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from ...graphs.copies import Copies, Generators
 from ...graphs.program import Program
-from ...graphs.program_runs import programs_run_by
+from ...graphs.program_runs import calls_run_by, programs_run_by
 from ...host_graph.nodes import communicates, operator_name
 from ...host_graph.user_code import module_path
 from .bytes_moved import BytesMoved
@@ -32,8 +30,7 @@ class Stopwatch:
 
     def time(self, call: Callable[[], Any]) -> None:
         """Make a call, whose programs are measured. A program that runs several times is measured the first time."""
-        # The backward runs on this thread, too: a runner is of one thread.
-        with torch.autograd.set_multithreading_enabled(False), programs_run_by(self._run):
+        with calls_run_by(self._run):
             call()
 
     def measured(self) -> Measured:

@@ -42,7 +42,7 @@ def _body(graph: Any, begin: Callable[[torch.Tensor], object], predicate: torch.
             raise
         graph.end_capture_to_conditional_node()
     finally:
-        # If that fails, the body's stream stays the current one (torch 2.14), and the capture could not end.
+        # A body that fails to end leaves its stream the current one (torch 2.14), and the capture could not end.
         torch.cuda.set_stream(stream)
 
 
