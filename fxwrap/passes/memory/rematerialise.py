@@ -44,6 +44,7 @@ class Run:
         makes: those of ``writes`` whose content begins here.
         versions: version by storage, where it is not the original.
         is_again: whether the node runs again.
+        awaited: the names of the communications that end here. What they use is in use until then.
     """
 
     node: Node
@@ -53,6 +54,7 @@ class Run:
     makes: frozenset[int]
     versions: Mapping[int, int]
     is_again: bool = False
+    awaited: frozenset[str] = frozenset()
 
     @property
     def used(self) -> frozenset[int]:
@@ -70,7 +72,7 @@ class Run:
             if old in self.used:
                 by_storage[known.get(old, old)] = new
         reads, writes, makes = renamed(self.reads), renamed(self.writes), renamed(self.makes)
-        return Run(self.node, partition, reads, writes, makes, by_storage, is_again)
+        return Run(self.node, partition, reads, writes, makes, by_storage, is_again, self.awaited)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ class Timeline:
                 known |= makes
                 # A launch counts what it writes as read: the first write to a storage reads nothing.
                 reads, writes = with_groups(facts.reads(node) - makes), with_groups(writes)
-                runs.append(Run(node, number, reads, writes, makes, {}))
+                awaited = facts.awaited.get(node.name, frozenset())
+                runs.append(Run(node, number, reads, writes, makes, {}, awaited=awaited))
         return cls(runs, costs)
 
     def _is_made(self, version: int) -> bool:
@@ -232,8 +235,15 @@ class Timeline:
             if old not in self.costs.stays
             and all(writer in chosen or writer >= place for writer in self.writers[old])
         }
-        later = [run.over(switched, run.partition, run.is_again) for run in self.runs[place:]]
-        return Timeline([*self.runs[:place], *again, *later], self.costs, storage_of)
+        begun = {run.node.name: run.used for run in self.runs[:place]}
+
+        def after(run: Run) -> Run:
+            # A communication that has begun goes on with what it began with.
+            held = frozenset().union(*(begun.get(name, frozenset()) for name in run.awaited))
+            present = {old: new for old, new in switched.items() if old not in held}
+            return run.over(present, run.partition, run.is_again)
+
+        return Timeline([*self.runs[:place], *again, *map(after, self.runs[place:])], self.costs, storage_of)
 
 
 def rematerialise(timeline: Timeline, limit: int) -> Timeline:

@@ -15,10 +15,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from random_graphs import GraphMaker, build, compile_request, expected_of, random_recipe, run_schedule, same
+from lazy_group import LAZY_GROUP
+from random_graphs import (
+    GraphMaker,
+    build,
+    collectives,
+    compile_request,
+    expected_of,
+    random_recipe,
+    run_schedule,
+    same,
+)
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import MemoryLimitError, PlanError
@@ -30,7 +41,7 @@ from fxwrap.options import Options
 from fxwrap.passes.analysis.dependencies import build_dependency_graph
 from fxwrap.passes.memory.fit import fit_memory, is_pure, timeline_of
 from fxwrap.passes.memory.order import least_memory
-from fxwrap.passes.memory.rematerialise import rematerialise
+from fxwrap.passes.memory.rematerialise import Timeline, rematerialise
 from fxwrap.passes.memory.requirements import expected_sizes
 from fxwrap.passes.verify import verify_same_results, verify_schedule
 from fxwrap.pipeline import HostGraphPlanner, Stages
@@ -124,6 +135,35 @@ def test_a_chain_is_made_again() -> None:
     assert steps(better) == "to_a to_b to_c to_d to_e to_a_again to_b_again to_out"
     verify_same_results(gm, better.graph)
     assert_same_numbers(better, gm, maker.inputs)
+
+
+def test_what_a_communication_reads_is_in_use_until_it_ends() -> None:
+    """To make it again frees nothing at the peak, though a later step could read a copy.
+
+    ::
+
+        to_b   gather (b)   to_c to_d   to_out (d, b)   wait
+        [ b                                                ]
+    """
+    maker = GraphMaker()
+    x, made = maker.input("x"), dict[str, Node]()
+
+    def step(name: str, first: Node, second: Node, rows: int = 4) -> None:
+        made[name] = maker.allocate((rows, 4), name=name)
+        maker.launch("mix", first, second, made[name], name=f"to_{name}")
+
+    step("b", x, x)
+    gathered = maker.extern(collectives.all_gather_into_tensor.default, made["b"], 2, LAZY_GROUP)
+    step("c", x, x, 32)
+    step("d", made["c"], made["c"], 32)
+    step("out", made["d"], made["b"])
+    gm = maker.finish([made["out"], maker.extern(collectives.wait_tensor.default, gathered)])
+    plan = plan_of(gm)
+    costs = replace(timeline_of(plan, expected_sizes(gm, plan.facts)).costs, captured=frozenset({0}))
+    in_order = [node for node in gm.graph.nodes if node in plan.schedule]
+    timeline = Timeline.of([in_order], plan.facts, costs, {})
+    assert timeline.peak == (1 + 2 + 8 + 8) * _ONE
+    assert rematerialise(timeline, 0).peak == timeline.peak
 
 
 def test_a_graph_from_a_cache_is_planned_again() -> None:
