@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,6 +19,22 @@ from ..codegen.torch_versions import own_caches
 from ..graphs.compilation import Compilation
 from ..inspection.document import CallData
 from ..inspection.explanation import Explanation, name_of
+
+
+@runtime_checkable
+class Rehearsed(Protocol):
+    """What a user calls that compiles by itself, and whose calls change what lasts: a training step."""
+
+    def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+        """The same with code of its own; ``options`` come on top of its own."""
+
+    def _fxwrap_rehearsal(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which calls change nothing that lasts."""
+
+
+def rehearsal_of(fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """A context for calls of ``fn`` that are no calls of the user's."""
+    return fn._fxwrap_rehearsal() if isinstance(fn, Rehearsed) else contextlib.nullcontext()
 
 
 def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,16 +57,21 @@ def compile_afresh(
         then: gets what makes one more such call, after the others.
     """
     compilation = Compilation()
-    compiled = torch.compile(
-        with_own_code(fn),
-        backend=functools.partial(backend, compilation=compilation),
-        options=dict(options) if options else None,
-        **own_caches(),
-    )
-    compiled(*args, **kwargs)
-    call = functools.partial(compiled, *args, **kwargs)
-    measured = [_measured(call) for _ in range(1, calls)]
-    then(call)
+    compiled: Any
+    if isinstance(fn, Rehearsed):
+        compiled = fn._fxwrap_afresh(options)
+    else:
+        compiled = torch.compile(
+            with_own_code(fn),
+            backend=functools.partial(backend, compilation=compilation),
+            options=dict(options) if options else None,
+            **own_caches(),
+        )
+    with rehearsal_of(fn):
+        compiled(*args, **kwargs)
+        call = functools.partial(compiled, *args, **kwargs)
+        measured = [_measured(call) for _ in range(1, calls)]
+        then(call)
     compilations, story = compilations_of(compiled)
     return Explanation.of(list(dict.fromkeys([compilation, *compilations])), name_of(fn), story, measured)
 

@@ -16,6 +16,7 @@ from ..graphs.copies import Copies
 from ..graphs.program import WARM_UP, Program
 from ..graphs.program_runs import calls_run_by
 from ..host_graph.tensors import has_address
+from .compile_afresh import rehearsal_of
 from .report import report, total
 
 COMPILES = "fxwrap.record compiles for all examples first"
@@ -38,7 +39,8 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
     calls = ExampleCalls(examples)
     alive = live_compilations()  # until the end, because the counters of their programs are compared
     recordings, ran = _recordings(), _calls()
-    calls.make(fn, lambda: (_recordings(), _counts()["eager"].get(WARM_UP)), compiles_only())
+    with rehearsal_of(fn):
+        calls.make(fn, lambda: (_recordings(), _counts()["eager"].get(WARM_UP)), compiles_only())
     if _calls() == ran:
         raise no_program(fn)
     recordings = _recordings() - recordings

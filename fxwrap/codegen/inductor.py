@@ -23,6 +23,7 @@ from ..graphs.memory.locks import lock_of_process
 from ..hooks import around_graph
 from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
+from ..passes.rewrites.scaled_sums import multiply_before_adding
 from ..pipeline import CompileRequest
 from ..plan import InputFacts
 from . import torch_versions as versions
@@ -30,7 +31,15 @@ from .dynamo.names import input_names
 from .emit.emission import FxwrapCodegen
 from .emit.library_calls import prepare
 from .request import requesting
-from .store.caches import cache_key, extended_cache_key, remove_entry, shared_storages, without_uuid
+from .store.caches import (
+    cache_key,
+    extended_cache_key,
+    has_numbers,
+    remove_entry,
+    shared_storages,
+    without_caches,
+    without_uuid,
+)
 from .store.user_lines import UserLines
 from .torch_runtime import torch_functions
 
@@ -119,6 +128,9 @@ def compile_with_inductor(
     # A hit in AOTAutograd's cache loads programs without calling ``inner_compile``: they need a request here.
     base = CompileRequest(options=options, compilation=compilation, functions=torch_functions())
     with requesting(base), extended_cache_key(key), contextlib.ExitStack() as contexts:
+        if has_numbers(gm):
+            contexts.enter_context(without_caches())
+            compilation.not_stored.append("a graph of numbers that vary: torch's keys lack those it compiles in")
         for feature in around:
             contexts.enter_context(feature.compiling())
         # ``compile_fx`` branches on these; the process's own values are meant for other backends.
@@ -142,6 +154,7 @@ def _compile_program(
     kwargs.pop("fx_wrapper", None)
     cudagraphs = kwargs.pop("cudagraphs", None)
     copy_host_scalars(gm)
+    multiply_before_adding(gm)
     try:
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(config.patch(_EMISSION))

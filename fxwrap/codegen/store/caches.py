@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._inductor import codecache, config
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -56,6 +57,24 @@ def cache_key(options: Options, devices: Iterable[torch.device], *others: Any) -
     supports = [device_support(kind) for kind in sorted({device.type for device in devices})]
     parts = [_source_digest(), torch.get_num_threads(), *others, _fingerprint(options), _fingerprint(supports)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def has_numbers(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's takes floats of Python's that vary.
+
+    AOTAutograd makes tensors of them where it can. The others it compiles in and has Dynamo guard them; but neither
+    key has their values, and what is read from a cache guards none (torch 2.11 to 2.15): the graph for 0.3 would be
+    run for 0.4.
+    """
+    values = (node.meta.get("example_value", node.meta.get("val")) for node in gm.graph.nodes)
+    return any(isinstance(value, torch.SymFloat) for value in values)
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Inside the context, neither cache is read or written."""
+    with functorch_config.patch(enable_autograd_cache=False), config.patch(fx_graph_cache=False):
+        yield
 
 
 def shared_storages(inputs: Iterable[Any]) -> list[tuple[int, ...]]:

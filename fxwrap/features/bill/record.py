@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from ...api import record as without_bill
+from ...api.compile_afresh import rehearsal_of
 from ...graphs.memory.take_memory import empty_cache
 from .bill import Bill
 from .rehearsal import Rehearsal
@@ -22,7 +23,8 @@ def record(fn: Callable[..., Any], *examples: Any, dry_run: bool = False) -> int
 
         fxwrap.record(decode, *[(torch.zeros(batch, 1, dtype=torch.long),) for batch in (1, 2, 4, 8)])
 
-    Each call has its usual side effects (on buffers, on files). Results are dropped, and the states of random number
+    Each call has its usual side effects (on buffers, on files), except that a training step
+    (``train_step``) changes nothing that it trains. Results are dropped, and the states of random number
     generators are restored. For training, pass a function that also runs the backward. The modes of later calls
     (``torch.no_grad``, ``torch.inference_mode``, autocast) must be active here as well.
 
@@ -47,7 +49,7 @@ def record(fn: Callable[..., Any], *examples: Any, dry_run: bool = False) -> int
         return without_bill.record(fn, *examples)
     calls, rehearsal = without_bill.ExampleCalls(examples), Rehearsal()
     try:
-        with rehearsal.under_way():
+        with rehearsal_of(fn), rehearsal.under_way():
             calls.make(fn, lambda: rehearsal.progress, rehearsal.compiling())
         if not rehearsal.rehearsed:
             raise without_bill.no_program(fn)

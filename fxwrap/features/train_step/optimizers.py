@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .numbers import Numbers
+
 # The first parameter of the functional form of each of torch's optimizers.
 _PARAMS = "params"
 
@@ -39,12 +41,14 @@ class Update:
         states: lists beside ``params`` and gradients, in the order of the function's parameters: one tensor (or
             None) for each parameter, or empty where the optimizer keeps no such state.
         settings: keyword arguments; see ``Numbers``.
+        numbers: those settings that are read inside of ``ReadingNumbers``.
     """
 
     function: Callable[..., Any]
     params: Sequence[torch.Tensor]
     states: Sequence[Sequence[torch.Tensor | None]]
     settings: Mapping[str, Any]
+    numbers: Sequence[torch.Tensor]
 
 
 def functional_form(optimizer: Optimizer) -> tuple[types.FunctionType, str] | None:
@@ -62,39 +66,6 @@ def functional_form(optimizer: Optimizer) -> tuple[types.FunctionType, str] | No
 
 def _first_parameter(function: object) -> str:
     return next(iter(inspect.signature(function).parameters), "") if inspect.isfunction(function) else ""
-
-
-class Numbers:
-    """The settings of an optimizer that change, as compiled code reads them: numbers would be compiled in.
-
-    Learning rates are tensors, and so are betas once they have changed. Another float that has changed stays one:
-    Dynamo makes a tensor of it, if it is used as the single-tensor forms use it (``vary``).
-
-    Attributes:
-        vary: groups in which such a float has changed.
-    """
-
-    def __init__(self) -> None:
-        self.vary: set[int] = set()
-        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self._before: dict[tuple[int, str], Any] = {}
-
-    def of(self, group: int, name: str, value: Any, device: torch.device) -> Any:
-        """The tensor that stands for a group's setting; the value itself where none does."""
-        key = group, name
-        if not isinstance(value, float):
-            return value
-        changed = self._before.setdefault(key, value) != value
-        if not (name == "lr" or key in self._tensors or (changed and name.startswith("beta"))):
-            self.vary.update({group} if changed else ())
-            return value
-        if key not in self._tensors or self._tensors[key].device != device:
-            self._tensors[key] = torch.empty((), device=device)
-        return self._tensors[key].fill_(value)
-
-    def rate(self, group: int) -> torch.Tensor | None:
-        """The learning rate of a group; None where the user gives a tensor."""
-        return self._tensors.get((group, "lr"))
 
 
 def updates_of(optimizer: Optimizer, numbers: Numbers) -> list[Update]:
@@ -125,8 +96,10 @@ def updates_of(optimizer: Optimizer, numbers: Numbers) -> list[Update]:
             continue
         if isinstance(optimizer, torch.optim.SGD) and states[0]:
             states = [[_momentum(optimizer, p, buffer) for p, buffer in zip(params, states[0], strict=True)]]
-        given = {name: numbers.of(group, name, value, params[0].device) for name, value in settings.items()}
-        updates.append(Update(function, params, states, _traceable(given, group in numbers.vary)))
+        takes = {"lr", "beta1", "beta2"} if isinstance(optimizer, torch.optim.Adam) else {"lr"}
+        given = {name: numbers.of(group, name, value, params, name in takes) for name, value in settings.items()}
+        read = tuple(numbers.read[group].values())
+        updates.append(Update(function, params, states, _traceable(given, bool(read)), read))
     return updates
 
 
@@ -167,12 +140,13 @@ def _every_gradient(optimizer: Optimizer) -> Iterator[None]:
             p.grad = grad
 
 
-def _traceable(settings: Mapping[str, Any], vary: bool) -> dict[str, Any]:
+def _traceable(settings: Mapping[str, Any], reads_numbers: bool) -> dict[str, Any]:
     """The settings with which Dynamo traces the functional form into one graph.
 
     ``capturable`` is the form that does not read numbers from tensors; ``foreach`` the one whose kernels Inductor
-    combines. Dynamo does not trace ``fused``: Inductor fuses the update by itself. A choice of ``foreach`` stays.
+    combines, which ``ReadingNumbers`` does not know. Dynamo does not trace ``fused``: Inductor fuses the update by
+    itself. A choice of ``foreach`` stays, unless numbers have to be read.
     """
-    foreach = not vary if settings.get("foreach") is None else settings["foreach"]
+    foreach = not reads_numbers if settings.get("foreach") is None or reads_numbers else settings["foreach"]
     forced = {"capturable": True, "fused": False, "foreach": foreach}
     return {**settings, **{name: value for name, value in forced.items() if name in settings}}

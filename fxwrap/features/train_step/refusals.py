@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _WRAPPERS = {
     fsdp.FullyShardedDataParallel: "train it with the ordinary loop",
     fsdp.FSDPModule: "train it with the ordinary loop",
 }
+_MODULE_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OPTIMIZER_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
@@ -28,7 +30,23 @@ def refusals(model: torch.nn.Module, loss: Callable[..., Any], optimizer: Optimi
     return [*_of_model(model), *_of_parameters(model, optimizer), *_of_optimizer(optimizer), *_of_loss(loss)]
 
 
+def hooks_of_modules(model: torch.nn.Module) -> Iterator[Mapping[Any, Any]]:
+    """The tables of hooks of a model's modules, by which forward and backward call them."""
+    for module in model.modules():
+        yield from (getattr(module, name) for name in _MODULE_HOOKS)
+    yield from (getattr(torch.nn.modules.module, f"_global{name}") for name in _MODULE_HOOKS)
+
+
+def hooks_of_steps(optimizer: Optimizer) -> Iterator[Mapping[Any, Any]]:
+    """The tables of hooks that ``optimizer.step`` calls, those of all optimizers included."""
+    yield from (getattr(optimizer, name) for name in _OPTIMIZER_HOOKS)
+    of_all = sys.modules[Optimizer.__module__]
+    yield from (getattr(of_all, f"_global_optimizer_{kind}_hooks") for kind in ("pre", "post"))
+
+
 def _of_model(model: torch.nn.Module) -> Iterator[str]:
+    if any(getattr(torch.nn.modules.module, f"_global{name}") for name in _MODULE_HOOKS if "backward" in name):
+        yield "all modules have backward hooks (torch.nn.modules.module): remove them, or use the ordinary loop"
     for name, module in model.named_modules():
         where = f"{type(module).__name__} ({name or 'the model'})"
         for wrapper, instead in _WRAPPERS.items():
@@ -58,7 +76,7 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[str]:
         yield f"{name} is for sparse gradients: use Adam"
     elif functional_form(optimizer) is None:
         yield f"{name} has no functional form in its module, as torch.optim's optimizers have: use the ordinary loop"
-    if any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS):
+    if any(hooks_of_steps(optimizer)):
         yield f"{name} has step hooks: remove them, and do their work between steps"
     for group in optimizer.param_groups:
         if group.get("differentiable"):

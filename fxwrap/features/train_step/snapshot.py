@@ -13,20 +13,27 @@ import torch
 from torch.optim import Optimizer
 
 from .optimizers import Numbers
-from .refusals import PARAMETER_HOOKS
+from .refusals import PARAMETER_HOOKS, hooks_of_modules, hooks_of_steps
 
 _requires_grad = attrgetter("requires_grad")
 _hooks = tuple(map(attrgetter, PARAMETER_HOOKS))
 
 
 class Snapshot:
-    """The state tensors, parameters and settings of an optimizer.
+    """The state tensors, parameters and settings of an optimizer, and the hooks of it and of a model.
+
+    Attributes:
+        hooks: the keys of all hooks of the model's modules, by table.
 
     Args:
         numbers: has the learning rates, as the tensors that the compiled step reads.
     """
 
-    def __init__(self, optimizer: Optimizer, numbers: Numbers) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, numbers: Numbers) -> None:
+        tables = [*hooks_of_modules(model), *hooks_of_steps(optimizer)]
+        self._without_hooks = [table for table in tables if not table]
+        self._with_hooks = [table for table in tables if table]
+        self.hooks = list(map(list, self._with_hooks))
         self._state = optimizer.state
         self._states = list(optimizer.state.values())
         entries = [(state, key) for state in self._states for key in state]
@@ -42,6 +49,8 @@ class Snapshot:
         for group, seen in zip(groups, self._groups, strict=True):
             if not seen.holds(group):
                 return False
+        if any(self._without_hooks) or list(map(list, self._with_hooks)) != self.hooks:
+            return False
         try:
             return all(map(is_, state.values(), self._states)) and all(
                 map(is_, map(getitem, self._owners, self._keys), self._values)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from .group import begin_alike, check_group
 from .optimizers import Numbers, updates_of
 from .refusals import refusals
 from .snapshot import Snapshot
-from .traced import Slots, traced_micro_batch, traced_step
+from .traced import Slots, traced_last_micro_batch, traced_micro_batch, traced_step
+from .unchanged import kept
 
 
 def train_step(
@@ -49,8 +51,9 @@ def train_step(
 
     Parameters, buffers and ``optimizer.state`` stay the objects that they are and are written in place. Between
     steps they can be read, saved, loaded, evaluated and changed; so can learning rates and other settings of the
-    optimizer, parameter groups, ``requires_grad`` and ``model.train()``. ``p.grad`` is not written (with
-    ``accumulate``: it holds the sum so far). Parameters that the optimizer does not have get no gradients.
+    optimizer, parameter groups, ``requires_grad`` and ``model.train()``. ``p.grad`` is neither read nor written (with
+    ``accumulate``: it holds what it holds in the ordinary loop). Parameters that the optimizer does not have get no
+    gradients.
 
     Args:
         model: the module that ``loss`` gets as its first argument.
@@ -112,26 +115,29 @@ class TrainStep:
         parsed(options)  # wrong options are known now, and not at the first call
         self.model, self.optimizer, self.micro_batches = model, optimizer, 0
         self._loss, self._accumulate = loss, accumulate
+        self._settings, self._options = (clip_norm, accumulate, group, dynamic), options
         self._refuse(refusals(model, loss, optimizer))
         if group is not None:
             begin_alike(model, optimizer, accumulate, group)
         self._slots, self._numbers = Slots(), Numbers()
         self._seen: Snapshot | None = None
         average = averaging(group) if group is not None else None
-        step = traced_step(model, loss, self._slots, clip_norm, accumulate, average)
-        compiled, self._last = compiled_step(step, options, dynamic)
-        self._fxwrap_compiled: tuple[Callable[..., Any], ...] = (compiled,)  # what reports are about
+        parts = [traced_step(model, loss, self._slots, clip_norm, average)]
         if accumulate > 1:
-            micro_batch = traced_micro_batch(model, loss, self._slots, accumulate)
-            compiled, self._earlier = compiled_step(micro_batch, options, dynamic)
-            self._fxwrap_compiled += (compiled,)
+            parts = [
+                traced_last_micro_batch(model, loss, self._slots, accumulate, clip_norm, average),
+                traced_micro_batch(model, loss, self._slots, accumulate),
+            ]
+        self._fxwrap_compiled, bound = zip(*(compiled_step(part, options, dynamic) for part in parts), strict=True)
+        self._last, self._earlier = bound[0], bound[-1]
 
     def __call__(self, *batch: Any, **more: Any) -> Any:
         if self._seen is None or not self._seen.holds(self.optimizer):
             self._look_again()
-        is_last = self.micro_batches + 1 == self._accumulate
         try:
-            outputs = self._last(*batch, **more) if is_last else self._earlier(*batch, **more)
+            if self._accumulate == 1:
+                return self._last(*batch, **more)
+            return self._micro_batch(batch, more)
         except Exception as error:
             if (limit := next((c for c in causes(error) if isinstance(c, MemoryLimitError)), None)) is not None:
                 raise limit from limit.__cause__
@@ -140,8 +146,33 @@ class TrainStep:
             self._seen = None
             breaks = graph_breaks(self.model, self._loss, batch, more)
             raise self._refused(breaks or [reason]) from error
+
+    def _micro_batch(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        sums, is_last = self._slots.sums, self.micro_batches + 1 == self._accumulate
+        part = self._last if is_last else self._earlier
+        outputs, had = part(sums.before(begins=self.micro_batches == 0), *batch, **more)
+        sums.after(had)
         self.micro_batches = 0 if is_last else self.micro_batches + 1
         return outputs
+
+    def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> TrainStep:
+        options = {**(self._options or {}), **(options or {})}
+        return TrainStep(self.model, self._loss, self.optimizer, *self._settings, options)
+
+    @contextlib.contextmanager
+    def _fxwrap_rehearsal(self) -> Iterator[None]:
+        """Inside the context, calls change no parameter, state, buffer, gradient or random number for longer."""
+        self._look_again()  # states that are missing are made, of zeros
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads, micro_batches = [p.grad for p in parameters], self.micro_batches
+        shown = (grad for grad in grads if grad is not None)
+        try:
+            with kept([*self.model.parameters(), *self.model.buffers(), *self._slots.tensors(), *shown]):
+                yield
+        finally:
+            self.micro_batches = micro_batches
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
 
     def __repr__(self) -> str:
         return f"<fxwrap.TrainStep of {type(self.model).__name__} with {type(self.optimizer).__name__}>"
@@ -151,10 +182,13 @@ class TrainStep:
         self._refuse(refusals(self.model, self._loss, self.optimizer))
         self._slots.fill(updates_of(self.optimizer, self._numbers))
         if self._accumulate > 1:
-            self._slots.gradients[:] = map(_sum_of_gradients, self._slots.parameters)
+            self._slots.sums.fill(self._slots.parameters)
         mark_static(self._slots.tensors())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was made
-        self._seen = Snapshot(self.optimizer, self._numbers)
+        hooks = self._seen.hooks if self._seen is not None else None
+        self._seen = Snapshot(self.model, self.optimizer, self._numbers)
+        if hooks not in (None, self._seen.hooks):
+            self._slots.hooks[0] = str(int(self._slots.hooks[0]) + 1)
 
     def _refuse(self, reasons: list[str]) -> None:
         if reasons:
@@ -167,9 +201,3 @@ class TrainStep:
             got="\n    ".join(["", *reasons]),
             remedy="change what is named, or train with the ordinary loop and torch.compile(model)",
         )
-
-
-def _sum_of_gradients(parameter: torch.Tensor) -> torch.Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

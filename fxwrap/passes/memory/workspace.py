@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name
+from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name, schema_of
 from ...host_graph.sizes import hint, hinted_layout, layout_at, number_at
 
 # Operators whose library owns the memory that they work in.
 _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+# Operands that hold what a library has noted for the backward: with zeros in their place it reads wild addresses.
+_NOTES = ("workspace", "reserve")
 # Bytes by kind of call and number of threads, for this process.
 _MEASURED: dict[Hashable, int] = {}
 
@@ -26,7 +28,8 @@ def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[s
     """The most bytes that each call has allocated at one time beyond what it returns, by node.
 
     Each kind of call runs once in a process, on zeros of the sizes that the program was compiled for. Calls that
-    cannot run so (custom operators, operands that are neither tensors nor numbers) are missing. So are calls on
+    cannot run so (custom operators, operands that are neither tensors nor numbers, backwards of recurrent layers) are
+    missing. So are calls on
     accelerators, and calls that need no workspace at any size.
     """
     kinds: dict[Hashable, list[Node]] = {}
@@ -79,7 +82,8 @@ def _kind_of_call(node: Node) -> Hashable | None:
     """A key that is equal for calls with the same workspace; None for a call that is not measured."""
     if kind_of(node) is not Kind.EXTERN or not only_computes(node) or "effect" in node.meta:
         return None
-    if needs_no_workspace(node):
+    schema = schema_of(node)
+    if needs_no_workspace(node) or (schema and any(arg.name in _NOTES for arg in schema._schema.arguments)):
         return None
     try:
         return str(node.target), repr(torch.fx.map_arg((node.args, node.kwargs), _description))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from loops import Net, batch, squares, values
@@ -109,3 +111,22 @@ def test_a_loss_that_is_no_number() -> None:
     step = fxwrap.train_step(model, lambda model, x, y: model(x) - y, optim.SGD(model.parameters(), 0.1))
     with pytest.raises(Exception, match="scalar outputs"):
         step(*batch())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_an_lstm_is_refused_or_trained_but_ends_no_process() -> None:
+    """oneDNN's backward reads addresses from a workspace: what measures operators must not run it on zeros."""
+    settings: Any = torch._dynamo.config
+    with settings.patch(allow_rnn=True):
+        model = torch.nn.LSTM(3, 4, batch_first=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        step = fxwrap.train_step(model, lambda model, x: model(x)[0].square().mean(), optimizer)
+        x = torch.randn(2, 3, 3)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(fxwrap.TrainStepError, match=r"LSTM: oneDNN .* torch.backends.mkldnn.set_flags"):
+            step(x)
+        assert all(map(torch.equal, before, model.parameters()))
+        with torch.backends.mkldnn.flags(enabled=False):
+            loss = model(x)[0].square().mean()
+            torch.testing.assert_close(step(x), loss.detach())
+            assert step(x) < loss
