@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -198,6 +199,19 @@ def parse_options(
     return parsed, patches
 
 
+def refuse_unknown(names: Iterable[str], of: Callable[..., Any]) -> None:
+    """Refuse arguments that a function does not have, as Python does, and say which one may be meant.
+
+    Raises:
+        TypeError: there is one.
+    """
+    known = [name for name, p in inspect.signature(of).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name in names:
+        close = difflib.get_close_matches(name, known, n=1)
+        help = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+        raise TypeError(f"{of.__name__}() got an unexpected keyword argument {name!r}; {help}")
+
+
 def _wrong(name: str, value: Any, doc: str, expected: str, default: Any) -> OptionError:
     return OptionError(
         f"wrong value for option {name!r} ({doc})",
@@ -244,14 +258,14 @@ def _checked(name: str, value: Any, spec: Any) -> Any:
 
 
 def _bytes(text: str) -> int | str:
-    """The bytes that a size such as "6GiB", "512 MB" or "1048576" stands for; the text itself if it is none."""
+    """The bytes that a size such as "6GiB", "512 mb" or "1048576" stands for; the text itself if it is none."""
     if text.strip().isdecimal():  # a number of bytes from a command line
         return int(text)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", text.strip().upper())
     if found is None:
         return text
     number, prefix, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
 
 
 def _expectation(name: str, default: Any, metadata: Mapping[str, Any]) -> str:
@@ -261,7 +275,8 @@ def _expectation(name: str, default: Any, metadata: Mapping[str, Any]) -> str:
         return "a subclass of fxwrap.FxwrapCodegen"
     if isinstance(default, tuple):
         return "a string, a fxwrap.EagerRule, or a sequence of these"
-    kind = "bytes, or a size such as '6GiB'," if metadata["is_bytes"] else type(default).__name__
+    size = "bytes, or a size such as '6GiB' or '512 MB' (kB, MB, GB, TB; KiB, MiB, GiB, TiB),"
+    kind = size if metadata["is_bytes"] else type(default).__name__
     return f"{kind} of at least {metadata['minimum']}" if metadata["minimum"] is not None else kind
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,8 @@ _WRAPPERS = {
     fsdp.FSDPModule: "train it with the ordinary loop",
 }
 _MODULE_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+# Modules of torch whose functions and classes take outputs and a target.
+_COMPARISONS = "torch.nn.functional", "torch.nn.modules.loss"
 _OPTIMIZER_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
@@ -89,6 +92,15 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _of_loss(loss: Callable[..., Any]) -> Iterator[str]:
+    called = loss
+    while isinstance(called, functools.partial):
+        called = called.func
+    kind = called if inspect.isroutine(called) else type(called)
+    if str(kind.__module__).startswith(_COMPARISONS):
+        yield (
+            f"the loss is {kind.__name__}, which compares outputs with a target, and would get the model: give "
+            "lambda model, x, y: loss(model(x), y)"
+        )
     if inspect.isfunction(loss):
         variables = inspect.getclosurevars(loss)
         for name, value in {**variables.globals, **variables.nonlocals}.items():

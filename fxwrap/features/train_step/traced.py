@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .losses import loss_among, must_train
 from .numbers import ReadingNumbers
 from .optimizers import Update
 from .sums import HAD, HAD_NOT, Sums
@@ -190,9 +191,10 @@ def _gradients(
 ) -> tuple[Any, Sequence[torch.Tensor | None]]:
     """What ``loss`` returns, detached, and the gradients of ``parameters``; None for those that are not used."""
     outputs = loss(model, *batch, **more)
-    value = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+    value = loss_among(outputs, parameters)
     shared = value / micro_batches if micro_batches > 1 else value
     gradients = torch.autograd.grad(shared, parameters, allow_unused=True)
+    must_train(parameters, gradients)
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), gradients
 
 

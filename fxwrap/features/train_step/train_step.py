@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,9 @@ from torch.optim import Optimizer
 
 from ...backend import parsed
 from ...errors import MemoryLimitError, TrainStepError, causes
+from ...options import refuse_unknown
 from .codegen.averaging import averaging
-from .codegen.tracing import compiled_step, graph_breaks, mark_static, why_not_traced
+from .codegen.tracing import compiled_step, faults_of_forward, mark_static, why_not_traced
 from .group import begin_alike, check_group
 from .optimizers import Numbers, updates_of
 from .refusals import refusals
@@ -33,6 +35,7 @@ def train_step(
     group: dist.ProcessGroup | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
 ) -> TrainStep:
     """Make a function that trains a model by one step, as one program.
 
@@ -57,7 +60,8 @@ def train_step(
 
     Args:
         model: the module that ``loss`` gets as its first argument.
-        loss: ``loss(model, *batch)`` returns the loss, or a tuple with the loss in front; all are returned detached.
+        loss: ``loss(model, *batch)`` returns the loss, a tensor of one element with a gradient, or a tuple with the
+            loss in front; all are returned detached.
         optimizer: one of ``torch.optim`` whose update Dynamo can trace (docs/training.md has the list).
         clip_norm: the largest norm of all gradients together, as for ``torch.nn.utils.clip_grad_norm_``.
         accumulate: how many calls make one update. Gradients are averages over as many micro-batches.
@@ -73,7 +77,9 @@ def train_step(
         TrainStepError: something cannot be part of one program; the error names all of it. What is found only when
             the step is compiled is raised by its first call, which then has changed nothing. Or an argument is wrong.
         MemoryLimitError: raised by a call that needs more than ``memory_limit``, before anything runs.
+        TypeError: there is no such argument.
     """
+    refuse_unknown(unknown, train_step)
     if memory_limit is not None:
         options = {**(options or {}), "memory_limit": memory_limit}
     return TrainStep(model, loss, optimizer, clip_norm, accumulate, group, dynamic, options)
@@ -108,7 +114,7 @@ class TrainStep:
             )
         if type(accumulate) is not int or accumulate < 1:
             raise TrainStepError("accumulate of train_step", expected="an int of at least 1", got=repr(accumulate))
-        if clip_norm is not None and not clip_norm > 0:
+        if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
             raise TrainStepError("clip_norm of train_step", expected="a number above 0, or None", got=repr(clip_norm))
         if group is not None:
             check_group(group)
@@ -144,8 +150,8 @@ class TrainStep:
             if not (reason := why_not_traced(error)):
                 raise
             self._seen = None
-            breaks = graph_breaks(self.model, self._loss, batch, more)
-            raise self._refused(breaks or [reason]) from error
+            faults = faults_of_forward(self.model, self._loss, batch, more)
+            raise self._refused(faults or [reason]) from error
 
     def _micro_batch(self, batch: tuple[Any, ...], more: dict[str, Any]) -> Any:
         sums, is_last = self._slots.sums, self.micro_batches + 1 == self._accumulate
@@ -177,6 +183,18 @@ class TrainStep:
     def __repr__(self) -> str:
         return f"<fxwrap.TrainStep of {type(self.model).__name__} with {type(self.optimizer).__name__}>"
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """What ``copy.copy``, ``copy.deepcopy``, ``pickle`` and ``torch.save`` ask for."""
+        raise TrainStepError(
+            f"a copy of {self!r}",
+            expected="copies of its model and its optimizer",
+            got="the step itself, whose program writes the tensors of this model and this optimizer",
+            remedy=(
+                "copy both at once, copy.deepcopy((model, optimizer)), or save their state_dict(), and make another "
+                "step of them with fxwrap.train_step; keep a step outside of a module that is copied"
+            ),
+        )
+
     def _look_again(self) -> None:
         """Take what the optimizer has now: parameters, state, settings. State that is missing is made."""
         self._refuse(refusals(self.model, self._loss, self.optimizer))
@@ -201,3 +219,7 @@ class TrainStep:
             got="\n    ".join(["", *reasons]),
             remedy="change what is named, or train with the ordinary loop and torch.compile(model)",
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

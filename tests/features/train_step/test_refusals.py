@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,7 +62,14 @@ def test_an_optimizer_of_the_users() -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"accumulate": 0}, "at least 1"), ({"accumulate": True}, "int"), ({"clip_norm": 0}, "above 0")],
+    [
+        ({"accumulate": 0}, "at least 1"),
+        ({"accumulate": True}, "int"),
+        ({"clip_norm": 0}, "above 0"),
+        ({"clip_norm": "1"}, "a number above 0"),
+        ({"clip_norm": True}, "a number above 0"),
+        ({"clip_norm": float("nan")}, "a number above 0"),
+    ],
 )
 def test_wrong_settings(given: dict[str, object], says: str) -> None:
     model = Net()
@@ -106,11 +116,29 @@ def test_hooks_that_come_later() -> None:
     step(*batch())
 
 
-def test_a_loss_that_is_no_number() -> None:
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda step: copy.deepcopy({"step": step})], ids=range(4)
+)
+def test_a_step_is_not_copied(copied: Callable[[object], object]) -> None:
+    """A copy would train the model of the original. What the error says to do is done here."""
     model = Net()
-    step = fxwrap.train_step(model, lambda model, x, y: model(x) - y, optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(Exception, match="scalar outputs"):
-        step(*batch())
+    optimizer = optim.AdamW(model.parameters())
+    step = fxwrap.train_step(model, squares, optimizer)
+    step(*batch())
+    with pytest.raises(TrainStepError, match=r"copy.deepcopy\(\(model, optimizer\)\)"):
+        copied(step)
+    twin, own = copy.deepcopy((model, optimizer))
+    step_of_twin, before = fxwrap.train_step(twin, squares, own), values(model)
+    losses = [step_of_twin(*batch()) for _ in range(3)]
+    assert all(map(torch.equal, values(model), before))
+    assert losses == [step(*batch()) for _ in range(3)]
+
+
+def test_an_argument_that_is_not_there() -> None:
+    model = Net()
+    for given, meant in (("memory_limt", "did you mean 'memory_limit'"), ("scaler", "it has clip_norm, accumulate")):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{given}'; {meant}"):
+            fxwrap.train_step(model, squares, optim.SGD(model.parameters(), 0.1), **{given: "1MiB"})  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")

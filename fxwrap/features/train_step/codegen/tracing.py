@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import exc
+from torch._dynamo import config, exc
 from torch._dynamo.utils import graph_break_reasons
 
 from ....codegen.dynamo.collection import with_own_code
+from ....codegen.torch_versions import IGNORED_LOGGING
 from ....errors import causes
 from ...bind.codegen.bound import Binding
 from ...bind.codegen.path import Path
+from ..losses import raising_what_is_wrong
+
+# What writes to a log: ``warning``, and ``warning_once``, which transformers adds to all loggers. Where
+# ``isEnabledFor`` has no answer, nothing is written.
+_WRITES_TO_LOG = re.compile(r"(debug|info|warn|warning|error|exception|critical|fatal|log)(_\w+)?|isEnabledFor")
+# Dynamo's reason at a call of a function that has a graph break, which has a reason of its own.
+_WITHIN = "step_unsupported"
 
 
 def compiled_step(
@@ -28,9 +38,34 @@ def compiled_step(
         dynamic=dynamic,
         options={"inputs_apart": True, **(options or {})},
     )
-    binding = Binding(compiled, Path().target(compiled))
+    binding = Binding(_tracing(compiled), Path().target(compiled))
     binding.function.ordinary_calls = binding.ordinary_calls
     return compiled, binding.function
+
+
+def _tracing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls that compile, with the errors and the settings of a step."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with raising_what_is_wrong(), _without_logs():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def _without_logs() -> contextlib.AbstractContextManager[None]:
+    """A context in which Dynamo leaves out calls of loggers, which are graph breaks otherwise."""
+    kinds = [logging.Logger]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    owners = [logging, *dict.fromkeys(kinds)]
+    ignored = {
+        function
+        for owner in owners
+        for name, function in vars(owner).items()
+        if callable(function) and _WRITES_TO_LOG.fullmatch(name)
+    }
+    return config.patch({IGNORED_LOGGING: {*getattr(config, IGNORED_LOGGING), *ignored}})
 
 
 def mark_static(tensors: Iterable[torch.Tensor]) -> None:
@@ -55,16 +90,30 @@ def why_not_traced(error: BaseException) -> str:
     return ""
 
 
-def graph_breaks(
+def faults_of_forward(
     model: torch.nn.Module, loss: Callable[..., Any], batch: Sequence[Any], more: Mapping[str, Any]
 ) -> list[str]:
-    """All graph breaks of the forward pass, each with its line: it runs in pieces, on a copy of the model."""
+    """What it raises, if anything; else all graph breaks of the forward pass, each with its line.
+
+    It runs in pieces, on a copy of the model.
+    """
     before = len(graph_break_reasons)
     compiled = torch.compile(with_own_code(loss), backend="eager")
-    with contextlib.suppress(Exception), torch.random.fork_rng(), torch.no_grad():
-        compiled(copy.deepcopy(model), *batch, **more)
+    try:
+        twin = copy.deepcopy(model)
+    except Exception:  # what cannot be copied is not tried
+        return []
+    try:
+        with torch.random.fork_rng(), torch.enable_grad(), _without_logs():
+            compiled(twin, *batch, **more)
+    except (exc.TorchDynamoException, torch.OutOfMemoryError):
+        pass  # no fault of the function's own
+    except Exception as error:
+        return [f"loss(model, *batch) raises {type(error).__name__}: {error}"]
     places = (
-        (noted.user_stack[-1], noted.reason.split("\n\n", maxsplit=1)[0]) for noted in graph_break_reasons[before:]
+        (noted.user_stack[-1], noted.reason.split("\n\n", maxsplit=1)[0])
+        for noted in graph_break_reasons[before:]
+        if noted.reason != _WITHIN
     )
     found = [f"graph break at {place.filename}, line {place.lineno}: {why}" for place, why in places]
     return list(dict.fromkeys(found))
