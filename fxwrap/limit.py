@@ -1,9 +1,12 @@
-"""A limit of memory for calls, and what runs again so that a program keeps it."""
+"""A limit of memory for calls, what runs again so that a program keeps it, and how bytes are written."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+_UNITS = "bytes", "KiB", "MiB", "GiB", "TiB"
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,9 @@ class Repeated:
     repeats: str
     nbytes: int
     moved: int
+
+
+def binary(number: float) -> str:
+    """A number of bytes in the unit that suits it: ``1.5 KiB``."""
+    power = min(int(math.log2(max(number, 1))) // 10, len(_UNITS) - 1)
+    return f"{number / 1024**power:,.{min(power, 1)}f} {_UNITS[power]}"

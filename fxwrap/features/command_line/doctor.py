@@ -29,6 +29,7 @@ from rich.text import Text
 from ... import __version__
 from ...errors import FxwrapError
 from ...graphs.devices.runtime import runtime_for
+from ...limit import binary
 from ...native_build import cache_folder, find_compiler
 
 SCHEMA = "fxwrap.doctor/1"
@@ -394,7 +395,7 @@ def _folder(subject: str, folder: Path, state: State, variable: str) -> Iterator
         existing = existing.parent
     free, what = shutil.disk_usage(existing).free, f"{folder}{'' if folder.exists() else ', made when it is needed'}"
     if free < _LITTLE_SPACE:
-        yield Finding(subject, "warning", f"{what}; only {free / 2**20:,.0f} MiB are free", remedy)
+        yield Finding(subject, "warning", f"{what}; only {binary(free)} are free", remedy)
     else:
         yield Finding(subject, "ok", what)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...host_graph.typed_json import from_data
+from ...limit import binary
 from .measured import Measured, MeasuredProgram, MeasuredStep
 
 _LINES, _BARS = 100, 20  # at most: steps in the text, bars of a chart
 _OUTSIDE = "outside of modules"
-_UNITS = "bytes", "KiB", "MiB", "GiB", "TiB"
 
 
 class MeasuredSection:
@@ -56,12 +55,6 @@ class MeasuredSection:
             f"<details><summary>{len(one.steps)} launches and library calls, in order</summary>"
             f"<table><thead>{head}</thead><tbody>{rows}</tbody></table></details></section>"
         )
-
-
-def binary(number: float) -> str:
-    """A number of bytes in the unit that suits it: ``1.5 KiB``."""
-    power = min(int(math.log2(max(number, 1))) // 10, len(_UNITS) - 1)
-    return f"{number / 1024**power:,.{min(power, 1)}f} {_UNITS[power]}"
 
 
 def _headline(one: MeasuredProgram) -> str:

@@ -15,7 +15,7 @@ from ...errors import MemoryLimitError
 from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, schema_of
 from ...host_graph.sizes import hint, hinted_layout
 from ...host_graph.storages import StorageFacts
-from ...limit import Limit, Repeated
+from ...limit import Limit, Repeated, binary
 from ...plan import Partition, ProgramPlan, Verdict
 from ..analysis.aliasing import analyse_storages, overlap_groups
 from .order import reordered
@@ -59,7 +59,7 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
         least = best.peak + limit.beside
         error = MemoryLimitError(
             "a program does not fit into memory_limit",
-            expected=f"at least {least} bytes ({least / 2**20:.1f} MiB)",
+            expected=f"at least {least} bytes" + (f" ({binary(least)})" if least >= 1024 else ""),
             got=f"{limit.nbytes} bytes",
             remedy="raise memory_limit, or make the batch smaller",
         )

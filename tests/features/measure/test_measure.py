@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fxwrap
 from fxwrap.features.measure.clocked_steps import _TIMES, _without_clocks
 from fxwrap.features.measure.measured import MeasuredProgram, MeasuredStep
-from fxwrap.features.measure.section import binary
+from fxwrap.limit import binary
 
 pytestmark = pytest.mark.compiler
 ALWAYS = {"capture": "always"}

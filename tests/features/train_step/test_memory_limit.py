@@ -66,7 +66,7 @@ def test_a_limit_holds_at_every_call_and_changes_no_bit() -> None:
 def test_what_cannot_fit_is_an_error_before_anything_runs() -> None:
     model = Deep()
     step, before = _made(model, memory_limit="1kB"), values(model)
-    with pytest.raises(MemoryLimitError, match=r"at least \d+ bytes") as caught:
+    with pytest.raises(MemoryLimitError, match=r"at least \d+ bytes \([1-9][\d.]* KiB\)") as caught:
         step(torch.randn(256, 16))
     assert caught.value.got == "1000 bytes"
     assert all(map(torch.equal, values(model), before))
@@ -99,13 +99,17 @@ def test_another_size_is_within_the_limit_or_an_error() -> None:
 @pytest.mark.parametrize("given", ["6 gigabytes", "1.5", "-1", "", -1, 1.5, True])
 def test_what_is_no_size(given: Any) -> None:
     model = Net()
-    with pytest.raises(OptionError, match="bytes, or a size such as '6GiB'"):
+    with pytest.raises(OptionError, match=r"bytes, or a size such as '6GiB' .*KiB, MiB, GiB, TiB"):
         fxwrap.train_step(model, squares, optim.SGD(model.parameters(), 0.1), memory_limit=given)
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("2048", 2048), ("2kB", 2000), ("1.5 KiB", 1536), ("6GiB", 6 << 30), ("0", 0), (7, 7)]
-)
+    ("given", "meant"),
+    [
+        ("2048", 2048), ("2kB", 2000), ("2 kb", 2000), ("2 mb", 2_000_000), ("2MIB", 2 << 20), ("1.5 KiB", 1536),
+        ("6GiB", 6 << 30), ("6gib", 6 << 30), ("12 B", 12), ("0", 0), (7, 7),
+    ],
+)  # fmt: skip
 def test_what_is_a_size(given: Any, meant: int) -> None:
     assert parsed({"memory_limit": given})[0].memory_limit == meant
 
