@@ -78,13 +78,20 @@ def mark_static(tensors: Iterable[torch.Tensor]) -> None:
 # The operator that torch makes of ``nn.LSTM`` on the CPU. Where no gradient is recorded, as in a step's one graph, it
 # returns no workspace for its backward (torch 2.11 to 2.15), and its backward is one that only this workspace suits.
 _ONEDNN_LSTM = "mkldnn_rnn_layer"
+# Begins torch's refusals of checkpoints whose sections are repeated at several places of a backward in one graph.
+_CHECKPOINT = "disjoint backward regions"
 
 
 def why_not_traced(error: BaseException) -> str:
     """Dynamo's or torch's reason why a step cannot be one graph; empty for errors of other kinds."""
     for cause in causes(error):
         if isinstance(cause, TypeError) and _ONEDNN_LSTM in str(cause):
-            return "nn.LSTM: oneDNN trains it in no compiled program; call torch.backends.mkldnn.set_flags(False)"
+            return (
+                "nn.LSTM: no compiled program trains it by oneDNN. Call torch.backends.mkldnn.set_flags(False), and "
+                "make the step anew"
+            )
+        if isinstance(cause, RuntimeError) and _CHECKPOINT in str(cause):
+            return str(cause).split("\n", maxsplit=1)[0]
         if isinstance(cause, (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit)):
             return str(cause).split("\n\n  Developer debug context", maxsplit=1)[0].strip()
     return ""
