@@ -18,86 +18,14 @@ from __future__ import annotations
 import linecache
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from own_operators import AROUND
 from torch import Tensor
 
 ROWS_OF_CACHE = 8
-
-
-# -- operators ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Surroundings:
-    """What operators find outside of their arguments.
-
-    Attributes:
-        raising: whether ``raises`` does.
-        kept: copies of what ``keeps`` has been given: Inductor's buffers are written again, too.
-    """
-
-    raising: bool = False
-    kept: list[Tensor] = field(default_factory=list)
-
-
-AROUND = Surroundings()
-
-
-class OnPurposeError(ValueError):
-    """What ``raises`` raises."""
-
-
-@torch.library.custom_op("fxwrap_fuzz::raises", mutates_args=())
-def _raises(x: Tensor) -> Tensor:
-    if AROUND.raising:
-        raise OnPurposeError
-    return x.clone()
-
-
-@torch.library.custom_op("fxwrap_fuzz::keeps", mutates_args=())
-def _keeps(x: Tensor) -> Tensor:
-    with torch.inference_mode(False):  # the call that records runs outside of the caller's mode
-        AROUND.kept.append(x.clone())
-    return x * 2
-
-
-@torch.library.custom_op("fxwrap_fuzz::scale_", mutates_args=("x",))
-def _scale_(x: Tensor) -> None:
-    x.mul_(2)
-
-
-@torch.library.custom_op("fxwrap_fuzz::both_", mutates_args=("x",))
-def _both_(x: Tensor, y: Tensor) -> Tensor:
-    x.add_(y)
-    return x - 2 * y
-
-
-@torch.library.custom_op("fxwrap_fuzz::loss", mutates_args=())
-def _loss(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.square().sum(0), 2 * x
-
-
-def _keep_gradient(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-
-
-for _operator in (_raises, _keeps):
-    _operator.register_fake(torch.empty_like)
-_loss.register_fake(lambda x: (x.new_empty(x.size(1)), torch.empty_like(x)))
-_loss.register_autograd(lambda ctx, loss, _: ctx.saved_tensors[0] * loss, setup_context=_keep_gradient)
-_scale_.register_fake(lambda x: None)
-_both_.register_fake(lambda x, y: torch.empty_like(x))
-
-# Custom_op refuses such an operator, and torch has no schema for it: it says that its result is new.
-torch.library.define("fxwrap_fuzz::same", "(Tensor x) -> Tensor")
-torch.library.impl("fxwrap_fuzz::same", "CompositeExplicitAutograd", lambda x: x)
-torch.library.register_fake("fxwrap_fuzz::same", torch.empty_like)
-
-# What these do on the host happens at every call, and is no part of a device graph.
-HOST_WORK = ("fxwrap_fuzz::raises", "fxwrap_fuzz::keeps")
 
 
 # -- recipes ------------------------------------------------------------------------------------------------------
@@ -134,12 +62,16 @@ class Text:
         writes_inputs: whether x or y may be written.
         pure: whether equal inputs give equal outputs and nothing else happens: two threads may call it at one time.
         windows: whether it looks outside of x: one row behind it, and one row before it, at element 4 of the storage.
+        one_graph: whether a call of it runs one program, and raises nothing.
+        unknown_memory: whether no plan knows what a call takes.
     """
 
     source: str
     writes_inputs: bool
     pure: bool
     windows: bool
+    one_graph: bool = True
+    unknown_memory: bool = False
 
     def make(self, seed: int, device: torch.device) -> torch.nn.Module:
         """An instance whose code nobody shares: what is compiled from it is its own."""
@@ -183,7 +115,8 @@ class _Writer:
         self.of_buffers = set[str]()
         self.also_returned = list[str]()
         self.writes_inputs = self.windows = False
-        self.pure = True
+        self.pure = self.one_graph = True
+        self.unknown_memory = False
 
     def text(self) -> Text:
         for statement in self.recipe.statements:
@@ -193,7 +126,14 @@ class _Writer:
         chosen = [everything[-1 - pick % len(everything)] for pick in self.recipe.outputs] + self.also_returned
         self.lines.append(f"return {', '.join(chosen)},")
         body = "".join(f"        {line}\n" for line in self.lines)
-        return Text(_HEAD.format(rows=ROWS_OF_CACHE) + body, self.writes_inputs, self.pure, self.windows)
+        return Text(
+            _HEAD.format(rows=ROWS_OF_CACHE) + body,
+            self.writes_inputs,
+            self.pure,
+            self.windows,
+            self.one_graph,
+            self.unknown_memory,
+        )
 
     # -- words
 
@@ -292,6 +232,7 @@ class _Writer:
 
     def _op_some_rows(self, a: int, b: int, c: int) -> None:
         """A view of a size that data decide."""
+        self.unknown_memory = True
         wide = self.pick("wide", a)
         name = self.add("row", f"({wide}[0, 0] > 0).long().item()")
         self.lines += [f"torch._check({name} >= 0)", f"torch._check({name} <= 1)", f"{name}s = {wide}[:{name}]"]
@@ -348,6 +289,7 @@ class _Writer:
 
     def _op_if_positive(self, a: int, b: int, c: int) -> None:
         """Ends the graph, and goes on in one of two."""
+        self.one_graph = False
         wide = self.pick("wide", a)
         self.add("wide", f"{wide}.cos() if {wide}.sum() > 0 else {wide} + 1")
 
@@ -372,18 +314,20 @@ class _Writer:
         self.lines.append(f"{name} = while_loop(condition, lambda i, v: (i + 1, v.cos()), {start})[1]")
 
     def _op_break(self, a: int, b: int, c: int) -> None:
+        self.one_graph = False
         self.lines.append("torch._dynamo.graph_break()")
 
     def _op_raises(self, a: int, b: int, c: int) -> None:
-        self.pure = False
+        self.pure = self.one_graph = False
         self.add("wide", f"torch.ops.fxwrap_fuzz.raises({self.pick('wide', a)}.detach())")
 
     def _op_loss(self, a: int, b: int, c: int) -> None:
         """Saves a result of its own."""
+        self.unknown_memory = True
         self.add("row", f"torch.ops.fxwrap_fuzz.loss({self.pick('wide', a)})[0]")
 
     def _op_keeps(self, a: int, b: int, c: int) -> None:
-        self.pure = False
+        self.pure, self.unknown_memory = False, True
         # Of its own memory: an input that is kept is its caller's.
         self.add("wide", f"torch.ops.fxwrap_fuzz.keeps({self.pick('wide', a)}.detach().sin())")
 
@@ -394,8 +338,26 @@ class _Writer:
         self.lines.append(f"torch.ops.fxwrap_fuzz.scale_({self.written(name)})")
 
     def _op_both_(self, a: int, b: int, c: int) -> None:
+        self.unknown_memory = True
         name = self.add("wide", f"{self.pick('wide', a)}.detach().cos()")
         self.add("wide", f"torch.ops.fxwrap_fuzz.both_({name}, {self.pick('wide', b + 1)}.detach())")
+
+    def _op_takes_memory(self, a: int, b: int, c: int) -> None:
+        self.unknown_memory = True
+        self.add("wide", f"torch.ops.fxwrap_fuzz.takes_memory({self.pick('wide', a)})")
+
+    def _op_tells(self, a: int, b: int, c: int) -> None:
+        """Has an effect, whose token AOTAutograd counts among the inputs."""
+        self.pure, self.unknown_memory = False, True
+        self.lines.append(f"torch.ops.fxwrap_fuzz.tells({self.pick('wide', a)}.detach().sin())")
+
+    def _op_solved(self, a: int, b: int, c: int) -> None:
+        """Torch checks errors of these by an operator that has an effect. Of a weight, or of data."""
+        wide = self.pick("wide", a)
+        of = ("self.weight @ self.weight.t()", f"{wide}.t() @ {wide}")[b % 2]
+        matrix = f"({of} + 2 * torch.eye(4, device=x.device))"
+        ways = f"{wide} @ torch.linalg.inv({matrix})", f"torch.linalg.solve({matrix}, {wide}.t()).t()"
+        self.add("wide", (*ways, f"{wide} @ torch.linalg.cholesky({matrix})")[c % 3])
 
     def _op_same(self, a: int, b: int, c: int) -> None:
         # Inductor takes the result for new memory, which it may use again: it is handed out and nothing else.
@@ -406,7 +368,7 @@ class _Writer:
 OPS = tuple(name.removeprefix("_op_") for name in vars(_Writer) if name.startswith("_op_"))
 # Each of these compiles more than one program, or is worth little where there are many of it.
 RARE = ("some_rows", "if_flag", "if_positive", "if_long", "cond", "break", "scale_by_number", "sort", "keeps", "same")
-RARE += ("loop", "window")
+RARE += ("loop", "window", "tells", "solved")
 
 
 def text_of(recipe: Recipe) -> Text:

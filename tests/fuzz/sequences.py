@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch._functorch.config
 from conftest import tensors_in
-from grammar import AROUND, HOST_WORK, Recipe, Text, random_recipe, shrunk_recipe, text_of
+from grammar import Recipe, Text, random_recipe, shrunk_recipe, text_of
+from own_operators import AROUND, HOST_WORK
 from torch import Tensor
+from within_limit import DifferenceError, Limit, TakesMoreError
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend
@@ -40,7 +42,7 @@ SIZES = (3, 5, 2, 8, 6)
 LAYOUTS = ("transposed", "strided", "offset", "misaligned", "one tensor", "of one base", "overlapping", "a buffer")
 BEFORE = (
     "data", "data in turn", "assign", "new parameter", "in place", "new buffer",
-    "release", "release all", "record", "raise", "seed", "flag", "number", "collect",
+    "release", "release all", "record", "raise", "seed", "flag", "number", "collect", "limit", "no limit",
 )  # fmt: skip
 AFTER = (
     "keep", "keep a view", "keep one", "keep detached", "update", "resize", "drop oldest", "drop all",
@@ -167,6 +169,8 @@ class Compiled:
             program.release()
             program.specializations.clear()
             program._thread = threading.local()
+            if program.recorder.memory_limit:
+                program.set_memory_limit(0)
         for name in self.module._parameters:
             self.module._parameters[name] = torch.nn.Parameter(self._state[name].clone())
         for name in self.module._buffers:
@@ -252,7 +256,7 @@ class Side:
 
     def __init__(self, programs: Sequence[Compiled], ours: bool, device: torch.device) -> None:
         self.programs, self.ours, self.device = programs, ours, device
-        self.random = _random_state(device)
+        self.random = random_state(device)
         self.outputs: list[Any] = []
         self.inputs: list[Tensor] = []
         self.kept: list[Any] = []
@@ -264,6 +268,7 @@ class Side:
         self.raised: list[str | None] = []
         self.lost, self.written = False, list[bool]()
         self.flag, self.number = True, 2
+        self.limits: dict[int, Limit] = {}
 
     # -- a step
 
@@ -274,8 +279,8 @@ class Side:
         program = self.programs[step.program % len(self.programs)]
         where, what = step.habit
         draw = torch.Generator().manual_seed(number)
-        before = _random_state(self.device)
-        _set_random_state(self.device, self.random)
+        before = random_state(self.device)
+        set_random_state(self.device, self.random)
         try:
             if where == "before":
                 self._before(program, what, step, draw)
@@ -289,13 +294,15 @@ class Side:
                 self._backward(program, what if where == "backward" else "", step.pick)
         finally:
             AROUND.raising = False
-            self.random = _random_state(self.device)
-            _set_random_state(self.device, before)
+            self.random = random_state(self.device)
+            set_random_state(self.device, before)
 
     def attempt(self, act: Callable[[], Any]) -> Any:
         """Note what it raises, by type: messages name what an implementation is made of."""
         try:
             result = act()
+        except TakesMoreError:
+            raise
         except Exception as error:
             self.raised.append(type(error).__name__)
             error.__traceback__ = None
@@ -342,12 +349,16 @@ class Side:
             self.number = 2 + step.pick % 3
         elif what == "collect":
             gc.collect()
+        elif what in ("limit", "no limit") and self.ours and program.text.one_graph:
+            limit = self._limit(program)
+            limit.set(1 if what == "limit" and not program.variant.recipe.training else 0)
+            limit.room = (1.0, 1.0, 1.2, 1.5)[step.pick % 4]
 
     def _record(self, program: Compiled, step: Step, draw: torch.Generator) -> None:
         """The other side makes the same calls, so that Dynamo has seen the same; what is written is put back."""
         x, y = self._given(program, dataclasses.replace(step, habit=("", "")), draw)
         before = {name: value.detach().clone() for name, value in program.module.named_buffers()}
-        state, kept = _random_state(self.device), len(self.kept_by_operator)
+        state, kept = random_state(self.device), len(self.kept_by_operator)
 
         def train(x: Tensor, y: Tensor) -> None:
             with torch.set_grad_enabled(program.variant.recipe.training):
@@ -365,9 +376,9 @@ class Side:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.attempt(lambda: record(x, y) if self.ours else train(x.clone(), y.clone()))
-        if self.ours and not torch.equal(state, _random_state(self.device)):
+        if self.ours and not torch.equal(state, random_state(self.device)):
             self.raised.append("recording has changed the random state")
-        _set_random_state(self.device, state)
+        set_random_state(self.device, state)
         with torch.no_grad():
             for name, value in program.module.named_buffers():
                 value.copy_(before[name])
@@ -445,8 +456,9 @@ class Side:
 
         def call(given: tuple[Tensor, Tensor], into: list[Any]) -> None:
             with mode():
-                into.append(self.attempt(lambda: program.call(*given, self.flag, self.number)))
+                into.append(self.attempt(lambda: within(lambda: program.call(*given, self.flag, self.number))))
 
+        within = self._limit(program).run if self.ours else lambda run: run()
         with mode():
             self.inputs = list(prepared())
         given, results = (self.inputs[0], self.inputs[1]), list[Any]()
@@ -473,6 +485,12 @@ class Side:
         self.outputs = results
         # How often a tensor was written depends on the operators that did it; autograd asks whether it was.
         self.written = [value._version > version for value, version in versions]
+
+    def _limit(self, program: Compiled) -> Limit:
+        if id(program) not in self.limits:
+            assert program.compilation is not None
+            self.limits[id(program)] = Limit(program.compilation, program.text.unknown_memory, self.device)
+        return self.limits[id(program)]
 
     # -- after a call
 
@@ -590,7 +608,7 @@ def _in_threads(work: Sequence[Callable[[], None]]) -> None:
         sys.setswitchinterval(interval)
 
 
-def _random_state(device: torch.device) -> Tensor:
+def random_state(device: torch.device) -> Tensor:
     """Of the CPU and of the device."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
@@ -598,7 +616,7 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cat(states)
 
 
-def _set_random_state(device: torch.device, state: Tensor) -> None:
+def set_random_state(device: torch.device, state: Tensor) -> None:
     of_cpu = torch.get_rng_state().numel()
     torch.set_rng_state(state[:of_cpu].clone())
     if device.type != "cpu":
@@ -606,10 +624,6 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 # -- both sides ---------------------------------------------------------------------------------------------------
-
-
-class DifferenceError(AssertionError):
-    """The sides differ."""
 
 
 def run(sequence: Sequence_, pool: Pool, device: torch.device) -> int:
@@ -623,14 +637,17 @@ def run(sequence: Sequence_, pool: Pool, device: torch.device) -> int:
         torch.manual_seed(0)
         ours, theirs = (Side([pair[side] for pair in pairs], not side, device) for side in (0, 1))
         for number, step in enumerate(sequence.steps):
-            for side in (ours, theirs):
-                side.run(step, number)
             try:
+                for side in (ours, theirs):
+                    side.run(step, number)
                 compare(ours, theirs)
             except DifferenceError as error:
                 raise DifferenceError(f"step {number}, {step}: {error}") from None
             if theirs.lost:
                 _even_out(ours, theirs)
+    for mine, _ in pairs:
+        if mine.compilation is not None and mine.compilation.fallbacks:
+            raise DifferenceError(f"Inductor's wrapper runs a program: {mine.compilation.fallbacks}")
     return len(sequence.steps)
 
 
