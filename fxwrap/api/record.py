@@ -129,7 +129,7 @@ def no_program(fn: Callable[..., Any]) -> FxwrapError:
         f"{fn!r} called no program",
         expected='a function compiled with backend="fxwrap", or one that calls such a function',
         got="" if compilations else story.why_nothing,
-        remedy='compile it: torch.compile(fn, backend="fxwrap")',
+        remedy=("" if compilations else story.remedy) or 'compile it: torch.compile(fn, backend="fxwrap")',
     )
 
 

@@ -36,7 +36,8 @@ def report(fn: Callable[..., Any] | HasPrograms | None = None) -> Explanation:
             f"{fn!r} has no program",
             expected='a function compiled with backend="fxwrap" that was called at least once',
             got=story.why_nothing,
-            remedy="fxwrap.explain(fn, ...) compiles it and tells more; torch.compile(fn, fullgraph=True) raises at "
+            remedy=story.remedy
+            or "fxwrap.explain(fn, ...) compiles it and tells more; torch.compile(fn, fullgraph=True) raises at "
             "what cannot be compiled; without an argument all programs are shown",
         )
     return Explanation.of(compilations, name_of(fn), story)

@@ -50,7 +50,7 @@ def text_of(document: Document) -> str:
 
 def nothing_compiled(dynamo: DynamoReport) -> str:
     """The text of a report without graphs."""
-    if dynamo.breaks or dynamo.skipped:
+    if str(dynamo):
         return "nothing was compiled"  # what follows says why
     if not dynamo.seen:
         return (

@@ -489,6 +489,31 @@ def test_a_function_that_only_another_backend_compiled() -> None:
         fxwrap.stats(f)
 
 
+@pytest.mark.parametrize("setting", ["recompile_limit", "accumulated_recompile_limit"])
+@pytest.mark.parametrize("make", [Net, lambda width: torch.nn.Linear(width, 3)], ids=["user", "torch"])
+def test_what_dynamo_has_compiled_as_often_as_it_may(make: Any, setting: str) -> None:
+    """The third model of a class runs eagerly: every report says which limit of Dynamo's it is, and how to raise it."""
+    models, inputs = [fast(make(width)) for width in (4, 5, 6)], [torch.randn(3, width) for width in (4, 5, 6)]
+    x = inputs[-1]
+    with torch._dynamo.config.patch({setting: 2}):
+        for f, value in zip(models, inputs, strict=True):
+            f(value)
+        assert fxwrap.stats(models[0])["programs"] == 1  # its code is still called
+        last, name = models[-1], f"torch._dynamo.config.{setting}"
+        reports: tuple[Any, ...] = (fxwrap.stats, fxwrap.report, fxwrap.release)
+        reports += (lambda f: fxwrap.bind(f, x), lambda f: fxwrap.record(f, (x,)))
+        for ask in reports:
+            with pytest.raises(FxwrapError) as raised:
+                ask(last)
+            assert name in raised.value.got and "compiled it 2 times" in raised.value.got, ask
+            assert f"set {name}" in raised.value.remedy and "fullgraph" not in raised.value.remedy, ask
+        assert name in str(fxwrap.report(models[0])), "another model, or another size, would run eagerly"
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch({setting: 4}):  # the remedy
+        last(x)
+    assert fxwrap.stats(last)["programs"] == 1 and not fxwrap.report(last).dynamo.full
+
+
 @torch._dynamo.config.patch(disable=True)
 def test_no_program_while_compiling_is_switched_off() -> None:
     f = fast(helper)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo import config, trace_rules
+from torch._dynamo import config, external_utils, trace_rules
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
@@ -44,6 +44,30 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Full:
+    """A function that Dynamo does not compile again, since it has compiled it as often as it may.
+
+    Calls that none of that code fits run as ordinary Python, whatever the backend.
+
+    Attributes:
+        setting: the limit, in ``torch._dynamo.config``.
+        compiled: how often it was compiled, by any backend.
+    """
+
+    function: str
+    user_line: str
+    setting: str
+    compiled: int
+
+    def __str__(self) -> str:
+        return (
+            f"not compiled again: {self.function}, {self.user_line}\n  Dynamo has compiled it {self.compiled} times, as "
+            f"often as it may (torch._dynamo.config.{self.setting}): calls that none of this code fits run as "
+            "ordinary Python, with every backend"
+        )
+
+
+@dataclass(frozen=True)
 class Frame:
     """A function, or the rest of one after a graph break, and the number of its graphs.
 
@@ -62,30 +86,45 @@ class DynamoReport:
 
     Attributes:
         seen: whether Dynamo has seen the function, or any that it calls.
+        full: the functions that Dynamo does not compile again.
     """
 
     breaks: tuple[Break, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     frames: tuple[Frame, ...] = ()
     seen: bool = False
+    full: tuple[Full, ...] = ()
 
     def __str__(self) -> str:
-        """Each graph break and each skipped function, with its reason."""
+        """Each graph break, each skipped function, and each that is not compiled again, with its reason."""
         breaks = [f"graph break at {place.user_line}\n  {place.reason}" for place in self.breaks]
         skipped = [f"not compiled: {s.function}, {s.user_line}\n  {s.reason}" for s in self.skipped]
-        return "\n".join([*breaks, *skipped])
+        return "\n".join([*breaks, *skipped, *map(str, self.full)])
 
     @property
     def why_nothing(self) -> str:
         """The reason for which there is no program, for an error's ``got``."""
-        if self.breaks or self.skipped:
-            return str(self)
+        if told := str(self):
+            return told
         if not self.seen:
             return (
                 "one that Dynamo has not seen: not compiled, not called, forgotten at torch._dynamo.reset(), or "
                 "compiling is switched off (TORCH_COMPILE_DISABLE, torch.compiler.set_stance)"
             )
         return "one that was compiled for others only: with another backend, or for other values"
+
+    @property
+    def remedy(self) -> str:
+        """What to do if there is no program because of a limit of Dynamo's; empty for other reasons."""
+        if not self.full:
+            return ""
+        settings = " and ".join(dict.fromkeys(f"torch._dynamo.config.{full.setting}" for full in self.full))
+        return (
+            f"set {settings} to more than the number of models, or of sizes, that share the code, and then call "
+            "torch._dynamo.reset(), which forgets all compiled code; torch.compile(..., dynamic=True) takes any size "
+            "with one compilation, and isolate_recompiles=True, in versions of torch that have it, gives each "
+            "compiled function a limit of its own"
+        )
 
 
 def compilations_of(compiled: Any) -> tuple[list[Compilation], DynamoReport]:
@@ -116,6 +155,7 @@ def compilations_of(compiled: Any) -> tuple[list[Compilation], DynamoReport]:
         tuple(skipped),
         tuple(Frame(_name(code), _place(code), count) for code, count in Counter(pieces).items()),
         bool(search.codes) and not config.disable,
+        tuple(Full(_name(code), _line_of(code), *reached) for code, reached in search.full.items()),
     )
     return search.compilations, report
 
@@ -131,7 +171,7 @@ def _skipped_of_torch(codes: list[types.CodeType]) -> list[Skipped]:
     return [
         Skipped(
             _name(code),
-            _user_line(code.co_filename, code.co_firstlineno),
+            _line_of(code),
             f"{why}; {remedy}" if Path(code.co_filename).is_relative_to(modules) else why,
         )
         for why, code in first.items()
@@ -161,11 +201,17 @@ def _name(code: types.CodeType) -> str:
     name, _, line = code.co_name.removeprefix(RESUMED).rpartition("_at_")
     if code.co_filename == dynamo.__file__:
         return "what is explained"
+    if code.co_filename == external_utils.__file__:
+        return "the function in which Dynamo wraps all modules of torch's own classes"
     return f"{name} after line {line}" if code.co_name.startswith(RESUMED) else code.co_name
 
 
 def _place(code: types.CodeType) -> str:
-    return _user_line(code.co_filename, code.co_firstlineno) if _is_users(code) else ""
+    return _line_of(code) if _is_users(code) else ""
+
+
+def _line_of(code: types.CodeType) -> str:
+    return _user_line(code.co_filename, code.co_firstlineno)
 
 
 def _user_line(file: str, number: int | None) -> str:

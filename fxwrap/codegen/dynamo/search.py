@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame
+from torch._dynamo import config, convert_frame
 from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list, innermost_backend
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -40,12 +40,14 @@ class Search:
         codes: code of the functions that Dynamo has seen, callers first.
         callers: the wrappers that ``torch.compile`` returned.
         is_compiled: whether any of these functions is compiled, by any backend, for this caller or for another.
+        full: code that Dynamo does not compile again, with the setting that says so, and the number of times it was.
     """
 
     def __init__(self, compiled: Any) -> None:
         self.callers: set[Any] = set()
         self.codes: dict[types.CodeType, None] = {}
         self.is_compiled = False
+        self.full: dict[types.CodeType, tuple[str, int]] = {}
         self._ids: list[Any] = []
         self._seen: set[Any] = set()
         compiled = getattr(compiled, BOUND, compiled)
@@ -118,6 +120,8 @@ class Search:
         serving = [entry for entry in cache_entries(code, caller) if not _is_refused(entry, variables)]
         self._ids += [entry.compile_id for entry in serving]
         self.is_compiled |= bool(entries)
+        if reached := _limit_reached(entries, caller, variables):
+            self.full[code] = reached
         for runs in [entry.code for entry in serving] if entries else [code]:
             names = [name for name in names_of(runs) if not name.startswith("__compiled_fn")]
             for nested in _nested(runs):
@@ -203,6 +207,25 @@ def cache_entries(code: types.CodeType, caller: Any) -> Iterator[Any]:
             and getattr(entry, "isolate_recompiles_id", -1) in regions
         ):
             yield entry
+
+
+def _limit_reached(entries: list[Any], caller: Any, variables: dict[str, Any]) -> tuple[str, int] | None:
+    """The setting for which Dynamo does not compile code again for a caller, and how often it has; None if it does.
+
+    As in Dynamo, code for another object that guards compare by identity does not count.
+    """
+
+    def counts(entry: Any) -> bool:
+        objects = ((name, ref()) for name, ref in entry.guard_manager.id_matched_objs.items())
+        return all(variables.get(name, value) is value for name, value in objects if value is not None)
+
+    region = getattr(caller, "_isolate_recompiles_id", -1)
+    own = [entry for entry in entries if getattr(entry, "isolate_recompiles_id", -1) == region and counts(entry)]
+    if len(own) >= config.recompile_limit:
+        return "recompile_limit", len(own)
+    if len(entries) >= config.accumulated_recompile_limit:
+        return "accumulated_recompile_limit", len(entries)
+    return None
 
 
 def _is_refused(entry: Any, variables: dict[str, Any]) -> bool:

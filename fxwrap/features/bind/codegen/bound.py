@@ -35,6 +35,7 @@ import torch
 
 from ....codegen.dynamo.autograd import tracing_autograd
 from ....codegen.dynamo.collection import RESUME_CALL
+from ....codegen.dynamo.report import compilations_of
 from ....codegen.dynamo.search import BOUND, names_of
 from ....errors import BindError
 from .path import Condition, Path, Target
@@ -308,11 +309,13 @@ def bound_function(compiled: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     if isinstance(code, CompiledCode):
         binding.promote(code)
     elif strict:
+        _, story = compilations_of(compiled)
         raise BindError(
             f"bind of {compiled!r:.200}",
             expected="code that Dynamo compiled for the whole function, and guards that pass for the example",
-            got=code,
-            remedy="compile it with fullgraph=True to see where it breaks; or bind(..., strict=False), which calls "
+            got=code if code == GRAPH_BREAK or not story.full else f"{code}\n{story}",
+            remedy=("" if code == GRAPH_BREAK else story.remedy)
+            or "compile it with fullgraph=True to see where it breaks; or bind(..., strict=False), which calls "
             "torch.compile's wrapper where it must, and counts that",
         )
     function.__name__ = binding.target.function.__name__
