@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from training_grammar import (
     COUNTS_IN_FLOAT32,
+    COUNTS_WRITTEN_ONLY,
     OPTIMIZERS,
     PARTS,
     RATES,
@@ -143,7 +144,7 @@ def random_training(draw: random.Random) -> Training:
         1 if limit == 1 else draw.choice((1, 1, 2, 3)),
         draw.choice((None, None, 0.5)),
         draw.choice((True, True, None)),
-        draw.random() < 0.7,
+        draw.random() < 0.7 and optimizer.name not in COUNTS_WRITTEN_ONLY,
         limit,
         tuple(options),
     )
