@@ -96,4 +96,5 @@ def test_explain_shows_the_step() -> None:
     step = fxwrap.train_step(model, _loss, optim.SGD(model.parameters(), lr=0.1))
     explanation = fxwrap.explain(step, batch()[0], fxwrap_options={"capture": "always"})
     assert len(explanation.graphs) == 1 and "model.layers.0.weight" in str(explanation)
-    assert fxwrap.stats(step)["programs"] == 0  # it was another step
+    step(batch()[0])
+    assert fxwrap.stats(step)["programs"] == 1  # what was explained was a step of its own
