@@ -164,6 +164,6 @@ def test_an_lstm_is_refused_or_trained_but_ends_no_process() -> None:
 
 def test_what_torch_says_against_a_checkpoint_is_a_reason() -> None:
     """Torch repeats sections at one place of a backward only. Which models have several is up to its partitioner."""
-    error = RuntimeError("Detected 2 disjoint backward regions that require recomputation, and more.\nDetails")
-    assert why_not_traced(error) == "Detected 2 disjoint backward regions that require recomputation, and more."
+    reason = "Detected 2 disjoint backward regions that require recomputation, and more."
+    assert why_not_traced(RuntimeError(f"backend raised:\n{reason}\nDetails")) == reason
     assert not why_not_traced(RuntimeError("out of memory"))

@@ -91,7 +91,7 @@ def why_not_traced(error: BaseException) -> str:
                 "make the step anew"
             )
         if isinstance(cause, RuntimeError) and _CHECKPOINT in str(cause):
-            return str(cause).split("\n", maxsplit=1)[0]
+            return next(line for line in str(cause).splitlines() if _CHECKPOINT in line)
         if isinstance(cause, (exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit)):
             return str(cause).split("\n\n  Developer debug context", maxsplit=1)[0].strip()
     return ""
