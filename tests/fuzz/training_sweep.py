@@ -27,7 +27,6 @@ from training import DifferenceError, random_training, run, shrunk  # noqa: E402
 
 from fxwrap import TrainStepError  # noqa: E402
 
-
 # Torch repeats the sections of checkpoints at one place of a backward only.
 _NOT_IN_ONE_GRAPH = "disjoint backward regions"
 
