@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,6 +94,7 @@ def compile_methods(
         check(traced)
         progress(f"{name}: compiling")
         compiled[name] = compile_method(traced, fxwrap_options, patches)
+        _warn_of_narrower_sizes(compiled[name])
     return CompiledMethods(compiled, fxwrap_options)
 
 
@@ -136,6 +138,32 @@ def _sizes(value: Any) -> Sequence[Any]:
 
 def _expressions(numbers: Sequence[Any]) -> list[Any]:
     return [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
+
+
+def _warn_of_narrower_sizes(method: CompiledMethod) -> None:
+    """Warn if calls refuse sizes that the export has declared: Inductor has decided by the example's sizes."""
+    if not method.narrowing:
+        return
+    ranges = {size: bounds for size, bounds in method.traced.ranges.items() if bounds != (None, None)}
+    conditions = ", ".join(map(str, method.narrowing))
+    symbols = sorted({str(size) for guard in method.narrowing for size in guard.free_symbols})
+    where = [
+        f"{size} is size {dim} of {name!r}"
+        for size in symbols
+        for name, value in method.traced.passed
+        for dim, expression in enumerate(map(str, _sizes(value)))
+        if expression == size
+    ]
+    declared = [f"{low} <= {size} <= {high}" for size, (low, high) in ranges.items() if str(size) in symbols]
+    warnings.warn(
+        f"fxwrap: method {method.traced.name!r} accepts fewer sizes than were exported\n"
+        f"  expected: {', '.join(declared)} ({', '.join(where)})\n"
+        f"  got: code for {conditions} alone, which Inductor has chosen by the size of the example (a convolution's "
+        "layout, for example); calls with other sizes raise InputError\n"
+        "  what to do: export one method for each side of the condition, with a Dim of these bounds and an example "
+        "within them",
+        stacklevel=4,
+    )
 
 
 def signature_of(method: CompiledMethod) -> Signature:

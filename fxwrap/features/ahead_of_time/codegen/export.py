@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.value_ranges import bound_sympy
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from ....codegen.inductor import compile_with_inductor
 from ....codegen.torch_runtime import is_plain_memory
@@ -71,6 +72,7 @@ class CompiledMethod:
         frozen: the other weights, whose values are compiled in.
         packed: the calls that made constants which only a library can read.
         guards: conditions on symbolic sizes that tracing and Inductor have assumed.
+        narrowing: those of Inductor's that sizes within the declared ranges may not meet.
     """
 
     traced: TracedMethod
@@ -79,6 +81,7 @@ class CompiledMethod:
     frozen: Mapping[str, torch.Tensor]
     packed: PackingCalls
     guards: Sequence[sympy.Basic]
+    narrowing: Sequence[sympy.Basic]
 
     @property
     def plan(self) -> ProgramPlan:
@@ -189,7 +192,8 @@ def compile_method(traced: TracedMethod, options: Options, patches: dict[str, An
             node.meta.pop("val", None)  # its layout is no size and stride; nothing plans with it
     # Weights stay at their addresses.
     program = with_static_inputs(program, range(len(weights)))
-    return CompiledMethod(traced, program, weights, frozen, packed, [*traced.guards, *guards])
+    narrowing = [guard for guard in dict.fromkeys(guards) if not _implied(guard, _values(ranges))]
+    return CompiledMethod(traced, program, weights, frozen, packed, [*traced.guards, *guards], narrowing)
 
 
 _functorch: Any = torch._functorch.config
@@ -284,6 +288,14 @@ def _bounds(values: Any) -> Bounds:
     """The bounds of a range of values; a bound beyond 2**62 counts as none."""
     low, high = (int(bound) if abs(bound) <= 1 << 62 else None for bound in (values.lower, values.upper))
     return low, high
+
+
+def _values(ranges: Mapping[sympy.Symbol, Bounds]) -> dict[sympy.Symbol, Any]:
+    """Bounds as ranges of values; ``_bounds`` backwards."""
+    return {
+        symbol: ValueRanges(-int_oo if low is None else low, int_oo if high is None else high)
+        for symbol, (low, high) in ranges.items()
+    }
 
 
 def _implied(guard: sympy.Basic, ranges: dict[sympy.Symbol, Any]) -> bool:
