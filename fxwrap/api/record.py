@@ -13,7 +13,7 @@ from ..codegen.dynamo.report import compilations_of
 from ..errors import FxwrapError, InputError
 from ..graphs.compilation import live_compilations
 from ..graphs.copies import Copies
-from ..graphs.program import WARM_UP, Program
+from ..graphs.program import WARM_UPS, Program
 from ..graphs.program_runs import calls_run_by
 from ..host_graph.tensors import has_address
 from .compile_afresh import rehearsal_of
@@ -40,7 +40,7 @@ def record(fn: Callable[..., Any], *examples: Any) -> int:
     alive = live_compilations()  # until the end, because the counters of their programs are compared
     recordings, ran = _recordings(), _calls()
     with rehearsal_of(fn):
-        calls.make(fn, lambda: (_recordings(), _counts()["eager"].get(WARM_UP)), compiles_only())
+        calls.make(fn, lambda: (_recordings(), _warm_ups()), compiles_only())
     if _calls() == ran:
         raise no_program(fn)
     recordings = _recordings() - recordings
@@ -104,6 +104,11 @@ class ExampleCalls:
 
 def _recordings() -> int:
     return sum(_counts()["recordings"].values())
+
+
+def _warm_ups() -> int:
+    eager = _counts()["eager"]
+    return sum(eager.get(reason, 0) for reason in WARM_UPS)
 
 
 def _calls() -> int:

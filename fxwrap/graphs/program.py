@@ -32,6 +32,9 @@ from .torch_functions import TorchFunctions
 log = logging.getLogger(__name__)
 
 WARM_UP = "warm-up"
+# The warm-up of new sizes, where others have warmed up: what is compiled runs, and nothing compiles.
+NEW_SIZES = "first call of these sizes"
+WARM_UPS = WARM_UP, NEW_SIZES
 CALLER_CAPTURES = "called while the caller captures"
 _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
@@ -278,7 +281,8 @@ class Program:
         if specialization.recordings:
             return ""
         if specialization.eager_runs < self._warm_ups:
-            return WARM_UP
+            others = (other for other in self.specializations.values() if other is not specialization)
+            return NEW_SIZES if any(other.eager_runs for other in others) else WARM_UP
         return self._no_room if specialization.eviction.must_wait() else ""
 
     @property
@@ -314,7 +318,7 @@ class Program:
 
     def _run_eagerly(self, prepared: Prepared, inputs: list[Any], reason: str, specialization: Specialization) -> Any:
         self.context.count("eager", reason)
-        if reason != WARM_UP:
+        if reason not in WARM_UPS:
             return self._run_schedule(prepared, inputs)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)

@@ -285,7 +285,8 @@ def test_what_needs_more_than_the_limit_runs_eagerly(
                 torch.testing.assert_close(f(x), model(x))
         assert own_arenas.kept(device) <= 16 << 10
     counters = f.program.counters
-    assert counters.eager == ({"warm-up": 3, "more than max_memory": 5} if freezes(device) else {"warm-up": 3})
+    warm_ups = {"warm-up": 1, "first call of these sizes": 2}
+    assert counters.eager == ({**warm_ups, "more than max_memory": 5} if freezes(device) else warm_ups)
     assert counters.replays >= 3
     if freezes(device):
         g: Compiled = compiled(model, options={"max_memory": 1, "strict": True})

@@ -492,7 +492,7 @@ def test_a_function_that_only_another_backend_compiled() -> None:
 @pytest.mark.parametrize("setting", ["recompile_limit", "accumulated_recompile_limit"])
 @pytest.mark.parametrize("make", [Net, lambda width: torch.nn.Linear(width, 3)], ids=["user", "torch"])
 def test_what_dynamo_has_compiled_as_often_as_it_may(make: Any, setting: str) -> None:
-    """The third model of a class runs eagerly: every report says which limit of Dynamo's it is, and how to raise it."""
+    """The third model of a class runs eagerly: reports say which limit of Dynamo's it is, and how to raise it."""
     models, inputs = [fast(make(width)) for width in (4, 5, 6)], [torch.randn(3, width) for width in (4, 5, 6)]
     x = inputs[-1]
     with torch._dynamo.config.patch({setting: 2}):

@@ -61,8 +61,9 @@ class Full:
 
     def __str__(self) -> str:
         return (
-            f"not compiled again: {self.function}, {self.user_line}\n  Dynamo has compiled it {self.compiled} times, as "
-            f"often as it may (torch._dynamo.config.{self.setting}): calls that none of this code fits run as "
+            f"not compiled again: {self.function}, {self.user_line}\n"
+            f"  Dynamo has compiled it {self.compiled} times, as often as it may "
+            f"(torch._dynamo.config.{self.setting}): calls that none of this code fits run as "
             "ordinary Python, with every backend"
         )
 

@@ -22,7 +22,7 @@ from ...graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, usi
 from ...graphs.memory.arena_pool import ArenaPool
 from ...graphs.memory.shared_state import SHARED
 from ...graphs.policy.specialization import Specialization
-from ...graphs.program import WARM_UP, Program
+from ...graphs.program import WARM_UPS, Program
 from ...graphs.program_runs import calls_run_by, programs_run_by
 from ...graphs.replay.recording import Recording
 from ...plan import Verdict
@@ -168,7 +168,8 @@ class Rehearsal:
     def progress(self) -> tuple[int, int]:
         """The numbers of warm-up runs and of recordings."""
         counters = [understudy.counters for understudy in self._understudies.values()]
-        return sum(c.eager[WARM_UP] for c in counters), sum(sum(c.recordings.values()) for c in counters)
+        warm_ups = sum(c.eager[reason] for c in counters for reason in WARM_UPS)
+        return warm_ups, sum(sum(c.recordings.values()) for c in counters)
 
     def bill(self) -> Bill:
         """What the recordings keep at this moment."""
@@ -177,7 +178,8 @@ class Rehearsal:
         if kept := max((recording.request.memory.kept for recording in recordings), default=0):
             devices.append(DeviceBill(torch.device("cpu"), kept, pools=0, workspaces=0, static_buffers=0))
         # Code with dynamic sizes can take the place of code that has only warmed up.
-        called = [calls for calls in self.rehearsed.values() if calls.took or calls.eager not in (WARM_UP, COMPILES)]
+        uncalled = *WARM_UPS, COMPILES
+        called = [calls for calls in self.rehearsed.values() if calls.took or calls.eager not in uncalled]
         return Bill(tuple(devices), tuple(calls.bill for calls in called))
 
     def end(self) -> None:
