@@ -136,7 +136,7 @@ def _storages(graph: GraphData, memory: MemoryData, scale: float, unit: str, wid
                 "field": "begin",
                 "type": "quantitative",
                 "title": f"step (of {memory.steps})",
-                "axis": {**_WHOLE, "grid": False},
+                "axis": {**_WHOLE, "grid": False, "labelExpr": _step_label(memory)},
                 "scale": _steps(memory),
             },
             "x2": {"field": "end"},
@@ -169,6 +169,12 @@ def _lines(memory: MemoryData, scale: float, width: int) -> dict[str, Any]:
             "color": {**_colour("line", width), "scale": {"range": ["#d55e00", "#0072b2"]}},
         },
     }
+
+
+def _step_label(memory: MemoryData) -> str:
+    """A Vega expression: the numbers of steps, and "end" where the last one has run and outputs are returned."""
+    end = memory.steps
+    return f"datum.value % 1 || datum.value > {end} ? '' : datum.value === {end} ? 'end' : datum.label"
 
 
 def _steps(memory: MemoryData) -> dict[str, Any]:

@@ -128,7 +128,11 @@ def _summary(graph: GraphData) -> dict[str, str]:
         "calls": f"{count(replays, 'replay')}, {count(recordings, 'recording')}, {eager} eager",
     }
     if memory is not None:
-        figures["memory"] = f"{memory.peak_bytes:,} bytes at most"
-        figures["Inductor's wrapper"] = f"{memory.inductor_peak_bytes:,} bytes"
-        figures["without reuse"] = f"{memory.without_reuse_bytes:,} bytes"
+        if memory.predicted:
+            together = "forward and backward take" if memory.predicted_with == "backward" else "a call takes"
+            figures[together] = f"{sum(part.total for part in memory.predicted):,} bytes beside inputs"
+        # The three below are of the same storages: those in the plan.
+        figures["planned memory"] = f"{memory.peak_bytes:,} bytes at most"
+        figures["the same in Inductor's order"] = f"{memory.inductor_peak_bytes:,} bytes"
+        figures["the same without reuse"] = f"{memory.without_reuse_bytes:,} bytes"
     return figures

@@ -20,7 +20,7 @@ from browser import chromium, needs_browser, wait
 
 import fxwrap
 from fxwrap.features.page.drawing import count, drawings
-from fxwrap.features.page.page import _vega, page_of
+from fxwrap.features.page.page import _summary, _vega, page_of
 from fxwrap.inspection.document import NodeData
 from fxwrap.plan import Verdict
 
@@ -276,7 +276,20 @@ def test_steps_are_whole_numbers_on_the_axis(tmp_path: Path) -> None:
     explanation.memory_picture(tmp_path / "memory.svg")
     axis = (tmp_path / "memory.svg").read_text().partition("step (of 1)")[2]
     labels = re.findall(r"<text[^>]*>([^<]*)</text>", axis.partition("Y-axis")[0])
-    assert [label for label in labels if label][:4] == ["0", "1", "2", "step (of 1)"]
+    assert [label for label in labels if label][:3] == ["0", "end", "step (of 1)"]
+
+
+def test_the_card_says_what_a_call_takes_and_compares_the_same_storages() -> None:
+    f = torch.compile(lambda x: (x @ x).sin() @ x, backend="fxwrap")
+    for _ in range(3):
+        f(torch.randn(8, 8))
+    (graph,) = fxwrap.report(f).to_document().graphs
+    card, memory = _summary(graph), graph.memory
+    assert memory is not None
+    assert card["a call takes"] == f"{sum(part.total for part in memory.predicted):,} bytes beside inputs"
+    assert card["planned memory"] == f"{memory.peak_bytes:,} bytes at most"
+    assert card["the same in Inductor's order"] == f"{memory.inductor_peak_bytes:,} bytes"
+    assert card["the same without reuse"] == f"{memory.without_reuse_bytes:,} bytes"
 
 
 def test_a_page_says_of_what_and_of_when_it_is(explanation: fxwrap.Explanation, tmp_path: Path) -> None:
