@@ -38,6 +38,20 @@ def test_the_host_time_of_the_readme_is_that_of_the_table() -> None:
     assert f"| {trees_over} µs | {fxwrap_over} µs (12 blocks," in (ROOT / "README.md").read_text()
 
 
+def test_the_status_of_cuda_is_the_same_everywhere() -> None:
+    """Every page that says where CUDA has run names the GPU of the results, and its version of torch."""
+    (results,) = (ROOT / "benchmarks" / "results").glob("*-h200.txt")
+    gpu, torch_version = re.findall(r"^NVIDIA (\w+), torch (\d+\.\d+)", results.read_text())[0]
+    readme = (ROOT / "README.md").read_text()
+    (status,) = re.findall(r"^\*\*Status\.\*\*.*?(?=^$)", readme, re.MULTILINE | re.DOTALL)
+    (limit,) = re.findall(r"^- One GPU has run fxwrap.*$", readme, re.MULTILINE)
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("cuda", "limits", "comparison")}
+    for text in (status, limit, *pages.values()):
+        assert re.search(rf"\b{gpu}\b,?\s+with\s+torch\s+{re.escape(torch_version)}", text), text[:200]
+    everywhere = "\n".join([readme, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))])
+    assert not re.search(r"CUDA[^.|]*\bnot\s+yet\s+on\s+a\s+GPU", everywhere)
+
+
 def test_every_option_is_in_the_reference() -> None:
     from dataclasses import fields
 
