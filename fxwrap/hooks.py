@@ -80,7 +80,10 @@ def report_sections(data: Mapping[str, Any]) -> list[ReportSection]:
 
 
 def class_for(options: Options, classes: dict[str, str], ordinary: Any) -> Any:
-    """The class that a program's options ask for, of ``PROGRAMS`` or ``ARENAS``; by default the ordinary one."""
+    """The class that a program's options ask for, of ``PROGRAMS`` or ``ARENAS``; by default the ordinary one.
+
+    ``parse_options`` has refused options that ask for two.
+    """
     return next((imported(where) for name, where in classes.items() if options.is_set(name)), ordinary)
 
 

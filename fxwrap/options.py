@@ -11,6 +11,7 @@ from typing import Any, get_origin
 
 from .eager_rules import EagerRule, check_names
 from .errors import OptionError
+from .hooks import ARENAS, PROGRAMS
 
 
 def _option(
@@ -196,6 +197,8 @@ def parse_options(
     given = sorted((name, value) for name, value in added.items() if value != ADDED[name].default)
     parsed = Options(**own_options, added=tuple(given))
     check_names(parsed.eager_ops, operators)
+    for made, classes in (("programs", PROGRAMS), ("arenas", ARENAS)):
+        _check_one_class(parsed, made, classes)
     return parsed, patches
 
 
@@ -210,6 +213,23 @@ def refuse_unknown(names: Iterable[str], of: Callable[..., Any]) -> None:
         close = difflib.get_close_matches(name, known, n=1)
         help = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
         raise TypeError(f"{of.__name__}() got an unexpected keyword argument {name!r}; {help}")
+
+
+def _check_one_class(options: Options, made: str, classes: Mapping[str, str]) -> None:
+    """Check that no two features are asked for that make programs, or arenas, of different classes.
+
+    Raises:
+        OptionError: naming the options.
+    """
+    asking = {where: name for name, where in classes.items() if options.is_set(name)}
+    if len(asking) > 1:
+        names = " and ".join(map(repr, sorted(asking.values())))
+        raise OptionError(
+            f"the options {names} cannot be set together",
+            expected=f"one option whose {made} are of a class of their own",
+            got=", ".join(f"{name!r}: {options.value(name)!r}" for name in sorted(asking.values())),
+            remedy="leave one of them out",
+        )
 
 
 def _wrong(name: str, value: Any, doc: str, expected: str, default: Any) -> OptionError:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from cuda_lane import Case
 from models import MODELS
+from torch._inductor import config
 from torch.nn.attention import flex_attention as flex
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -33,9 +34,18 @@ def on(function: Callable[..., Any], *sizes: Any, dtype: torch.dtype = torch.flo
 
 def case(make: Make, *constructs: str, **settings: Any) -> Case:
     """Settings are fields of the case; the others are Inductor's, with ``__`` for a dot."""
-    own = {name: settings.pop(name) for name in ("training", "dynamic", "around") if name in settings}
+    own = {name: settings.pop(name) for name in ("training", "dynamic", "around", "without") if name in settings}
     inductor = {name.replace("__", "."): value for name, value in settings.items()}
     return Case(make, constructs=frozenset(constructs), inductor=inductor, **own)
+
+
+def dependent_launches() -> contextlib.AbstractContextManager[Any]:
+    """The process asks for them; fxwrap compiles without."""
+    return (
+        config.patch({"triton.enable_pdl": True})
+        if hasattr(config.triton, "enable_pdl")
+        else contextlib.nullcontext()
+    )
 
 
 def layer_norms(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -378,7 +388,7 @@ CONSTRUCTS: dict[str, Case] = {
         assume_aligned_inputs=True,
     ),
     "dependent launches": case(
-        on(layer_norms, (64, 512), (512,), (512,)), "dependent launch", triton__enable_pdl=True
+        on(layer_norms, (64, 512), (512,), (512,)), around=dependent_launches, without=frozenset({"dependent launch"})
     ),
     "dynamic sizes": case(on(lambda x, y: torch.softmax(x @ y, -1), (64, 48), (48, 32)), dynamic=True),
     "dynamic sizes, training": case(

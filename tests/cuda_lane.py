@@ -234,6 +234,7 @@ class Case:
         make: makes a function, or a module, and what it is called with.
         training: differentiate it, and compile forward and backward.
         constructs: names (see ``constructs_of``) that have to be in the kernels, or there is nothing to see.
+        without: names of constructs that no kernel may have.
         inductor: Inductor's settings while it is compiled.
         dynamic: with sizes that may vary.
         around: a context to compile in.
@@ -242,6 +243,7 @@ class Case:
     make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     training: bool = False
     constructs: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
     inductor: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -311,6 +313,8 @@ def examine(case: Case) -> Outcome:
     assert expected <= set(outcome.phases), f"compiled: {', '.join(outcome.phases) or 'nothing'}"
     missing = case.constructs - outcome.constructs
     assert not missing, f"no kernel has {', '.join(sorted(missing))}"
+    unwanted = case.without & outcome.constructs
+    assert not unwanted, f"a kernel has {', '.join(sorted(unwanted))}"
     return outcome
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from fxwrap import hooks
 from fxwrap.errors import OptionError
-from fxwrap.options import Options, parse_options
+from fxwrap.options import ADDED, AddedOption, Options, parse_options
 
 INDUCTOR = {"max_autotune": (False, bool), "cpp.threads": (-1, int)}
 
@@ -51,3 +52,27 @@ def test_what_a_saved_program_keeps() -> None:
     kept = Options(strict=True, capture="never").at_run()
     assert kept["strict"] and "capture" not in kept
     assert kept.keys() < {field.name for field in fields(Options)}
+
+
+def test_two_features_with_a_class_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two classes of programs, or of arenas, only one could be made."""
+    for name in ("first", "second", "third"):
+        monkeypatch.setitem(ADDED, name, AddedOption(name, "a truth", lambda value: value, False))
+    monkeypatch.setitem(hooks.PROGRAMS, "first", "features:First")
+    monkeypatch.setitem(hooks.PROGRAMS, "second", "features:Second")
+    monkeypatch.setitem(hooks.PROGRAMS, "third", "features:First")
+    monkeypatch.setitem(hooks.ARENAS, "second", "features:Arena")
+    monkeypatch.setitem(hooks.ARENAS, "third", "features:Other")
+    for allowed in (
+        {"first": True},
+        {"second": True},
+        {"first": True, "third": True},
+        {"first": True, "second": False},
+    ):
+        parse(allowed)
+    with pytest.raises(OptionError, match="'first' and 'second' cannot be set together") as caught:
+        parse({"first": True, "second": True})
+    assert "whose programs are of a class of their own" in str(caught.value)
+    monkeypatch.delitem(hooks.PROGRAMS, "second")
+    with pytest.raises(OptionError, match="whose arenas are of a class of their own"):
+        parse({"second": True, "third": True})

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from ..devices import device_support
-from ..errors import FxwrapError, MemoryLimitError, OptionError, UnsupportedModelError, causes
+from ..errors import EmissionError, FxwrapError, MemoryLimitError, OptionError, UnsupportedModelError, causes
 from ..graphs.compilation import Compilation
 from ..graphs.memory.locks import lock_of_process
 from ..hooks import around_graph
+from ..host_graph.user_code import described
 from ..options import Options
 from ..passes.rewrites.host_scalars import copy_host_scalars
 from ..passes.rewrites.scaled_sums import multiply_before_adding
@@ -54,6 +57,14 @@ _EMISSION = {
     "memory_planning": False,
     "graph_partition": False,
     "triton.cudagraphs": False,
+    # Inductor leaves waits out by names of buffers and by its order of kernels: neither holds for what fxwrap runs.
+    **versions.without_dependent_launches(),
+}
+# Rewrites of the graph that Inductor gets, in order, and what they make. Where Inductor fails they are left out, the
+# last one first. Inductor's own wrapper needs the first one, too, for a device without kernels.
+_REWRITES: dict[Callable[[GraphModule], bool], str] = {
+    prepare: "calls in place of operators",
+    copy_host_scalars: "copies of host scalars on the device",
 }
 # Torch's tables of devices are process-wide: one compilation at a time may replace their codegen.
 DEVICE_TABLES = lock_of_process()
@@ -98,6 +109,8 @@ def compile_with_inductor(
     _refuse_others(patches, taken, "together with fxwrap", "which fxwrap sets itself")
     # Modes ask for Inductor's CUDA graphs; fxwrap's device graphs replace them.
     patches = {key: value for key, value in patches.items() if key not in _EMISSION}
+    if getattr(config.triton, "enable_pdl", False):
+        _say_that_launches_wait()
     common.init_backend_registration()  # from torch 2.15 on it calls hooks with which devices register themselves
     devices = _devices_in(gm, example_inputs)
     patches = _with_settings_of(devices, patches)
@@ -106,15 +119,11 @@ def compile_with_inductor(
     compilation.lines = UserLines.of(gm, input_names(gm))
 
     def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = InputFacts(
-            phase=_phase(kwargs),
-            static=frozenset(kwargs.get("static_input_idxs") or ()),
-            donated=versions.donated_inputs() if kwargs.get("is_backward") else frozenset(),
-            saved=versions.saved_outputs(gm) if _phase(kwargs) == "forward" else {},
-            names=tuple(node.name for node in gm.graph.nodes if node.op == "placeholder"),
-            apart=options.inputs_apart,
-        )
-        request = CompileRequest(torch_functions(), options, inputs, compilation)
+        try:
+            inputs = _input_facts(gm, kwargs, options)
+        except EmissionError as error:
+            return _through_inductor(gm, example_inputs, args, kwargs, error, base)
+        request = replace(base, inputs=inputs)
         for feature in around:
             feature.check(gm, inputs.phase)
         parts = inputs.phase, sorted(inputs.donated), inputs.saved, inputs.names
@@ -144,41 +153,118 @@ def compile_with_inductor(
     return wrapped
 
 
+@functools.cache
+def _say_that_launches_wait() -> None:
+    """Say, once in a process, that a setting of the process is not used."""
+    warnings.warn(
+        "fxwrap: torch._inductor.config.triton.enable_pdl is off in what fxwrap compiles: a kernel that starts before"
+        " the one in front of it has ended waits as Inductor's order of work needs it, and fxwrap changes that order",
+        stacklevel=3,
+    )
+
+
+def _input_facts(gm: GraphModule, kwargs: dict[str, Any], options: Options) -> InputFacts:
+    phase = _phase(kwargs)
+    return InputFacts(
+        phase=phase,
+        static=versions.static_inputs(gm, phase, kwargs.get("static_input_idxs") or ()),
+        donated=versions.donated_inputs(gm) if phase == "backward" else frozenset(),
+        saved=versions.saved_outputs(gm) if phase == "forward" else {},
+        names=tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
+        apart=options.inputs_apart,
+    )
+
+
 def _compile_program(
     gm: GraphModule, example_inputs: Sequence[Any], args: Any, kwargs: Any, request: CompileRequest
 ) -> Any:
-    prepare(gm)
-    # Inductor's passes edit the graph: a second attempt needs the original.
+    """Compile a graph of AOTAutograd's, which Inductor's passes edit.
+
+    Inductor may fail on a graph that fxwrap has rewritten, or with the settings to emit it: then rewrites are left
+    out one by one, and in the end Inductor's own wrapper is taken. What fails with that is Inductor's own error.
+    """
+    multiply_before_adding(gm)  # Inductor's own wrapper needs it, too
     pristine = GraphModule(gm, copy.deepcopy(gm.graph))
-    kwargs = {**kwargs, "cpp_wrapper": False}
-    kwargs.pop("fx_wrapper", None)
-    cudagraphs = kwargs.pop("cudagraphs", None)
-    copy_host_scalars(gm)
-    multiply_before_adding(gm)
-    try:
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(config.patch(_EMISSION))
-            contexts.enter_context(codegen_in_place(request.options.codegen))
-            if request.options.moves_work:
-                contexts.enter_context(versions.one_loop_a_launch())
-            handover = contexts.enter_context(requesting(request))
-            compiled = compile_fx_inner(
-                gm, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs), fx_wrapper=True
-            )
-        if handover.not_stored:
-            remove_entry(compiled)
-            _note_not_stored(handover.not_stored, request)
-        return compiled
-    except Exception as error:
-        reason = _fallback_reason(error)
-        if reason is None:
-            raise
-        if request.options.strict or isinstance(reason, MemoryLimitError):
-            raise reason from reason.__cause__  # Inductor's error has it as its cause: not the other way round, too
-        _report_fallback(reason, request)
-    _forget_pending_symbols(pristine)
+    rewrites, left_out = [rewrite for rewrite in _REWRITES if rewrite(gm)], dict[str, FxwrapError]()
+    while True:
+        try:
+            compiled, programs = _emitted(gm, example_inputs, args, kwargs, request)
+            break
+        except Exception as error:
+            found, of_inductor = _fallback_reason(error)
+            if found is None:
+                raise
+            if isinstance(found, MemoryLimitError) or (request.options.strict and not of_inductor):
+                # Inductor's error has it as its cause: not the other way round, too.
+                raise found from found.__cause__
+            reason = found
+        _forget_pending_symbols(pristine)
+        gm = GraphModule(pristine, copy.deepcopy(pristine.graph))
+        if not of_inductor or not rewrites:
+            if prepare in rewrites:
+                prepare(gm)
+            return _through_inductor(gm, example_inputs, args, kwargs, reason, request)
+        left_out[_REWRITES[rewrites.pop()]] = reason
+        for rewrite in rewrites:
+            rewrite(gm)
+    for name, reason in left_out.items():
+        for program in programs:
+            program.context.count("events", f"compiled without {name}: {str(reason).splitlines()[0]}")
+    return compiled
+
+
+def _through_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    args: Any,
+    kwargs: Any,
+    reason: FxwrapError,
+    request: CompileRequest,
+) -> Any:
+    """What Inductor's own wrapper makes of a graph.
+
+    Raises:
+        FxwrapError: the reason why fxwrap's cannot, with ``strict``.
+        MemoryLimitError: there is a ``memory_limit``.
+    """
     with config.patch({"fx_graph_cache": False, "triton.cudagraphs": False}):
-        return compile_fx_inner(pristine, example_inputs, *args, **kwargs, cudagraphs=_boxed(cudagraphs))
+        compiled = compile_fx_inner(gm, example_inputs, *args, **_for_inner(kwargs))
+    if request.options.memory_limit:
+        raise MemoryLimitError(
+            "memory_limit cannot be held: a graph would run through Inductor's own wrapper, which has none",
+            expected="a graph that fxwrap can plan",
+            got=str(reason),
+            remedy="leave memory_limit out for this function",
+        ) from reason
+    if request.options.strict:
+        raise reason
+    _report_fallback(reason, _phase(kwargs), request)
+    return compiled
+
+
+def _for_inner(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a compilation without what fxwrap decides itself."""
+    kwargs = {key: value for key, value in kwargs.items() if key != "fx_wrapper"}
+    return {**kwargs, "cpp_wrapper": False, "cudagraphs": _boxed(kwargs.get("cudagraphs"))}
+
+
+def _emitted(
+    gm: GraphModule, example_inputs: Sequence[Any], args: Any, kwargs: dict[str, Any], request: CompileRequest
+) -> tuple[Any, list[Any]]:
+    """What Inductor compiles with fxwrap's codegen in place, and the programs in it."""
+    made = request.compilation.programs if request.compilation is not None else []
+    before = len(made)
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(config.patch(_EMISSION))
+        contexts.enter_context(codegen_in_place(request.options.codegen))
+        if request.options.moves_work:
+            contexts.enter_context(versions.one_loop_a_launch())
+        handover = contexts.enter_context(requesting(request))
+        compiled = compile_fx_inner(gm, example_inputs, *args, **_for_inner(kwargs), fx_wrapper=True)
+    if handover.not_stored:
+        remove_entry(compiled)
+        _note_not_stored(handover.not_stored, request)
+    return compiled, made[before:]
 
 
 def _forget_pending_symbols(gm: GraphModule) -> None:
@@ -203,24 +289,29 @@ def _boxed(cudagraphs: Any) -> Any:
     return None if cudagraphs is None else type(cudagraphs)(False)
 
 
-def _fallback_reason(error: BaseException) -> FxwrapError | None:
-    """The fxwrap error in an error's chain of causes: because of it the graph runs through Inductor's own wrapper.
+def _fallback_reason(error: Exception) -> tuple[FxwrapError | None, bool]:
+    """Why a graph is compiled another way, and whether it is Inductor that has failed.
 
-    Returns:
-        None for failures of Inductor itself and of the machine (a full disk), which are raised.
+    The reason is the fxwrap error in an error's chain of causes. It is None for failures of the machine (a full disk)
+    and for what is none to Dynamo; both are raised.
     """
     found = (cause for cause in causes(error) if isinstance(cause, (FxwrapError, OSError)))
     cause = next(found, None)
-    return cause if isinstance(cause, FxwrapError) else None
+    if cause is not None or versions.is_no_failure(error):
+        return (cause if isinstance(cause, FxwrapError) else None), False
+    failed = EmissionError(
+        f"Inductor fails on what fxwrap asks of it: {described(list(causes(error))[-1])}",
+        remedy="its own wrapper compiles the graph; please report this",
+    )
+    failed.__cause__ = error
+    return failed, True
 
 
-def _report_fallback(reason: FxwrapError, request: CompileRequest) -> None:
+def _report_fallback(reason: FxwrapError, phase: str, request: CompileRequest) -> None:
     if request.compilation is not None:
         request.compilation.fallbacks.append(str(reason))
-    log.info("a %s graph runs through Inductor's own wrapper: %s", request.inputs.phase, reason)
-    warnings.warn(
-        f"fxwrap: a {request.inputs.phase} graph runs through Inductor's own wrapper, because {reason}", stacklevel=2
-    )
+    log.info("a %s graph runs through Inductor's own wrapper: %s", phase, reason)
+    warnings.warn(f"fxwrap: a {phase} graph runs through Inductor's own wrapper, because {reason}", stacklevel=2)
 
 
 def _phase(kwargs: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, pexpr
 from torch._inductor.select_algorithm import extern_kernels as _extern_kernels
 
+from ..errors import EmissionError
 from ..host_graph.user_code import module_path, module_stack
 
 # Names of devices in C++. Where torch has no such table, a device's op overrides have the name.
@@ -258,22 +259,87 @@ def as_strided_counts_from_storage() -> bool:
     return hasattr(V.graph, "graph_input_storage_offsets")
 
 
-def donated_inputs() -> frozenset[int]:
-    """Positions of the inputs that the backward graph being compiled may overwrite, as AOTAutograd says."""
+def static_inputs(gm: torch.fx.GraphModule, phase: str, positions: Iterable[int]) -> frozenset[int]:
+    """Positions of the inputs that stay where they are, in the graph that Inductor gets.
+
+    Args:
+        positions: AOTAutograd's. For an inference graph they count the tokens of ordered effects as its first inputs.
+            Such tokens are made inside of the graph by now. For a forward graph they do not.
+
+    Raises:
+        EmissionError: they name no tensors.
+    """
+    tokens = len(gm.graph.find_nodes(op="call_function", target=torch.ops.prims._make_token.default))
+    before = tokens if phase == "inference" else 0
+    # Inductor counts all that a backward graph gets of its forward graph, with sizes.
+    sizes = {n for n, node in enumerate(gm.graph.find_nodes(op="placeholder")) if _is_size(node)}
+    ignored = sizes if phase == "backward" else set()
+    return _named(gm, "static", {position - before for position in positions} - ignored, other=("Tangent",))
+
+
+def _is_size(placeholder: torch.fx.Node) -> bool:
+    return isinstance(placeholder.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def donated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Positions of the inputs that the backward graph being compiled may overwrite, as AOTAutograd says.
+
+    Raises:
+        EmissionError: they name no saved tensors.
+    """
     from torch._inductor.utils import get_donated_idxs
 
-    return frozenset(get_donated_idxs() or ())
+    return _named(gm, "donated", get_donated_idxs() or (), other=("Tangent", "Plain", "Param", "Buffer"))
+
+
+def _named(
+    gm: torch.fx.GraphModule, what: str, positions: Iterable[int], other: Sequence[str] = ()
+) -> frozenset[int]:
+    """Check that positions name inputs of the graph that are tensors, and none of a kind that cannot be meant.
+
+    Args:
+        other: the beginnings of the names of AOTAutograd's descriptions of those kinds.
+    """
+    placeholders, found = gm.graph.find_nodes(op="placeholder"), frozenset(positions)
+    for position in found:
+        node = placeholders[position] if 0 <= position < len(placeholders) else None
+        meant = node is not None and isinstance(node.meta.get("val"), torch.Tensor)
+        if node is None or not meant or type(node.meta.get("desc")).__name__.startswith(tuple(other)):
+            names = ", ".join(one.name for one in placeholders)
+            raise EmissionError(
+                f"AOTAutograd's positions of {what} inputs",
+                expected=f"positions of such tensors among {names}",
+                got=f"{sorted(found)}; {position} is {'none' if node is None else node.name}",
+                remedy="the graph runs through Inductor's own wrapper; please report this",
+            )
+    return found
 
 
 def saved_outputs(gm: torch.fx.GraphModule) -> dict[int, str]:
-    """The outputs of a forward graph that are saved for backward: names in AOTAutograd's joint graph, by position.
+    """The outputs of a forward graph that only backward gets: names in AOTAutograd's joint graph, by position.
 
-    The result is empty if torch does not mark the outputs that the user gets.
+    Neither what the user gets is one, nor what AOTAutograd returns beside it: written inputs, and the tensors that
+    the user gets views of. The result is empty if torch does not describe the outputs.
     """
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    visible = output.meta.get("user_visible_output_idxs")
-    values = enumerate(output.args[0]) if visible else ()
-    return {position: str(value) for position, value in values if position not in visible}
+    described = zip(output.args[0], output.meta.get("desc") or (), strict=False)
+    return {
+        position: str(value)
+        for position, (value, described_as) in enumerate(described)
+        if type(described_as).__name__ == "SavedForBackwardsAOTOutput"
+    }
+
+
+def without_dependent_launches() -> dict[str, Any]:
+    """Inductor's setting that makes every kernel wait for the one before it, where torch has another way."""
+    return {"triton.enable_pdl": False} if hasattr(config.triton, "enable_pdl") else {}
+
+
+def is_no_failure(error: BaseException) -> bool:
+    """Whether an exception of a compilation tells Dynamo to begin anew, or to skip a frame."""
+    from torch._dynamo import exc
+
+    return isinstance(error, (exc.RestartAnalysis, exc.SkipFrame))
 
 
 def own_caches() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,12 @@ class Kind(enum.Enum):
     SYMBOLIC = "symbolic"
     CHECK = "check"
     OUTPUT = "output"
+
+
+# Calls in the source of a kernel whose threads add, or meet, in any order: C++, Triton, CUDA and Metal.
+_IN_ANY_ORDER = re.compile(
+    r"\batomic_\w+\s*(<[^;()]*>)?\(|\batomic[A-Z]\w*\(|omp atomic|transpose_mxn<[^;()]*\btrue\b|decoupled_lookback"
+)
 
 
 @dataclass(eq=False)
@@ -71,6 +78,11 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<{self.language} kernel {self.name}>"
+
+    @property
+    def same_bits_again(self) -> bool:
+        """Whether a second run on the same bytes gives the same bits; atomic adds round as they come."""
+        return _IN_ANY_ORDER.search(self.source) is None
 
     @property
     def configurations(self) -> Sequence[Mapping[str, Any]]:
@@ -379,6 +391,26 @@ def checks_alignment(node: Node) -> bool:
 def checks_on(nodes: Sequence[Node]) -> list[Node]:
     """The asserts on ``nodes``, on views of them and on their sizes. They can run once the nodes have run."""
     return list(dict.fromkeys(user for node in nodes for user in _uses(node) if kind_of(user) is Kind.CHECK))
+
+
+def same_bits_again(node: Node) -> bool:
+    """Whether a node that runs again on the same bytes gives the same bits, as far as is known."""
+    if (kernel := kernel_of(node)) is not None:
+        return kernel.same_bits_again
+    if (flow := control_flow_of(node)) is not None:
+        return all(same_bits_again(inner) for gm in flow.subgraphs for inner in gm.graph.nodes)
+    overload = schema_of(node)
+    if overload is None:
+        return True
+    if getattr(torch.Tag, "nondeterministic_bitwise", None) in overload.tags:  # from torch 2.13 on
+        return False
+    device = device_of(node)
+    on_host = device is None or device.type == "cpu"
+    return on_host or _ADDS_IN_ANY_ORDER.search(overload._schema.name) is None
+
+
+# Operators whose kernels on accelerators add with atomics, or may. Torch has no tag on them.
+_ADDS_IN_ANY_ORDER = re.compile(r"::_?(index_add|index_put|index_reduce|scatter|put|bincount|histc)|_backward\b")
 
 
 def draws_numbers(node: Node) -> bool:

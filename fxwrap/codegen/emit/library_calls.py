@@ -35,10 +35,14 @@ _ON_THE_HOST = (
 )
 
 
-def prepare(gm: GraphModule) -> None:
-    """Rewrite a graph, in place, so that it is lowered to calls only, where a device is registered so."""
+def prepare(gm: GraphModule) -> bool:
+    """Rewrite a graph, in place, so that it is lowered to calls only, where a device is registered so.
+
+    Returns:
+        Whether it may have changed.
+    """
     if not config.fallback_by_default:
-        return
+        return False
     for node in list(gm.graph.nodes):
         if node.target is torch.ops.aten.lift_fresh_copy.default:  # Inductor would make a kernel
             node.target = torch.ops.aten.lift_fresh.default
@@ -51,6 +55,7 @@ def prepare(gm: GraphModule) -> None:
             node.target = torch.ops.aten.reshape.default
         elif node.target in _ON_THE_HOST:
             node.meta["custom"] = {**(node.meta.get("custom") or {}), "compile_with_inductor": True}
+    return True
 
 
 class LibraryCalls(BaseScheduling):

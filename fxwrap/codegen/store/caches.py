@@ -17,6 +17,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import codecache, config
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ...devices import device_support
 from ...graphs.memory.locks import lock_of_process
@@ -67,7 +68,8 @@ def has_numbers(gm: torch.fx.GraphModule) -> bool:
     run for 0.4.
     """
     values = (node.meta.get("example_value", node.meta.get("val")) for node in gm.graph.nodes)
-    return any(isinstance(value, torch.SymFloat) for value in values)
+    expressions = [value.node._expr for value in values if isinstance(value, torch.SymFloat)]
+    return any(symbol_is_type(symbol, SymT.FLOAT) for one in expressions for symbol in one.free_symbols)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from ...errors import MemoryLimitError
-from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, schema_of
+from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, same_bits_again, schema_of
 from ...host_graph.sizes import hint, hinted_layout
 from ...host_graph.storages import StorageFacts
 from ...limit import Limit, Repeated, binary
@@ -85,10 +85,12 @@ def timeline_of(plan: ProgramPlan, sizes: Mapping[int, int]) -> Timeline:
 
 
 def is_pure(node: Node) -> bool:
-    """Whether a node may run twice: it computes what it writes from what it reads, and draws no random numbers.
+    """Whether a node may run twice: it computes the same bits of what it reads, and draws no random numbers.
 
-    A kernel draws from a seed that it reads: it draws the same again.
+    A kernel draws from a seed that it reads: it draws the same again. Atomic adds do not give the same bits again.
     """
+    if not same_bits_again(node):
+        return False
     if kind_of(node) is Kind.LAUNCH:
         return True
     computes = schema_of(node) is not None and only_computes(node) and "effect" not in node.meta

@@ -39,6 +39,8 @@ _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
 _COMPUTING = ("aten", "mkldnn", "onednn")
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 _RECEIVERS = ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops")
+# Operators whose kernels on accelerators may add with atomics.
+_ADDING = ("index_add", "index_put", "index_reduce", "scatter", "put", "bincount", "histc")
 # They run subgraphs: what one of these does to its inputs, it does to the operands of the node.
 CALL_SUBGRAPHS = (switch, while_loop)
 _SHARES = (reinterpret, aligned, operator.getitem, torch.ops.aten.view.dtype, torch.ops.aten.as_strided.default)
@@ -299,6 +301,19 @@ def may_keep_operands(node: Node) -> bool:
         return any(may_keep_operands(inner) for gm in called(node) for inner in gm.graph.nodes)
     foreign = _qualified_name(node).split("::")[0] not in _COMPUTING
     return is_work(node) and node.target is not launch and foreign
+
+
+def may_differ_again(node: Node) -> bool:
+    """Whether a second run on the same bytes may give other bits, because threads add in any order."""
+    if node.target is launch:
+        kernel = operator.attrgetter(str(node.args[0].target))(node.graph.owning_module)  # type: ignore[union-attr]
+        return not kernel.same_bits_again
+    if node.target in CALL_SUBGRAPHS:
+        return any(may_differ_again(inner) for gm in called(node) for inner in gm.graph.nodes)
+    operands = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
+    devices = {val.device.type for val in operands if isinstance(val, torch.Tensor)}
+    name = _qualified_name(node).split("::")[-1].lstrip("_")
+    return bool(devices - {"cpu", "meta"}) and (name.startswith(_ADDING) or name.endswith("_backward"))
 
 
 def _schema(node: Node) -> Any:

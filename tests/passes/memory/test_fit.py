@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import Compiled
 from lazy_group import LAZY_GROUP
 from random_graphs import (
     GraphMaker,
@@ -34,7 +35,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import MemoryLimitError, PlanError
 from fxwrap.host_graph.graph_json import Layout
-from fxwrap.host_graph.nodes import by_name, draws_numbers
+from fxwrap.host_graph.nodes import Kernel, by_name, draws_numbers, kernel_of
 from fxwrap.host_graph.stand_ins import StandIns
 from fxwrap.limit import Limit
 from fxwrap.options import Options
@@ -116,6 +117,68 @@ def test_it_is_made_again_of_what_is_still_there() -> None:
     assert steps(better) == "to_a to_b to_c to_d to_out to_b_again to_end"
     verify_same_results(gm, better.graph)
     assert_same_numbers(better, gm, maker.inputs)
+
+
+ATOMIC = {
+    "cpp": "atomic_add(&out_ptr0[static_cast<int64_t>(x0)], static_cast<float>(tmp2));",
+    "cpp vectors": "atomic_add_vec<float, 2, 1>(out_ptr0, index, value);",
+    "cpp transposed": "transpose_mxn<float,true>(tmp0, 16L, out_ptr0, 64L, 16, 16);",
+    "triton": "tl.atomic_add(out_ptr0 + (x0), tmp1, xmask, sem='relaxed')",
+    "user's triton": "tl.atomic_max(out_ptr, value)",
+    "scan": "triton_helpers.exclusive_scan_decoupled_lookback(ws_ptr, value, index, combine)",
+    "cuda": "atomicAdd(&out[i], value);",
+}
+
+
+@pytest.mark.parametrize("language", ATOMIC)
+def test_a_kernel_with_atomic_adds_is_not_made_again(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = GraphMaker()
+    _, made = chain(maker)
+    made["end"] = maker.allocate(name="end")
+    maker.launch("mix", made["out"], made["b"], made["end"], name="to_end")
+    gm = maker.finish([made["end"]])
+    plan = plan_of(gm)
+    (kernel,) = {kernel_of(node) for node in plan.schedule}
+    assert kernel is not None and kernel.same_bits_again
+    repeated = fitted(plan, 3 * _ONE)
+    verify_same_results(gm, repeated.graph)
+    monkeypatch.setattr(kernel, "source", ATOMIC[language])
+    assert not kernel.same_bits_again and not any(map(is_pure, plan.schedule))
+    with pytest.raises(MemoryLimitError):
+        fitted(plan, 3 * _ONE)
+    with pytest.raises(PlanError, match="atomic adds, runs more or less often"):
+        verify_same_results(gm, repeated.graph)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'atomic_add_found': False",
+        "std::atomic<int> inductor_cpu_integer_div_error{0};",
+        "transpose_mxn<float,false>(tmp0, 16L, out_ptr0, 64L, 16, 16); if (true) {}",
+        "tl.store(out_ptr0 + (x0), tmp1, xmask)",
+    ],
+)
+def test_what_is_no_atomic_add(text: str) -> None:
+    assert Kernel("kernel", "triton", text, torch.device("cpu"), print, ()).same_bits_again
+
+
+@pytest.mark.compiler
+def test_inductors_atomic_adds_are_seen() -> None:
+    """With several threads; one thread adds in order."""
+
+    def add(x: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return x.index_add(0, index, values)
+
+    seen = []
+    for threads in (1, 4):
+        torch._dynamo.reset()
+        f = Compiled(add, compile_options={"options": {"cpp.threads": threads}})
+        f(torch.zeros(64, 64), torch.arange(64) % 3, torch.randn(64, 64))
+        kernels = [kernel for node in f.program.plan.schedule if (kernel := kernel_of(node)) is not None]
+        seen.append(all(kernel.same_bits_again for kernel in kernels))
+        assert kernels and seen[-1] == (not any("atomic_add" in kernel.source for kernel in kernels))
+    assert seen == [True, False]
 
 
 def test_a_chain_is_made_again() -> None:
