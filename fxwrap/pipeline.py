@@ -33,10 +33,10 @@ from torch.fx import GraphModule
 
 from .devices import CaptureCost, capture_cost, device_support
 from .eager_rules import EagerRule
-from .errors import PipelineError
+from .errors import MemoryLimitError, PipelineError
 from .graphs.compilation import Compilation
 from .graphs.devices.runtime import conditional_nodes_of, freezes_addresses
-from .graphs.memory.memory_provider import Planner
+from .graphs.memory.planning import Planner
 from .graphs.program import Program
 from .graphs.torch_functions import TorchFunctions
 from .hooks import PROGRAMS, class_for
@@ -49,7 +49,7 @@ from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
 from .passes.memory.fit import fit_memory
 from .passes.memory.order import order_for_memory
-from .passes.memory.planner import bytes_of_call, plan_pair, plan_program
+from .passes.memory.planner import bytes_of_call, plan_pair, plan_program, unmeasured_calls
 from .passes.memory.requirements import Requirements, expected_sizes
 from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import DECIDED_ON_HOST, FROZEN_ADDRESS_RULES, judge, main_device
@@ -163,14 +163,20 @@ def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], li
     return Stage(name, lambda graph: function(graph) or graph, check if lint else None)
 
 
-def _workspace(gm: GraphModule, functions: TorchFunctions) -> Mapping[str, int]:
-    """Measure the workspace of library calls; only for the CPU, whose plan counts it as in use in the call's step."""
+def _workspace(
+    gm: GraphModule, functions: TorchFunctions, symbols: Mapping[object, int] | None = None
+) -> Mapping[str, int]:
+    """Measure the workspace of library calls; only for the CPU, whose plan counts it as in use in the call's step.
+
+    Args:
+        symbols: the sizes; by default those that the program was compiled for.
+    """
     device = main_device(gm)
     if device.type != "cpu" or freezes_addresses(device):
         return {}
     work = (node for node in gm.graph.nodes if node.op == "call_function")
     with functions.without_modes():
-        return measure_workspace(work, functions.allocations)
+        return measure_workspace(work, functions.allocations, symbols)
 
 
 def _replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition | None) -> ProgramPlan:
@@ -251,7 +257,7 @@ class Stages:
 class HostGraphPlanner:
     """Runs the stages for one host graph, which is rewritten already.
 
-    Implements ``graphs.memory.memory_provider.Planner``.
+    Implements ``graphs.memory.planning.Planner``.
 
     Attributes:
         compile_partition: see ``CompileRequest``.
@@ -297,6 +303,7 @@ class HostGraphPlanner:
         if options.moves_work:
             plan = run(stages.order, plan, dependencies, sizes)
         if limit is not None:
+            limit = dataclasses.replace(limit, workspace={**self.workspace(graph, limit.symbols), **limit.workspace})
             plan = run(stages.fit, plan, dependencies, expected_sizes(graph, facts, limit.symbols), limit)
         return run(stages.compiled_elsewhere, plan, self.compile_partition)
 
@@ -311,6 +318,12 @@ class HostGraphPlanner:
 
     def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
         return bytes_of_call(sized, self.plan(sized) if sized.frozen else None, in_pool)
+
+    def unmeasured_calls(self, sized: SizedProgram) -> Collection[str]:
+        return unmeasured_calls(sized)
+
+    def workspace(self, gm: GraphModule, symbols: Mapping[object, int]) -> Mapping[str, int]:
+        return _workspace(gm, self.functions, symbols) if symbols else {}
 
     def plan_pair(
         self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
@@ -358,7 +371,6 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
         stages: ``Stages()`` by default, without rewrites; ``FxwrapCodegen.stages`` adds ``REWRITES``.
 
     Raises:
-        MemoryLimitError: the program does not fit into ``memory_limit``.
         PipelineError: a stage returns nothing, or a user's pass leaves an invalid graph.
         PlanError: the verifier refused the schedule.
     """
@@ -366,7 +378,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
     for stage in stages.rewrites:
         gm = run_stage(took, stage, gm)
     planner = HostGraphPlanner(gm, stages, request.options, request.functions, request.compile_partition, took=took)
-    return _program(planner.partition(request.inputs, limit=_limit(request.options)), planner, request)
+    return _program(_partitioned(planner, request.inputs, request.options), planner, request)
 
 
 def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
@@ -389,7 +401,7 @@ def compile_variant(
     """Compile ``gm``, a modified copy of the program's rewritten graph, through the same stages."""
     planner = program.planner.for_graph(gm)
     request = CompileRequest(program.functions, program.options, compilation=compilation)
-    return _program(planner.partition(inputs, limit=_limit(program.options)), planner, request)
+    return _program(_partitioned(planner, inputs, program.options), planner, request)
 
 
 def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
@@ -399,8 +411,13 @@ def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
     return _program(plan, program.planner, CompileRequest(program.functions, program.options))
 
 
-def _limit(options: Options) -> Limit | None:
-    return Limit(options.memory_limit) if options.memory_limit else None
+def _partitioned(planner: Planner, inputs: InputFacts, options: Options) -> ProgramPlan:
+    """The plan within ``memory_limit``; if there is none, that with the lowest peak: the first call tells then."""
+    limit = Limit(options.memory_limit) if options.memory_limit else None
+    try:
+        return planner.partition(inputs, limit=limit)
+    except MemoryLimitError as error:
+        return planner.partition(inputs, limit=Limit(error.least))
 
 
 def _program(plan: ProgramPlan, planner: Planner, request: CompileRequest) -> Program:

@@ -428,6 +428,7 @@ class SizedProgram:
         frozen: whether device graphs freeze addresses; otherwise memory is allocated and freed within each call.
         donated: storages of inputs that are freed after their last use: the bytes of each, and the inputs that share
             it.
+        workspace: bytes of workspace that calls have at these sizes, by node, where the plan does not know them.
     """
 
     plan: ProgramPlan
@@ -435,6 +436,7 @@ class SizedProgram:
     input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool = True
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    workspace: Mapping[str, int] = field(default_factory=dict)
 
 
 # The intervals of each device's arena that live outputs of other recordings occupy.

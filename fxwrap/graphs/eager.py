@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch.fx import Node
@@ -61,15 +62,24 @@ class EagerRuns:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))
 
 
-def eager_function(plan: ProgramPlan, name: str, give_back: GiveBack | None) -> Part:
-    """The whole schedule as one flat function that allocates from torch's allocator."""
+def eager_function(
+    plan: ProgramPlan,
+    name: str,
+    give_back: GiveBack | None,
+    calls: Mapping[Node, Callable[..., Any]] = MappingProxyType({}),
+) -> Part:
+    """The whole schedule as one flat function that allocates from torch's allocator.
+
+    Args:
+        calls: functions to call in place of a node's own.
+    """
     registers = {node: i for i, node in enumerate(plan.placeholders)}
 
     # A step that is out of memory is retried only where recordings keep memory that can be freed.
     def may_retry(node: Node) -> bool:
         return give_back is not None and can_run_again(plan, node)
 
-    builder = FlatBuilder(constants(plan.graph), registers, may_retry=may_retry)
+    builder = FlatBuilder(constants(plan.graph), registers, may_retry=may_retry, calls=calls)
     for node in checks_on(plan.placeholders):
         if builder.available(node):
             builder.check(node)

@@ -28,7 +28,9 @@ from ..plan import ProgramPlan
 from .devices.runtime import capture_check, freezes_addresses
 from .eager import EagerRuns, eager_function
 from .memory.arenas import Arena
-from .memory.memory_provider import MemoryProvider, Planner
+from .memory.budget import Budget
+from .memory.memory_provider import MemoryProvider
+from .memory.planning import Planner
 from .policy.counters import Counters
 from .policy.eager_memory import GiveBack
 from .policy.specializations import Specializations
@@ -137,8 +139,8 @@ class Prepared:
     provider: MemoryProvider
 
     @classmethod
-    def of(cls, plan: ProgramPlan, context: ProgramContext, limited: bool) -> Prepared:
-        """Everything derived from a plan. ``limited``: see ``MemoryProvider``."""
+    def of(cls, plan: ProgramPlan, context: ProgramContext, budget: Budget) -> Prepared:
+        """Everything derived from a plan. ``budget``: see ``MemoryProvider``."""
         name, options = context.name, context.options
         log.info("%s: %d partition(s) on %s", name, len(plan.partitions), plan.device)
         for partition in plan.partitions:
@@ -163,7 +165,7 @@ class Prepared:
                 plan,
                 _inputs_used_outside(plan),
                 options.max_memory,
-                limited,
+                budget,
                 class_for(options, ARENAS, Arena),
             ),
         )

@@ -17,8 +17,9 @@ from ..host_graph.tensors import stands_for_memory
 from ..options import Options
 from ..plan import MemoryPlan, ProgramPlan
 from .devices.runtime import capture_check, current_stream, freezes_addresses
+from .measured_run import run_measured
 from .memory.locks import LockOwner
-from .memory.memory_provider import Planner
+from .memory.planning import Planner
 from .memory.shared_state import SHARED
 from .policy.counters import RecordingMade
 from .policy.specialization import Decision, Specialization
@@ -177,9 +178,10 @@ class Program:
         return self._add_specialization(key, inputs)
 
     def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
+        specialization = Specialization()
         if self.recorder.memory_limit:
-            self.recorder.fit(inputs)
-        return self.specializations.add(key)
+            self.recorder.fit(specialization, inputs)
+        return self.specializations.add(key, specialization)
 
     def _replay(self, specialization: Specialization, inputs: list[Any]) -> Any:
         owner = self._owner()
@@ -206,6 +208,8 @@ class Program:
                 got="two that do",
                 remedy="copy one of them, or compile without inputs_apart",
             )
+        if self.recorder.memory_limit and not specialization.fits:
+            self.recorder.fit(specialization, inputs)
         specialization.eviction.missed_at.append(next_use())
         prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs, unrecorded)
         if MISSES and self._freezes_addresses:
@@ -278,12 +282,19 @@ class Program:
         # Therefore each thread warms up first.
         if self._on_accelerator and not getattr(self._thread, "warm", False):
             return WARM_UP
+        if self._measures and not specialization.measured:
+            return WARM_UP
         if specialization.recordings:
             return ""
         if specialization.eager_runs < self._warm_ups:
             others = (other for other in self.specializations.values() if other is not specialization)
             return NEW_SIZES if any(other.eager_runs for other in others) else WARM_UP
         return self._no_room if specialization.eviction.must_wait() else ""
+
+    @property
+    def _measures(self) -> bool:
+        """Whether an eager run at each size has to tell what the plan does not know."""
+        return bool(self.recorder.memory_limit) and not self._freezes_addresses
 
     @property
     def stages(self) -> Mapping[str, tuple[int, float]]:
@@ -319,14 +330,14 @@ class Program:
     def _run_eagerly(self, prepared: Prepared, inputs: list[Any], reason: str, specialization: Specialization) -> Any:
         self.context.count("eager", reason)
         if reason not in WARM_UPS:
-            return self._run_schedule(prepared, inputs)
+            return self._run_schedule(prepared, inputs, specialization)
         if specialization.estimate is None:
             self.recorder.estimate(inputs, specialization)
         # Input addresses are remembered: inputs that have not moved until the next call are recorded as static.
         last = specialization.eager_runs + 1 >= self._warm_ups
         if last:
             specialization.static_inputs.note(inputs)
-        outputs = self._run_schedule(prepared, inputs)
+        outputs = self._run_schedule(prepared, inputs, specialization)
         if self._on_accelerator:
             self._thread.warm = True
         specialization.eager_runs += 1
@@ -334,9 +345,10 @@ class Program:
             specialization.output_copies.warm_outputs = prepared.weak_outputs(outputs)
         return outputs
 
-    @staticmethod
-    def _run_schedule(prepared: Prepared, inputs: list[Any]) -> Any:
+    def _run_schedule(self, prepared: Prepared, inputs: list[Any], specialization: Specialization) -> Any:
         try:
+            if not specialization.measured and (self.recorder.memory_limit or self.options.moves_work):
+                return run_measured(self.context, self.recorder.budget, specialization, prepared, inputs)
             return prepared.eager(inputs)
         except torch.OutOfMemoryError:
             if prepared.give_back is not None:

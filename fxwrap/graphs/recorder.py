@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..limit import Limit
 from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
+from .memory.budget import Budget, does_not_fit
 from .memory.locks import LockOwner
 from .memory.memory_provider import Estimate, RecordingMemory, Saved
 from .memory.shared_state import SHARED
@@ -35,8 +37,6 @@ log = logging.getLogger(__name__)
 
 # In place of a call's outputs: nothing has run.
 NOT_RUN = object()
-# Each further attempt lowers the budget for storages by at least 1/64 of the limit.
-_LIMIT_STEPS = 64
 _MORE_BY_LIBRARIES = "more than memory_limit with the workspace of libraries"
 # How many entries ``history`` keeps.
 _HISTORY = 200
@@ -90,7 +90,7 @@ class Recorder:
     Attributes:
         prepared: the plan and what is derived from it; replaced whenever the program is partitioned again.
         capture_errors: the error of each operator whose capture failed, by operator.
-        memory_limit: the most bytes that a call may take beside its inputs; 0 is no limit.
+        budget: the most bytes that a call may take beside its inputs, and what is known of those that it takes.
         never_recorded: why the program can never be recorded; empty if it can.
         history: how the newest recordings were made.
         newest_plan, newest_sized: the newest memory plan, and the program with the sizes that it was made for; None
@@ -101,10 +101,9 @@ class Recorder:
         self._context = context
         self._traces = context.functions.traces(context.name)
         self._traces.compiled(plan)
-        self.memory_limit = context.options.memory_limit
+        self.budget = Budget(context.planner, context.options.memory_limit)
         self._limit = Limit(self.memory_limit) if self.memory_limit else None  # that the present plan is for
-        self.prepared = Prepared.of(plan, context, bool(self.memory_limit))
-        self._in_pool = 0  # the most bytes by which a recording has enlarged its graphs' pool
+        self.prepared = Prepared.of(plan, context, self.budget)
         self.capture_errors = dict[str, str]()
         self.never_recorded = ""
         self.history = deque[RecordingMade](maxlen=_HISTORY)
@@ -173,36 +172,44 @@ class Recorder:
 
     # -- within a limit ---------------------------------------------------------------------------------
 
+    @property
+    def memory_limit(self) -> int:  # 0: no limit
+        return self.budget.nbytes
+
     def set_memory_limit(self, nbytes: int) -> None:
         """Set ``memory_limit``. The caller forgets the specializations: each has to ``fit`` anew."""
-        self.memory_limit = nbytes
+        self.budget.nbytes = nbytes
         self._replace_plan(None, "another memory_limit")
 
-    def fit(self, inputs: Sequence[Any], static: Collection[int] | None = None) -> None:
+    def fit(
+        self, specialization: Specialization, inputs: Sequence[Any], static: Collection[int] | None = None
+    ) -> None:
         """Plan again until a call at these sizes takes no more than ``memory_limit``. Nothing runs.
-
-        Partitioning counts storages only. What an arena takes on top (gaps, static buffers) is known once it is
-        planned, and is subtracted from the limit for the next attempt.
 
         Args:
             static: positions of inputs whose addresses stay; None for an eager run.
 
         Raises:
-            MemoryLimitError: a call would take more.
+            MemoryLimitError: a call would take more, or what it takes cannot be known.
         """
-        while (more := self._too_much(inputs, static)) > 0:
-            limit = Limit(self.memory_limit, 0, self.prepared.provider.symbols(inputs))
-            if self._limit is not None and (self._limit.nbytes, self._limit.symbols) == (limit.nbytes, limit.symbols):
-                beside = self._limit.beside + max(more, self.memory_limit // _LIMIT_STEPS)
-                limit = replace(limit, beside=beside)
-            self._replace_plan(limit, "planned again within memory_limit")
+        provider, present = self.prepared.provider, self.prepared.plan
+        call = provider.call(inputs, static)
+        try:
+            plan, limit = self.budget.within(self.memory_limit, call, present, self._limit, self.partition)
+        except MemoryLimitError as error:
+            if not error.least:
+                raise
+            with contextlib.suppress(CaptureError):  # what fits wherever inputs lie still fits when some have moved
+                call = provider.call(inputs, present.inputs.static | self._saved_tensors)
+            least = self.budget.least(call, present, self.partition)
+            raise does_not_fit(self.memory_limit, max(error.least, least)) from None
+        if plan is not present:
+            self._replace_plan(limit, "planned again within memory_limit", plan)
+        specialization.fits = True
 
-    @property
-    def _limits_arenas(self) -> bool:
-        return bool(self.memory_limit) and runtime_for(self.prepared.plan.device).frozen_addresses
-
-    def _too_much(self, inputs: Sequence[Any], static: Collection[int] | None) -> int:
-        return self.prepared.provider.bytes_of_call(inputs, static, self._in_pool) - self.memory_limit
+    def partition(self, limit: Limit | None) -> ProgramPlan:
+        """The program's plan within a limit, or without one. The present one stays."""
+        return self._context.planner.partition(self.prepared.plan.inputs, self.capture_errors, limit)
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -234,7 +241,7 @@ class Recorder:
         attempt = Attempt(specialization, inputs, static, decision, owner)
         try:
             result = self._try(attempt)
-            if self._limits_arenas and isinstance(result, Recorded) and self._too_much(inputs, static) > 0:
+            if isinstance(result, Recorded) and self._takes_more(inputs, static):
                 # Libraries took more during the capture than was known: the next call plans again before it runs.
                 self._context.count("events", _MORE_BY_LIBRARIES)
                 self._context.specializations.clear()
@@ -262,12 +269,17 @@ class Recorder:
             self._context.count("eager", result.of)
         return result.outputs, result.of
 
+    def _takes_more(self, inputs: Sequence[Any], static: Collection[int]) -> bool:
+        prepared = self.prepared
+        taken = self.budget.taken(prepared.plan, prepared.provider.call(inputs, static)) if self.memory_limit else 0
+        return taken > self.memory_limit
+
     def _try(self, attempt: Attempt) -> Recorded | Refused | Short:
         """Plan and make a recording. Raises with ``strict``; an error of ``memory_limit`` always."""
         specialization, strict = attempt.specialization, self._context.options.strict
         try:
-            if self._limits_arenas:
-                self.fit(attempt.inputs, attempt.static)  # with static buffers for those that move
+            if self.memory_limit:
+                self.fit(specialization, attempt.inputs, attempt.static)  # with static buffers for those that move
             recorded = self._make(attempt)
         except MemoryLimitError as error:
             if error.least:  # only an error of memory_limit sets it
@@ -303,12 +315,12 @@ class Recorder:
         self._note_plan(memory.sized, memory.memory)
         self._keep_estimate(specialization, estimate or Estimate(memory.sized, memory.memory))
         request = self._request_for(prepared, specialization, inputs, static, memory)
-        arena = memory.arenas[prepared.plan.device] if self._limits_arenas else None
+        arena = memory.arenas.get(prepared.plan.device)
         before = arena.pool_bytes() if arena is not None else 0
         with record_function(recording_range(self._context.name)):
             recorded = RecordingBuilder(request).record(inputs)
         if arena is not None:
-            self._in_pool = max(self._in_pool, arena.pool_bytes() - before)
+            self.budget.in_pool = max(self.budget.in_pool, arena.pool_bytes() - before)
         return recorded
 
     def _static_inputs(self, specialization: Specialization, inputs: Sequence[Any]) -> list[int]:
@@ -407,14 +419,15 @@ class Recorder:
             log.info("%s: is cut again around %s: %s", self._context.name, operator, failure)
         self._replace_plan(self._limit, "cut again around what could not be captured")
 
-    def _replace_plan(self, limit: Limit | None, why: str) -> None:
-        """Partition again. ``why``: the reason for which all recordings end."""
-        plan = self._context.planner.partition(self.prepared.plan.inputs, self.capture_errors, limit)
+    def _replace_plan(self, limit: Limit | None, why: str, plan: ProgramPlan | None = None) -> None:
+        """Take another plan, by default a new one. ``why``: the reason for which all recordings end."""
+        plan = plan or self.partition(limit)
         if plan.graph is not self.prepared.plan.graph:
             self.newest_plan = self.newest_sized = None  # they are about storages of another graph
-        self._limit, self.prepared = limit, Prepared.of(plan, self._context, bool(self.memory_limit))
+        self._limit, self.prepared = limit, Prepared.of(plan, self._context, self.budget)
         for other in self._context.specializations.values():
             other.drop_recordings(why)
+            other.fits = False
         self._context.specializations.find_units()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...api.report import report
 from ...backend import parsed
+from ...errors import MemoryLimitError
 from ...graphs.compilation import HasPrograms
 
 
@@ -23,8 +24,17 @@ def limit_memory(fn: Callable[..., Any] | HasPrograms, limit: int | str | None) 
 
     Raises:
         OptionError: ``limit`` is no size.
+        MemoryLimitError: a graph of ``fn`` runs through Inductor's own wrapper.
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
     nbytes = parsed({"memory_limit": limit})[0].memory_limit if limit is not None else 0
-    for graph in report(fn).graphs:
+    explanation = report(fn)
+    if nbytes and explanation.fallbacks:
+        raise MemoryLimitError(
+            "memory_limit cannot be held: a graph runs through Inductor's own wrapper, which has no limit",
+            expected="a function whose graphs fxwrap has planned",
+            got="; ".join(explanation.fallbacks),
+            remedy="compile what has no such graph in a function of its own",
+        )
+    for graph in explanation.graphs:
         graph.program.set_memory_limit(nbytes)

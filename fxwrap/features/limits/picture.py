@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import InputError, MemoryLimitError
+from ...errors import InputError
+from ...graphs.memory.budget import Call
 from ...graphs.program import Program
 from ...inspection.explanation import Explanation
-from ...limit import Limit
 from ...passes.memory.fit import timeline_of
 from ...passes.memory.requirements import expected_sizes
-from ...plan import ProgramPlan
 
 _WIDTH = 40
 
@@ -25,7 +24,7 @@ class WithinLimit:
 
     Attributes:
         limit: bytes; None for no limit.
-        peak: the most bytes that are in use at one time.
+        peak: the most bytes that a call takes beside its inputs.
         repeated: how many nodes run again.
         moved: bytes that the program moves, its operations counted as bytes.
     """
@@ -66,10 +65,11 @@ class Limits:
 def limits(explanation: Explanation, count: int = 8) -> list[Limits]:
     """The limits of each program: none, and ``count`` from there to the least that fits.
 
-    Where graphs freeze addresses, an arena may take more than what is in use at one time; so may what libraries
-    allocate.
+    Where graphs freeze addresses, the arena counts, and what captures are known to take, as if all inputs moved that
+    may.
 
     Raises:
+        MemoryLimitError: data decide on what a program takes, so that it can have no limit.
         InputError: ``count`` is less than 1, or the report was read from a file.
     """
     if type(count) is not int or count < 1 or not explanation.graphs:
@@ -82,17 +82,15 @@ def limits(explanation: Explanation, count: int = 8) -> list[Limits]:
 
 
 def _limits(program: Program, count: int) -> Limits:
-    free = _within(program, None)
-    try:
-        least = _within(program, 1).peak
-    except MemoryLimitError as error:
-        least = error.least
+    recorder = program.recorder
+    budget, call = recorder.budget, Call.compiled_for(program.plan)
+    base = recorder.partition(None)
+
+    def within(limit: int | None) -> WithinLimit:
+        plan = base if limit is None else budget.within(limit, call, base, None, recorder.partition)[0]
+        work = timeline_of(plan, expected_sizes(plan.graph, plan.facts)).work
+        return WithinLimit(limit, budget.taken(plan, call), len(plan.repeated), work)
+
+    free, least = within(None), budget.least(call, base, recorder.partition)
     below = dict.fromkeys(free.peak - (free.peak - least) * n // count for n in range(1, count + 1))
-    return Limits(program.name, (free, *(_within(program, limit) for limit in below)))
-
-
-def _within(program: Program, limit: int | None) -> WithinLimit:
-    given = None if limit is None else Limit(limit)
-    plan: ProgramPlan = program.planner.partition(program.plan.inputs, program.recorder.capture_errors, given)
-    timeline = timeline_of(plan, expected_sizes(plan.graph, plan.facts))
-    return WithinLimit(limit, timeline.peak, len(plan.repeated), timeline.work)
+    return Limits(program.name, (free, *map(within, below)))

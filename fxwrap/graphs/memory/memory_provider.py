@@ -7,67 +7,22 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ...errors import CaptureError
 from ...host_graph.sizes import evaluate_sizes, symbols_at
 from ...host_graph.tensors import has_address, reach, tensors_in
-from ...limit import Limit
 from ...packing import Reserved
-from ...plan import InputFacts, MemoryPlan, PlacementHint, ProgramPlan, Reservations, SizedProgram
+from ...plan import MemoryPlan, PlacementHint, ProgramPlan, SizedProgram
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
+from .budget import Budget, Call
 from .locks import LockOwner
+from .planning import Planner
 from .shared_state import SHARED
-
-
-class Planner(Protocol):
-    """Plans one host graph. Implemented by ``pipeline.HostGraphPlanner``."""
-
-    def partition(
-        self, inputs: InputFacts, capture_errors: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
-    ) -> ProgramPlan:
-        """The plan for all sizes.
-
-        Args:
-            inputs: a program that is partitioned again takes them from its plan.
-            capture_errors: the error of each operator whose capture failed; it is kept out of captured partitions.
-            limit: work is repeated to stay below.
-
-        Raises:
-            MemoryLimitError: a call would take more than the limit.
-        """
-
-    def plan(
-        self,
-        sized: SizedProgram,
-        reserved: Reservations = MappingProxyType({}),
-        hint: PlacementHint | None = None,
-        previous: MemoryPlan | None = None,
-    ) -> MemoryPlan:
-        """Plan the memory of one recording (``passes.memory.planner.plan_program``), and verify the plan."""
-
-    def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
-        """The most bytes that a call takes beside its inputs (``passes.memory.planner.bytes_of_call``)."""
-
-    def devices(self, sized: SizedProgram) -> Collection[torch.device]:
-        """The devices on which a plan of a program has storages."""
-
-    def plan_pair(
-        self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
-    ) -> tuple[PlacementHint, PlacementHint]:
-        """Hints for a forward and its backward from a joint plan (``passes.memory.planner.plan_pair``)."""
-
-    def for_graph(self, gm: GraphModule) -> Planner:
-        """A planner with the same stages and options for another graph, a modified copy of this planner's."""
-
-    @property
-    def took(self) -> Mapping[str, tuple[int, float]]:
-        """How often each stage ran, and its seconds, by the stage's name."""
 
 
 @dataclass(eq=False)
@@ -94,7 +49,8 @@ class Estimate:
 
     def is_for(self, sized: SizedProgram) -> bool:
         """Whether a recording of ``sized``, at the estimate's sizes and without frozen addresses, can use it."""
-        return self.sized.plan is sized.plan and self.sized.donated == sized.donated
+        same = self.sized.donated == sized.donated and self.sized.workspace == sized.workspace
+        return self.sized.plan is sized.plan and same
 
 
 @dataclass(frozen=True)
@@ -134,8 +90,8 @@ class MemoryProvider:
     Attributes:
         whole_storage: inputs of which bytes outside of the tensor may be used, with the operator that does so.
         max_memory: the option, in bytes.
-        limited: whether a call may take no more than a limit; then no memory is kept for later calls, and arenas are
-            no larger than needed.
+        budget: the most bytes that a call may take. If there is such a limit, no memory is kept for later calls, and
+            arenas are no larger than needed.
         arena_class: the class of their arenas.
     """
 
@@ -143,18 +99,24 @@ class MemoryProvider:
     program: ProgramPlan
     whole_storage: Mapping[Node, str]
     max_memory: int
-    limited: bool
+    budget: Budget
     arena_class: type[Arena] = Arena
 
-    def bytes_of_call(self, inputs: Sequence[Any], static: Collection[int] | None, in_pool: int) -> int:
-        """The most bytes that a call takes beside its inputs, by its plan.
+    @property
+    def limited(self) -> bool:
+        """Whether a call may take no more than a limit."""
+        return bool(self.budget.nbytes)
+
+    def call(self, inputs: Sequence[Any], static: Collection[int] | None) -> Call:
+        """What memory is planned for.
 
         Args:
             static: positions of inputs whose addresses stay; None for all, as in an eager run.
-            in_pool: bytes that are known to be taken by operators during a capture.
         """
-        sized = self._sized(inputs, range(len(inputs)) if static is None else static)
-        return self.planner.bytes_of_call(sized, in_pool)
+        if runtime_for(self.program.device).frozen_addresses:
+            stay = range(len(inputs)) if static is None else static
+            return Call(tuple(inputs), self._input_buffers(inputs, stay), True)
+        return Call(tuple(inputs), {}, False, tuple(self._donated(inputs)))
 
     def symbols(self, inputs: Sequence[Any]) -> Mapping[Any, int]:
         """The sizes of a call, by symbol."""
@@ -267,11 +229,7 @@ class MemoryProvider:
         return hint
 
     def _sized(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
-        runtime = runtime_for(self.program.device)
-        if runtime.frozen_addresses:
-            return SizedProgram(self.program, self._numbers(inputs), self._input_buffers(inputs, static))
-        donated = tuple(self._donated(inputs))
-        return SizedProgram(self.program, self._numbers(inputs), {}, False, donated=donated)
+        return self.budget.sized(self.program, self.call(inputs, static))
 
     def _donated(self, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""

@@ -86,6 +86,8 @@ class Specialization:
         waited_for_outputs: whether a call has run eagerly for such outputs since the last such recording.
         avoids_live_outputs: whether the verifier refused a plan around live outputs, so that the next recording is
             made in an arena without any.
+        fits: whether a call with the present plan is known to be within ``memory_limit``.
+        measured: whether an eager run has told what calls allocate of which the plan does not know it.
         ended_because: why the last recording ended; it is the reason of the next one.
     """
 
@@ -99,6 +101,8 @@ class Specialization:
     recorded_around: int = 0
     waited_for_outputs: bool = False
     avoids_live_outputs: bool = False
+    fits: bool = False
+    measured: bool = False
     ended_because: str = ""
 
     # -- decisions --------------------------------------------------------------------------------------

@@ -55,13 +55,16 @@ class Specializations:
         in_turn = tuple(unit for units in by_key.values() for unit in units)
         self.units, self.units_by_key = (in_turn, {}) if len(in_turn) <= _TRIED else ((), by_key)
 
-    def add(self, key: Any) -> Specialization:
-        """Make a specialization. If there are too many, the oldest ones without recordings are forgotten."""
+    def add(self, key: Any, specialization: Specialization) -> Specialization:
+        """Add a specialization, unless there is one; returns that which is there.
+
+        If there are too many, the oldest ones without recordings are forgotten.
+        """
         if len(self._by_key) >= _REMEMBERED * self._most:
             idle = [other_key for other_key, other in list(self._by_key.items()) if not other.recordings]
             for idle_key in idle[: len(idle) // 2 + 1]:
                 self._by_key.pop(idle_key, None)
-        return self._by_key.setdefault(key, Specialization())
+        return self._by_key.setdefault(key, specialization)
 
     def recordings(self) -> list[Recording]:
         """The recordings that have not ended. (An ended one stays until its specialization is called again.)"""

@@ -63,6 +63,7 @@ class FlatBuilder:
         post_processing: functions through which results of nodes go.
         may_retry: whether a node may run again after it was out of memory.
         in_graph: how branches and loops become nodes of the device graph; None if the host decides.
+        calls: functions to call in place of a node's own.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class FlatBuilder:
         post_processing: PostProcessing = MappingProxyType({}),
         may_retry: Callable[[Node], bool] = lambda node: False,
         in_graph: InGraph | None = None,
+        calls: Mapping[Node, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self.bound, self.registers, self._emptied = bound, registers, emptied
         self._before, self._after, self._may_retry = before, after, may_retry
-        self.in_graph = in_graph
+        self.in_graph, self._calls = in_graph, calls
         self._filled: list[torch.UntypedStorage] = []  # regions that got memory here
         self._post_processing = post_processing
         self._elements: dict[Node, list[Node | None]] = {}  # by tuple: its elements; None if not needed
@@ -312,6 +314,8 @@ class FlatBuilder:
         given = {name: value for name, value in node.kwargs.items() if not is_default(node, name, value)}
         kwargs = {name: self.operand(value) for name, value in given.items()}
         self.use_next(node)
+        if node in self._calls:
+            return steps.CallPython(self._calls[node], args, kwargs)
         if kernel is not None:
             return steps.Launch(kernel, args)
         if node.target is torch.empty_strided and {"dtype", "device"} <= given.keys() <= OPTIONS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,10 +51,10 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
         MemoryLimitError: it cannot; the error says with how many bytes it could.
     """
     most = limit.nbytes - limit.beside
-    if timeline_of(plan, sizes).peak <= most:
+    if timeline_of(plan, sizes, limit.workspace).peak <= most:
         return plan
     orders = plan, reordered(plan, dependencies, sizes)
-    fitting = [rematerialise(timeline_of(order, sizes), most) for order in orders]
+    fitting = [rematerialise(timeline_of(order, sizes, limit.workspace), most) for order in orders]
     best = min(fitting, key=lambda timeline: (max(timeline.peak, most), timeline.work))
     if best.peak > most:
         least = best.peak + limit.beside
@@ -68,13 +69,19 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
     return _with_runs(plan, best)
 
 
-def timeline_of(plan: ProgramPlan, sizes: Mapping[int, int]) -> Timeline:
-    """The schedule of a plan, with the memory that it uses at these sizes of storages."""
+def timeline_of(
+    plan: ProgramPlan, sizes: Mapping[int, int], workspace: Mapping[str, int] = MappingProxyType({})
+) -> Timeline:
+    """The schedule of a plan, with the memory that it uses at these sizes of storages.
+
+    Args:
+        workspace: bytes of workspace at these sizes by node, where that of the plan does not hold.
+    """
     facts, captured = plan.facts, (p.index for p in plan.partitions if p.verdict is Verdict.CAPTURED)
     made = facts.made()
     costs = Costs(
         sizes={index: nbytes for index, nbytes in sizes.items() if index in made},
-        workspace={plan.nodes[name]: nbytes for name, nbytes in plan.workspace.items()},
+        workspace={plan.nodes[name]: nbytes for name, nbytes in {**plan.workspace, **workspace}.items()},
         work={node: _work(node, facts, sizes) for node in plan.schedule}.__getitem__,
         pure=is_pure,
         stays=facts.handed_out,

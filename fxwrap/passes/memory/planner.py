@@ -6,18 +6,30 @@ Where addresses are frozen, storages get offsets in an arena. On the CPU they ge
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from ...errors import PlanError
+from ...host_graph.nodes import operator_name
 from ...host_graph.storages import Origin
 from ...packing import Buffer, Placement, Reserved, plan_memory
 from ...packing.reserved import lay_out_arena, most_alive
 from ...packing.shared_regions import share_regions
-from ...plan import Home, MemoryPlan, Place, PlacementHint, Prediction, Region, Reservations, SizedProgram
+from ...plan import (
+    Home,
+    MemoryPlan,
+    Place,
+    PlacementHint,
+    Prediction,
+    ProgramPlan,
+    Region,
+    Reservations,
+    SizedProgram,
+)
 from ..analysis.saved_tensors import saved_tensors
 from .requirements import Requirements
 
@@ -94,18 +106,44 @@ def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool
     """The most bytes that a call takes at one time beside its inputs.
 
     Storages count from their first to their last use; regions do not raise that (``_plan_calls``). Arenas count as
-    a whole; static buffers of inputs lie in them. Results and workspace of operators count in either case. Memory
-    of unknown size is missing: data-dependent results, and workspace that was not measured.
+    a whole; static buffers of inputs lie in them. Results and workspace of operators count in either case. Workspace
+    that was not measured is missing (``unmeasured_calls``).
 
     Args:
         memory: the plan, where addresses are frozen.
         in_pool: bytes that captures are known to take in the pool of the graphs: results of operators and workspace.
+
+    Raises:
+        PlanError: data decide on the size of what the call takes.
     """
     requirements = Requirements.of(sized)
+    if requirements.unsized:
+
+        def named(node: str) -> str:
+            return f"{node} ({operator_name(sized.plan.nodes[node])})"
+
+        raise PlanError(
+            f"data decide on the size of {', '.join(map(named, requirements.unsized))}",
+            expected="storages whose sizes follow from those of the inputs",
+            remedy="pad to a size that the inputs have",
+        )
     unplanned = [buffer for items in requirements.unplanned.values() for _, buffer in items]
     if memory is not None and sized.frozen:
         return memory.size + max(most_alive(unplanned), in_pool) + requirements.copies
-    return most_alive([*unplanned, *(buffer for items in requirements.planned.values() for _, buffer in items)])
+    planned = (buffer for items in requirements.planned.values() for _, buffer in items)
+    return most_alive([*unplanned, *planned]) + _numbers_as_tensors(sized.plan)
+
+
+def _numbers_as_tensors(program: ProgramPlan) -> int:
+    """Bytes of the tensors that Dynamo may make of a call's numbers, such as rates, before the program begins."""
+    inputs = (node.meta.get("val") for p, node in enumerate(program.placeholders) if p not in program.inputs.static)
+    numbers = (value for value in inputs if isinstance(value, torch.Tensor) and value.dtype is torch.float64)
+    return sum(value.dtype.itemsize for value in numbers if value.device == _CPU and value.dim() == 0)
+
+
+def unmeasured_calls(sized: SizedProgram) -> Collection[str]:
+    """The library calls and custom operators whose own memory is not known at these sizes, by node."""
+    return Requirements.of(sized).unmeasured
 
 
 def _assign_homes(

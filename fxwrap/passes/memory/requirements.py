@@ -44,6 +44,8 @@ class Requirements:
             index, workspace with None.
         unknown: steps in which memory of unknown size is in use, too: data-dependent results, and workspace that was
             not measured at these sizes.
+        unsized: the nodes that make storages of data-dependent size.
+        unmeasured: library calls whose workspace at these sizes is not known; on accelerators, all.
         sizes: bytes of every storage that an allocation node makes or the plan places, if its size is known.
         outputs: storages that the caller gets: of allocation nodes, and results of operators that the plan places.
             (For ``is_new_output`` all results of operators count.)
@@ -61,6 +63,8 @@ class Requirements:
     planned: Mapping[torch.device, list[tuple[int, Buffer]]]
     unplanned: Mapping[torch.device, list[tuple[int | None, Buffer]]]
     unknown: frozenset[int]
+    unsized: tuple[str, ...]
+    unmeasured: tuple[str, ...]
     sizes: Mapping[int, int]
     outputs: frozenset[int]
     copied_back: frozenset[str]
@@ -107,14 +111,17 @@ class Requirements:
         )
         sizes, buffers = _planned_buffers(sized, results, copied_back, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
-        results_at, workspace = _sizes_of_results(program, symbols), _workspace_at(program, symbols)
+        results_at, known = _sizes_of_results(program, symbols), _workspace_at(program, symbols)
+        workspace = {step: sized.workspace.get(program.schedule[step].name, n) for step, n in known.items()}
         region_storages = {} if sized.frozen else _region_storages(program, buffers)
         return cls(
             facts=facts,
             lifetimes=program.lifetimes,
             planned=buffers,
             unplanned=_unplanned(program, end, placed, results_at, workspace),
-            unknown=_unknown_steps(program, {**sizes, **results_at}, workspace),
+            unknown=_unknown_steps(program, {**sizes, **results_at}, known),
+            unsized=_unsized(program, {**sizes, **results_at}),
+            unmeasured=tuple(program.schedule[step].name for step, nbytes in workspace.items() if nbytes is None),
             sizes=sizes,
             outputs=outputs,
             copied_back=copied_back,
@@ -298,6 +305,13 @@ def _unknown_steps(
         if storage.origin in (Origin.ALLOCATION, Origin.EXTERN) and storage.index not in sizes:
             steps.update(program.lifetimes.get(storage.index, ()))
     return frozenset(steps)
+
+
+def _unsized(program: ProgramPlan, sizes: Mapping[int, int]) -> tuple[str, ...]:
+    """The nodes that make storages of unknown size. (An operator may return None in place of a tensor.)"""
+    made = (s for s in program.facts.storages if s.origin in (Origin.ALLOCATION, Origin.EXTERN))
+    unknown = (s for s in made if s.index not in sizes and s.index in program.lifetimes)
+    return tuple(dict.fromkeys(s.node for s in unknown if s.value(program.nodes[s.node]) is not None))
 
 
 def _copies(program: ProgramPlan, placed: Collection[int], sizes: Mapping[int, int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,24 +25,34 @@ _MEASURED: dict[Hashable, int] = {}
 Allocations = Callable[[Callable[[], object]], Sequence[int] | None]
 
 
-def measure_workspace(nodes: Iterable[Node], allocations: Allocations) -> dict[str, int]:
+def measure_workspace(
+    nodes: Iterable[Node], allocations: Allocations, symbols: Mapping[Any, int] | None = None
+) -> dict[str, int]:
     """The most bytes that each call has allocated at one time beyond what it returns, by node.
 
-    Each kind of call runs once in a process, on zeros of the sizes that the program was compiled for. Calls that
-    cannot run so (custom operators, operands that are neither tensors nor numbers, backwards of recurrent layers) are
-    missing. So are calls on
-    accelerators, and calls that need no workspace at any size.
+    Each kind of call runs once in a process, on zeros. Calls that cannot run so (custom operators, operands that are
+    neither tensors nor numbers, backwards of recurrent layers) are missing. So are calls on accelerators, and calls
+    that need no workspace at any size.
+
+    Args:
+        symbols: the sizes, by symbol; by default those that the program was compiled for.
     """
     kinds: dict[Hashable, list[Node]] = {}
     for node in nodes:
-        if (kind := _kind_of_call(node)) is not None:
+        if (kind := _kind_of_call(node, symbols)) is not None:
             kinds.setdefault((kind, torch.get_num_threads()), []).append(node)
-    unknown = [kind for kind in kinds if kind not in _MEASURED]
-    with torch.no_grad(), torch.random.fork_rng(devices=(), enabled=bool(unknown)):
-        for kind in unknown:
-            if (nbytes := _measure(kinds[kind][0], allocations)) is not None:
-                _MEASURED[kind] = nbytes
+    if unknown := {kind: calls[0] for kind, calls in kinds.items() if kind not in _MEASURED}:
+        # A thread of its own has no modes, and no profiler: where one runs, allocations are not told.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_measure_all, unknown, allocations, symbols).result()
     return {node.name: _MEASURED[kind] for kind, calls in kinds.items() if kind in _MEASURED for node in calls}
+
+
+def _measure_all(kinds: Mapping[Hashable, Node], allocations: Allocations, symbols: Mapping[Any, int] | None) -> None:
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        for kind, node in kinds.items():
+            if (nbytes := _measure(node, allocations, symbols)) is not None:
+                _MEASURED[kind] = nbytes
 
 
 def needs_no_workspace(node: Node) -> bool:
@@ -78,7 +89,7 @@ class _Unknown(Exception):
     """An operand has no value to measure with."""
 
 
-def _kind_of_call(node: Node) -> Hashable | None:
+def _kind_of_call(node: Node, symbols: Mapping[Any, int] | None) -> Hashable | None:
     """A key that is equal for calls with the same workspace; None for a call that is not measured."""
     if kind_of(node) is not Kind.EXTERN or not only_computes(node) or "effect" in node.meta:
         return None
@@ -86,7 +97,8 @@ def _kind_of_call(node: Node) -> Hashable | None:
     if needs_no_workspace(node) or (schema and any(arg.name in _NOTES for arg in schema._schema.arguments)):
         return None
     try:
-        return str(node.target), repr(torch.fx.map_arg((node.args, node.kwargs), _description))
+        described = torch.fx.map_arg((node.args, node.kwargs), lambda operand: _description(operand, symbols))
+        return str(node.target), repr(described)
     except _Unknown:
         return None
 
@@ -96,19 +108,22 @@ def _type_of(node: Node) -> torch.dtype | None:
     return next((value.dtype for value in values if isinstance(value, torch.Tensor)), None)
 
 
-def _description(node: Node) -> Any:
+def _description(node: Node, symbols: Mapping[Any, int] | None) -> Any:
     """Sizes, strides and type of a tensor, the value of a number."""
     value: Any = node.meta.get("val")
-    if (layout := hinted_layout(value)) is not None and value.device.type == "cpu":
+    layout = hinted_layout(value) if symbols is None else layout_at(value, symbols)
+    if layout is not None and value.device.type == "cpu":
         return *layout, value.dtype
-    if isinstance(value, (int, torch.SymInt)) and (number := hint(value)) is not None:
-        return number
+    if isinstance(value, (int, torch.SymInt)):
+        number = hint(value) if symbols is None else number_at(value, symbols)
+        if number is not None:
+            return number
     raise _Unknown
 
 
-def _measure(node: Node, allocations: Allocations) -> int | None:
+def _measure(node: Node, allocations: Allocations, symbols: Mapping[Any, int] | None) -> int | None:
     def zeros(operand: Node) -> Any:
-        described = _description(operand)
+        described = _description(operand, symbols)
         if not isinstance(described, tuple):
             return described
         return torch.empty_strided(*described[:2], dtype=described[2]).zero_()
@@ -121,5 +136,10 @@ def _measure(node: Node, allocations: Allocations) -> int | None:
         return None  # it does not run on zeros
     if changes is None:
         return None
+    return most_beyond_result(changes)
+
+
+def most_beyond_result(changes: Sequence[int]) -> int:
+    """The most bytes that a call has allocated at one time beyond what it returns."""
     held = list(itertools.accumulate(changes))
     return max(held, default=0) - held[-1] if held else 0

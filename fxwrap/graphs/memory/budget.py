@@ -1,0 +1,153 @@
+"""The budget of a program: the most bytes that a call may take, what is known of them, and the one loop that plans.
+
+What fits is found out here for calls, for ``MemoryLimitError.least`` and for the picture of limits: one figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ...errors import MemoryLimitError, PlanError
+from ...host_graph.sizes import evaluate_sizes, hint, hinted_layout, storage_bytes, symbols_at
+from ...limit import Limit
+from ...plan import ProgramPlan, SizedProgram
+from ..devices.runtime import freezes_addresses
+from .planning import Planner
+
+# Each further attempt lowers the budget for storages by at least 1/64 of the limit.
+_STEPS = 64
+# Partitions a program, within a limit or without one.
+Partition = Callable[[Limit | None], ProgramPlan]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What memory is planned for: a call's inputs, of any plan of the program.
+
+    Attributes:
+        inputs: tensors and numbers, by position. Only sizes and numbers are read.
+        input_buffers, frozen, donated: see ``SizedProgram``.
+    """
+
+    inputs: tuple[Any, ...]
+    input_buffers: Mapping[str, tuple[torch.device, int]]
+    frozen: bool
+    donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def compiled_for(cls, plan: ProgramPlan) -> Call:
+        """A call with the sizes that a program was compiled for, whose inputs move if they may."""
+        inputs, buffers, frozen = list[Any](), dict[str, tuple[torch.device, int]](), freezes_addresses(plan.device)
+        for position, node in enumerate(plan.placeholders):
+            value: Any = node.meta.get("val")
+            layout = hinted_layout(value)
+            if layout is None:
+                inputs.append(hint(value) if isinstance(value, (int, torch.SymInt)) else None)
+                continue
+            inputs.append(torch.empty_strided(*layout, dtype=value.dtype, device="meta"))
+            if frozen and position not in plan.inputs.static:
+                buffers[node.name] = value.device, storage_bytes(*layout, value.dtype)
+        return cls(tuple(inputs), buffers, frozen)
+
+
+@dataclass(eq=False)
+class Budget:
+    """The bytes that a program's calls may take beside its inputs, and what was learned of those that they take.
+
+    Attributes:
+        nbytes: the most; 0 is no limit.
+        in_pool: the most bytes by which a recording has enlarged its graphs' pool.
+    """
+
+    planner: Planner
+    nbytes: int = 0
+    in_pool: int = 0
+    _seen: dict[frozenset[Any], Mapping[str, int]] = field(default_factory=dict)  # workspace by node, by sizes
+
+    def sized(self, plan: ProgramPlan, call: Call) -> SizedProgram:
+        """A plan at the sizes of a call, with the workspace of library calls there."""
+        numbers = evaluate_sizes(plan.graph, dict(zip(plan.placeholders, call.inputs, strict=True)))
+        symbols = symbols_at(numbers)
+        workspace = dict(self.planner.workspace(plan.graph, symbols)) if self.nbytes and symbols else {}
+        workspace.update(seen := self._seen.get(_key(symbols), {}))
+        workspace.update({one.node: seen[one.repeats] for one in plan.repeated if one.repeats in seen})
+        return SizedProgram(plan, numbers, call.input_buffers, call.frozen, call.donated, workspace)
+
+    def note_workspace(self, sized: SizedProgram, workspace: Mapping[str, int]) -> None:
+        """Remember what calls have allocated in a warm-up, by node."""
+        key = _key(symbols_at(sized.symbol_values))
+        self._seen[key] = {**self._seen.get(key, {}), **workspace}
+
+    def taken(self, plan: ProgramPlan, call: Call) -> int:
+        """The most bytes that a call takes beside its inputs.
+
+        Raises:
+            MemoryLimitError: that cannot be known.
+        """
+        try:
+            return self.planner.bytes_of_call(self.sized(plan, call), self.in_pool)
+        except PlanError as error:
+            raise MemoryLimitError(
+                "memory_limit cannot be held: what a program takes is not known",
+                got=str(error),
+                remedy="leave memory_limit out for this function",
+            ) from error
+
+    def within(
+        self, nbytes: int, call: Call, plan: ProgramPlan, limit: Limit | None, partition: Partition
+    ) -> tuple[ProgramPlan, Limit | None]:
+        """A plan with which a call takes no more than so many bytes, and its limit: the given one, if it does.
+
+        Partitioning counts storages only. What an arena takes on top (gaps, static buffers) is known once it is
+        planned, and is subtracted from the limit for the next attempt. The last attempt is the plan with the lowest
+        peak: what a call takes with it is the least that can be said to fit.
+
+        Raises:
+            MemoryLimitError: there is none.
+        """
+        while (more := self.taken(plan, call) - nbytes) > 0:
+            symbols = symbols_at(self.sized(plan, call).symbol_values)
+            fresh = Limit(nbytes, 0, symbols, self._seen.get(_key(symbols), {}))
+            tried = limit is not None and replace(limit, beside=0) == fresh
+            beside = limit.beside + max(more, nbytes // _STEPS) if limit is not None and tried else 0
+            limit = replace(fresh, beside=beside)
+            try:
+                plan = partition(limit)
+            except MemoryLimitError as error:
+                if not error.least:
+                    raise
+                plan = partition(replace(limit, nbytes=error.least))
+                if (least := self.taken(plan, call)) > nbytes:
+                    raise does_not_fit(nbytes, least) from None
+                break
+        return plan, limit
+
+    def least(self, call: Call, plan: ProgramPlan, partition: Partition) -> int:
+        """The lowest limit that fits."""
+        try:
+            plan, _ = self.within(1, call, plan, None, partition)
+            return self.taken(plan, call)
+        except MemoryLimitError as error:
+            if not error.least:
+                raise
+            return error.least
+
+
+def _key(symbols: Mapping[Any, int]) -> frozenset[Any]:
+    return frozenset(symbols.items())
+
+
+def does_not_fit(nbytes: int, least: int) -> MemoryLimitError:
+    """The error of a call that takes more than a limit of so many bytes."""
+    error = MemoryLimitError(
+        "a program does not fit into memory_limit",
+        expected=f"at least {least} bytes ({least / 2**20:.1f} MiB)",
+        got=f"{nbytes} bytes",
+        remedy="raise memory_limit, or make the batch smaller",
+    )
+    error.least = least
+    return error
