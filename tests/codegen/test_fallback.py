@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -15,6 +16,7 @@ from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 import fxwrap
 from fxwrap.codegen import inductor as compiling
@@ -180,7 +182,11 @@ def results_of(g: Callable[..., Any], trains: bool, device: torch.device) -> lis
         result = g(x)
         if trains:
             result.backward()
-        results.append((result, x.detach(), x.grad))
+        results.append(
+            copy.deepcopy(
+                pytree.tree_map(lambda y: y.detach() if isinstance(y, torch.Tensor) else y, (result, x, x.grad))
+            )
+        )
     return results
 
 
