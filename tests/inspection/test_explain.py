@@ -296,7 +296,7 @@ def test_nothing_is_said_of_a_function_that_dynamo_has_not_looked_at() -> None:
 
 
 def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
-    """Under a profiler nothing can be measured, and what was measured before is known."""
+    """A profiler of the caller does not see what is measured beside, and what was measured before is known."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.dropout(F.conv2d(x, w, padding=1), 0.5)
@@ -309,8 +309,8 @@ def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
         torch.manual_seed(3)
         first = torch.compile(fn, backend="fxwrap")
         assert torch.equal(first(x, w), expected[0])
-        assert not any(measure_workspace(fxwrap.report(first).graphs[0].program.plan.schedule, allocations).values())
-    assert any("conv" in event.name for event in profile.events())
+        assert measure_workspace(fxwrap.report(first).graphs[0].program.plan.schedule, allocations)
+    assert sum(event.name == "aten::_convolution" for event in profile.events()) == 1
     torch._dynamo.reset()
     torch.manual_seed(3)
     f = torch.compile(fn, backend="fxwrap")

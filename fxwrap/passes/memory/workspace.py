@@ -21,7 +21,7 @@ _NOTES = ("workspace", "reserve")
 _MEASURED: dict[Hashable, int] = {}
 
 # Runs a function and returns the bytes that it allocated (above 0) and freed (below 0) on the CPU, in order, until
-# its result is freed; None if they cannot be measured at the moment.
+# its result is freed; None if they cannot be measured in this thread at the moment.
 Allocations = Callable[[Callable[[], object]], Sequence[int] | None]
 
 
