@@ -526,3 +526,32 @@ def test_an_operator_returns_its_operand_now_and_then(compiled: Any, as_is: Any)
             assert torch.equal(x, y)
             own.append(y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr())
     assert f.program.counters.replays >= 4 and own in ([False, True] * 4, [True, False] * 4)
+
+
+@torch.library.custom_op("fxwrap_outputs::counted", mutates_args=())
+def counted(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x * 2, int((x > 0).sum())
+
+
+@counted.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return torch.empty_like(x), torch.library.get_ctx().new_dynamic_size(min=0, max=100)
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as it is", "changed in a graph"])
+def test_a_tensor_that_is_made_beside_a_number_that_varies(
+    compiled: Any, device: torch.device, changed: bool
+) -> None:
+    """The operator runs eagerly. A graph that changes its tensor needs that one element at a fixed address."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        f: Compiled = compiled(
+            lambda x: (counted(x)[0] + 1, x.sin()) if changed else (counted(x)[0], x.sin() + 1),
+            options={"capture": "always"},
+        )
+        held = []
+        for _ in range(5):
+            x = torch.randn(4, 4, device=device)
+            held.append((f(x), x))
+        for (made, sine), x in held:
+            torch.testing.assert_close(made, x * 2 + 1 if changed else x * 2)
+            torch.testing.assert_close(sine, x.sin() if changed else x.sin() + 1)

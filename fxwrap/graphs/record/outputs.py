@@ -7,7 +7,7 @@ caller's own input.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ class Outputs:
         """
         output = output_node(self._plan.graph)
         lay_out = self._request.functions.lay_out
-        for node, users in _made_of(output).items():
+        own = {node for node in self._registers if node in common}
+        for node, users in _made_of(output, own).items():
             indices = self._plan.facts.of(node)
             makers = map(self._plan.maker, indices & self._request.memory.outputs)
             memory = [self._layout.tensors[maker] for maker in makers if maker in self._layout.tensors]
@@ -166,19 +167,23 @@ class Outputs:
         return each(made, outputs)
 
 
-def _made_of(output: Node) -> dict[Node, list[Node]]:
+def _made_of(output: Node, own: Container[Node]) -> dict[Node, list[Node]]:
     """The values behind the outputs that are not views, each with its users on the way to ``output``.
 
     A user is ``output`` itself, or a view of the value.
+
+    Args:
+        own: values that have an address of their own: one element of a tuple, for example, that is copied to a static
+            buffer where another element is a number that varies.
     """
     users_of: dict[Node, list[Node]] = {}
     queue = [output]
     for user in queue:
         for node in user.all_input_nodes:
-            if node not in users_of and kind_of(node) is Kind.VIEW:
+            if node not in users_of and kind_of(node) is Kind.VIEW and node not in own:
                 queue.append(node)
             users_of.setdefault(node, []).append(user)
-    return {node: users for node, users in users_of.items() if kind_of(node) is not Kind.VIEW}
+    return {node: users for node, users in users_of.items() if kind_of(node) is not Kind.VIEW or node in own}
 
 
 def _views_in(node: Node, output: Node) -> list[Node]:
