@@ -10,6 +10,8 @@ import torch
 from conftest import Compiled, assert_same, tensors_in
 from models import MODELS, SMALLER
 
+from fxwrap.graphs.program import WARM_UPS
+
 # In every run of the tests, and small: attention, convolutions, an encoder and a decoder, experts. A sweep has ten,
 # and as large as the benchmarks have them.
 OFTEN = {("llama", "training"), ("t5", "inference"), ("mixtral", "inference"), ("resnet", "training")}
@@ -135,4 +137,4 @@ def _assert_all_replayed(ours: Compiled, before: list[int]) -> None:
     assert len(before) == len(ours.programs)
     for program, replays in zip(ours.programs, before, strict=True):
         assert program.counters.replays == replays + 1, program.counters.to_dict()
-        assert set(program.counters.eager) == {"warm-up"}
+        assert set(program.counters.eager) <= set(WARM_UPS)

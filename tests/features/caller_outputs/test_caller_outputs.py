@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fxwrap
 from fxwrap.errors import InputError
 from fxwrap.graphs.devices.runtime import using_runtime
-from fxwrap.graphs.program import Program
+from fxwrap.graphs.program import WARM_UPS, Program
 from fxwrap.graphs.replay.steps import CallOperator, Fill
 from fxwrap.testing.simulated import SIMULATED
 
@@ -77,7 +77,7 @@ def test_the_result_is_in_the_caller_s_tensor(made: Callable[..., Any], dynamic:
         assert program.f.run(x, out=y) is y
         assert_same(y, program.f(x))
     (variant,) = programs_of_variants(program)
-    assert variant.counters.replays and set(variant.counters.eager) == {"warm-up"}
+    assert variant.counters.replays and set(variant.counters.eager) <= set(WARM_UPS)
     assert fxwrap.stats(program)["programs"] == 2
 
 
