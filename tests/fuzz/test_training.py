@@ -17,6 +17,7 @@ from training import HABITS, OurSide, Step, Training, differs, random_training, 
 from training_grammar import LOSSES, OPTIMIZERS, PARTS, Optimizer, Part, Recipe, made_from, source_of
 from within_limit import DifferenceError
 
+from fxwrap.errors import causes
 from fxwrap.features.train_step import train_step as steps
 from fxwrap.features.train_step.snapshot import Snapshot
 
@@ -64,9 +65,6 @@ PROGRAMS = {
     "an operator with memory of its own": made(
         "@3", "@3", "limit@3", "@3", "@3", "@3", parts=("linear", "takes_memory")
     ),
-    "as many rows as data decide": made(
-        "@3", "@3", "limit@3", "@3", "@3", "@3", parts=("linear", "some_rows"), pick=0
-    ),
     "a rate that is no float32": made("", "rate", optimizer=_with("RMSprop"), float64=False),
     "an optimizer's hook that comes later": made("", "", "optimizer hook", ""),
     "a module's hook that comes later": made("", "", "module hook", ""),
@@ -98,6 +96,16 @@ for _name, _settings, _of in (
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_was_found(name: str) -> None:
     run(PROGRAMS[name], torch.device("cpu"))
+
+
+@pytest.mark.compiler
+def test_sizes_that_data_decide_are_refused_within_a_limit() -> None:
+    training = made("@3", "@3", "limit@3", "@3", "@3", "@3", parts=("linear", "some_rows"), pick=0)
+    try:
+        run(training, torch.device("cpu"))
+    except Exception as error:
+        reasons = [str(cause) for cause in causes(error)]
+    assert any("data decide on the size of" in reason for reason in reasons)
 
 
 @pytest.mark.compiler

@@ -729,7 +729,8 @@ def check_static_inputs(ours: OurSide) -> None:
             value = node.meta["val"]
             if not isinstance(value, Tensor) or not value.ndim:  # a number may be given as a tensor, too
                 continue
-            of_batch = value.dtype is torch.int64 or hint(value.shape[0]) in SIZES
+            rows = value.shape[0]
+            of_batch = value.dtype is torch.int64 or isinstance(rows, torch.SymInt) or hint(rows) in SIZES
             if of_batch == (position in plan.inputs.static):
                 kind = "static" if position in plan.inputs.static else "not static"
                 raise DifferenceError(f"{node.name} of {tuple(value.shape)} counts as {kind}: input {position}")
