@@ -13,7 +13,7 @@ import torch
 
 from ...errors import MemoryLimitError, PlanError
 from ...host_graph.sizes import evaluate_sizes, hint, hinted_layout, storage_bytes, symbols_at
-from ...limit import Limit
+from ...limit import Limit, binary
 from ...plan import ProgramPlan, SizedProgram
 from ..devices.runtime import freezes_addresses
 from .planning import Planner
@@ -145,7 +145,7 @@ def does_not_fit(nbytes: int, least: int) -> MemoryLimitError:
     """The error of a call that takes more than a limit of so many bytes."""
     error = MemoryLimitError(
         "a program does not fit into memory_limit",
-        expected=f"at least {least} bytes ({least / 2**20:.1f} MiB)",
+        expected=f"at least {least} bytes" + (f" ({binary(least)})" if least >= 1024 else ""),
         got=f"{nbytes} bytes",
         remedy="raise memory_limit, or make the batch smaller",
     )
