@@ -271,9 +271,13 @@ def static_inputs(gm: torch.fx.GraphModule, phase: str, positions: Iterable[int]
     """
     tokens = len(gm.graph.find_nodes(op="call_function", target=torch.ops.prims._make_token.default))
     before = tokens if phase == "inference" else 0
-    # Inductor counts all that a backward graph gets of its forward graph, with sizes.
-    sizes = {n for n, node in enumerate(gm.graph.find_nodes(op="placeholder")) if _is_size(node)}
-    ignored = sizes if phase == "backward" else set()
+    # Inductor counts all that a backward graph gets of its forward graph, with sizes. AOTAutograd counts all that a
+    # parameter of a tensor subclass is made of: for a DTensor, the object that stands for its mesh.
+    ignored = {
+        n
+        for n, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if not isinstance(node.meta.get("val"), torch.Tensor) and (phase == "backward" or not _is_size(node))
+    }
     return _named(gm, "static", {position - before for position in positions} - ignored, other=("Tangent",))
 
 

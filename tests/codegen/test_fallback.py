@@ -291,7 +291,8 @@ def test_scalars_of_the_host_beside_a_tensor_of_the_device(name: str, device: to
     x = torch.randn(4, 4, device=device)
     f, theirs = Compiled(SCALARS[name], compile_options={"options": {"strict": True}}), inductor(SCALARS[name])
     for _ in range(3):
-        assert_same(f(x), theirs(x))
+        # Of a condition on the host, Inductor leaves the result of a device out of the tree on the host.
+        assert_same(f(x), theirs(x).to(device))
     assert not [event for event in f.program.counters.events if event.startswith("compiled without")]
 
 
