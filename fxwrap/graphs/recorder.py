@@ -20,7 +20,7 @@ from ..limit import Limit
 from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
-from .memory.budget import Budget, does_not_fit
+from .memory.budget import Budget
 from .memory.locks import LockOwner
 from .memory.memory_provider import Estimate, RecordingMemory, Saved
 from .memory.shared_state import SHARED
@@ -202,7 +202,7 @@ class Recorder:
             with contextlib.suppress(CaptureError):  # what fits wherever inputs lie still fits when some have moved
                 call = provider.call(inputs, present.inputs.static | self._saved_tensors)
             least = self.budget.least(call, present, self.partition)
-            raise does_not_fit(self.memory_limit, max(error.least, least)) from None
+            raise self.budget.does_not_fit(self.memory_limit, max(error.least, least), present) from None
         if plan is not present:
             self._replace_plan(limit, "planned again within memory_limit", plan)
         specialization.fits = True
@@ -320,7 +320,7 @@ class Recorder:
         with record_function(recording_range(self._context.name)):
             recorded = RecordingBuilder(request).record(inputs)
         if arena is not None:
-            self.budget.in_pool = max(self.budget.in_pool, arena.pool_bytes() - before)
+            self.budget.in_pool = max(self.budget.in_pool or 0, arena.pool_bytes() - before)
         return recorded
 
     def _static_inputs(self, specialization: Specialization, inputs: Sequence[Any]) -> list[int]:

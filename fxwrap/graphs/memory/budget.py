@@ -60,12 +60,12 @@ class Budget:
 
     Attributes:
         nbytes: the most; 0 is no limit.
-        in_pool: the most bytes by which a recording has enlarged its graphs' pool.
+        in_pool: the most bytes by which a recording has enlarged its graphs' pool; None before the first.
     """
 
     planner: Planner
     nbytes: int = 0
-    in_pool: int = 0
+    in_pool: int | None = None
     _seen: dict[frozenset[Any], Mapping[str, int]] = field(default_factory=dict)  # workspace by node, by sizes
 
     def sized(self, plan: ProgramPlan, call: Call) -> SizedProgram:
@@ -89,12 +89,13 @@ class Budget:
             MemoryLimitError: that cannot be known.
         """
         try:
-            return self.planner.bytes_of_call(self.sized(plan, call), self.in_pool)
+            return self.planner.bytes_of_call(self.sized(plan, call), self.in_pool or 0)
         except PlanError as error:
             raise MemoryLimitError(
                 "memory_limit cannot be held: what a program takes is not known",
-                got=str(error),
-                remedy="leave memory_limit out for this function",
+                expected=error.expected,
+                got=error.subject,
+                remedy=f"{error.remedy}, or leave memory_limit out for this function",
             ) from error
 
     def within(
@@ -122,7 +123,7 @@ class Budget:
                     raise
                 plan = partition(replace(limit, nbytes=error.least))
                 if (least := self.taken(plan, call)) > nbytes:
-                    raise does_not_fit(nbytes, least) from None
+                    raise self.does_not_fit(nbytes, least, plan) from None
                 break
         return plan, limit
 
@@ -136,18 +137,19 @@ class Budget:
                 raise
             return error.least
 
+    def does_not_fit(self, nbytes: int, least: int, plan: ProgramPlan) -> MemoryLimitError:
+        """The error of a call that takes more than a limit of so many bytes."""
+        captured = self.in_pool is not None or not freezes_addresses(plan.device)
+        size = f" ({binary(least)})" if least >= 1024 else ""
+        error = MemoryLimitError(
+            "a program does not fit into memory_limit",
+            expected=f"at least {least} bytes{size}" + ("" if captured else ", and what libraries take in a capture"),
+            got=f"{nbytes} bytes",
+            remedy="raise memory_limit, or make the batch smaller",
+        )
+        error.least = least
+        return error
+
 
 def _key(symbols: Mapping[Any, int]) -> frozenset[Any]:
     return frozenset(symbols.items())
-
-
-def does_not_fit(nbytes: int, least: int) -> MemoryLimitError:
-    """The error of a call that takes more than a limit of so many bytes."""
-    error = MemoryLimitError(
-        "a program does not fit into memory_limit",
-        expected=f"at least {least} bytes" + (f" ({binary(least)})" if least >= 1024 else ""),
-        got=f"{nbytes} bytes",
-        remedy="raise memory_limit, or make the batch smaller",
-    )
-    error.least = least
-    return error
