@@ -495,11 +495,10 @@ class OurSide(Side):
         return result
 
     def _own(self) -> dict[int, Tensor]:
-        """States and gradients."""
+        """States, gradients, and what an operator keeps of a call."""
         states = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-        return {
-            value.data_ptr(): value for value in [*states, *(p.grad for p in self.parameters if p.grad is not None)]
-        }
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        return {value.data_ptr(): value for value in [*states, *gradients, *tensors_in(AROUND.kept)]}
 
     def _programs(self) -> int:
         return self._count("programs")

@@ -25,9 +25,17 @@ class TakesMoreError(DifferenceError):
 
 
 def measured(run: Callable[[], T]) -> tuple[T, int | None]:
-    """What ``run`` returns, and the most bytes that it had at one time on the CPU; None where a profiler runs."""
+    """What ``run`` returns, and the most bytes that it had at one time on the CPU.
+
+    None where a profiler runs, or where fxwrap measures itself, which is not possible within this measurement.
+    """
     results: list[T] = []
-    changes = allocations(lambda: results.append(run()))
+    try:
+        changes = allocations(lambda: results.append(run()))
+    except MemoryLimitError as error:
+        if "without a profiler" not in error.remedy:
+            raise
+        return run(), None
     if changes is None and not results:
         return run(), None
     return results[0], None if changes is None else max(itertools.accumulate(changes), default=0)

@@ -7,8 +7,8 @@
     loss(...).backward()
     optimizer.step()            the last call leaves the gradients of which the update was made: averaged, clipped
 
-A parameter that has had no gradient in an update has the p.grad None, and is not updated. A step that makes an update
-at every call keeps no gradients: it neither reads nor writes p.grad.
+A parameter that has had no gradient in an update, or is frozen, has the p.grad None, and is not updated. A step that
+makes an update at every call keeps no gradients: it neither reads nor writes p.grad.
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ class Sums:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._parameters: list[torch.Tensor] = []
+        self._parameters, self._frozen = list[torch.Tensor](), list[torch.Tensor]()
         self._had, self._shown = "", list[torch.Tensor | None]()
 
-    def fill(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take other parameters. The tensors of those that stay are kept, with what they hold."""
+    def fill(self, parameters: Sequence[torch.Tensor], frozen: Sequence[torch.Tensor]) -> None:
+        """Take other parameters. The tensors of those that stay are kept, with what they hold.
+
+        Args:
+            frozen: the other parameters of the optimizer, which get no gradients.
+        """
+        self._frozen = list(frozen)
         known = dict(zip(self._parameters, zip(self.tensors, self._had, strict=True), strict=True))
         kept = [known.get(p, (None, HAD_NOT)) for p in parameters]
         self._parameters = list(parameters)
@@ -54,6 +59,8 @@ class Sums:
             begins: whether the call is the first of an update.
         """
         if begins:
+            for parameter in self._frozen:
+                parameter.grad = None
             return HAD_NOT * len(self._parameters)
         if not self._are_shown():
             grads = list(map(_grad, self._parameters))

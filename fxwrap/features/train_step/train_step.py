@@ -198,9 +198,12 @@ class TrainStep:
     def _look_again(self) -> None:
         """Take what the optimizer has now: parameters, state, settings. State that is missing is made."""
         self._refuse(refusals(self.model, self._loss, self.optimizer))
+        frozen = [p for group in self.optimizer.param_groups for p in group["params"] if not p.requires_grad]
+        if self.micro_batches and any(parameter.grad is not None for parameter in frozen):
+            self._refuse(["a parameter that has a gradient was frozen before the last micro-batch of its update"])
         self._slots.fill(updates_of(self.optimizer, self._numbers))
         if self._accumulate > 1:
-            self._slots.sums.fill(self._slots.parameters)
+            self._slots.sums.fill(self._slots.parameters, frozen)
         mark_static(self._slots.tensors())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn where no step was made
         hooks = self._seen.hooks if self._seen is not None else None

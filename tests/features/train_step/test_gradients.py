@@ -19,6 +19,7 @@ from loops import Maker, Net, assert_same, batch, squares, values
 from torch import nn, optim
 
 import fxwrap
+from fxwrap.errors import TrainStepError
 
 pytestmark = pytest.mark.compiler
 
@@ -159,3 +160,34 @@ def test_replays_copy_no_gradients() -> None:
     after = fxwrap.stats(step)
     assert after["programs"] == 3 and after["replays"] == before["replays"] + 6
     assert all(p.grad is total for p, total in zip(model.parameters(), sums, strict=True))
+
+
+def test_frozen_between_updates() -> None:
+    """What a frozen parameter has had in an earlier update is cleared, and does not come back when it thaws."""
+
+    def habit(make: Maker) -> Iterator[Any]:
+        model = Net()
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step, last = make(model, squares, optimizer, accumulate=2), list(model.parameters())[-1]
+        for n, trained in enumerate((True, False, False, True)):
+            last.requires_grad_(trained)
+            for seed in (2 * n, 2 * n + 1):
+                yield step(*batch(seed=seed))
+                yield _grads(model)
+            yield values(model)
+
+    assert_same(habit)
+
+
+def test_frozen_within_an_update_is_refused() -> None:
+    """The loop would update it: its gradient of the first micro-batch is there."""
+    model = Net()
+    step = fxwrap.train_step(model, squares, optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+    last = list(model.parameters())[-1]
+    step(*batch())
+    last.requires_grad_(False)
+    with pytest.raises(TrainStepError, match="frozen before the last micro-batch"):
+        step(*batch())
+    last.requires_grad_(True)
+    step(*batch())
+    assert step.micro_batches == 0
