@@ -35,8 +35,8 @@ from memory_peak import UNet, loss_of
 from torch import Tensor, nn
 
 import fxwrap
-from fxwrap.codegen.torch_runtime import frees_workspaces
 from fxwrap.graphs.memory.arena_pool import AT_ONE_TIME
+from fxwrap.torch_private.functions import frees_workspaces
 
 Check = Callable[[Place, Findings], None]
 # Calls until a program replays: one runs eagerly, one is recorded, and one more if it was cut anew or its arena grew.

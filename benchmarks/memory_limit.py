@@ -39,12 +39,12 @@ from torch import Tensor, nn
 from train_step import adamw, loss, ordinary
 
 import fxwrap
-from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import MemoryLimitError
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.program_runs import programs_run_by
 from fxwrap.limit import Limit
 from fxwrap.passes.memory.planner import bytes_of_call
+from fxwrap.torch_private.functions import allocations
 
 _MIB = 2**20
 _ISSUE = "issue"
@@ -118,7 +118,7 @@ class Step:
         """The program that takes no more than ``limit`` bytes."""
         free = self.free
         plan = free.planner.partition(free.plan.inputs, limit=Limit(limit))
-        return Program(plan, free.planner, replace(free.options, memory_limit=limit), free.functions)
+        return Program(plan, free.planner, replace(free.options, memory_limit=limit))
 
     def least(self) -> int:
         """The bytes of the lowest limit that fits."""

@@ -103,6 +103,8 @@ def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) ->
 def ranges(turns: int, calls: int) -> dict[str, float]:
     """What ranges cost a call while no profiler is on, in microseconds, natively and in Python."""
     from fxwrap.graphs.compilation import live_compilations
+    from fxwrap.torch_private import native_library
+    from fxwrap.torch_private.functions import profiling
 
     torch._dynamo.reset()
     compiled, x = torch.compile(lambda x: x + 1, backend="fxwrap", options={"capture": "always"}), torch.randn(8)
@@ -110,12 +112,11 @@ def ranges(turns: int, calls: int) -> dict[str, float]:
         compiled(x)
     program = next(p for c in live_compilations() for p in c.programs if p.plan.device.type == "cpu")
     (recording,) = program.specializations.recordings()
-    native, functions = program.functions.native(), program.functions
+    native = native_library.native_replay()
     assert not isinstance(native, str), native
     unit = recording.unit
     bare = dataclasses.replace(native, unit=lambda known: native.unit({**known, "name": "", "ranges": []}))
-    request = dataclasses.replace(recording.request, functions=dataclasses.replace(functions, native=lambda: bare))
-    with mock.patch.object(recording, "request", request):
+    with mock.patch.object(native_library, "native_replay", lambda: bare):
         recording.make_unit()
     without, program.specializations.units = recording.unit, ()
     assert without is not unit and unit is not None
@@ -124,7 +125,7 @@ def ranges(turns: int, calls: int) -> dict[str, float]:
     called: dict[str, Callable[[], Any]] = {
         "with": lambda: unit([x]),
         "without": lambda: without([x]),
-        "asked": lambda: (functions.profiling(), functions.profiling()),
+        "asked": lambda: (profiling(), profiling()),
         "not asked": lambda: None,
     }
     for _ in range(turns):

@@ -38,7 +38,6 @@ from .graphs.compilation import Compilation
 from .graphs.devices.runtime import conditional_nodes_of, freezes_addresses
 from .graphs.memory.planning import Planner
 from .graphs.program import Program
-from .graphs.torch_functions import TorchFunctions
 from .hooks import PROGRAMS, class_for
 from .host_graph.control_flow import control_flow_of
 from .host_graph.storages import StorageFacts
@@ -72,6 +71,7 @@ from .plan import (
     Signature,
     SizedProgram,
 )
+from .torch_private.functions import without_modes
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -93,12 +93,10 @@ class CompileRequest:
     """Everything besides the graph that compiling needs.
 
     Attributes:
-        functions: private functions of torch that the running program needs.
         compilation: collects the programs (see ``fxwrap.explain``).
         compile_partition: called with each partition; may return a callable that replaces it.
     """
 
-    functions: TorchFunctions
     options: Options = field(default_factory=Options)
     inputs: InputFacts = field(default_factory=InputFacts)
     compilation: Compilation | None = None
@@ -163,9 +161,7 @@ def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], li
     return Stage(name, lambda graph: function(graph) or graph, check if lint else None)
 
 
-def _workspace(
-    gm: GraphModule, functions: TorchFunctions, symbols: Mapping[object, int] | None = None
-) -> Mapping[str, int]:
+def _workspace(gm: GraphModule, symbols: Mapping[object, int] | None = None) -> Mapping[str, int]:
     """Measure the workspace of library calls; only for the CPU, whose plan counts it as in use in the call's step.
 
     Args:
@@ -175,8 +171,8 @@ def _workspace(
     if device.type != "cpu" or freezes_addresses(device):
         return {}
     work = (node for node in gm.graph.nodes if node.op == "call_function")
-    with functions.without_modes():
-        return measure_workspace(work, functions.allocations, symbols)
+    with without_modes():
+        return measure_workspace(work, symbols)
 
 
 def _replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition | None) -> ProgramPlan:
@@ -233,7 +229,7 @@ class Stages:
 
     rewrites: tuple[Rewrite, ...] = ()
     aliasing: Stage[[GraphModule], StorageFacts] = Stage("aliasing", analyse_storages)
-    workspace: Stage[[GraphModule, TorchFunctions], Mapping[str, int]] = Stage("workspace", _workspace)
+    workspace: Stage[[GraphModule], Mapping[str, int]] = Stage("workspace", _workspace)
     dependencies: Stage[[GraphModule, StorageFacts, str], nx.DiGraph] = Stage("dependencies", build_dependency_graph)
     capturability: Stage[[GraphModule, EagerOps, Mapping[str, str], bool], Verdicts] = Stage("capturability", judge)
     cut: Stage[[nx.DiGraph, Verdicts, torch.device, StorageFacts, Bytes, float], Cut] = Stage("cut", cut)
@@ -269,7 +265,6 @@ class HostGraphPlanner:
     graph: GraphModule
     stages: Stages
     options: Options
-    functions: TorchFunctions
     compile_partition: CompilePartition | None = None
     stored_workspace: Mapping[str, int] | None = None
     took: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -280,7 +275,7 @@ class HostGraphPlanner:
         facts = run(stages.aliasing, graph)
         workspace = self.stored_workspace
         if workspace is None:
-            workspace = run(stages.workspace, graph, self.functions)
+            workspace = run(stages.workspace, graph)
         apart_on = main_device(graph).type if self.options.inputs_apart else ""
         return facts, workspace, run(stages.dependencies, graph, facts, apart_on)
 
@@ -323,7 +318,7 @@ class HostGraphPlanner:
         return unmeasured_calls(sized)
 
     def workspace(self, gm: GraphModule, symbols: Mapping[object, int]) -> Mapping[str, int]:
-        return _workspace(gm, self.functions, symbols) if symbols else {}
+        return _workspace(gm, symbols) if symbols else {}
 
     def plan_pair(
         self, first: SizedProgram, second: SizedProgram, saved_as: Mapping[int, Sequence[str]]
@@ -377,7 +372,7 @@ def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages 
     stages, took = stages or Stages(), dict[str, tuple[int, float]]()
     for stage in stages.rewrites:
         gm = run_stage(took, stage, gm)
-    planner = HostGraphPlanner(gm, stages, request.options, request.functions, request.compile_partition, took=took)
+    planner = HostGraphPlanner(gm, stages, request.options, request.compile_partition, took=took)
     return _program(_partitioned(planner, request.inputs, request.options), planner, request)
 
 
@@ -391,7 +386,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
     """
     _check_schedule(plan)
     stored = plan.workspace
-    planner = HostGraphPlanner(plan.graph, Stages(), request.options, request.functions, stored_workspace=stored)
+    planner = HostGraphPlanner(plan.graph, Stages(), request.options, stored_workspace=stored)
     return _program(plan, planner, request)
 
 
@@ -400,7 +395,7 @@ def compile_variant(
 ) -> Program:
     """Compile ``gm``, a modified copy of the program's rewritten graph, through the same stages."""
     planner = program.planner.for_graph(gm)
-    request = CompileRequest(program.functions, program.options, compilation=compilation)
+    request = CompileRequest(program.options, compilation=compilation)
     return _program(_partitioned(planner, inputs, program.options), planner, request)
 
 
@@ -408,7 +403,7 @@ def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
     """Another program with the same plan, for which just these inputs are static. It is in no compilation."""
     inputs = dataclasses.replace(program.plan.inputs, static=frozenset(positions))
     plan = dataclasses.replace(program.plan, inputs=inputs)
-    return _program(plan, program.planner, CompileRequest(program.functions, program.options))
+    return _program(plan, program.planner, CompileRequest(program.options))
 
 
 def _partitioned(planner: Planner, inputs: InputFacts, options: Options) -> ProgramPlan:
@@ -423,7 +418,7 @@ def _partitioned(planner: Planner, inputs: InputFacts, options: Options) -> Prog
 def _program(plan: ProgramPlan, planner: Planner, request: CompileRequest) -> Program:
     """Make a program, and add it to its compilation. A backward is linked to its forward."""
     program_class: type[Program] = class_for(request.options, PROGRAMS, Program)
-    program = program_class(plan, planner, request.options, request.functions)
+    program = program_class(plan, planner, request.options)
     if (compilation := request.compilation) is not None:
         forwards = [earlier for earlier in compilation.programs if earlier.plan.phase == "forward"]
         if plan.phase == "backward" and forwards:

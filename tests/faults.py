@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.program import Program
 from fxwrap.native_build import built_library
+from fxwrap.torch_private import native_library
 
 # Where generated functions say that they are.
 FLAT = "<fxwrap flat function>"
@@ -323,6 +325,9 @@ class Faulty:
 
     def __init__(self, what: Any, device: torch.device, native: bool = True) -> None:
         self.device, self.case, self._native = device, what(device), native
+        self._patches = contextlib.ExitStack()
+        if not native:
+            self._patches.enter_context(mock.patch.object(native_library, "native_replay", lambda: ""))
         self.fault: Fault | None = None
         self.after = Counter[str]()
         self._given: list[StorageWeakRef] = []  # inputs of the last run, but for those that the case keeps
@@ -335,8 +340,6 @@ class Faulty:
         self.programs: list[Program] = self._compiled.programs
         for program in self.programs:
             program.run = functools.partial(self._run, weakref.proxy(program))  # type: ignore[method-assign]
-            if not native:
-                object.__setattr__(program.functions, "native", lambda: "")
         # An interrupt in a finalizer is told to a hook, and pytest's keeps what it hears, with all frames.
         self._hook, sys.unraisablehook = sys.unraisablehook, self._note_ignored
         gc.collect()
@@ -346,6 +349,7 @@ class Faulty:
         self._baseline = bytes_in_use(device)
 
     def close(self) -> None:
+        self._patches.close()
         gc.unfreeze()
         sys.unraisablehook = self._hook
 
@@ -372,7 +376,7 @@ class Faulty:
         for program in self.programs:
             forward = program.recorder._forward, program.recorder._saved_tensors
             plan = program.planner.partition(program.plan.inputs, {})
-            program.__init__(plan, program.planner, program.options, program.functions)  # type: ignore[misc]
+            program.__init__(plan, program.planner, program.options)  # type: ignore[misc]
             program.recorder._forward, program.recorder._saved_tensors = forward
             program.counters.eager.clear()
         SHARED.arenas = ArenaPool()

@@ -7,7 +7,6 @@ whatever the passes decide can be compared with ``gm(*inputs)``.
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 import random
@@ -24,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxwrap.codegen.request import torch_functions
 from fxwrap.host_graph.nodes import Kernel, Kind, by_name, launch, reinterpret
 from fxwrap.options import Options
 from fxwrap.pipeline import CompileRequest
@@ -45,7 +43,7 @@ PROPERTY = settings(
 )
 
 # What fxwrap asks for at each compilation, but for options.
-compile_request = functools.partial(CompileRequest, torch_functions())
+compile_request = CompileRequest
 
 
 # -- kernels ------------------------------------------------------------------------------------------------

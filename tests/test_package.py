@@ -39,8 +39,8 @@ def _imports(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_torch_is_fenced_to_codegen(path: Path) -> None:
-    if any(folder.name == "codegen" for folder in path.parents):
+def test_private_torch_is_fenced(path: Path) -> None:
+    if any(folder.name in ("codegen", "torch_private") for folder in path.parents):
         return
     assert not [name for name in _imports(path) if name.startswith(PRIVATE)]
     text = path.read_text()
@@ -58,6 +58,15 @@ MAY_NOT_IMPORT = {
     "errors.py": ("fxwrap.",),
     "limit.py": ("fxwrap.",),
     "native_build.py": ("fxwrap.",),
+    "torch_private": (
+        "torch._inductor",
+        "torch._dynamo",
+        *_RULES,
+        "fxwrap.plan",
+        "fxwrap.host_graph",
+        *_RUNS,
+        *_ACTS,
+    ),
     "host_graph": (*_RULES, "fxwrap.plan", *_RUNS, *_ACTS),
     "eager_rules.py": (*_RULES[1:], "fxwrap.plan", *_RUNS, *_ACTS),
     "options.py": ("fxwrap.plan", *_RUNS, *_ACTS),

@@ -22,7 +22,7 @@ import pytest
 from environments import environment, run_in
 from pages import blocks, run
 
-from fxwrap.codegen.native_library import native_replay
+from fxwrap.torch_private.native_library import native_replay
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.compiler

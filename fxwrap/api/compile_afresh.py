@@ -14,11 +14,11 @@ import torch
 from ..backend import fxwrap as backend
 from ..codegen.dynamo.collection import with_own_code
 from ..codegen.dynamo.report import compilations_of
-from ..codegen.torch_runtime import allocations
 from ..codegen.torch_versions import own_caches
 from ..graphs.compilation import Compilation
 from ..inspection.document import CallData
 from ..inspection.explanation import Explanation, name_of
+from ..torch_private.functions import allocations
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ from ..graphs.compilation import HasPrograms
 from ..graphs.memory.shared_state import SHARED
 from ..graphs.program import Program
 from ..hooks import AFTER_RELEASE
+from ..torch_private.native_library import kept_memory
 from .report import report
 
 
@@ -42,5 +43,5 @@ def release(fn: Callable[..., Any] | HasPrograms | None = None) -> int:
 
 
 def _kept(programs: Sequence[Program]) -> int:
-    on_the_cpu = programs[0].functions.kept_memory() if programs else 0
+    on_the_cpu = kept_memory() if programs else 0
     return SHARED.arenas.kept() + on_the_cpu

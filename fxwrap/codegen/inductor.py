@@ -44,7 +44,6 @@ from .store.caches import (
     without_uuid,
 )
 from .store.user_lines import UserLines
-from .torch_runtime import torch_functions
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def compile_with_inductor(
         name = getattr(options.codegen, "__name__", "")
         compilation.not_stored.append(f"what {name} compiles: it changes {', '.join(changed)}, and has no uuid")
     # A hit in AOTAutograd's cache loads programs without calling ``inner_compile``: they need a request here.
-    base = CompileRequest(options=options, compilation=compilation, functions=torch_functions())
+    base = CompileRequest(options=options, compilation=compilation)
     with requesting(base), extended_cache_key(key), contextlib.ExitStack() as contexts:
         if has_numbers(gm):
             contexts.enter_context(without_caches())

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..pipeline import CompileRequest
-from .torch_runtime import torch_functions
 
 _current: ContextVar[CompileRequest | None] = ContextVar("fxwrap_request", default=None)
 
 
 def current_request() -> CompileRequest:
     """The current request of this thread; a default one where codegen runs outside of fxwrap's backend."""
-    return _current.get() or CompileRequest(torch_functions())
+    return _current.get() or CompileRequest()
 
 
 @dataclass

@@ -11,14 +11,15 @@ from torch.fx import Node
 
 from ..host_graph.nodes import checks_on, constants, output_node
 from ..plan import ProgramPlan
+from ..torch_private import native_library
+from ..torch_private.functions import profiling
+from ..torch_private.native_units import CannotReplay
 from .policy.eager_memory import GiveBack, can_run_again
 from .record.flat import FlatBuilder
 from .replay.flat_python import Part
 from .replay.guards import Description
-from .replay.native import CannotReplay
 from .replay.ranges import partition_range
 from .replay.units import make_unit
-from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,9 @@ class EagerRuns:
         part: the schedule, whose registers are the inputs.
     """
 
-    def __init__(self, name: str, part: Part, inputs: int, functions: TorchFunctions) -> None:
+    def __init__(self, name: str, part: Part, inputs: int) -> None:
         self.part = part
-        self._name, self._inputs, self._functions = name, inputs, functions
+        self._name, self._inputs = name, inputs
         self._calls, self._tried = 0, False
         self._unit: Callable[[list[Any]], Any] | None = None
         self._missed: Any = None
@@ -47,11 +48,11 @@ class EagerRuns:
                 self._make_unit()
         elif (outputs := unit(inputs)) is not self._missed:
             return outputs
-        return (self.part.run_profiled if self._functions.profiling() else self.part.run)(inputs)
+        return (self.part.run_profiled if profiling() else self.part.run)(inputs)
 
     def _make_unit(self) -> None:
         self._tried = True
-        native = self._functions.native()
+        native = native_library.native_replay()
         if isinstance(native, str):
             return
         try:

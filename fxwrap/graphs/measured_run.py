@@ -10,14 +10,12 @@ from torch.fx import Node
 
 from ..errors import MemoryLimitError
 from ..host_graph.nodes import operator_name
+from ..torch_private.functions import allocations
 from .devices.runtime import freezes_addresses
 from .eager import eager_function
 from .memory.budget import Budget
 from .policy.specialization import Specialization
 from .prepared import Prepared, ProgramContext
-
-# Measures a function; None if that cannot be done now. See ``codegen/torch_runtime.py``.
-Allocations = Callable[[Callable[[], object]], Sequence[int] | None]
 
 
 def run_measured(
@@ -30,7 +28,7 @@ def run_measured(
     Raises:
         MemoryLimitError: there is a limit, and a profiler runs in this thread, so that nothing can be measured.
     """
-    plan, allocations, names = prepared.plan, context.functions.allocations, list[str]()
+    plan, names = prepared.plan, list[str]()
     if not freezes_addresses(plan.device):
         sized = budget.sized(plan, prepared.provider.call(inputs, None))
         names += context.planner.unmeasured_calls(sized)
@@ -42,7 +40,7 @@ def run_measured(
     if not names:
         return prepared.eager(inputs)
     found = dict[str, int]()
-    calls = {plan.nodes[name]: _measured(plan.nodes[name], allocations, found) for name in names}
+    calls = {plan.nodes[name]: _measured(plan.nodes[name], found) for name in names}
     outputs = eager_function(plan, context.name, prepared.give_back, calls).run(inputs)
     budget.note_workspace(sized, found)
     specialization.fits = False  # by what is known now, the next call may have to be planned again
@@ -58,7 +56,7 @@ def _cannot_measure(operators: Sequence[str]) -> MemoryLimitError:
     )
 
 
-def _measured(node: Node, allocations: Allocations, found: dict[str, int]) -> Callable[..., Any]:
+def _measured(node: Node, found: dict[str, int]) -> Callable[..., Any]:
     """The function of a node, which notes in ``found`` the most bytes that it allocates beyond what it returns."""
     function = node.meta.get("call", node.target)
 

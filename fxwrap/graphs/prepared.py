@@ -36,7 +36,6 @@ from .policy.eager_memory import GiveBack
 from .policy.specializations import Specializations
 from .replay.overlaps import MutatedInputs
 from .replay.ranges import partition_range
-from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)
 
@@ -97,27 +96,23 @@ class ProgramContext:
     Attributes:
         name: the program's name in logs, profiles and reports: its number in this process, and its phase.
         planner: plans its memory, and partitions its graph again.
-        functions: private functions of torch that it needs while it runs.
         mutated_inputs: what must not overlap in a call; None if it may.
     """
 
     name: str
     planner: Planner
     options: Options
-    functions: TorchFunctions
     sizes: DynamicSizes
     mutated_inputs: MutatedInputs | None
     specializations: Specializations
     counters: Counters = field(default_factory=Counters)
 
     @classmethod
-    def of(
-        cls, name: str, plan: ProgramPlan, planner: Planner, options: Options, functions: TorchFunctions
-    ) -> ProgramContext:
+    def of(cls, name: str, plan: ProgramPlan, planner: Planner, options: Options) -> ProgramContext:
         matters = freezes_addresses(plan.device) or options.inputs_apart
-        mutated = MutatedInputs.of(plan, functions.overlap) if matters else None
+        mutated = MutatedInputs.of(plan) if matters else None
         sizes, specializations = DynamicSizes.of(plan.placeholders), Specializations(options.max_recordings)
-        return cls(name, planner, options, functions, sizes, mutated, specializations)
+        return cls(name, planner, options, sizes, mutated, specializations)
 
     def count(self, kind: str, reason: str) -> None:
         """Count an eager run's reason, or an event. Each thread logs the first of each."""
@@ -154,7 +149,7 @@ class Prepared:
         give_back = GiveBack(plan.device, context.counters, capture_check(plan.device)) if frozen else None
         return cls(
             plan,
-            EagerRuns(name, eager_function(plan, name, give_back), len(plan.placeholders), context.functions),
+            EagerRuns(name, eager_function(plan, name, give_back), len(plan.placeholders)),
             give_back,
             outputs,
             frozenset(index for p, index in outputs if options.copy_outputs and p not in plan.inputs.saved),

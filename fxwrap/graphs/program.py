@@ -16,6 +16,8 @@ from ..errors import InputError
 from ..host_graph.tensors import stands_for_memory
 from ..options import Options
 from ..plan import MemoryPlan, ProgramPlan
+from ..torch_private.functions import primals, profiling, saved_tensors_hooks
+from ..torch_private.native_units import Unit
 from .devices.runtime import capture_check, current_stream, freezes_addresses
 from .measured_run import run_measured
 from .memory.locks import LockOwner
@@ -26,9 +28,7 @@ from .policy.specialization import Decision, Specialization
 from .prepared import Prepared, ProgramContext
 from .program_runs import MISSES, RUNNERS
 from .recorder import NOT_RUN, Recorder
-from .replay.native import Unit
 from .replay.recording import Recording, next_use
-from .torch_functions import TorchFunctions
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +61,16 @@ class Program:
         plan: ProgramPlan,
         planner: Planner,
         options: Options,
-        functions: TorchFunctions,
     ) -> None:
         name = f"fxwrap {next(_serial_numbers)} {plan.phase}"
-        self.context = context = ProgramContext.of(name, plan, planner, options, functions)
+        self.context = context = ProgramContext.of(name, plan, planner, options)
         self.recorder = Recorder(context, plan)
         # Read at every call: attributes of their own.
-        self.name, self.options, self.planner, self.functions = name, options, planner, functions
+        self.name, self.options, self.planner = name, options, planner
         self.counters, self.specializations, self._sizes = context.counters, context.specializations, context.sizes
         self._input_count = len(plan.placeholders)
         self._freezes_addresses = freezes_addresses(plan.device)
-        self._profiling = functions.profiling
+        self._profiling = profiling
         self._is_forward = plan.phase == "forward"
         self._on_accelerator = plan.device.type != "cpu"
         self._warm_ups = max(options.warmup, int(self._on_accelerator))
@@ -118,7 +117,7 @@ class Program:
         Args:
             unrecorded: why this call must not record, nor count as a warm-up; empty if it may.
         """
-        values = self.functions.primals(list(inputs))
+        values = primals(list(inputs))
         inputs.clear()
         if len(values) != self._input_count:
             raise InputError(
@@ -137,7 +136,7 @@ class Program:
                     outputs = run(key, values, unrecorded)
             else:
                 outputs = run(key, values, unrecorded)
-            if self._is_forward and self.functions.saved_tensors_hooks():
+            if self._is_forward and saved_tensors_hooks():
                 SHARED.packed_tensors.note(outputs)
             return outputs
         except BaseException as error:

@@ -18,6 +18,8 @@ from torch.profiler import record_function
 from ..errors import CaptureError, MemoryLimitError, PlanError
 from ..limit import Limit
 from ..plan import MemoryPlan, ProgramPlan, SizedProgram
+from ..torch_private import native_library
+from ..torch_private.functions import free_workspaces, other_threads_wait
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .memory.budget import Budget
@@ -32,6 +34,7 @@ from .replay.guards import Guards
 from .replay.overlaps import MutatedInputs
 from .replay.ranges import recording as recording_range
 from .replay.recording import RecordingRequest
+from .traces import ProgramTraces
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ class Recorder:
 
     def __init__(self, context: ProgramContext, plan: ProgramPlan) -> None:
         self._context = context
-        self._traces = context.functions.traces(context.name)
+        self._traces = ProgramTraces(context.name)
         self._traces.compiled(plan)
         self.budget = Budget(context.planner, context.options.memory_limit)
         self._limit = Limit(self.memory_limit) if self.memory_limit else None  # that the present plan is for
@@ -341,8 +344,8 @@ class Recorder:
         since that stream cannot be captured. Nothing is freed while another thread runs: it may already have the
         address of its workspace.
         """
-        if getattr(stream, "stream_id", None) == 0 and self._context.functions.other_threads_wait():
-            self._context.functions.free_workspaces(stream)
+        if getattr(stream, "stream_id", None) == 0 and other_threads_wait():
+            free_workspaces(stream)
 
     def _request_for(
         self,
@@ -362,7 +365,6 @@ class Recorder:
             name=self._context.name,
             traces=self._traces,
             runtime=runtime_for(prepared.plan.device),
-            functions=self._context.functions,
             static_inputs=static,
             copied=specialization.output_copies.of(index for _, index in prepared.outputs) | prepared.copied,
             mutated_inputs=mutated,
@@ -408,7 +410,7 @@ class Recorder:
         specialization.add(recording, inputs)
         if recorded.not_native:
             self._context.count("events", f"replays in Python: {recorded.not_native}")
-        if recording.unit is not None and not isinstance(native := self._context.functions.native(), str):
+        if recording.unit is not None and not isinstance(native := native_library.native_replay(), str):
             self._context.specializations.missed = native.missed
         self._context.specializations.find_units()
 

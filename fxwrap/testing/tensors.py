@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..codegen.torch_runtime import use_counter
+from ..torch_private.functions import use_counter
 from .contract import Device, Suite
 
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import MemoryLimitError
 from fxwrap.graphs.compilation import Compilation
 from fxwrap.graphs.devices.runtime import runtime_for
+from fxwrap.torch_private.functions import allocations
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import torch
 from random_graphs import CPU, KERNELS, GraphMaker
 from torch.fx import Graph, GraphModule, Node
 
-from fxwrap.codegen.torch_runtime import layout_check
 from fxwrap.graphs.record.flat import FlatBuilder
 from fxwrap.graphs.replay import steps
 from fxwrap.host_graph.nodes import Kind, aligned, by_name, check, constants, launch, reinterpret, require
+from fxwrap.torch_private.functions import layout_check
 
 
 def test_the_layouts_of_all_inputs_in_one_look() -> None:

@@ -21,7 +21,6 @@ import torch
 from conftest import Compiled, freezes, launches, launches_compared, on_simulated
 
 import fxwrap
-from fxwrap.codegen import torch_runtime
 from fxwrap.errors import CaptureError
 from fxwrap.graphs.devices.cpu_graph import issue
 from fxwrap.graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
@@ -32,6 +31,7 @@ from fxwrap.graphs.program import Program
 from fxwrap.graphs.record.placed_results import ResultCopy
 from fxwrap.host_graph.tensors import tensor_over
 from fxwrap.testing.simulated import SIMULATED, Rules, SimulatedGraph, SimulatedRuntime, simulated
+from fxwrap.torch_private import functions as torch_runtime
 
 pytestmark = pytest.mark.hardware
 
@@ -110,7 +110,7 @@ class Programs:
         for f in (self.small, self.large, self.huge, self.refused):
             for program in f.programs:
                 plan = program.planner.partition(program.plan.inputs, {})
-                program.__init__(plan, program.planner, program.options, program.functions)
+                program.__init__(plan, program.planner, program.options)
         self.used = [self.small]
 
     def run(self, f: Compiled, n: int, calls: int = 4) -> None:

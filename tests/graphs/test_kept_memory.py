@@ -23,9 +23,9 @@ from random_graphs import GraphMaker, compile_request, kernel
 from threads import in_threads
 
 import fxwrap
-from fxwrap.codegen.native_library import kept_memory
 from fxwrap.graphs.program import Program
 from fxwrap.pipeline import compile_host_graph
+from fxwrap.torch_private.native_library import kept_memory
 
 pytestmark = native
 ROOT = Path(__file__).parent.parent.parent
@@ -203,7 +203,7 @@ def test_max_memory() -> None:
 
 
 def test_without_the_library_memory_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxwrap.codegen.native_library.native_replay", lambda: "it cannot be built")
+    monkeypatch.setattr("fxwrap.torch_private.native_library.native_replay", lambda: "it cannot be built")
     program = warm(program_of(256 * KIB))
     assert program.counters.replays
     monkeypatch.undo()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxwrap.codegen.torch_runtime import use_counter
 from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
 from fxwrap.graphs.replay.liveness_guard import LivenessGuard
+from fxwrap.torch_private.functions import use_counter
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ import torch
 from conftest import Compiled, assert_same, freezes
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-from fxwrap.codegen.torch_runtime import overlap
 from fxwrap.graphs.replay.overlaps import MutatedInputs
 from fxwrap.host_graph.listing import list_graph
+from fxwrap.torch_private.functions import overlap
 
 
 def _scale_(x: torch.Tensor) -> None:

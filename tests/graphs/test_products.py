@@ -16,13 +16,13 @@ from native_calls import BLAS, listing, native, natively, recorded
 from random_graphs import PROPERTY
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxwrap.codegen.native_library import native_replay
 from fxwrap.graphs.replay import steps
 from fxwrap.graphs.replay.flat_python import Part, as_python
 from fxwrap.graphs.replay.guards import Description
-from fxwrap.graphs.replay.native import NativeReplay, Unit
 from fxwrap.graphs.replay.operands import Bound, Local, Operand, Register
 from fxwrap.graphs.replay.units import make_unit
+from fxwrap.torch_private.native_library import native_replay
+from fxwrap.torch_private.native_units import NativeReplay, Unit
 
 MM, ADDMM = torch.ops.aten.mm.out, torch.ops.aten.addmm.out
 _GEMM = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)

@@ -23,7 +23,6 @@ from native_calls import native
 from random_graphs import CPU, PROPERTY
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxwrap.codegen.native_library import native_replay
 from fxwrap.graphs.devices.cpu_graph import CPUGraph
 from fxwrap.graphs.replay import steps
 from fxwrap.graphs.replay.flat_python import Part, as_python
@@ -34,6 +33,7 @@ from fxwrap.graphs.replay.steps import Block, Step
 from fxwrap.graphs.replay.units import make_unit
 from fxwrap.host_graph.arithmetic import ARITHMETIC
 from fxwrap.host_graph.nodes import Kernel, check, reinterpret, require
+from fxwrap.torch_private.native_library import native_replay
 
 A, B, C, D, E, F, G = map(Local, "abcdefg")
 R0, R1 = Register(0), Register(1)

@@ -23,13 +23,13 @@ from native_calls import (
     seen,
 )
 
-from fxwrap.codegen.native_library import native_replay
 from fxwrap.errors import InputError
 from fxwrap.graphs.devices.runtime import using_runtime
 from fxwrap.graphs.memory.locks import LockOwner
 from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.native_build import built_library
 from fxwrap.testing.simulated import SIMULATED
+from fxwrap.torch_private.native_library import native_replay
 
 # -- calls that a unit leaves to Python ----------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ import logging, sys, torch
 logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
 torch._inductor.config.cpp.cxx = ("g++",)
 import fxwrap
-from fxwrap.codegen.native_library import native_replay
+from fxwrap.torch_private.native_library import native_replay
 f = torch.compile(lambda x: (x.sin() @ x).cos(), backend="fxwrap", options={"capture": "always"})
 for _ in range(5):
     x = torch.randn(4, 4)
@@ -272,7 +272,7 @@ path = built_library("small", Path(sys.argv[1]), ("-O1",), patience_s=100)
 print(ctypes.CDLL(str(path)).answer(), path)
 """
 _BUILD_ALL = """
-from fxwrap.codegen.native_library import native_replay
+from fxwrap.torch_private.native_library import native_replay
 assert not isinstance(native_replay(), str), native_replay()
 print(42, "/")
 """

@@ -13,16 +13,14 @@ import queue
 import threading
 import time
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import Compiled, on_gpu
 
-from fxwrap.codegen import torch_runtime
 from fxwrap.graphs.recorder import Recorder
-from fxwrap.graphs.torch_functions import TorchFunctions
+from fxwrap.torch_private import functions as torch_runtime
 
 MIB = 1 << 20
 
@@ -85,11 +83,8 @@ def test_looking_at_threads_leaves_no_cycle() -> None:
 class _Recorder(Recorder):
     """As much of a recorder as frees workspaces."""
 
-    def __init__(self, alone: bool) -> None:
-        self.freed: list[Any] = []
-        functions: Any = type("Functions", (), {"free_workspaces": self.freed.append})
-        functions.other_threads_wait = staticmethod(lambda: alone)
-        self._context: Any = SimpleNamespace(functions=functions)
+    def __init__(self) -> None:
+        pass
 
 
 class _Stream:
@@ -98,17 +93,20 @@ class _Stream:
 
 
 @pytest.mark.parametrize(("alone", "stream_id", "freed"), [(True, 0, 1), (False, 0, 0), (True, 3, 0)])
-def test_warm_ups_workspaces_stay_while_they_may_be_used(alone: bool, stream_id: int, freed: int) -> None:
+def test_warm_ups_workspaces_stay_while_they_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, alone: bool, stream_id: int, freed: int
+) -> None:
     """A thread that is about to launch has the address already; another stream than the default may be captured."""
-    recorder = _Recorder(alone)
-    recorder._free_workspaces_of_warm_ups(_Stream(stream_id))
-    assert len(recorder.freed) == freed
+    streams: list[Any] = []
+    monkeypatch.setattr("fxwrap.graphs.recorder.free_workspaces", streams.append)
+    monkeypatch.setattr("fxwrap.graphs.recorder.other_threads_wait", lambda: alone)
+    _Recorder()._free_workspaces_of_warm_ups(_Stream(stream_id))
+    assert len(streams) == freed
 
 
 def test_a_torch_that_cannot_free_those_of_one_stream_frees_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_runtime, "_free_cublas_workspaces", lambda: None)
     torch_runtime.free_workspaces(None)
-    assert isinstance(torch_runtime.torch_functions(), TorchFunctions)
 
 
 @pytest.mark.gpu

@@ -8,15 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Compiled, on_simulated
 
 import fxwrap
-from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.host_graph.nodes import operator_name
 from fxwrap.passes.memory.workspace import measure_workspace
+from fxwrap.torch_private.functions import allocations
 
 
 def _function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -162,7 +163,7 @@ def test_workspace_is_measured() -> None:
         explanation = fxwrap.explain(fn, torch.randn(2, 4, 32, 16), torch.randn(16, 16))
     (report,) = explanation.graphs
     calls = len(ran)
-    found = measure_workspace(report.program.plan.schedule, allocations)
+    found = measure_workspace(report.program.plan.schedule)
     measured = {name: nbytes for name, nbytes in found.items() if nbytes}
     nodes = report.program.plan.nodes
     assert [operator_name(nodes[name]) for name in measured] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
@@ -295,7 +296,7 @@ def test_nothing_is_said_of_a_function_that_dynamo_has_not_looked_at() -> None:
         assert "no tensor operations" not in one and "no function" in one and "TORCH_COMPILE_DISABLE" in one
 
 
-def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
+def test_measuring_leaves_random_numbers_and_profilers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profiler of the caller does not see what is measured beside, and what was measured before is known."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -309,7 +310,7 @@ def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
         torch.manual_seed(3)
         first = torch.compile(fn, backend="fxwrap")
         assert torch.equal(first(x, w), expected[0])
-        assert measure_workspace(fxwrap.report(first).graphs[0].program.plan.schedule, allocations)
+        assert measure_workspace(fxwrap.report(first).graphs[0].program.plan.schedule)
     assert sum(event.name == "aten::_convolution" for event in profile.events()) == 1
     torch._dynamo.reset()
     torch.manual_seed(3)
@@ -318,4 +319,5 @@ def test_measuring_leaves_random_numbers_and_profilers_alone() -> None:
         assert torch.equal(f(x, w), value)
         (report,) = fxwrap.report(f).graphs
         assert report.predicted  # this is what measures; calls do not
-    assert measure_workspace(report.program.plan.schedule, lambda run: None)
+    monkeypatch.setattr("fxwrap.passes.memory.workspace.allocations", lambda run: None)
+    assert measure_workspace(report.program.plan.schedule)

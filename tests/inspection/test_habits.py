@@ -24,11 +24,11 @@ from torch._logging._internal import trace_log
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fxwrap
-from fxwrap.codegen.traces import ProgramTraces
 from fxwrap.graphs import program
 from fxwrap.graphs.devices.cpu_graph import CPUGraph
 from fxwrap.graphs.devices.runtime import runtime_for
 from fxwrap.graphs.replay import operands, recording, steps
+from fxwrap.graphs.traces import ProgramTraces
 
 # -- ranges in profiles -------------------------------------------------------------------------------------
 

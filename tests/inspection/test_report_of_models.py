@@ -12,7 +12,7 @@ from conftest import Compiled
 from models import MODELS, SMALLER
 
 import fxwrap
-from fxwrap.codegen.torch_runtime import allocations
+from fxwrap.torch_private.functions import allocations
 
 SAMPLE = [("llama", "training"), ("resnet", "inference")]
 CASES = [

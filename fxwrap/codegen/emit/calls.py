@@ -14,8 +14,8 @@ from torch.fx.node import has_side_effect
 
 from ...errors import EmissionError
 from ...host_graph.nodes import Kind, aligned, reinterpret
+from ...torch_private.functions import empty_strided_cpu
 from .. import torch_versions as versions
-from ..torch_runtime import empty_strided_cpu
 from .out_forms import OutForm, out_form
 from .statements import UndefinedName
 from .triton_kernels import is_descriptor

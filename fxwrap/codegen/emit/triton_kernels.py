@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from ...graphs.memory.locks import lock_of_process
 from ...host_graph.nodes import Kernel, is_symbolic_value, launch
-from ..torch_runtime import device_guard
+from ...torch_private.functions import device_guard
 
 _TUNING = lock_of_process()
 

@@ -27,11 +27,11 @@ from ...host_graph.stand_ins import StandIns
 from ...host_graph.typed_json import from_data, to_data
 from ...pipeline import CompileRequest, restore_program
 from ...plan import ProgramPlan
+from ...torch_private.functions import empty_graph, size_functions, wrapper_functions
 from .. import torch_versions as versions
 from ..emit.kernels import load_kernels, loaded_kernel
 from ..garbage import no_garbage_collection
 from ..request import current_request, handed_over
-from ..torch_runtime import empty_graph, size_functions, wrapper_functions
 from .stored_kernels import stored_kernel
 from .user_lines import UserLines
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import sympy
 import torch
 
-from ...codegen.torch_runtime import autocast_enabled, torch_functions, without_autocast
 from ...errors import InputError, StorageError
 from ...graphs.compilation import Compilation
 from ...graphs.program import Program
@@ -18,6 +17,7 @@ from ...host_graph.nodes import output_values
 from ...host_graph.tensors import unexpanded
 from ...options import Options
 from ...plan import ProgramPlan
+from ...torch_private.functions import autocast_enabled, without_autocast
 from ..caller_outputs.variant import Variants, check_given
 from .signature import Checker, Look, NumberInput, Signature, TensorInput
 from .structure import LEAF, flatten, unflatten, with_classes
@@ -62,11 +62,10 @@ class AotMethod(_OfThisProcess):
     ) -> None:
         self.signature, self.program, self.weights, self.frozen = signature, program, dict(weights), tuple(frozen)
         self._weights = list(self.weights.values())
-        functions = torch_functions()
         self._check = Checker(signature)
         passed = [place for place, expected in enumerate(signature.inputs) if not _compiled_in(expected)]
         self._passed = passed if len(passed) < len(signature.inputs) else None
-        mutated = MutatedInputs.of(program.plan, functions.overlap)
+        mutated = MutatedInputs.of(program.plan)
         mutated = mutated.with_static(self._weights, range(len(self._weights))) if mutated else None
         self._mutated = RememberedCalls(mutated) if mutated else None
         args, kwargs = signature.arguments["tuple"]

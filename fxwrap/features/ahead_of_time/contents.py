@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...codegen.torch_runtime import size_functions
 from ...host_graph.graph_json import Functions
+from ...torch_private.functions import size_functions
 from .machine import target_text, versions
 from .package import Package
 from .signature import Signature

@@ -10,13 +10,6 @@ from typing import Any
 import torch
 
 from ...codegen.store.stored_kernels import stored_kernel
-from ...codegen.torch_runtime import (
-    empty_graph,
-    library_functions,
-    size_functions,
-    torch_functions,
-    wrapper_functions,
-)
 from ...errors import OptionError, StorageError
 from ...host_graph.graph_json import Functions, graph_from_data
 from ...host_graph.nodes import Kernel
@@ -25,6 +18,12 @@ from ...host_graph.typed_json import from_data
 from ...options import Options
 from ...pipeline import CompileRequest, restore_program
 from ...plan import ProgramPlan
+from ...torch_private.functions import (
+    empty_graph,
+    library_functions,
+    size_functions,
+    wrapper_functions,
+)
 from .aot_program import AotMethod, AotProgram
 from .codegen.kernel_libraries import close_unused, kernel_in
 from .codegen.stored_triton import stored_launcher
@@ -80,7 +79,7 @@ def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> AotProg
         constants = {attribute: tensors[tensor] for attribute, tensor in entry["constants"].items()}
         graph = graph_from_data(data["graph"], functions, StandIns(), constants, kernels.of(data), empty_graph)
         plan = from_data(ProgramPlan, data["plan"], graph=graph)
-        program = restore_program(plan, CompileRequest(torch_functions(), options))
+        program = restore_program(plan, CompileRequest(options))
         weights = {weight: tensors[tensor] for weight, tensor in entry["weights"]}
         signature = signature_from_data(name, entry, functions)
         methods[name] = AotMethod(signature, program, weights, entry["frozen"])

@@ -10,9 +10,9 @@ import sympy
 import torch
 from torch.autograd import forward_ad
 
-from ...codegen.torch_runtime import call_check, is_plain_memory
 from ...errors import InputError
 from ...host_graph.sizes import expression
+from ...torch_private.functions import call_check, is_plain_memory
 from .structure import flatten
 
 # A size: a number, or an expression of symbols.

@@ -26,6 +26,7 @@ from ...graphs.program import WARM_UPS, Program
 from ...graphs.program_runs import calls_run_by, programs_run_by
 from ...graphs.replay.recording import Recording
 from ...plan import Verdict
+from ...torch_private.functions import free_workspaces
 from ..checked.through import through_capture
 from .bill import Bill, DeviceBill, RecordingBill
 
@@ -39,7 +40,7 @@ class RehearsalRuntime(DeviceRuntime):
     """A runtime whose captures run their work in a memory pool, as a device graph's capture allocates in one.
 
     Attributes:
-        free_workspaces: as in ``TorchFunctions``.
+        free_workspaces: ``torch_private.functions.free_workspaces``.
         workspaces: the bytes of the libraries' workspaces in each pool.
     """
 
@@ -188,7 +189,7 @@ class Rehearsal:
             arena.clear("the dry run is over")
 
     def _run(self, program: Program, inputs: list[Any]) -> Any:
-        with programs_run_by(None), self._instead_of(program.plan.device, program.functions.free_workspaces):
+        with programs_run_by(None), self._instead_of(program.plan.device, free_workspaces):
             understudy = self._understudy(program)
             key, sizes = understudy.sizes_of(inputs)
             eager = understudy.counters.eager
@@ -208,7 +209,7 @@ class Rehearsal:
         if program not in self._understudies:
             limit = program.recorder.memory_limit
             options = dataclasses.replace(program.options, strict=False, memory_limit=limit)
-            made = Program(program.plan, program.planner, options, program.functions)
+            made = Program(program.plan, program.planner, options)
             forward, saved = program.recorder.forward
             for other, understudy in self._understudies.items():
                 if other.recorder is forward:

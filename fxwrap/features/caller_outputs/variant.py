@@ -112,7 +112,7 @@ class Variants:
 
     def _made(self, positions: tuple[int, ...], values: Sequence[Any]) -> tuple[Program, RememberedCalls | None]:
         variant = program_with_outputs(self._whole(), positions, self.compilation)
-        mutated = MutatedInputs.of(variant.plan, variant.functions.overlap)
+        mutated = MutatedInputs.of(variant.plan)
         mutated = mutated.with_static(values, self._static) if mutated and self._static else mutated
         return variant, RememberedCalls(mutated) if mutated else None
 

@@ -31,6 +31,7 @@ from ...host_graph.sizes import evaluate_sizes
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import has_address, tensors_in
 from ...host_graph.user_code import user_line
+from ...torch_private.functions import alive, below_modes
 from .memory import Difference, check_memory, first_difference
 from .operators import check_operators
 from .replays import GATE, alone_with, check_steps, first_user, locate
@@ -107,9 +108,7 @@ class CheckedProgram(Program):
         generators, copies = Generators(self.plan.device), Copies(inputs)
         symbol_values = evaluate_sizes(self.plan.graph, dict(zip(self.plan.placeholders, inputs, strict=True)))
         try:
-            check_operators(
-                self.plan, symbol_values, copies.make(), self._freezes_addresses, self.functions.below_modes
-            )
+            check_operators(self.plan, symbol_values, copies.make(), self._freezes_addresses, below_modes)
         finally:
             generators.set()
         del copies
@@ -156,7 +155,7 @@ class CheckedProgram(Program):
         live = {output.storage._cdata for group in groups for output in group.live()}
         copies = {}
         for reference in (*self._handed_out, *(StorageWeakRef(watched[handle]) for handle in live)):
-            storage = self.functions.alive(reference)
+            storage = alive(reference)
             # Recordings hold storages of outputs, in arenas and beside them: those that are not live are skipped.
             if storage is not None and storage.nbytes() and reference.cdata not in passed:
                 held = reference.cdata in watched or SHARED.arenas.owns(storage.data_ptr())
@@ -212,7 +211,7 @@ class _Check:
         """Check that no live output of an earlier call was overwritten."""
         # Skipped if another thread made a call in between: it may have dropped the output and reused its memory.
         for reference, before in self._live if self._alone() else ():
-            storage = self._program.functions.alive(reference)
+            storage = alive(reference)
             if storage is not None and not torch.equal(all_bytes(storage), before):
                 raise CheckError(
                     f"{self._program.name}: a call has overwritten a live output of an earlier call",

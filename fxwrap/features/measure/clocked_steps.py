@@ -35,6 +35,8 @@ from ...graphs.replay.recording import Recording
 from ...graphs.replay.steps import CallPython, Launch, Step, Store
 from ...graphs.replay.units import make_unit
 from ...host_graph.nodes import Kernel
+from ...torch_private import native_library
+from ...torch_private.functions import below_autograd
 
 
 def synchronized(device: torch.device) -> Callable[[], int]:
@@ -81,7 +83,7 @@ class ClockedSteps:
             inputs, frees = replay.inputs_end, replay.frees_inputs
             clocks = _Clocks(program.plan.device, len(replay.registers))
             parts = clocks.among(replay.parts)
-        native = program.functions.native()
+        native = native_library.native_replay()
         if isinstance(native, str) or recording.unit is None:
             steps = _in_python(program, parts, clocks)
         else:
@@ -170,7 +172,7 @@ def _in_python(program: Program, parts: Sequence[Part], clocks: _Clocks) -> Call
         inputs.clear()
         times: Any = ()
         for part in parts:
-            with program.functions.below_autograd() if part.below_autograd else contextlib.nullcontext():
+            with below_autograd() if part.below_autograd else contextlib.nullcontext():
                 times = part.run(registers)
         return times  # type: ignore[no-any-return]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private.functions import use_counter
+
 UseCounter = Callable[[Sequence[torch.UntypedStorage]], Callable[[], list[int]]]
 
 
@@ -48,7 +50,7 @@ class WatchedOutputs:
     def __init__(
         self,
         outputs: Sequence[OutputStorage] = (),
-        counter: UseCounter = lambda storages: list,
+        counter: UseCounter = use_counter,
         handed_out: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ...plan import MemoryPlan, ProgramPlan
-
-
-class KeptRegion(Protocol):
-    """A storage whose memory is kept for later calls, as long as this object exists."""
-
-    storage: torch.UntypedStorage
+from ...torch_private import native_library
 
 
 class Regions:
@@ -29,28 +24,23 @@ class Regions:
 
     To give a storage memory and to take it back costs a fifth of a microsecond on a CPU; a new tensor costs half a
     microsecond, and as much again for every view of it. The memory of a kept region comes from the helper library
-    (``codegen/native/kept_memory.h``), which keeps it for the next call of any program; without the library it is
-    allocated and freed like that of others.
-
-    Args:
-        kept_region: makes a kept region of so many bytes; None without the library.
+    (``native/kept_memory.h``), which keeps it for the next call of any program; without the library it is allocated
+    and freed like that of others.
 
     Attributes:
         places: the region and the offset in bytes of each storage, by storage index.
         before, after: (storage, bytes): the size that a storage gets before and after a node runs.
     """
 
-    def __init__(
-        self, program: ProgramPlan, memory: MemoryPlan, kept_region: Callable[[int], KeptRegion | None]
-    ) -> None:
+    def __init__(self, program: ProgramPlan, memory: MemoryPlan) -> None:
         self.places: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
-        self._kept: list[KeptRegion] = []
+        self._kept: list[Any] = []  # their memory is theirs as long as they exist
         self.before: dict[Node, list[tuple[torch.UntypedStorage, int]]] = defaultdict(list)
         self.after: dict[Node, list[tuple[torch.UntypedStorage, int]]] = defaultdict(list)
         for region in (region for region in memory.regions if not region.arena):
             storage = torch.UntypedStorage(0)
-            if region.kept and (kept := kept_region(region.size)) is not None:
+            if region.kept and (kept := native_library.kept_region(region.size)) is not None:
                 self._kept.append(kept)
                 storage = kept.storage
             self._sizes.append((storage, region.size))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...torch_private.native_units import Unit
 from ..memory.locks import LockOwner
-from ..replay.native import Unit
 from ..replay.recording import Recording
 from .eviction import MOST_PATIENCE, PATIENCE
 from .specialization import Specialization

@@ -14,6 +14,7 @@ from ...devices import ConditionalNodes
 from ...host_graph.control_flow import control_flow_of
 from ...host_graph.sizes import symbols_at
 from ...plan import Partition
+from ...torch_private.functions import free_workspaces
 from ..devices.cpu_graph import BoundCall, issue
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import GraphPool, current_stream
@@ -64,12 +65,12 @@ def _own_workspaces(request: RecordingRequest, pool: GraphPool | None) -> Iterat
     later captures may reuse its memory, as that of other temporaries, because graphs of a pool never run at the same
     time. Nothing else issues work on the pool's stream.
     """
-    free, side = request.functions.free_workspaces, pool.stream if pool is not None else None
-    free(side)
+    side = pool.stream if pool is not None else None
+    free_workspaces(side)
     try:
         yield
     finally:
-        free(side)
+        free_workspaces(side)
 
 
 def nodes_with_workspaces(request: RecordingRequest, captured: Counter[str]) -> ConditionalNodes:
@@ -78,7 +79,7 @@ def nodes_with_workspaces(request: RecordingRequest, captured: Counter[str]) -> 
     Args:
         captured: counts them, as "nodes".
     """
-    nodes, device, free = request.runtime.conditional_nodes, request.runtime.device, request.functions.free_workspaces
+    nodes, device = request.runtime.conditional_nodes, request.runtime.device
     assert nodes is not None
     Body = Callable[[torch.Tensor], Iterator[Any]]
 
@@ -86,11 +87,11 @@ def nodes_with_workspaces(request: RecordingRequest, captured: Counter[str]) -> 
         def run(predicate: torch.Tensor) -> Iterator[Any]:
             for value in body(predicate):
                 stream = current_stream(device)
-                free(stream)
+                free_workspaces(stream)
                 try:
                     yield value
                 finally:
-                    free(stream)
+                    free_workspaces(stream)
             captured["nodes"] += 1
 
         return run

@@ -12,6 +12,7 @@ from ...host_graph.nodes import effective_users, only_computes
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import reach, tensor_like, tensor_over, unexpanded
 from ...plan import Home
+from ...torch_private.functions import storage_at
 from ..memory.regions import Regions
 from ..memory.static_buffers import copy_tensors
 from ..replay.flat_python import Part
@@ -40,7 +41,7 @@ class Layout:
         self._request, self._plan = request, request.sized.plan
         self._freezes_addresses = request.runtime.frozen_addresses
         self.tensors: dict[Node, torch.Tensor] = {}
-        self.regions = Regions(self._plan, request.memory, request.functions.kept_region)
+        self.regions = Regions(self._plan, request.memory)
         self.placed = PlacedResults()
         self.in_arenas: dict[int, tuple[torch.device, int]] = {}
         self.input_buffers: dict[Node, torch.Tensor] = {}
@@ -143,5 +144,5 @@ class Layout:
         if not reach(value):
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
         whole = value.untyped_storage()
-        storage = self._request.functions.storage_at(whole.data_ptr(), value.device, whole.nbytes())
+        storage = storage_at(whole.data_ptr(), value.device, whole.nbytes())
         return tensor_like(value, storage, int(value.storage_offset()) * value.itemsize)

@@ -7,14 +7,15 @@ caller's own input.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from ...host_graph.nodes import Kind, kind_of, output_node
 from ...host_graph.tensors import has_address, tensors_in
+from ...torch_private.functions import lay_out, share_copies
 from ..memory.live_outputs import OutputStorage
 from ..memory.output_views import clones_alike, copies_out, each, relay, relay_shared, shares_storage, views_of
 from ..replay.flat_python import Part
@@ -59,7 +60,6 @@ class Outputs:
             common: values that are the same at every call.
         """
         output = output_node(self._plan.graph)
-        lay_out = self._request.functions.lay_out
         own = {node for node in self._registers if node in common}
         for node, users in _made_of(output, own).items():
             indices = self._plan.facts.of(node)
@@ -106,7 +106,7 @@ class Outputs:
             elif planned:
                 builder.assign(node, self._like(value, self._layout.tensors[node]))
             else:
-                alias = functools.partial(each, functools.partial(_alias, lay_out))
+                alias = functools.partial(each, _alias)
                 builder.assign(node, CallPython(alias, (value,)))
             if not copy:
                 self._watch(owned, indices)
@@ -115,7 +115,7 @@ class Outputs:
     def _like(self, value: Bound | Register, tensor: torch.Tensor) -> View:
         """A new tensor over the memory of ``value``, laid out as ``tensor``."""
         size, stride = Bound(tuple(tensor.size())), Bound(tensor.stride())
-        return View(self._request.functions.lay_out, value, size, stride)
+        return View(lay_out, value, size, stride)
 
     def _lay_out_views(self, builder: FlatBuilder, node: Node, value: Any, output: Node) -> bool:
         """Make outputs that are views of ``value`` as new tensors over its memory, which does not move.
@@ -126,7 +126,7 @@ class Outputs:
             Whether all outputs that are made of ``value`` are new tensors over its memory now.
         """
         new = output not in node.users
-        known, lay_out = {**builder.bound, node: value}, self._request.functions.lay_out
+        known = {**builder.bound, node: value}
         for view in _views_in(node, output):
             if not all(arg in known for arg in view.all_input_nodes):
                 new = False
@@ -152,7 +152,7 @@ class Outputs:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known or not storage.nbytes():
-                self._request.functions.share_copies(storage)
+                share_copies(storage)
                 device, low = self._layout.in_arenas.get(storage._cdata, (None, 0))
                 self.storages.append(OutputStorage(storage, indices, device, low))
 
@@ -162,7 +162,7 @@ class Outputs:
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
             theirs = tensor.is_inference() or not has_address(tensor) or tensor.untyped_storage()._cdata in given
-            return tensor if theirs else _alias(self._request.functions.lay_out, tensor)
+            return tensor if theirs else _alias(tensor)
 
         return each(made, outputs)
 
@@ -205,7 +205,7 @@ def _copy(value: Bound | Register) -> CallPython:
     return CallPython(copies_out, (value,))
 
 
-def _alias(lay_out: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
     if not has_address(tensor):
         return tensor
-    return lay_out(tensor, tuple(tensor.size()), tensor.stride(), 0)
+    return cast(torch.Tensor, lay_out(tensor, tuple(tensor.size()), tensor.stride(), 0))

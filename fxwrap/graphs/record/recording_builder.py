@@ -22,6 +22,7 @@ from ...host_graph.nodes import Kind, checks_layout, checks_on, constants, is_wo
 from ...host_graph.sizes import symbols_at
 from ...host_graph.tensors import has_address, tensors_in
 from ...plan import Partition, ProgramPlan, Verdict
+from ...torch_private.functions import after_failed_capture, below_autograd, layout_check, release_conditional_nodes
 from ..devices.cpu_graph import BoundCall
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import GraphPool
@@ -193,7 +194,7 @@ class RecordingBuilder:
         for flat in (check_once, check_layouts, check_others):
             flat.run(self._values)
         if checked:
-            same = self.request.functions.layout_check(self._values, sorted(checked))
+            same = layout_check(self._values, sorted(checked))
             run = functools.partial(_unless, same, check_layouts.run)  # one check after another, which raise
             self._parts.append(dataclasses.replace(check_layouts, run=run))
         if check_others.steps:
@@ -209,9 +210,7 @@ class RecordingBuilder:
         stores = self.registers.stores.get(partition.index, [])
         flat = self._flat(partition, bindings, True, stores)
         filled = [self.registers.by_node[node] for node in stores]
-        call = BoundCall(
-            flat.run, flat.source, self._values, self.request.functions.below_autograd, len(bindings.inputs), filled
-        )
+        call = BoundCall(flat.run, flat.source, self._values, below_autograd, len(bindings.inputs), filled)
         with runtime.keeping_stream():
             graph = self._try_to_capture(partition, flat, call)
         if graph is None:
@@ -262,7 +261,7 @@ class RecordingBuilder:
         self._captured.clear()
         graph = capture_graph(self.request, call, partition, pool, self._as_replayed())
         if pool is not None and (nodes := self._captured["nodes"]):
-            self.request.functions.release_conditional_nodes(self.request.runtime.device, pool.id, nodes)
+            release_conditional_nodes(self.request.runtime.device, pool.id, nodes)
         self._pools.append(pool)
         return graph
 
@@ -285,7 +284,7 @@ class RecordingBuilder:
         """The pool that captures share. It belongs to an arena, and is used under the arena's lock."""
         runtime = self.request.runtime
         arena = self.request.arenas.get(runtime.device)
-        return arena.pool(runtime, self.request.functions.after_failed_capture) if arena is not None else None
+        return arena.pool(runtime, after_failed_capture) if arena is not None else None
 
     def _allocate_buffer(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Memory for a static buffer; from the pool of an arena that can be suspended, so that both are suspended."""

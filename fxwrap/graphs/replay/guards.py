@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .native import NativeStep, Value
+from ...torch_private.native_units import NativeStep, Value
 from .overlaps import MutatedInputs
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ...torch_private.functions import use_counter
 from ..memory.arenas import Arena
 from ..memory.live_outputs import OutputStorage, UseCounter, WatchedOutputs
 
@@ -20,7 +21,7 @@ class LivenessGuard:
         footprints: Mapping[Arena, Sequence[tuple[int, int]]],
         own: WatchedOutputs,
         donated: Mapping[int, int],
-        counter: UseCounter,
+        counter: UseCounter = use_counter,
     ) -> None:
         """
         Args:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from ...torch_private.native_units import CannotReplay, NativeReplay, NativeStep, Unit, Value
 from .flat_python import Part
 from .guards import Description
-from .native import CannotReplay, NativeReplay, NativeStep, Unit, Value
 from .operands import LITERALS, Bound, Listing, Local, Operand, Register
 from .steps import Drop, Load, Loop, Nested, Range, Step, Store, indent_below
 

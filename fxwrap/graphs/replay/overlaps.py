@@ -8,14 +8,14 @@ and AOTAutograd guard only the overlaps that existed when the program was compil
     def f(x, y): x.mul_(2); return y @ w          f(a, b) is recorded; f(base[:3], base[1:]) must not be replayed
 
 The rule: a mutated input shares no element with another input (``MutatedInputs.are_apart``). A unit has a quick form
-of it (``Guards::apart`` in codegen/native/guards.h): the span of bytes of a mutated input overlaps no other span. If
+of it (``Guards::apart`` in native/guards.h): the span of bytes of a mutated input overlaps no other span. If
 that does not hold, the unit misses, and the rule itself is checked here.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from ...host_graph.tensors import has_address, reach
 from ...packing import joined
 from ...plan import ProgramPlan
+from ...torch_private.functions import overlap
 
 # Addresses [begin, end).
 Span = tuple[int, int]
@@ -37,16 +38,14 @@ class MutatedInputs:
         moving: (position, whether it is mutated) of inputs that may lie elsewhere at every call.
         static_spans: addresses of static inputs: spans in order, adjacent ones joined.
         written_static_spans: the same for mutated static inputs.
-        overlap: whether two tensors in one storage share an element.
     """
 
     moving: Sequence[tuple[int, bool]]
     static_spans: Sequence[Span]
     written_static_spans: Sequence[Span]
-    overlap: Callable[[torch.Tensor, torch.Tensor], bool]
 
     @classmethod
-    def of(cls, plan: ProgramPlan, overlap: Callable[[torch.Tensor, torch.Tensor], bool]) -> MutatedInputs | None:
+    def of(cls, plan: ProgramPlan) -> MutatedInputs | None:
         """The inputs of a program, none of them static; None if it has no mutated input, or only one input."""
         written = plan.facts.all_written()
         moving = [
@@ -54,7 +53,7 @@ class MutatedInputs:
             for p, node in enumerate(plan.placeholders)
             if _lies_on(plan.device, node.meta.get("val"))
         ]
-        return cls(moving, (), (), overlap) if len(moving) > 1 and any(writes for _, writes in moving) else None
+        return cls(moving, (), ()) if len(moving) > 1 and any(writes for _, writes in moving) else None
 
     def with_static(self, inputs: Sequence[Any], static: Sequence[int]) -> MutatedInputs | None:
         """The same with static inputs, at their present addresses. None if all are static: these are not copied."""
@@ -64,7 +63,7 @@ class MutatedInputs:
         if not moving:
             return None
         spans = joined(span for span, _ in static_spans), joined(span for span, writes in static_spans if writes)
-        return MutatedInputs(moving, *spans, self.overlap)
+        return MutatedInputs(moving, *spans)
 
     def are_apart(self, inputs: Sequence[Any]) -> bool:
         """Whether no mutated input shares bytes with another input."""
@@ -85,7 +84,7 @@ class MutatedInputs:
     def _share(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Whether two tensors whose spans overlap share an element. Two columns of a matrix do not."""
         same = first.untyped_storage()._cdata == second.untyped_storage()._cdata
-        return not same or first.dtype != second.dtype or self.overlap(first, second)
+        return not same or first.dtype != second.dtype or overlap(first, second)
 
 
 class RememberedCalls:

@@ -17,6 +17,9 @@ from torch.fx import Node
 from torch.profiler import record_function
 
 from ...host_graph.tensors import tensors_in
+from ...torch_private import native_library
+from ...torch_private.functions import below_autograd, pointer_check, profiling, without_modes
+from ...torch_private.native_units import CannotReplay, Unit
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import DeviceRuntime, GraphPool
 from ..memory.arenas import Arena
@@ -24,11 +27,10 @@ from ..memory.live_outputs import OutputStorage, WatchedOutputs
 from ..memory.locks import LockOwner, TryLock
 from ..memory.memory_provider import RecordingMemory
 from ..memory.regions import Regions
-from ..torch_functions import TorchFunctions, Traces
+from ..traces import ProgramTraces
 from .flat_python import Part
 from .guards import Description, Guards
 from .liveness_guard import LivenessGuard
-from .native import CannotReplay, Unit
 from .overlaps import MutatedInputs
 from .units import make_unit
 
@@ -51,9 +53,8 @@ class RecordingRequest(RecordingMemory):
     """
 
     name: str
-    traces: Traces
+    traces: ProgramTraces
     runtime: DeviceRuntime
-    functions: TorchFunctions
     static_inputs: list[int]
     copied: frozenset[int]
     mutated_inputs: MutatedInputs | None
@@ -91,12 +92,8 @@ class Replay:
             outputs = part.run(self.registers)
         return outputs
 
-    def run_profiled(self, below_autograd: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
-        """Run with a range for each part that has a name, and one for each launch and library call.
-
-        Args:
-            below_autograd: makes a context in which operators skip autograd.
-        """
+    def run_profiled(self) -> Any:
+        """Run with a range for each part that has a name, and one for each launch and library call."""
         outputs = None
         for part in self.parts:
             with contextlib.ExitStack() as around:
@@ -156,7 +153,7 @@ class Recording:
         self.static_addresses = static_addresses
         self.same_addresses: Callable[[list[Any]], bool] = lambda inputs: True
         if request.static_inputs:
-            self.same_addresses = request.functions.pointer_check(static_addresses, request.static_inputs)
+            self.same_addresses = pointer_check(static_addresses, request.static_inputs)
         self.eager_reasons = resources.eager_reasons
         captured_none = resources.eager_reasons and not resources.graphs
         self.without_graphs = next(iter(resources.eager_reasons.values())) if captured_none else ""
@@ -180,15 +177,14 @@ class Recording:
         """
         assert self._resources is not None
         handed_out = Counter(tensor.untyped_storage()._cdata for tensor in tensors_in(returned))
-        counter, memory, arenas = self.request.functions.use_counter, self.request.memory, self.request.arenas
-        self._watched_outputs = WatchedOutputs(outputs, counter, handed_out)
+        memory, arenas = self.request.memory, self.request.arenas
+        self._watched_outputs = WatchedOutputs(outputs, handed_out=handed_out)
         regions = {arena: memory.arenas.get(device) for device, arena in arenas.items()}
         footprints = {arena: memory.footprint(region) if region else [] for arena, region in regions.items()}
         donated_counts = Counter(inputs[position].untyped_storage()._cdata for position in self.request.reused_inputs)
-        self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts, counter)
+        self._liveness = LivenessGuard(footprints, self._watched_outputs, donated_counts)
         kept = tensors_in(list(self._resources.kept.values()))
-        without_modes = self.request.functions.without_modes
-        self._retire = weakref.finalize(self, _retire, without_modes, self._watched_outputs, self._arenas, kept)
+        self._retire = weakref.finalize(self, _retire, self._watched_outputs, self._arenas, kept)
         self._retire.atexit = False
         # Last: an interrupt before it leaves nothing in the arenas; after it the finalizer retires the outputs.
         for arena, region in regions.items():
@@ -241,7 +237,7 @@ class Recording:
         guards, replay, resources = self.request.guards, self._replay, self._resources
         if guards is None or replay is None or resources is None or self.without_graphs:
             return ""
-        native = self.request.functions.native()
+        native = native_library.native_replay()
         if isinstance(native, str):
             return native
         static = [(position, self.static_addresses[position]) for position in self.request.static_inputs]
@@ -365,8 +361,7 @@ class Recording:
             r[: replay.inputs_end] = inputs
             if replay.frees_inputs:
                 inputs.clear()
-            functions = self.request.functions
-            return replay.run_profiled(functions.below_autograd) if functions.profiling() else replay.run()
+            return replay.run_profiled() if profiling() else replay.run()
         except BaseException:
             if self._resources is not None:
                 self._resources.regions.empty()
@@ -398,7 +393,6 @@ def next_use() -> int:
 
 
 def _retire(
-    without_modes: Callable[[], contextlib.AbstractContextManager[Any]],
     outputs: WatchedOutputs,
     arenas: Sequence[Arena],
     kept: list[torch.Tensor],

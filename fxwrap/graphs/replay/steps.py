@@ -1,7 +1,7 @@
 """The table of steps, the only executable form of a program: one class for each kind.
 
 A kind is its fields, and the call that Python makes of them (``call``). A kind that the helper library can do, too,
-has ``NATIVE``: the name of a function of the library (``define_steps`` in codegen/native/made_steps.h), and what that
+has ``NATIVE``: the name of a function of the library (``define_steps`` in native/made_steps.h), and what that
 function takes. ``lowering.py`` needs no more, and the listing of a unit is the Python of its steps.
 ``record/flat.py`` (``_step``) chooses the kind of a node's step.
 """

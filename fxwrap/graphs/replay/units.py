@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ...torch_private.native_units import CannotReplay, NativeReplay, Unit
 from .flat_python import Part
 from .guards import Description
 from .lowering import Lowering
-from .native import CannotReplay, NativeReplay, Unit
 
 log = logging.getLogger(__name__)
 

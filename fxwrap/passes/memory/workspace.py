@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name, schema_of
 from ...host_graph.sizes import hint, hinted_layout, layout_at, number_at
+from ...torch_private.functions import allocations
 
 # Operators whose library owns the memory that they work in.
 _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -20,14 +21,8 @@ _NOTES = ("workspace", "reserve")
 # Bytes by kind of call and number of threads, for this process.
 _MEASURED: dict[Hashable, int] = {}
 
-# Runs a function and returns the bytes that it allocated (above 0) and freed (below 0) on the CPU, in order, until
-# its result is freed; None if they cannot be measured in this thread at the moment.
-Allocations = Callable[[Callable[[], object]], Sequence[int] | None]
 
-
-def measure_workspace(
-    nodes: Iterable[Node], allocations: Allocations, symbols: Mapping[Any, int] | None = None
-) -> dict[str, int]:
+def measure_workspace(nodes: Iterable[Node], symbols: Mapping[Any, int] | None = None) -> dict[str, int]:
     """The most bytes that each call has allocated at one time beyond what it returns, by node.
 
     Each kind of call runs once in a process, on zeros. Calls that cannot run so (custom operators, operands that are
@@ -44,14 +39,14 @@ def measure_workspace(
     if unknown := {kind: calls[0] for kind, calls in kinds.items() if kind not in _MEASURED}:
         # A thread of its own has no modes, and no profiler: where one runs, allocations are not told.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(_measure_all, unknown, allocations, symbols).result()
+            thread.submit(_measure_all, unknown, symbols).result()
     return {node.name: _MEASURED[kind] for kind, calls in kinds.items() if kind in _MEASURED for node in calls}
 
 
-def _measure_all(kinds: Mapping[Hashable, Node], allocations: Allocations, symbols: Mapping[Any, int] | None) -> None:
+def _measure_all(kinds: Mapping[Hashable, Node], symbols: Mapping[Any, int] | None) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for kind, node in kinds.items():
-            if (nbytes := _measure(node, allocations, symbols)) is not None:
+            if (nbytes := _measure(node, symbols)) is not None:
                 _MEASURED[kind] = nbytes
 
 
@@ -121,7 +116,7 @@ def _description(node: Node, symbols: Mapping[Any, int] | None) -> Any:
     raise _Unknown
 
 
-def _measure(node: Node, allocations: Allocations, symbols: Mapping[Any, int] | None) -> int | None:
+def _measure(node: Node, symbols: Mapping[Any, int] | None) -> int | None:
     def zeros(operand: Node) -> Any:
         described = _description(operand, symbols)
         if not isinstance(described, tuple):

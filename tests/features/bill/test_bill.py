@@ -21,12 +21,12 @@ from conftest import Compiled, assert_same, freezes, inductor
 from cuda_memory import kept_bytes
 
 import fxwrap
-from fxwrap.codegen.native_library import kept_memory
-from fxwrap.codegen.torch_runtime import frees_workspaces
 from fxwrap.features.bill.bill import DeviceBill, RecordingBill
 from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.program import WARM_UPS
 from fxwrap.graphs.program_runs import RUNNERS
+from fxwrap.torch_private.functions import frees_workspaces
+from fxwrap.torch_private.native_library import kept_memory
 
 ROWS = (2, 8, 64, 256)
 

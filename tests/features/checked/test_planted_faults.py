@@ -13,7 +13,7 @@ import torch
 from conftest import Compiled, on_cpu, on_simulated
 
 import fxwrap
-import fxwrap.codegen.torch_runtime
+import fxwrap.graphs.replay.recording
 import fxwrap.passes.memory.planner
 import fxwrap.pipeline
 from fxwrap.graphs.memory.static_buffers import StaticBuffers
@@ -431,7 +431,7 @@ def test_an_input_baked_in_is_found_on_the_run_that_records(
 def test_a_static_input_that_moves_is_not_noticed(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, simulated: None
 ) -> None:
-    monkeypatch.setattr(fxwrap.codegen.torch_runtime, "pointer_check", lambda *args: lambda inputs: True)
+    monkeypatch.setattr(fxwrap.graphs.replay.recording, "pointer_check", lambda *args: lambda inputs: True)
     error = fault_in(compiled(torch.nn.Linear(8, 8), **CHECKED), x, calls=2)
     assert error.fault == "input baked in" and "elsewhere" in error.got
 

@@ -210,7 +210,7 @@ def test_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_helper_library_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxwrap.codegen.native_library import native_replay, replay_library
+    from fxwrap.torch_private.native_library import native_replay, replay_library
 
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
     path = replay_library()

@@ -13,8 +13,8 @@ from conftest import freezes
 from torch import nn, optim
 
 import fxwrap
-from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import FxwrapError, MemoryLimitError
+from fxwrap.torch_private.functions import allocations
 
 
 def peak(run: Callable[[], Any]) -> int:

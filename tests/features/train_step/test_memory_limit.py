@@ -15,8 +15,8 @@ from torch import nn, optim
 
 import fxwrap
 from fxwrap.backend import parsed
-from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import MemoryLimitError, OptionError
+from fxwrap.torch_private.functions import allocations
 
 
 class Deep(nn.Module):

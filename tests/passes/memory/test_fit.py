@@ -25,7 +25,6 @@ from random_graphs import (
     GraphMaker,
     build,
     collectives,
-    compile_request,
     expected_of,
     random_recipe,
     run_schedule,
@@ -55,7 +54,7 @@ aten = torch.ops.aten
 
 def plan_of(gm: GraphModule, options: Options | None = None, apart: bool = False) -> ProgramPlan:
     options = options or Options(capture="always")
-    planner = HostGraphPlanner(gm, Stages(), options, compile_request().functions)
+    planner = HostGraphPlanner(gm, Stages(), options)
     return planner.partition(InputFacts(apart=apart), {})
 
 

@@ -37,7 +37,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxwrap
 from fxwrap.codegen import torch_versions
-from fxwrap.codegen.torch_runtime import allocations
 from fxwrap.errors import PlanError
 from fxwrap.graphs.program import Program
 from fxwrap.graphs.replay.recording import Recording
@@ -49,6 +48,7 @@ from fxwrap.passes.memory.requirements import Requirements
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
 from fxwrap.plan import Home, InputFacts, MemoryPlan, Place, Region, SizedProgram
+from fxwrap.torch_private.functions import allocations
 
 aten = torch.ops.aten
 # What shared_regions.py knows of the C library, in bytes.

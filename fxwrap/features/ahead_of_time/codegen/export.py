@@ -18,7 +18,6 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from ....codegen.inductor import compile_with_inductor
-from ....codegen.torch_runtime import is_plain_memory
 from ....errors import StorageError
 from ....graphs.compilation import Compilation
 from ....graphs.program import Program
@@ -26,6 +25,7 @@ from ....host_graph.nodes import output_values
 from ....options import Options
 from ....pipeline import with_static_inputs
 from ....plan import ProgramPlan
+from ....torch_private.functions import is_plain_memory
 from .packed_weights import PackingCalls, is_packed, packing_calls
 
 # The lowest and the highest value of a symbol; None where there is no bound.

@@ -15,9 +15,9 @@ from torch._inductor.constant_folding import ConstantFolder
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ....codegen.torch_runtime import empty_graph
 from ....errors import StorageError
 from ....graphs.memory.locks import lock_of_process
+from ....torch_private.functions import empty_graph
 
 _lock = lock_of_process()
 

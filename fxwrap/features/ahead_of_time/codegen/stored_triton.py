@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ....codegen.torch_runtime import device_guard
 from ....errors import StorageError
+from ....torch_private.functions import device_guard
 
 Data = Any  # what JSON can hold
 

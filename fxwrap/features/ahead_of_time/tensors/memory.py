@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ....codegen.torch_runtime import overlap
 from ....graphs.replay.overlaps import MutatedInputs
 from ....host_graph.tensors import unexpanded
 
@@ -52,10 +51,10 @@ def overlapping(tensors: Sequence[tuple[torch.Tensor, bool]]) -> tuple[int, int]
     Args:
         tensors: each with whether it is written.
     """
-    everything = MutatedInputs([(place, written) for place, (_, written) in enumerate(tensors)], (), (), overlap)
+    everything = MutatedInputs([(place, written) for place, (_, written) in enumerate(tensors)], (), ())
     if everything.are_apart([tensor for tensor, _ in tensors]):
         return None
-    pair = MutatedInputs([(0, True), (1, False)], (), (), overlap)  # which two of them?
+    pair = MutatedInputs([(0, True), (1, False)], (), ())  # which two of them?
     for place, (tensor, written) in enumerate(tensors):
         for other_place, (other, _) in enumerate(tensors) if written else ():
             if other_place != place and not pair.are_apart([tensor, other]):

@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from ....codegen.torch_runtime import empty_graph, is_plain_memory
 from ....errors import StorageError
 from ....host_graph.graph_json import Functions, graph_from_data
 from ....host_graph.stand_ins import StandIns
+from ....torch_private.functions import empty_graph, is_plain_memory
 from ..package import Package
 from ..stored_signature import dtype_named
 from .memory import from_stored, same_memory

@@ -20,11 +20,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..devices import device_function
-from ..graphs.torch_functions import TorchFunctions
-from .native_library import kept_memory, kept_region, native_replay
-from .traces import ProgramTraces
-
 # ``(size, stride, dtype)``: the allocation of Inductor's wrapper; torch.empty_strided takes three times as long.
 empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
@@ -155,7 +150,7 @@ def share_copies(storage: torch.UntypedStorage) -> None:
     def share() -> Any:
         copy = storage_at(*location).clone()
         # A queue sends from a thread with another stream, for which the next replay does not wait.
-        device_function(copy.device.type, "current_stream")(copy.device).synchronize()
+        torch.accelerator.current_stream(copy.device).synchronize()
         return copy._share_cuda_()
 
     setattr(storage, "_share_cuda_", share)  # noqa: B010
@@ -309,35 +304,6 @@ def device_guard(device_type: str) -> Callable[[int], Any] | None:
     # A minimal device module of a vendor has neither.
     several = hasattr(module, "device") and hasattr(module, "device_count") and module.device_count() > 1
     return module.device if several else None
-
-
-def torch_functions() -> TorchFunctions:
-    """The private functions of torch that run time gets as data."""
-    return TorchFunctions(
-        use_counter=use_counter,
-        overlap=overlap,
-        pointer_check=pointer_check,
-        layout_check=layout_check,
-        storage_at=storage_at,
-        alive=alive,
-        lay_out=lay_out,
-        allocations=allocations,
-        after_failed_capture=after_failed_capture,
-        free_workspaces=free_workspaces,
-        release_conditional_nodes=release_conditional_nodes,
-        other_threads_wait=other_threads_wait,
-        share_copies=share_copies,
-        below_autograd=below_autograd,
-        below_modes=below_modes,
-        saved_tensors_hooks=saved_tensors_hooks,
-        without_modes=without_modes,
-        primals=primals,
-        profiling=profiling,
-        traces=ProgramTraces.of,
-        native=native_replay,
-        kept_region=kept_region,
-        kept_memory=kept_memory,
-    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The helper library of native replay (``codegen/native/replay.cpp``), as Python sees it."""
+"""The helper library of native replay (``torch_private/native/replay.cpp``), as Python sees it."""
 
 from __future__ import annotations
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from ..graphs.memory.regions import KeptRegion
-from ..graphs.replay.native import NativeReplay
 from ..native_build import built_library, library_path
+from .native_units import NativeReplay
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +48,8 @@ def native_replay() -> NativeReplay | str:
         return why
 
 
-def kept_region(nbytes: int) -> KeptRegion | None:
-    """A region whose memory is kept for later calls; None without the library."""
+def kept_region(nbytes: int) -> Any:
+    """An object whose ``storage`` has memory that is kept for later calls; None without the library."""
     native = native_replay()
     return None if isinstance(native, str) else native.library.KeptRegion(nbytes)
 

@@ -6,49 +6,34 @@ import contextlib
 import itertools
 import json
 import logging
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch._guards import CompileContext, compile_context
-from torch._logging import trace_structured
-
-from ..graphs.devices.device_graph import DeviceGraph
 from ..host_graph.listing import list_graph
 from ..host_graph.nodes import is_work
 from ..host_graph.typed_json import to_data
 from ..plan import MemoryPlan, ProgramPlan, Verdict
+from ..torch_private.trace_artifacts import TracedCompilation
+from .devices.device_graph import DeviceGraph
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ProgramTraces:
-    """The traces of one program. It is made while the program is compiled, and implements ``Traces`` of ``graphs``.
-
-    Attributes:
-        trace_id: id of the compilation, with which later plans are shown, too; None outside of any compilation.
-        folder: folder of Inductor's debug files of the compilation; None where they are off.
-    """
+    """The traces of one program. It is made while the program is compiled."""
 
     program: str
-    trace_id: Any
-    folder: Path | None
-
-    @classmethod
-    def of(cls, program: str) -> ProgramTraces:
-        # A saved program runs without Inductor, which then has no debug files.
-        virtualized: Any = sys.modules.get("torch._inductor.virtualized")
-        folder = getattr(virtualized.V.debug, "_path", None) if virtualized is not None else None
-        return cls(program, CompileContext.current_trace_id(), Path(folder) if folder else None)
+    compilation: TracedCompilation = field(default_factory=TracedCompilation.current)
 
     def compiled(self, plan: ProgramPlan) -> None:
+        """Write the program that is compiled."""
         self._write("fxwrap_host_graph", lambda: list_graph(plan.graph))
         self._write("fxwrap_partitions", lambda: {"program": self.program, **partitions_data(plan)})
 
     def planned(self, plan: ProgramPlan, memory: MemoryPlan) -> None:
+        """Write the first plan of the program's memory."""
         self._write("fxwrap_memory_plan", lambda: {"program": self.program, **memory_data(plan, memory)})
 
     def _write(self, name: str, make: Callable[[], Any]) -> None:
@@ -59,39 +44,25 @@ class ProgramTraces:
             return content if isinstance(content, str) else json.dumps(content, indent=1)
 
         encoding = "string" if name == "fxwrap_host_graph" else "json"
-        with self._compilation():
-            trace_structured(
-                "artifact",
-                metadata_fn=lambda: {"name": name, "encoding": encoding},
-                payload_fn=text,
-                expect_trace_id=False,
-            )
-        if self.folder is not None:
-            file = self.folder / f"{name}.{'txt' if encoding == 'string' else 'json'}"
+        self.compilation.write(name, encoding, text)
+        if self.compilation.folder is not None:
+            file = self.compilation.folder / f"{name}.{'txt' if encoding == 'string' else 'json'}"
             try:
                 file.write_text(text() + "\n", encoding="utf-8")
             except OSError as error:
                 log.warning("%s cannot be written: %s", file, str(error))
 
-    def _compilation(self) -> contextlib.AbstractContextManager[Any]:
-        """Torch's context of the compilation."""
-        if self.trace_id is None:
-            return contextlib.nullcontext()
-        context = CompileContext(self.trace_id.compile_id)
-        context.attempt = self.trace_id.attempt
-        return compile_context(context)
-
     def capturing(self, graph: DeviceGraph) -> None:
         """Prepare a device graph that is about to capture, so that ``captured`` can write it."""
-        if self.folder is not None:
+        if self.compilation.folder is not None:
             with contextlib.suppress(Exception):  # not every device supports it
                 graph.enable_debug_mode()
 
     def captured(self, graph: DeviceGraph, partition: int) -> None:
         """Write the captured graph of a partition in the device's own format."""
-        if self.folder is None or not hasattr(graph, "debug_dump"):
+        if self.compilation.folder is None or not hasattr(graph, "debug_dump"):
             return
-        paths = (self.folder / f"fxwrap_partition_{partition}_graph_{n}.dot" for n in itertools.count())
+        paths = (self.compilation.folder / f"fxwrap_partition_{partition}_graph_{n}.dot" for n in itertools.count())
         path = next(path for path in paths if not path.exists())
         try:
             graph.debug_dump(str(path))
