@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from training_grammar import (
     COUNTS_IN_FLOAT32,
-    COUNTS_WRITTEN_ONLY,
     OPTIMIZERS,
     PARTS,
     RATES,
@@ -114,7 +113,8 @@ class Training:
     @property
     def tolerance(self) -> float:
         in_float32 = not self.float64 or self.optimizer.foreach == "fused"
-        return 1e-3 if in_float32 and self.optimizer.name in COUNTS_IN_FLOAT32 else 1e-9
+        # A gradient that cancels (a bias before BatchNorm) leaves 1e-17, which is divided by an eps of 1e-8.
+        return 1e-3 if in_float32 and self.optimizer.name in COUNTS_IN_FLOAT32 else 1e-8
 
 
 def random_training(draw: random.Random) -> Training:
@@ -144,7 +144,7 @@ def random_training(draw: random.Random) -> Training:
         1 if limit == 1 else draw.choice((1, 1, 2, 3)),
         draw.choice((None, None, 0.5)),
         draw.choice((True, True, None)),
-        draw.random() < 0.7 and optimizer.name not in COUNTS_WRITTEN_ONLY,
+        draw.random() < 0.7,
         limit,
         tuple(options),
     )

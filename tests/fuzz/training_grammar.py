@@ -274,9 +274,6 @@ _STAY = {
 # Counts of steps, and what is made of them, are float32 for these unless the default is float64. The loop computes
 # with Python's numbers instead, which have 53 bits.
 COUNTS_IN_FLOAT32 = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "ASGD"}
-# These write counts of steps and do not read them. Torch (2.13, every backend) loses the write of a float64 tensor
-# without dimensions that a graph does not read.
-COUNTS_WRITTEN_ONLY = {"Adadelta", "ASGD", "RMSprop", "Rprop"}
 RATES = (1e-2, 3e-3, 2e-2)
 
 

@@ -19,6 +19,7 @@ from ....errors import causes
 from ...bind.codegen.bound import Binding
 from ...bind.codegen.path import Path
 from ..losses import raising_what_is_wrong
+from .kept_writes import writes_kept
 
 # What writes to a log: ``warning``, and ``warning_once``, which transformers adds to all loggers. Where
 # ``isEnabledFor`` has no answer, nothing is written.
@@ -47,7 +48,7 @@ def _tracing(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Calls that compile, with the errors and the settings of a step."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with raising_what_is_wrong(), _without_logs():
+        with raising_what_is_wrong(), _without_logs(), writes_kept():
             return compiled(*args, **kwargs)
 
     return call
