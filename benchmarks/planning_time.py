@@ -54,7 +54,7 @@ def measure(layers: int) -> tuple[dict[str, float], float, float]:
     torch._dynamo.reset()
     spent = Counter[str]()
 
-    def note(name: str, result: object, seconds: float) -> None:
+    def note(name: str, seconds: float) -> None:
         spent[name] += seconds
 
     _, train = step(layers)

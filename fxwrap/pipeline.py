@@ -7,11 +7,12 @@
                                  compiled elsewhere
     HostGraphPlanner.plan        memory
 
-``Stages`` lists them. A stage is a function of what earlier stages return. Most results have a type of their own,
-so that most wrong orders are type errors. Analysis runs once for a graph. Partitioning runs again when a capture
-fails, with the failed operator kept eager, and when a call would take more than ``memory_limit``. Memory planning
-runs at concrete sizes: for an estimate before the first recording, for recordings that cannot use it, and, where
-addresses are frozen, to compare a call with ``memory_limit``.
+A stage is a function of what earlier stages return. Most results have a type of their own, so that most wrong orders
+are type errors. What decides an order or memory is checked beside its call, by code that shares nothing with it
+(``passes/verify``). Analysis runs once for a graph. Partitioning runs again when a capture fails, with the failed
+operator kept eager, and when a call would take more than ``memory_limit``. Memory planning runs at concrete sizes:
+for an estimate before the first recording, for recordings that cannot use it, and, where addresses are frozen, to
+compare a call with ``memory_limit``.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.fx import GraphModule
 
-from .devices import CaptureCost, capture_cost, device_support
+from .devices import capture_cost, device_support
 from .eager_rules import EagerRule
 from .errors import MemoryLimitError, PipelineError
 from .graphs.compilation import Compilation
@@ -60,10 +61,8 @@ from .passes.rewrites.shared_views import share_views
 from .passes.rewrites.view_copies import view_needless_copies
 from .passes.verify import SameBodies, verify_memory, verify_same_results, verify_schedule
 from .plan import (
-    Cut,
     InputFacts,
     MemoryPlan,
-    NodeVerdict,
     PartitionGraph,
     PlacementHint,
     ProgramPlan,
@@ -105,30 +104,11 @@ class CompileRequest:
 
 # -- stages ---------------------------------------------------------------------------------------------------
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Stage(Generic[Given, Result]):
-    """One stage of the pipeline.
-
-    Attributes:
-        name: shown in logs and timings.
-        run: makes the stage's result.
-        check: raises if the result is wrong; it is called with the result and what ``run`` was given, and shares no
-            code with ``run``.
-    """
-
-    name: str
-    run: Callable[Given, Result]
-    check: Callable[Concatenate[Result, Given], None] | None = None
-
-
-Rewrite = Stage[[GraphModule], GraphModule]
-# ``observer(name, result, seconds)``: called after each stage, for logs, timing and dumps.
-Observer = Callable[[str, object, float], object]
+# ``observer(name, seconds)``: called after each stage, for logs and timing.
+Observer = Callable[[str, float], object]
 _observers: ContextVar[tuple[Observer, ...]] = ContextVar("fxwrap_observers", default=())
+# How often each stage ran, and its seconds including its check, by the stage's name.
+Times = dict[str, tuple[int, float]]
 
 
 @contextlib.contextmanager
@@ -141,24 +121,64 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _observers.reset(token)
 
 
-def rewrite(name: str, function: Callable[[GraphModule], GraphModule | None], lint: bool = True) -> Rewrite:
-    """Make a stage from a function that edits the host graph in place or returns a new one.
+@contextlib.contextmanager
+def _stage(name: str, took: Times) -> Iterator[None]:
+    """Time a stage, with the check of what it has made, and tell the observers."""
+    begin = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - begin
+    runs, total = took.get(name, (0, 0.0))
+    took[name] = runs + 1, total + seconds
+    log.debug("%s: %.1f ms", name, seconds * 1e3)
+    for observer in _observers.get():
+        observer(name, seconds)
 
-    Args:
-        lint: whether to run ``Graph.lint`` afterwards.
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A stage that edits the host graph in place, or returns a new one.
+
+    Attributes:
+        name: shown in logs, timings and errors.
+        lint: whether to run ``Graph.lint`` afterwards, which names a user's pass that breaks the graph.
     """
 
-    def check(after: GraphModule, before: GraphModule) -> None:
-        try:
-            after.graph.lint()
-        except Exception as error:
-            raise PipelineError(
-                f"pass {name!r} leaves an invalid graph",
-                expected="a torch.fx graph that passes its lint()",
-                got=str(error),
-            ) from error
+    name: str
+    function: Callable[[GraphModule], GraphModule | None]
+    lint: bool = True
 
-    return Stage(name, lambda graph: function(graph) or graph, check if lint else None)
+    def run(self, graph: GraphModule, took: Times) -> GraphModule:
+        """The rewritten graph.
+
+        Raises:
+            PipelineError: the graph is invalid afterwards.
+        """
+        with _stage(self.name, took):
+            rewritten = self.function(graph) or graph
+            try:
+                if self.lint:
+                    rewritten.graph.lint()
+            except Exception as error:
+                raise PipelineError(
+                    f"pass {self.name!r} leaves an invalid graph",
+                    expected="a torch.fx graph that passes its lint()",
+                    got=str(error),
+                ) from error
+        return rewritten
+
+
+def _place_bodies(gm: GraphModule) -> None:
+    if any(control_flow_of(node) is not None for node in gm.graph.nodes):
+        before = SameBodies(gm)
+        place_bodies(gm, alternates=not freezes_addresses(main_device(gm)))
+        before.verify(gm)
+
+
+REWRITES = (
+    Rewrite("needless copies", view_needless_copies, lint=False),
+    Rewrite("shared views", share_views, lint=False),
+    Rewrite("memory of branches and loops", _place_bodies, lint=False),
+)
 
 
 def _workspace(gm: GraphModule, symbols: Mapping[object, int] | None = None) -> Mapping[str, int]:
@@ -189,61 +209,15 @@ def _replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition |
     return dataclasses.replace(plan, compiled=compiled)
 
 
-def _check_schedule(plan: ProgramPlan, *_: object) -> None:
+def _check_schedule(plan: ProgramPlan) -> None:
     verify_schedule(plan.graph, plan.schedule, plan.device.type if plan.inputs.apart else "")
 
 
-def _check_fit(fitting: ProgramPlan, plan: ProgramPlan, *_: object) -> None:
-    verify_same_results(plan.graph, fitting.graph, plan.device.type if plan.inputs.apart else "")
-    _check_schedule(fitting)
-
-
-def _check_memory(memory: MemoryPlan, sized: SizedProgram, *_: object) -> None:
+def _check_memory(memory: MemoryPlan, sized: SizedProgram) -> None:
     plan = sized.plan
     replaced = [partition.nodes for partition in plan.partitions if partition.index in plan.compiled]
     donated = {plan.placeholders[position].name for position in plan.inputs.donated}
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, sized.symbol_values, replaced, donated)
-
-
-# The lint is there to name a user's pass that breaks the graph. Built-in rewrites leave a valid one, and skip it.
-def _place_bodies(gm: GraphModule) -> None:
-    if any(control_flow_of(node) is not None for node in gm.graph.nodes):
-        before = SameBodies(gm)
-        place_bodies(gm, alternates=not freezes_addresses(main_device(gm)))
-        before.verify(gm)
-
-
-REWRITES = (
-    rewrite("needless copies", view_needless_copies, lint=False),
-    rewrite("shared views", share_views, lint=False),
-    rewrite("memory of branches and loops", _place_bodies, lint=False),
-)
-Verdicts = Mapping[str, NodeVerdict]  # by node
-Bytes = Mapping[int, int]  # by storage
-EagerOps = Sequence[str | EagerRule]
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The list of stages, in order. ``dataclasses.replace`` makes a list with other stages."""
-
-    rewrites: tuple[Rewrite, ...] = ()
-    aliasing: Stage[[GraphModule], StorageFacts] = Stage("aliasing", analyse_storages)
-    workspace: Stage[[GraphModule], Mapping[str, int]] = Stage("workspace", _workspace)
-    dependencies: Stage[[GraphModule, StorageFacts, str], nx.DiGraph] = Stage("dependencies", build_dependency_graph)
-    capturability: Stage[[GraphModule, EagerOps, Mapping[str, str], bool], Verdicts] = Stage("capturability", judge)
-    cut: Stage[[nx.DiGraph, Verdicts, torch.device, StorageFacts, Bytes, float], Cut] = Stage("cut", cut)
-    cost_model: Stage[[ProgramPlan, CaptureCost, Bytes, str, int], ProgramPlan] = Stage(
-        "cost model", apply_cost_model, _check_schedule
-    )
-    order: Stage[[ProgramPlan, nx.DiGraph, Bytes], ProgramPlan] = Stage("order", order_for_memory, _check_schedule)
-    fit: Stage[[ProgramPlan, nx.DiGraph, Bytes, Limit], ProgramPlan] = Stage("fit", fit_memory, _check_fit)
-    compiled_elsewhere: Stage[[ProgramPlan, CompilePartition | None], ProgramPlan] = Stage(
-        "partitions compiled elsewhere", _replace_partitions
-    )
-    memory: Stage[[SizedProgram, Reservations, PlacementHint | None, MemoryPlan | None], MemoryPlan] = Stage(
-        "memory", plan_program, _check_memory
-    )
 
 
 # -- running stages -------------------------------------------------------------------------------------------
@@ -259,48 +233,67 @@ class HostGraphPlanner:
         compile_partition: see ``CompileRequest``.
         stored_workspace: workspace of library calls in bytes by node, from a stored plan; None if it has to be
             measured.
-        took: how often each stage ran, and its seconds including its check, by the stage's name.
     """
 
     graph: GraphModule
-    stages: Stages
     options: Options
     compile_partition: CompilePartition | None = None
     stored_workspace: Mapping[str, int] | None = None
-    took: dict[str, tuple[int, float]] = field(default_factory=dict)
+    took: Times = field(default_factory=dict)
 
     @functools.cached_property
     def _analysis(self) -> tuple[StorageFacts, Mapping[str, int], nx.DiGraph]:
-        run, stages, graph = self._run, self.stages, self.graph
-        facts = run(stages.aliasing, graph)
-        workspace = self.stored_workspace
+        graph, workspace = self.graph, self.stored_workspace
+        with _stage("aliasing", self.took):
+            facts = analyse_storages(graph)
         if workspace is None:
-            workspace = run(stages.workspace, graph)
-        apart_on = main_device(graph).type if self.options.inputs_apart else ""
-        return facts, workspace, run(stages.dependencies, graph, facts, apart_on)
+            with _stage("workspace", self.took):
+                workspace = _workspace(graph)
+        with _stage("dependencies", self.took):
+            apart_on = main_device(graph).type if self.options.inputs_apart else ""
+            dependencies = build_dependency_graph(graph, facts, apart_on)
+        return facts, workspace, dependencies
 
     def partition(
         self, inputs: InputFacts, capture_errors: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
     ) -> ProgramPlan:
-        run, stages, graph, options = self._run, self.stages, self.graph, self.options
+        graph, options, took = self.graph, self.options, self.took
         facts, workspace, dependencies = self._analysis
         device, sizes = main_device(graph), expected_sizes(graph, facts)
         inner = {index: sizes[index] for index in facts.inner() if index in sizes}
-        frozen, has_nodes = freezes_addresses(device), conditional_nodes_of(device) is not None
-        address_rules = (*FROZEN_ADDRESS_RULES, *(() if has_nodes else (DECIDED_ON_HOST,))) if frozen else ()
-        eager_ops = (*options.eager_ops, *device_support(device.type).eager_ops, *address_rules)
 
-        verdicts = run(stages.capturability, graph, eager_ops, capture_errors, has_nodes)
-        partitions = run(stages.cut, dependencies, verdicts, device, facts, inner, options.peak_budget)
-        plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
-        cost = capture_cost(device.type)
-        plan = run(stages.cost_model, plan, cost, sizes, options.capture, options.min_launches)
+        with _stage("capturability", took):
+            has_nodes = conditional_nodes_of(device) is not None
+            verdicts = judge(graph, self._eager_ops(device, has_nodes), capture_errors, has_nodes)
+        with _stage("cut", took):
+            partitions = cut(dependencies, verdicts, device, facts, inner, options.peak_budget)
+            plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
+        with _stage("cost model", took):
+            cost = capture_cost(device.type)
+            plan = apply_cost_model(plan, cost, sizes, options.capture, options.min_launches)
+            _check_schedule(plan)
         if options.moves_work:
-            plan = run(stages.order, plan, dependencies, sizes)
+            with _stage("order", took):
+                plan = order_for_memory(plan, dependencies, sizes)
+                _check_schedule(plan)
         if limit is not None:
-            limit = dataclasses.replace(limit, workspace={**self.workspace(graph, limit.symbols), **limit.workspace})
-            plan = run(stages.fit, plan, dependencies, expected_sizes(graph, facts, limit.symbols), limit)
-        return run(stages.compiled_elsewhere, plan, self.compile_partition)
+            with _stage("fit", took):
+                plan = self._fit(plan, dependencies, limit)
+        with _stage("partitions compiled elsewhere", took):
+            return _replace_partitions(plan, self.compile_partition)
+
+    def _eager_ops(self, device: torch.device, has_nodes: bool) -> Sequence[str | EagerRule]:
+        decided = () if has_nodes else (DECIDED_ON_HOST,)
+        address_rules = (*FROZEN_ADDRESS_RULES, *decided) if freezes_addresses(device) else ()
+        return *self.options.eager_ops, *device_support(device.type).eager_ops, *address_rules
+
+    def _fit(self, plan: ProgramPlan, dependencies: nx.DiGraph, limit: Limit) -> ProgramPlan:
+        workspace = {**self.workspace(plan.graph, limit.symbols), **limit.workspace}
+        sizes = expected_sizes(plan.graph, plan.facts, limit.symbols)
+        fitting = fit_memory(plan, dependencies, sizes, dataclasses.replace(limit, workspace=workspace))
+        verify_same_results(plan.graph, fitting.graph, plan.device.type if plan.inputs.apart else "")
+        _check_schedule(fitting)
+        return fitting
 
     def plan(
         self,
@@ -309,7 +302,10 @@ class HostGraphPlanner:
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        return self._run(self.stages.memory, sized, reserved, hint, previous)
+        with _stage("memory", self.took):
+            memory = plan_program(sized, reserved, hint, previous)
+            _check_memory(memory, sized)
+        return memory
 
     def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
         return bytes_of_call(sized, self.plan(sized) if sized.frozen else None, in_pool)
@@ -331,48 +327,21 @@ class HostGraphPlanner:
     def for_graph(self, gm: GraphModule) -> HostGraphPlanner:
         return dataclasses.replace(self, graph=gm, stored_workspace=None, took={})
 
-    def _run(self, stage: Stage[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
-        return run_stage(self.took, stage, *given, **named)
 
-
-def run_stage(
-    took: dict[str, tuple[int, float]], stage: Stage[Given, Result], *given: Given.args, **named: Given.kwargs
-) -> Result:
-    """Run one stage and its check, and call the observers.
-
-    Raises:
-        PipelineError: the stage returns nothing, or is a user's pass that leaves an invalid graph.
-        PlanError: the verifier refused the result.
-    """
-    begin = time.perf_counter()
-    result = stage.run(*given, **named)
-    if result is None:
-        raise PipelineError(f"stage {stage.name!r} returns nothing", expected="the input of the next stage")
-    if stage.check is not None:
-        stage.check(result, *given, **named)
-    seconds = time.perf_counter() - begin
-    runs, total = took.get(stage.name, (0, 0.0))
-    took[stage.name] = runs + 1, total + seconds
-    log.debug("%s: %.1f ms", stage.name, seconds * 1e3)
-    for observer in _observers.get():
-        observer(stage.name, result, seconds)
-    return result
-
-
-def compile_host_graph(gm: GraphModule, request: CompileRequest, stages: Stages | None = None) -> Program:
+def compile_host_graph(gm: GraphModule, request: CompileRequest, rewrites: Iterable[Rewrite] = ()) -> Program:
     """Run the stages on a host graph and make its program. Memory is planned later, for concrete sizes.
 
     Args:
-        stages: ``Stages()`` by default, without rewrites; ``FxwrapCodegen.stages`` adds ``REWRITES``.
+        rewrites: the first stages; ``FxwrapCodegen`` has ``REWRITES``, and passes of the user's.
 
     Raises:
-        PipelineError: a stage returns nothing, or a user's pass leaves an invalid graph.
+        PipelineError: a user's pass leaves an invalid graph.
         PlanError: the verifier refused the schedule.
     """
-    stages, took = stages or Stages(), dict[str, tuple[int, float]]()
-    for stage in stages.rewrites:
-        gm = run_stage(took, stage, gm)
-    planner = HostGraphPlanner(gm, stages, request.options, request.compile_partition, took=took)
+    took: Times = {}
+    for rewrite in rewrites:
+        gm = rewrite.run(gm, took)
+    planner = HostGraphPlanner(gm, request.options, request.compile_partition, took=took)
     return _program(_partitioned(planner, request.inputs, request.options), planner, request)
 
 
@@ -386,7 +355,7 @@ def restore_program(plan: ProgramPlan, request: CompileRequest) -> Program:
     """
     _check_schedule(plan)
     stored = plan.workspace
-    planner = HostGraphPlanner(plan.graph, Stages(), request.options, stored_workspace=stored)
+    planner = HostGraphPlanner(plan.graph, request.options, stored_workspace=stored)
     return _program(plan, planner, request)
 
 

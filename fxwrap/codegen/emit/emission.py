@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from ...errors import EmissionError, FxwrapError, PipelineError
 from ...host_graph.user_code import described, owner_of
 from ...passes.analysis.windows import used_outside
-from ...pipeline import REWRITES, Stages, compile_host_graph, rewrite
+from ...pipeline import REWRITES, Rewrite, compile_host_graph
 from ...plan import PartitionGraph
 from .. import torch_versions as versions
 from ..garbage import no_garbage_collection
@@ -55,17 +55,15 @@ class FxwrapCodegen(WrapperFxCodegen):
         request = current_request()
         inputs = replace(request.inputs, used_outside=outside)
         request = replace(request, inputs=inputs, compile_partition=self._partition_hook())
-        return compile_host_graph(gm, request, self.stages())
+        return compile_host_graph(gm, request, self._rewrites())
 
-    def stages(self) -> Stages:
-        """The stages of compilation, in order. Override it to replace stages (``dataclasses.replace``)."""
+    def _rewrites(self) -> Iterator[Rewrite]:
         # Launches are lowered first. Torch knows that a launch has an effect, but not that a portable Triton call
         # has one: dead code elimination would drop the call.
-        lowered = rewrite("launches", lower_launches, lint=False)
-        of_class = [
-            rewrite(getattr(graph_pass, "__name__", repr(graph_pass)), graph_pass) for graph_pass in self.passes()
-        ]
-        return Stages(rewrites=(lowered, *REWRITES, *of_class))
+        yield Rewrite("launches", lower_launches, lint=False)
+        yield from REWRITES
+        for graph_pass in self.passes():
+            yield Rewrite(getattr(graph_pass, "__name__", repr(graph_pass)), graph_pass)
 
     def passes(self) -> Iterable[Callable[[GraphModule], GraphModule | None]]:
         """Passes over the host graph, which run in order before the analysis.

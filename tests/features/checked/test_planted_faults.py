@@ -23,7 +23,7 @@ from fxwrap.graphs.replay.flat_python import Part
 from fxwrap.graphs.replay.liveness_guard import LivenessGuard
 from fxwrap.graphs.replay.recording import Replay
 from fxwrap.graphs.replay.steps import CallOperator, CallPython, Step
-from fxwrap.pipeline import Stages
+from fxwrap.passes.memory.planner import plan_program
 from fxwrap.plan import Home, MemoryPlan
 from fxwrap.testing.simulated import SimulatedGraph
 
@@ -326,14 +326,7 @@ def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[MemoryPlan], MemoryPlan]) -> None:
-    stages = fxwrap.FxwrapCodegen.stages
-
-    def planted(self: fxwrap.FxwrapCodegen) -> Stages:
-        memory = stages(self).memory
-        faulty = dataclasses.replace(memory, run=lambda *given: change(memory.run(*given)))
-        return dataclasses.replace(stages(self), memory=faulty)
-
-    monkeypatch.setattr(fxwrap.FxwrapCodegen, "stages", planted)
+    monkeypatch.setattr(fxwrap.pipeline, "plan_program", lambda *given: change(plan_program(*given)))
 
 
 def all_at_the_start(plan: MemoryPlan) -> MemoryPlan:

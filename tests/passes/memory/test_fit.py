@@ -44,7 +44,7 @@ from fxwrap.passes.memory.order import least_memory
 from fxwrap.passes.memory.rematerialise import Timeline, rematerialise
 from fxwrap.passes.memory.requirements import expected_sizes
 from fxwrap.passes.verify import verify_same_results, verify_schedule
-from fxwrap.pipeline import HostGraphPlanner, Stages
+from fxwrap.pipeline import HostGraphPlanner
 from fxwrap.plan import InputFacts, ProgramPlan
 
 # Bytes of a buffer of 4 by 4 floats.
@@ -54,7 +54,7 @@ aten = torch.ops.aten
 
 def plan_of(gm: GraphModule, options: Options | None = None, apart: bool = False) -> ProgramPlan:
     options = options or Options(capture="always")
-    planner = HostGraphPlanner(gm, Stages(), options)
+    planner = HostGraphPlanner(gm, options)
     return planner.partition(InputFacts(apart=apart), {})
 
 
