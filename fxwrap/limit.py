@@ -14,15 +14,15 @@ class Limit:
     """The most bytes that a call may take beside its inputs (option ``memory_limit``).
 
     Attributes:
-        beside: bytes of these that a call takes beside the storages that are in use at one time: gaps in an arena,
-            static buffers of inputs.
+        overhead: the part of these bytes that is not storages: gaps in an arena, static buffers of inputs. It is
+            known once an arena is planned, and 0 at the first attempt.
         symbols: the sizes that it is for, by symbol; empty for those that the program was compiled for.
         workspace: bytes that calls are known to allocate at these sizes beyond what they return, by node, where that
             is not in the plan.
     """
 
     nbytes: int
-    beside: int = 0
+    overhead: int = 0
     symbols: Mapping[object, int] = field(default_factory=dict)
     workspace: Mapping[str, int] = field(default_factory=dict)
 

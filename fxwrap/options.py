@@ -202,6 +202,15 @@ def parse_options(
     return parsed, patches
 
 
+def option_value(name: str, given: Any) -> Any:
+    """What a value that the user gives for one of fxwrap's own options stands for.
+
+    Raises:
+        OptionError: it is no value of this option.
+    """
+    return _checked(name, given, next(spec for spec in fields(Options) if spec.name == name))
+
+
 def refuse_unknown(names: Iterable[str], of: Callable[..., Any]) -> None:
     """Refuse arguments that a function does not have, as Python does, and say which one may be meant.
 

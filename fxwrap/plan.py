@@ -329,7 +329,8 @@ class InputFacts:
 class ProgramPlan:
     """The decisions about a host graph that need no concrete sizes.
 
-    With ``memory_limit`` a plan is made for one set of sizes, and is valid for all.
+    With ``memory_limit``, what is recomputed was chosen at one set of sizes. The plan is correct at any size, and
+    keeps the limit at these; ``Recorder.fit`` plans again for others.
 
     Attributes:
         repeated: the copies of nodes that recompute dropped values, in order.

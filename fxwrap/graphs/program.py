@@ -24,7 +24,7 @@ from .memory.locks import LockOwner
 from .memory.planning import Planner
 from .memory.shared_state import SHARED
 from .policy.counters import RecordingMade
-from .policy.specialization import Decision, Specialization
+from .policy.specialization import Record, ReplayIt, Specialization
 from .prepared import Prepared, ProgramContext
 from .program_runs import MISSES, RUNNERS
 from .recorder import NOT_RUN, Recorder
@@ -51,7 +51,7 @@ class Program:
     Attributes:
         context: what never changes of it; ``name``, ``options`` and others are its fields.
         recorder: makes recordings, and has the newest plan.
-        is_wrapped: a feature changes what it gets and returns, around its compiled graph.
+        is_wrapped: a feature's wrapper calls the compiled graph: inputs and outputs here are not the caller's.
     """
 
     is_wrapped = False
@@ -236,25 +236,25 @@ class Program:
         if self._freezes_addresses and not capturing.acquire(owner, _WAIT_S):
             return NOT_RUN, "another capture is under way"
         try:
-            decision = specialization.decide(inputs, owner, self.specializations.is_full())
-            if decision.event:
-                self.context.count("events", decision.event)
-            if decision.record:
-                return self._record_if_there_is_room(specialization, inputs, decision, owner)
+            decided = specialization.decide(inputs, owner, self.specializations.is_full())
+            if decided.event:
+                self.context.count("events", decided.event)
+            if isinstance(decided, Record):
+                return self._record_if_there_is_room(specialization, inputs, decided, owner)
         finally:
             capturing.release(owner)
-        if decision.replay is not None:
-            return self._run_recording(decision.replay, inputs, owner), ""
-        return NOT_RUN, decision.eager
+        if isinstance(decided, ReplayIt):
+            return self._run_recording(decided.recording, inputs, owner), ""
+        return NOT_RUN, decided.why
 
     def _record_if_there_is_room(
-        self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
+        self, specialization: Specialization, inputs: list[Any], decided: Record, owner: LockOwner
     ) -> tuple[Any, str]:
         if short_of := specialization.shortage.reason_to_wait(self.plan.device):
             return NOT_RUN, short_of
         if not self.specializations.make_room(specialization, owner):
             return NOT_RUN, self._no_room
-        return self._record(specialization, inputs, decision, owner)
+        return self._record(specialization, inputs, decided, owner)
 
     def _run_recording(self, recording: Recording, inputs: list[Any], owner: LockOwner) -> Any:
         try:
@@ -370,7 +370,7 @@ class Program:
         self.recorder.link_forward(forward.recorder, inputs)
 
     def _record(
-        self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
+        self, specialization: Specialization, inputs: list[Any], decided: Record, owner: LockOwner
     ) -> tuple[Any, str]:
         """Record a call; returns its outputs, or ``NOT_RUN`` and the reason. Checked programs override it."""
-        return self.recorder.record(specialization, inputs, decision, owner)
+        return self.recorder.record(specialization, inputs, decided, owner)

@@ -44,8 +44,8 @@ class Miss:
     run_eagerly: str = ""
 
 
-# Called where addresses are frozen, when no recording could replay a call, with the program, the specialization, and
-# whether the caller captures.
+# ``hook(program, specialization, caller_captures)``: the last chance to make a recording replayable, for example
+# by mapping its memory again. Called only where addresses are frozen.
 MISSES: list[Callable[[Program, Specialization, bool], Miss]] = []
 
 

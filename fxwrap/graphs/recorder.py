@@ -19,7 +19,6 @@ from ..errors import CaptureError, MemoryLimitError, PlanError
 from ..limit import Limit
 from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from ..torch_private import native_library
-from ..torch_private.functions import free_workspaces, other_threads_wait
 from .devices.runtime import capture_check, runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .memory.budget import Budget
@@ -27,8 +26,9 @@ from .memory.locks import LockOwner
 from .memory.memory_provider import Estimate, RecordingMemory, Saved
 from .memory.shared_state import SHARED
 from .policy.counters import RecordingMade
-from .policy.specialization import Decision, Specialization
+from .policy.specialization import Record, Specialization
 from .prepared import Prepared, ProgramContext
+from .record.capture import free_workspaces_of_warm_ups
 from .record.recording_builder import Recorded, RecordingBuilder
 from .replay.guards import Guards
 from .replay.overlaps import MutatedInputs
@@ -57,7 +57,7 @@ class Attempt:
     specialization: Specialization
     inputs: list[Any]
     static: list[int]
-    decision: Decision
+    decided: Record
     owner: LockOwner
     locked: list[Arena] = field(default_factory=list)
 
@@ -220,7 +220,7 @@ class Recorder:
         self,
         specialization: Specialization,
         inputs: list[Any],
-        decision: Decision,
+        decided: Record,
         owner: LockOwner,
     ) -> tuple[Any, str]:
         """Record a call, and keep the recording.
@@ -233,15 +233,15 @@ class Recorder:
             MemoryLimitError: the call would take more than ``memory_limit``. With ``strict``: also PlanError,
                 CaptureError, and MemoryLimitError of other causes.
         """
-        why, begin, device = decision.record, time.perf_counter(), self.prepared.plan.device
-        if decision.first:
+        why, begin, device = decided.why, time.perf_counter(), self.prepared.plan.device
+        if decided.first:
             specialization.output_copies.add_live_warm_outputs()
             why = "first" if len(self._context.specializations) == 1 else "new shape"
         if runtime_for(device).frozen_addresses:
-            self._free_workspaces_of_warm_ups(owner.stream)
+            free_workspaces_of_warm_ups(owner.stream)
         before = {shortage: SHARED.arenas.pressure(shortage, device) for shortage in (TOO_LARGE, OUT_OF_MEMORY)}
         static = self._static_inputs(specialization, inputs)
-        attempt = Attempt(specialization, inputs, static, decision, owner)
+        attempt = Attempt(specialization, inputs, static, decided, owner)
         try:
             result = self._try(attempt)
             if isinstance(result, Recorded) and self._takes_more(inputs, static):
@@ -310,7 +310,7 @@ class Recorder:
         prepared, estimate = self.prepared, specialization.estimate
 
         def excludes(arena: Arena) -> bool:
-            return specialization.excludes(arena, attempt.decision)
+            return specialization.excludes(arena, attempt.decided)
 
         memory = prepared.provider.provide(
             inputs, static, estimate, self.newest_plan, attempt.owner, attempt.locked, excludes
@@ -336,16 +336,6 @@ class Recorder:
             saved=self._saved_tensors,
             aligned=self.prepared.aligned,
         )
-
-    def _free_workspaces_of_warm_ups(self, stream: Any) -> None:
-        """Free the workspaces of libraries that warm-ups have left on the default stream, one for each thread.
-
-        It is done before an arena is allocated, which can use the memory. No graph has captured a workspace there,
-        since that stream cannot be captured. Nothing is freed while another thread runs: it may already have the
-        address of its workspace.
-        """
-        if getattr(stream, "stream_id", None) == 0 and other_threads_wait():
-            free_workspaces(stream)
 
     def _request_for(
         self,

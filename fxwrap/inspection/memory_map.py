@@ -116,7 +116,7 @@ def predictions(program: Program) -> tuple[Prediction, ...]:
     A forward's prediction includes its backward, once that has run; the backward alone has none then.
     """
     estimate = program.recorder.newest_estimate
-    if estimate is None or estimate.follows:
+    if estimate is None or estimate.follows_forward:
         return ()
     if estimate.successor is None or (backward := estimate.successor[0]()) is None:
         return tuple(predict_memory([estimate.sized], {}))
@@ -135,8 +135,8 @@ def memory_data(program: Program, plan: ProgramPlan, sized: SizedProgram | None,
         storages, operators = _storages(sized, memory)
         inductor_peak = _peak_in_order_of_lines(sized)
     predicted_with = "alone"
-    if estimate is not None and (estimate.follows or estimate.successor is not None):
-        predicted_with = "forward" if estimate.follows else "backward"
+    if estimate is not None and (estimate.follows_forward or estimate.successor is not None):
+        predicted_with = "forward" if estimate.follows_forward else "backward"
     regions = [region for region in memory.regions if not region.arena]
     return MemoryData(
         arena_bytes=memory.size,

@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import Compiled, on_gpu
 
-from fxwrap.graphs.recorder import Recorder
+from fxwrap.graphs.record.capture import free_workspaces_of_warm_ups
 from fxwrap.torch_private import functions as torch_runtime
 
 MIB = 1 << 20
@@ -80,13 +80,6 @@ def test_looking_at_threads_leaves_no_cycle() -> None:
         gc.enable()
 
 
-class _Recorder(Recorder):
-    """As much of a recorder as frees workspaces."""
-
-    def __init__(self) -> None:
-        pass
-
-
 class _Stream:
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
@@ -98,9 +91,9 @@ def test_warm_ups_workspaces_stay_while_they_may_be_used(
 ) -> None:
     """A thread that is about to launch has the address already; another stream than the default may be captured."""
     streams: list[Any] = []
-    monkeypatch.setattr("fxwrap.graphs.recorder.free_workspaces", streams.append)
-    monkeypatch.setattr("fxwrap.graphs.recorder.other_threads_wait", lambda: alone)
-    _Recorder()._free_workspaces_of_warm_ups(_Stream(stream_id))
+    monkeypatch.setattr("fxwrap.graphs.record.capture.free_workspaces", streams.append)
+    monkeypatch.setattr("fxwrap.graphs.record.capture.other_threads_wait", lambda: alone)
+    free_workspaces_of_warm_ups(_Stream(stream_id))
     assert len(streams) == freed
 
 

@@ -22,7 +22,7 @@ from ...graphs.copies import Copies, Generators, all_bytes, difference, without_
 from ...graphs.devices.runtime import DeviceRuntime, runtime_for, using_runtime
 from ...graphs.memory.locks import LockOwner
 from ...graphs.memory.shared_state import SHARED
-from ...graphs.policy.specialization import Decision, Specialization
+from ...graphs.policy.specialization import Record, Specialization
 from ...graphs.program import Program
 from ...graphs.recorder import NOT_RUN
 from ...graphs.replay.recording import Recording, next_use
@@ -97,11 +97,11 @@ class CheckedProgram(Program):
         return outputs
 
     def _record(
-        self, specialization: Specialization, inputs: list[Any], decision: Decision, owner: LockOwner
+        self, specialization: Specialization, inputs: list[Any], decided: Record, owner: LockOwner
     ) -> tuple[Any, str]:
         def record() -> tuple[Any, str]:
             with self._recording_runtime():
-                return Program._record(self, specialization, inputs, decision, owner)
+                return Program._record(self, specialization, inputs, decided, owner)
 
         if not self._every:
             return record()

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ...api.report import report
-from ...backend import parsed
 from ...errors import MemoryLimitError
 from ...graphs.compilation import HasPrograms
+from ...options import option_value
 
 
 def limit_memory(fn: Callable[..., Any] | HasPrograms, limit: int | str | None) -> None:
     """Set the most bytes that a call of compiled code may take beside its inputs. Nothing is compiled.
 
     The next call plans within the limit and records again. What is compiled later has the limit of the option
-    ``memory_limit``. With this option, and with ``train_step``, each of Inductor's loops on the CPU is a launch of
-    its own: a program that was compiled without them does not reach as low.
+    ``memory_limit``. Programs that were compiled with this option, or by ``train_step``, keep loops on the CPU as
+    separate launches, which can be moved. Others can be limited, too, but not as far.
 
     Args:
         fn: what ``torch.compile`` or ``fxwrap.train_step`` returned, after its first call.
@@ -27,7 +27,7 @@ def limit_memory(fn: Callable[..., Any] | HasPrograms, limit: int | str | None) 
         MemoryLimitError: a graph of ``fn`` runs through Inductor's own wrapper.
         FxwrapError: ``fn`` was never compiled with fxwrap.
     """
-    nbytes = parsed({"memory_limit": limit})[0].memory_limit if limit is not None else 0
+    nbytes = option_value("memory_limit", limit) if limit is not None else 0
     explanation = report(fn)
     if nbytes and explanation.fallbacks:
         raise MemoryLimitError(

@@ -113,9 +113,9 @@ class Budget:
         while (more := self.taken(plan, call) - nbytes) > 0:
             symbols = symbols_at(self.sized(plan, call).symbol_values)
             fresh = Limit(nbytes, 0, symbols, self._seen.get(_key(symbols), {}))
-            tried = limit is not None and replace(limit, beside=0) == fresh
-            beside = limit.beside + max(more, nbytes // _STEPS) if limit is not None and tried else 0
-            limit = replace(fresh, beside=beside)
+            tried = limit is not None and replace(limit, overhead=0) == fresh
+            overhead = limit.overhead + max(more, nbytes // _STEPS) if limit is not None and tried else 0
+            limit = replace(fresh, overhead=overhead)
             try:
                 plan = partition(limit)
             except MemoryLimitError as error:

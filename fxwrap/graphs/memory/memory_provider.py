@@ -35,7 +35,7 @@ class Estimate:
         sized: the program at these sizes.
         memory: its first plan.
         static_input_bytes: bytes of inputs whose addresses stay.
-        follows: whether this is the estimate of a backward program whose forward is known.
+        follows_forward: whether it is of a backward program whose forward is known.
         successor: the estimate of the backward program, and the inputs of that by storage of this program.
         hint: offsets from a joint plan of this program and its forward.
     """
@@ -43,7 +43,7 @@ class Estimate:
     sized: SizedProgram
     memory: MemoryPlan
     static_input_bytes: int = 0
-    follows: bool = False
+    follows_forward: bool = False
     successor: tuple[weakref.ref[Estimate], Mapping[int, Sequence[str]]] | None = None
     hint: PlacementHint | None = None
 
@@ -138,7 +138,7 @@ class MemoryProvider:
             sized = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
         memory = self.planner.plan(sized, previous=previous)
         static_input_bytes = sum(map(reach, tensors_in([inputs[p] for p in self.program.inputs.static])))
-        estimate = Estimate(sized, memory, static_input_bytes, follows=saved is not None)
+        estimate = Estimate(sized, memory, static_input_bytes, follows_forward=saved is not None)
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
             SHARED.arenas.withdraw(saved.estimate)  # the need of both together is known when the first is recorded

@@ -50,27 +50,40 @@ _ELSEWHERE = 3
 _BLOCKED = 3
 
 
+# What to do with a call for which no recording could be replayed at once. ``event`` tells the counters what happened.
+
+
 @dataclass(frozen=True)
-class Decision:
-    """What to do with a call for which no recording could be replayed at once.
+class ReplayIt:
+    """Replay a recording after all. The call holds its locks."""
+
+    recording: Recording
+    event: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record the call.
 
     Attributes:
-        replay: a recording that can be replayed after all; the call holds its locks.
-        record: the reason to record; empty if the call is not recorded.
         first: whether nothing was recorded for these sizes before.
-        eager: the reason to run eagerly.
-        event: what happened, for the counters.
         without_live_outputs: whether to record in an arena without live outputs.
         in_use: arenas of recordings that fit the call, but are in use by other calls or streams.
     """
 
-    replay: Recording | None = None
-    record: str = ""
-    first: bool = False
-    eager: str = ""
+    why: str
     event: str = ""
+    first: bool = False
     without_live_outputs: bool = False
     in_use: frozenset[Arena] = frozenset()
+
+
+@dataclass(frozen=True)
+class RunEagerly:
+    """Run the call eagerly."""
+
+    why: str
+    event: str = ""
 
 
 @dataclass(eq=False)
@@ -107,7 +120,7 @@ class Specialization:
 
     # -- decisions --------------------------------------------------------------------------------------
 
-    def decide(self, inputs: list[Any], owner: LockOwner, full: bool) -> Decision:
+    def decide(self, inputs: list[Any], owner: LockOwner, full: bool) -> ReplayIt | Record | RunEagerly:
         """Find out why no recording could be replayed, and decide what to do.
 
         If the decision is to replay, the call holds that recording's locks on return, and its stream waits for
@@ -127,7 +140,7 @@ class Specialization:
                 continue
             if recording.is_free():
                 if recording.is_idle_for(owner):
-                    return Decision(replay=recording)
+                    return ReplayIt(recording)
                 other_stream.append(recording)
             else:
                 (live if recording.live() else blocked).append(recording)
@@ -136,19 +149,19 @@ class Specialization:
             if recording.acquire(owner):
                 for arena in recording.request.arenas.values():
                     arena.move_to(owner.stream)
-                return Decision(replay=recording)
+                return ReplayIt(recording)
         if live:
             return self._decide_live(live)
         if blocked:
             return self._decide_blocked(blocked)
         arenas = frozenset(arena for recording in here for arena in recording.request.arenas.values())
         why = "another stream works in its memory" if other_stream else "every recording is in use"
-        return Decision(record=why, in_use=arenas)
+        return Record(why, in_use=arenas)
 
-    def excludes(self, arena: Arena, decision: Decision) -> bool:
+    def excludes(self, arena: Arena, decided: Record) -> bool:
         """Whether an arena must not be used for the recording that was decided."""
-        avoids = decision.without_live_outputs or self.avoids_live_outputs
-        return arena in decision.in_use or (avoids and bool(arena.live()))
+        avoids = decided.without_live_outputs or self.avoids_live_outputs
+        return arena in decided.in_use or (avoids and bool(arena.live()))
 
     def _drop_ended(self) -> None:
         gone = [r for r in self.recordings if r.ended or r.superseded]
@@ -158,11 +171,11 @@ class Specialization:
             if self.ended_because == NEEDED_ELSEWHERE:
                 self.shortage.note(OUT_OF_MEMORY, NOTHING_IS_ENOUGH)
 
-    def _decide_first(self) -> Decision:
+    def _decide_first(self) -> Record:
         # The reason stays until there is a recording (``add``): this one may be refused.
-        return Decision(record=self.ended_because or "first", first=not self.ended_because)
+        return Record(self.ended_because or "first", first=not self.ended_because)
 
-    def _decide_moved(self, inputs: Sequence[Any]) -> Decision:
+    def _decide_moved(self, inputs: Sequence[Any]) -> Record:
         """Decide for static inputs at addresses that no recording has.
 
         Moves inside an arena, which has few addresses, count only when there are more than ``_ELSEWHERE`` recordings.
@@ -176,29 +189,29 @@ class Specialization:
         many = len(self.recordings) > _ELSEWHERE  # the next recording would replace one that is needed again
         self.static_inputs.moves.update(moved if many else set(moved).difference(in_arena))
         if len(in_arena) == len(moved):
-            return Decision(record="inputs lie elsewhere in an arena")
-        return Decision(record="inputs moved", event="a static input has moved")
+            return Record("inputs lie elsewhere in an arena")
+        return Record("inputs moved", "a static input has moved")
 
-    def _decide_live(self, recordings: Sequence[Recording]) -> Decision:
+    def _decide_live(self, recordings: Sequence[Recording]) -> Record | RunEagerly:
         outputs = frozenset[int]().union(*(output.indices for r in recordings for output in r.live()))
         event = "an output was still live at the next call"
         if not self.note_live(outputs):
-            return Decision(eager="an output of an earlier call is live", event=event)
+            return RunEagerly("an output of an earlier call is live", event)
         self._drop_ended()
-        return Decision(record="live outputs are copied from now on", event=event)
+        return Record("live outputs are copied from now on", event)
 
-    def _decide_blocked(self, recordings: Sequence[Recording]) -> Decision:
+    def _decide_blocked(self, recordings: Sequence[Recording]) -> Record | RunEagerly:
         for recording in recordings:
             recording.report_live_outputs()
         event = "an output of another program was live in memory that was needed"
         # Eager runs and recordings alternate: the output may be gone by the next call.
         if not self.waited_for_outputs or self.recorded_around >= _BLOCKED:
             self.waited_for_outputs = True
-            return Decision(eager="an output of another program is live in its memory", event=event)
+            return RunEagerly("an output of another program is live in its memory", event)
         self.waited_for_outputs = False
         self.recorded_around += 1
         why, is_second = "around live outputs of other programs", self.recorded_around > 1
-        return Decision(record=why, event=event, without_live_outputs=is_second)
+        return Record(why, event, without_live_outputs=is_second)
 
     def note_live(self, outputs: Collection[int]) -> bool:
         """Note that outputs (storage indices) were live when their memory was needed.

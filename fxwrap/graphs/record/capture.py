@@ -14,7 +14,7 @@ from ...devices import ConditionalNodes
 from ...host_graph.control_flow import control_flow_of
 from ...host_graph.sizes import symbols_at
 from ...plan import Partition
-from ...torch_private.functions import free_workspaces
+from ...torch_private.functions import free_workspaces, other_threads_wait
 from ..devices.cpu_graph import BoundCall, issue
 from ..devices.device_graph import DeviceGraph
 from ..devices.runtime import GraphPool, current_stream
@@ -54,6 +54,17 @@ def capture_graph(
     graph.instantiate()
     request.traces.captured(graph, partition.index)
     return graph
+
+
+def free_workspaces_of_warm_ups(stream: Any) -> None:
+    """Free the workspaces of libraries that warm-ups have left on the default stream, one for each thread.
+
+    It is done before an arena is allocated, which can use the memory. No graph has captured a workspace there, since
+    that stream cannot be captured. Nothing is freed while another thread runs: it may already have the address of its
+    workspace.
+    """
+    if getattr(stream, "stream_id", None) == 0 and other_threads_wait():
+        free_workspaces(stream)
 
 
 @contextlib.contextmanager

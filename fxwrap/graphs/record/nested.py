@@ -25,7 +25,7 @@ class InGraph:
     """How a capture makes nodes of branches and loops.
 
     Attributes:
-        nodes: of the device's graphs.
+        nodes: makes IF and WHILE nodes on this device.
         symbols: the values of symbolic sizes.
     """
 

@@ -260,13 +260,13 @@ class Block:
 
     @property
     def ended(self) -> tuple[Local, ...]:
-        """What it returns of what it has made: the others are gone when it ends."""
+        """The returned locals that this block has made. Its ``Drop`` steps have deleted all others."""
         made = {local for step in self.steps for local in step.results}
         moved = (value for value in self.values if isinstance(value, Local) and value in made)
         return tuple(dict.fromkeys(moved))
 
     def onto(self, results: tuple[Local | None, ...]) -> list[Step]:
-        """The steps, and what moves the values to other locals."""
+        """The steps, then a ``Move`` of the returned values to ``results``."""
         return [*self.steps, Move(self.values, self.ended, results=results, unpacks=True)]
 
     def reads(self) -> Iterator[Local | Register | Bound]:

@@ -50,14 +50,14 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
     Raises:
         MemoryLimitError: it cannot; the error says with how many bytes it could.
     """
-    most = limit.nbytes - limit.beside
+    most = limit.nbytes - limit.overhead
     if timeline_of(plan, sizes, limit.workspace).peak <= most:
         return plan
     orders = plan, reordered(plan, dependencies, sizes)
     fitting = [rematerialise(timeline_of(order, sizes, limit.workspace), most) for order in orders]
     best = min(fitting, key=lambda timeline: (max(timeline.peak, most), timeline.work))
     if best.peak > most:
-        least = best.peak + limit.beside
+        least = best.peak + limit.overhead
         error = MemoryLimitError(
             "a program does not fit into memory_limit",
             expected=f"at least {least} bytes" + (f" ({binary(least)})" if least >= 1024 else ""),

@@ -62,7 +62,7 @@ class Run:
         return self.reads | self.writes
 
     def over(self, versions: Mapping[int, int], partition: int, is_again: bool) -> Run:
-        """The same run over other versions, by present version."""
+        """The same run with versions renamed: present version -> new version."""
 
         def renamed(several: frozenset[int]) -> frozenset[int]:
             return frozenset(versions.get(one, one) for one in several)

@@ -159,7 +159,7 @@ class _Body:
         return node.name if all(mine.isdisjoint(self.facts.of(other)) for other in others) else None
 
     def forgets(self, position: int) -> bool:
-        """Whether what an iteration gets at a position is read by nobody when the next one begins."""
+        """Whether the value carried at a position is dead once its iteration has ended: the next may overwrite it."""
         operand = self.gm.graph.find_nodes(op="placeholder")[position]
         keeps = (node for node in self.work if not only_computes(node))
         return self.facts.of(operand).isdisjoint(self.facts.handed_out.union(*map(self.facts.touched, keeps)))

@@ -32,7 +32,7 @@ _PATHS = _ITERATIONS + 1
 
 
 class SameBodies:
-    """What a graph computes, along some paths; made before a rewrite, and asked after it."""
+    """What a graph computes, unrolled along fixed paths. ``verify`` compares the rewritten graph with it."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._names = frozenset(_names(gm))
