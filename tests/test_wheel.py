@@ -185,7 +185,7 @@ EXAMPLES = {
         r"a cache that stays: every replay copies\n    1,024 bytes of input",
     ],
     "examples/questions/what_changed.py": [
-        r"launch cpp_fused_div_gelu", r"\+ aten\.cumsum\.out", r"library calls: 2 -> 3",
+        r"launch cpp_fused_div_gelu", r"\+ aten\.cumsum\.out", r"extern_calls: 2 -> 3",
     ],
 }  # fmt: skip
 PAGES = [
