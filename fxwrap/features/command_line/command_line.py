@@ -234,22 +234,18 @@ def diff(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="as data")] = False) -> None:
-    """Look at torch, compilers, Triton, devices and caches, and say what is missing and what to do.
+def doctor() -> None:
+    """Look at torch, compilers, caches, devices and optional packages, and say what is missing and what to do.
 
-    The exit code is 0 if all that is needed is there (warnings are allowed), else 1.
+    The exit code is 0 if all that is needed is there, else 1.
 
-    Examples:
+    Example:
 
         python -m fxwrap doctor
-        python -m fxwrap doctor --json
     """
     with _errors.status("importing"):
         diagnosis = examine()
-    if as_json:
-        print(dumps(diagnosis.to_dict(), indent=1))
-    else:
-        _console.print(diagnosis)
+    print(diagnosis)
     raise typer.Exit(not diagnosis.ok)
 
 

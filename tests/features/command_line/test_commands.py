@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import processes
 import pytest
@@ -242,8 +241,5 @@ def test_every_command_has_help_with_an_example() -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     code, said, _ = command("doctor")
     assert code == 0 and "device cpu" in said and "C++ compiler" in said
-    code, said, _ = command("doctor", "--json")
-    data: dict[str, Any] = json.loads(said)
-    assert code == 0 and data["ok"] and {one["subject"] for one in data["findings"]} >= {"torch", "triton"}
     monkeypatch.setattr("torch.__version__", "2.9.0")
     assert command("doctor")[0] == 1
