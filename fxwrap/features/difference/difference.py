@@ -175,7 +175,8 @@ def _described(graph: GraphData) -> tuple[dict[str, str], dict[str, list[str]]]:
         if node.kind == "placeholder":
             called, _, line = re.sub(r" \(.*\)$", "", line).partition(": ")
             made[called] = operator, name
-        made.setdefault(name, (operator, name))
+        if node.kind != "launch":  # which is no value, and a word of lines
+            made.setdefault(name, (operator, name))
 
         def named(found: re.Match[str], by: list[str] = by) -> str:
             word = found[0] if found[0] in made else re.split(r"\W", found[0])[0]
@@ -187,6 +188,8 @@ def _described(graph: GraphData) -> tuple[dict[str, str], dict[str, list[str]]]:
         if node.line and node.kind != "allocation":
             text = re.sub(r"\b[su]\d+\b", "s", _NAME.sub(named, line)).replace(node.operator or "\0", operator)
             texts[name] = f"{node.kind} {text}"
+        if node.kind == "view" and by:
+            made[name] = operator, by[0]  # views are alike: what matters is whose they are
         for position, storage in enumerate(node.writes):
             made[storage] = f"{operator}.{position}", name
     return texts, makers

@@ -114,6 +114,20 @@ def test_operands_of_the_same_operator_that_change_places() -> None:
     assert changed and all(line[2:].startswith("aten.mm.out(") for line in changed)
 
 
+def test_a_layer_in_front_of_many_that_are_alike() -> None:
+    """What follows has other names and other inputs, and is the same."""
+
+    def model(*more: torch.nn.Module) -> torch.nn.Module:
+        alike = ([torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)] for _ in range(6))
+        return torch.nn.Sequential(*more, *(module for layer in alike for module in layer))
+
+    with torch.no_grad():
+        before, after = _report(model(), X), _report(model(torch.nn.LayerNorm(8)), X)
+    lines = _lines(difference(before, after))
+    work = [re.sub(r"\(.*", "", line) for line in lines if "launch" in line or "aten." in line]
+    assert work == ["+ launch cpp_fused_native_layer_norm_0", "- aten.addmm.out", "+ aten.addmm.out"]
+
+
 def test_other_layouts_of_the_same_values() -> None:
     changed = difference(_report(lambda x, w: x @ w), _report(lambda x, w: x @ w.t()))
     assert any(line.startswith("+ aten.mm.out(x, ") or "reinterpret" in line for line in _lines(changed))
