@@ -1,12 +1,10 @@
-"""Facts for ``fxwrap.doctor``: what Inductor and torch find on this machine, and their settings."""
+"""Facts for ``fxwrap.doctor``: what Inductor finds on this machine."""
 
 from __future__ import annotations
 
-import torch
-from torch._functorch import config as functorch_config
-from torch._inductor import config
 from torch._inductor.codegen import common
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ...devices import registered_devices
 
@@ -16,18 +14,9 @@ def cpp_compiler() -> str:
     return get_cpp_compiler()
 
 
-def caches_switched_off() -> list[str]:
-    """Inductor's and AOTAutograd's caches of compiled graphs that are off."""
-    if config.force_disable_caches:
-        return ["all of Inductor's caches"]
-    on = {"Inductor's": config.fx_graph_cache, "AOTAutograd's": functorch_config.enable_autograd_cache}
-    return [name for name, value in on.items() if not value]
-
-
-def device_out_of_the_tree() -> str | None:
-    """The name under which a PrivateUse1 device is registered with torch."""
-    name = torch._C._get_privateuse1_backend_name()
-    return name if name != "privateuseone" and hasattr(torch, name) else None
+def inductors_cache() -> str:
+    """The folder of Inductor's caches, which is made if it is not there."""
+    return cache_dir()
 
 
 def has_kernels(device_type: str) -> bool:

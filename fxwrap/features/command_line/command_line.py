@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import inspect as inspect_module
 import io
 import os
 import sys
@@ -17,9 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperCommand
 
 from ...errors import FxwrapError
@@ -37,7 +33,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="See what fxwrap makes of a function, and whether all is there for it; save programs, and run them.",
 )
-_console, _errors = Console(), Console(stderr=True)
 
 
 @app.callback()
@@ -56,7 +51,7 @@ def _errors_as_text(code: int = 1) -> Iterator[None]:
     try:
         yield
     except (FxwrapError, OSError) as error:
-        _errors.print(str(error), style="red", markup=False, soft_wrap=True)
+        typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(code) from None
 
 
@@ -77,17 +72,14 @@ def _named(source: str, default: str = "") -> tuple[Any, dict[str, Any]]:
 
 
 def _to_be_written(*paths: Path | None) -> list[Path]:
-    """The paths that are given, each in a folder that is there from now on.
+    """The paths that are given, each in a folder that is there from now on: errors come before the work.
 
     Raises:
-        FxwrapError: no file can have such a path.
+        FxwrapError, OSError: no file can have such a path.
     """
     given = [path for path in paths if path is not None]
     for path in given:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FxwrapError(f"{path} cannot be written", got=str(error)) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise FxwrapError(f"{path} cannot be written", expected="the name of a file", got="a folder")
     return given
@@ -141,60 +133,34 @@ def explain(
 
             explanation, ended = explain_script(what, rest)
             if not explanation.graphs and not explanation.fallbacks:
-                _errors.print('the script compiles nothing with torch.compile(..., backend="fxwrap")', style="yellow")
-    with _errors_as_text(), _errors.status("writing"):
-        if html is not None:
-            explanation.to_html(str(html))
-        if json is not None:
-            explanation.save(json)
-        if picture is not None:
-            explanation.memory_picture(picture)
+                typer.echo('the script compiles nothing with torch.compile(..., backend="fxwrap")', err=True)
+        for path, write in ((html, "to_html"), (json, "save"), (picture, "memory_picture")):
+            if path is not None:
+                getattr(explanation, write)(str(path))
     for path in written:
-        _errors.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
-    if not written:
-        print(explanation)
-    elif not explanation.graphs:
-        _errors.print(str(explanation), style="yellow", markup=False, soft_wrap=True)
+        typer.echo(f"{path}: {path.stat().st_size:,} bytes", err=True)
+    if not written or not explanation.graphs:
+        print(explanation, file=sys.stderr if written else sys.stdout)
     if ended is not None:
         raise ended
 
 
 def _explained(what: str, args: str, options: dict[str, Any], calls: int, target: str, no_grad: bool) -> Explanation:
-    with _errors.status("importing Inductor") as status:
-        from ...backend import parsed
-        from ..target.explain import explain
+    from ...backend import parsed
+    from ..target.explain import explain
 
-        parsed(options)
-        status.update(f"importing {what}")
-        function, names = _named(what)
-        try:
-            given, by_name = eval(f"_({args})", {**names, "_": lambda *given, **by_name: (given, by_name)})
-        except Exception as error:
-            remedy = "write what stands between the brackets of a call: torch.randn(3, 8), scale=2"
-            raise FxwrapError(f"--args {args}", got=described(error), remedy=remedy) from error
-        status.update(f"compiling {what}")
+    parsed(options)
+    function, names = _named(what)
+    remedy = "--args is what stands between the brackets of a call: torch.randn(3, 8), scale=2"
+    try:
+        given, by_name = eval(f"_({args})", {**names, "_": lambda *given, **by_name: (given, by_name)})
         extra: dict[str, Any] = {"target": target} if target else {}
-        try:
-            with torch.set_grad_enabled(not no_grad):
-                return explain(function, *given, fxwrap_options=options or None, calls=calls, **extra, **by_name)
-        except FxwrapError:
-            raise
-        except Exception as error:
-            remedy = _how_to_call(function, given, by_name)
-            raise FxwrapError(f"{what} cannot run with ({args})", got=described(error), remedy=remedy) from error
-
-
-def _how_to_call(function: Any, given: tuple[Any, ...], by_name: dict[str, Any]) -> str:
-    """What to do if a function does not take its arguments; empty if it does."""
-    try:
-        signature = inspect_module.signature(function.forward if isinstance(function, torch.nn.Module) else function)
-    except (TypeError, ValueError):  # a function of C
-        return ""
-    try:
-        signature.bind(*given, **by_name)
-    except TypeError:
-        return f"write --args as between the brackets of a call of {signature}"
-    return ""
+        with torch.set_grad_enabled(not no_grad):
+            return explain(function, *given, fxwrap_options=options or None, calls=calls, **extra, **by_name)
+    except FxwrapError:
+        raise
+    except Exception as error:
+        raise FxwrapError(f"{what} cannot run with ({args})", got=described(error), remedy=remedy) from error
 
 
 def _options(texts: list[str]) -> dict[str, Any]:
@@ -225,7 +191,7 @@ def diff(
         python -m fxwrap diff before.json after.json
         python -m fxwrap diff before.json after.json --json
     """
-    with _errors_as_text(2), _errors.status("comparing"):
+    with _errors_as_text(2):
         from ...inspection.explanation import Explanation
 
         changes = Explanation.load(before).diff(Explanation.load(after))
@@ -234,22 +200,16 @@ def diff(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="as data")] = False) -> None:
-    """Look at torch, compilers, Triton, devices and caches, and say what is missing and what to do.
+def doctor() -> None:
+    """Look at torch, compilers, caches, devices and optional packages, and say what is missing and what to do.
 
-    The exit code is 0 if all that is needed is there (warnings are allowed), else 1.
+    The exit code is 0 if all that is needed is there, else 1.
 
-    Examples:
+    Example:
 
         python -m fxwrap doctor
-        python -m fxwrap doctor --json
     """
-    with _errors.status("importing"):
-        diagnosis = examine()
-    if as_json:
-        print(dumps(diagnosis.to_dict(), indent=1))
-    else:
-        _console.print(diagnosis)
+    print(diagnosis := examine())
     raise typer.Exit(not diagnosis.ok)
 
 
@@ -273,9 +233,8 @@ def save(
         function, _ = _named(source, "methods")
         from ..ahead_of_time.save import save as write
 
-        with _errors.status("importing") as status:
-            path = write(output, function(), weights=weights, compile=compile, progress=status.update)
-    _console.print(f"{path}: {path.stat().st_size:,} bytes", highlight=False, soft_wrap=True)
+        path = write(output, function(), weights=weights, compile=compile)
+    print(f"{path}: {path.stat().st_size:,} bytes")
 
 
 @app.command()
@@ -290,31 +249,19 @@ def inspect(file: _File) -> None:
 
     with _errors_as_text():
         contents = Contents.of(file)
-    for name, value in [*contents.versions.items(), ("weights", contents.weights)]:
-        _console.print(_as_it_is(f"{name}: {value}"), highlight=False)
-    table = Table("method", "takes", "partitions", "launches", "library calls", title=str(file))
+    lines = [f"{name}: {value}" for name, value in [*contents.versions.items(), ("weights", contents.weights)]]
     for method in contents.methods:
-        conditions = method.signature.conditions
-        takes = [*map(str, method.signature.inputs), *([f"with {conditions}"] if conditions else [])]
-        table.add_row(
-            _as_it_is(method.name),
-            _as_it_is("\n".join(takes)),
-            f"{method.captured} captured, {method.eager} eager",
-            _as_it_is(method.launches),
-            _as_it_is(method.library_calls),
-        )
-    _console.print(table, highlight=False)
-    kernels = Table("method", "kernel", "language", "device", "in the file", "made for", "configuration")
-    for kernel in (kernel for method in contents.methods for kernel in method.kernels):
-        where = kernel.language, kernel.device, "\n".join(kernel.members) or "source, in the program"
-        cells = kernel.method, kernel.name, *where, kernel.target, kernel.configuration
-        kernels.add_row(*map(_as_it_is, cells))
-    _console.print(kernels, highlight=False)
-
-
-def _as_it_is(value: Any) -> Text:
-    """Text of a file that anybody may have made: nothing in it is markup, and nothing is said to the terminal."""
-    return Text("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
+        conditions = f" with {method.signature.conditions}" if method.signature.conditions else ""
+        lines += [
+            f"{method.name}({', '.join(map(str, method.signature.inputs))}){conditions}",
+            f"  {method.captured} captured partitions, {method.eager} eager ones",
+            f"  {method.launches} launches, {method.library_calls} library calls",
+        ]
+        for one in method.kernels:
+            where = f"{one.language} on {one.device}, {', '.join(one.members) or 'its source is in the program'}"
+            lines.append(f"  kernel {one.name}: {', '.join(filter(None, (where, one.target, one.configuration)))}")
+    for line in lines:  # of a file that anybody may have made: it says nothing to the terminal
+        print("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line))
 
 
 @app.command()
@@ -347,8 +294,8 @@ def run(
             begin = time.perf_counter()
             results = target.call_flat(inputs)
             times.append(time.perf_counter() - begin)
-    _console.print(f"{method}: {_looks(results)}", highlight=False, markup=False)
-    _console.print(f"first call {times[0] * 1e3:.2f} ms, last {times[-1] * 1e6:.0f} us", highlight=False)
+    print(f"{method}: {_looks(results)}")
+    print(f"first call {times[0] * 1e3:.2f} ms, last {times[-1] * 1e6:.0f} us")
 
 
 def _sizes(signature: Signature, texts: list[str]) -> dict[str, int]:

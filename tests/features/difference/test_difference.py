@@ -42,13 +42,14 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> Difference:
     return fxwrap.Explanation.from_dict(before).diff(fxwrap.Explanation.from_dict(after))
 
 
-def _by_name(changes: tuple[Change, ...]) -> dict[str, tuple[Any, Any]]:
-    return {one.what: (one.before, one.after) for one in changes}
+def _numbers(found: Difference) -> dict[str, tuple[Any, Any]]:
+    return {one.what.removeprefix("graph 0, "): (one.before, one.after) for one in found.numbers}
 
 
-def _only_graph(found: Difference) -> Any:
-    (graph,) = found.graphs
-    return graph
+def _lines(found: Difference) -> list[str]:
+    """Of the only graph that has any; without places."""
+    (lines,) = found.lines.values()
+    return [line.partition("   [")[0] for line in lines]
 
 
 def test_the_same_twice() -> None:
@@ -56,38 +57,33 @@ def test_the_same_twice() -> None:
     first, second = _report(_base), _report(_base)
     second["compile_us"] += 3e6
     found = difference(first, second)
-    assert not found and not found.graphs and [one.what for one in found.times]
-    assert str(found).startswith("no difference\n") and "compiling: " in str(found)
+    assert not found and not found.lines and not found.numbers and [one.what for one in found.times]
+    assert str(found).startswith("no difference\n") and "compiling, us: " in str(found)
     assert found.to_dict()["different"] is False and found.to_dict()["schema"] == SCHEMA
 
 
 def test_what_was_added_and_not_what_it_shifted() -> None:
     before, after = _report(_base), _report(_with_more)
-    graph = _only_graph(difference(before, after))
-    assert graph.title == "graph 0: inference on cpu" and (graph.before, graph.after) == (0, 0)
-    new = [one.after for one in graph.lines if one.before is None]
-    assert len(new) == 2 and {one.split("(")[0].rstrip("_0123456789") for one in new} == {
-        "aten.mm.out", "launch cpp_fused_cos"
-    }  # fmt: skip
-    assert all(
-        "test_difference.py, line" in one.what and ".cos()" in one.what for one in graph.lines if not one.before
-    )
-    # The line behind it works on what is new.
-    (on_another,) = (one for one in graph.lines if one.before)
-    assert on_another.before.startswith("aten.mm.out(buf0,") and on_another.after.startswith("aten.mm.out(buf2,")
-    assert graph.others == (0, 1), "one allocation: two of four take turns, and the names of all others shift"
-    (kernel,) = graph.kernels
-    assert kernel.what.startswith("kernel cpp_fused_cos_") and kernel.before is None and "cos" in kernel.after
-    assert _by_name(graph.partitions) == {"launches": (2, 3), "library calls": (3, 4)}
-    back = _only_graph(difference(after, before))
-    assert [one.before for one in back.lines if one.after is None] == new and back.others == (1, 0)
-    assert [(one.before, one.after) for one in back.kernels] == [(kernel.after, None)]
+    found = difference(before, after)
+    assert [*found.lines] == ["graph 0: inference on cpu"]
+    kernel, cosine, product, was, now = _lines(found)
+    assert re.fullmatch(r"\+ kernel cpp_fused_cos_\d", kernel)
+    assert cosine.startswith("+ launch cpp_fused_cos_") and product.startswith("+ aten.mm.out(")
+    # Of two products that are alike the first is that of before. What follows works on another one.
+    assert was.startswith("- launch cpp_fused_sin_") and now.startswith("+ launch cpp_fused_sin_")
+    places = [line for line in found.lines["graph 0: inference on cpu"] if "[test_difference.py, line " in line]
+    assert ".cos()" in places[0]
+    numbers = _numbers(found)
+    assert numbers["partitions.launches"] == (2, 3) and numbers["partitions.extern_calls"] == (3, 4)
+    assert numbers["aten::mm: captured"] == (3, 4) and numbers["cpp_fused_cos: captured"] == (None, 1)
+    back = _lines(difference(after, before))
+    assert {line[2:] for line in back if line[0] == "-"} >= {line[2:] for line in (kernel, cosine, product)}
 
 
 def test_text_is_short() -> None:
     text = str(difference(_report(_base), _report(_with_more)))
     where = re.search(r"\+ launch cpp_fused_cos_\d\(buf\d\)   \[test_difference.py, line (\d+): hidden = ", text)
-    assert where and "  launches: 2 -> 3 (+50%)" in text and "+ kernel cpp_fused_cos_" in text
+    assert where and "partitions.launches: 2 -> 3 (+50%)" in text and "+ kernel cpp_fused_cos_" in text
 
     def long(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         for _ in range(20):
@@ -96,38 +92,66 @@ def test_text_is_short() -> None:
 
     found = difference(_report(_base), _report(long))
     more = re.search(r"and (\d+) lines more", str(found))
-    lines = sum((one.before is not None) + (one.after is not None) for one in _only_graph(found).lines)
-    assert more and int(more[1]) == lines - 12
+    assert more and int(more[1]) == len(_lines(found)) - 12
 
 
 def test_work_on_something_else() -> None:
     found = difference(_report(_base), _report(_on_others))
-    (change,) = _only_graph(found).lines
-    assert change.before == "aten.mm.out(buf0, w, out=buf2)"
-    assert change.after == "aten.mm.out(buf0, x, out=buf2)"
-    assert _only_graph(found).others == (0, 0) and not _only_graph(found).kernels
+    assert _lines(found) == ["- aten.mm.out(buf0, w, out=buf2)", "+ aten.mm.out(buf0, x, out=buf2)"]
+
+
+def test_operands_of_the_same_operator_that_change_places() -> None:
+    """Their lines are the same without names."""
+
+    def one(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x @ x, w @ w)
+
+    def other(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = x @ x, w @ w
+        return torch.mm(b, a)
+
+    changed = _lines(difference(_report(one), _report(other)))
+    assert changed and all(line[2:].startswith("aten.mm.out(") for line in changed)
+
+
+def test_a_layer_in_front_of_many_that_are_alike() -> None:
+    """What follows has other names and other inputs, and is the same."""
+
+    def model(*more: torch.nn.Module) -> torch.nn.Module:
+        alike = ([torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8)] for _ in range(6))
+        return torch.nn.Sequential(*more, *(module for layer in alike for module in layer))
+
+    with torch.no_grad():
+        before, after = _report(model(), X), _report(model(torch.nn.LayerNorm(8)), X)
+    lines = _lines(difference(before, after))
+    work = [re.sub(r"\(.*", "", line) for line in lines if "launch" in line or "aten." in line]
+    assert work == ["+ launch cpp_fused_native_layer_norm_0", "- aten.addmm.out", "+ aten.addmm.out"]
+
+
+def test_other_layouts_of_the_same_values() -> None:
+    changed = difference(_report(lambda x, w: x @ w), _report(lambda x, w: x @ w.t()))
+    assert any(line.startswith("+ aten.mm.out(x, ") or "reinterpret" in line for line in _lines(changed))
 
 
 def test_what_is_captured_no_more() -> None:
     before, after = _report(_base), _report(_base, fxwrap_options={"eager_ops": ("aten::mm",)})
-    graph = _only_graph(difference(before, after))
-    changes = _by_name(graph.partitions)
-    assert changes["3 x aten::mm"] == ("captured", "eager: listed in eager_ops")
-    assert changes["captured partitions"][0] == 1 and changes["eager partitions"][0] == 0
-    assert not graph.lines and not graph.kernels
-    assert _by_name(_only_graph(difference(after, before)).partitions)["3 x aten::mm"][1] == "captured"
+    found = difference(before, after)
+    numbers = _numbers(found)
+    assert numbers["aten::mm: captured"] == (3, None)
+    assert numbers["aten::mm: eager: listed in eager_ops"] == (None, 3)
+    assert numbers["partitions.verdict captured"] == (1, 2) and not found.lines
+    assert _numbers(difference(after, before))["aten::mm: captured"] == (None, 3)
 
 
 def test_memory_of_two_shapes() -> None:
     before, after = _report(_base), _report(_base, torch.ones(64, 8), W)
-    graph = _only_graph(difference(before, after))
-    assert _by_name(graph.memory)["peak"] == tuple(
-        one["graphs"][0]["memory"]["peak_bytes"] for one in (before, after)
-    )
-    assert _by_name(graph.memory)["lower bound"] == (512, 4096)
-    assert "  peak: 512 bytes -> 4,096 bytes (+700%)" in str(difference(before, after))
-    shapes = (f"x: float32[{rows}, 8] on cpu (arg0_1)" for rows in (8, 64))
-    assert graph.lines == (Change("", *shapes),)
+    found = difference(before, after)
+    peaks = tuple(one["graphs"][0]["memory"]["peak_bytes"] for one in (before, after))
+    assert _numbers(found)["memory.peak_bytes"] == peaks
+    assert _numbers(found)["memory.lower_bound_bytes"] == (512, 4096)
+    assert "  graph 0, memory.peak_bytes: 512 -> 4,096 (+700%)" in str(found)
+    shapes = [f"{sign} x: float32[{rows}, 8] on cpu (arg0_1)" for sign, rows in (("-", 8), ("+", 64))]
+    assert [line for line in _lines(found) if "kernel" not in line and "launch" not in line] == shapes
 
 
 def test_names_of_symbols_and_lines_of_the_user_may_shift() -> None:
@@ -154,11 +178,11 @@ def test_graphs_that_went_and_came() -> None:
 
     one, two = _report(_base), _report(broken)
     assert [len(report["graphs"]) for report in (one, two)] == [1, 2]
-    (new,) = difference(one, two).graphs
-    assert (new.before, new.after) == (None, 0), "the other one is what it was"
-    assert "added (1 launches and library calls)" in str(difference(one, two))
-    (gone,) = difference(two, one).graphs
-    assert (gone.before, gone.after) == (0, None) and gone
+    (new,) = difference(one, two).numbers
+    assert (new.what, new.before) == ("graph 0", None), "the other one is what it was"
+    assert "+ graph 0: inference on cpu, 1 launches and library calls" in str(difference(one, two))
+    (gone,) = difference(two, one).numbers
+    assert (gone.what, gone.after) == ("graph 0", None) and not difference(two, one).lines
 
 
 def test_forward_and_backward_are_compared_with_their_like(compiled: Any) -> None:
@@ -171,9 +195,8 @@ def test_forward_and_backward_are_compared_with_their_like(compiled: Any) -> Non
     assert [one["phase"] for one in before["graphs"]] == ["forward", "backward"]
     swapped = {**after, "graphs": after["graphs"][::-1]}
     assert not difference(after, {**swapped, "graphs": swapped["graphs"][::-1]})
-    titles = {one.title: (one.before, one.after) for one in difference(before, swapped).graphs}
-    assert titles["graph 0, now 1: forward on cpu"] == (0, 1)
-    assert titles["graph 1, now 0: backward on cpu"] == (1, 0)
+    titles = difference(before, swapped).lines.keys()
+    assert titles == {"graph 0, now 1: forward on cpu", "graph 1, now 0: backward on cpu"}
 
 
 def test_kernels_by_name_and_source() -> None:
@@ -184,10 +207,10 @@ def test_kernels_by_name_and_source() -> None:
     assert not difference(before, json.loads(text)), "numbers shift"
     first["source"] += "\n// more"
     second["configurations"] = [{"XBLOCK": 64}]
-    changes = _only_graph(difference(before, after)).kernels
-    assert [one.what for one in changes] == [f"kernel {first['name']}", f"configuration of {second['name']}"]
-    assert f"kernel {first['name']}: another source (2 lines new, 0 gone)" in str(difference(before, after))
-    assert "configuration of" in str(difference(before, after)) and "'XBLOCK': 64" in str(difference(before, after))
+    lines = _lines(difference(before, after))
+    how = f"+ kernel {second['name']} [{{'XBLOCK': 64}}]"
+    names = first["name"], second["name"]
+    assert sorted(lines) == sorted([*(f"- kernel {name}" for name in names), f"+ kernel {first['name']}", how])
 
 
 def test_what_calls_were(compiled: Any) -> None:
@@ -197,10 +220,9 @@ def test_what_calls_were(compiled: Any) -> None:
         for _ in range(count):
             f(X, W)
         documents.append(fxwrap.report(f.call).to_dict())
-    changes = _by_name(_only_graph(difference(*documents)).counters)
-    assert changes["replays"] == (0, 3) and set(changes) <= {
-        "replays", "native steps of a replay", "of them in Python"
-    }  # fmt: skip
+    changes = _numbers(difference(*documents))
+    assert changes.pop("counters.replays") == (0, 3)
+    assert changes.keys() <= {"native steps", "native steps in Python"}
 
 
 def test_versions_fallbacks_and_measurements() -> None:
@@ -210,12 +232,20 @@ def test_versions_fallbacks_and_measurements() -> None:
     after["fallbacks"] = ["streams: a reason"]
     after["calls"][-1]["allocated_bytes"] = {"cpu": 10**6}
     found = difference(before, after)
-    assert found and not found.graphs
-    assert found.versions == (Change("torch", torch.__version__, "9.9"),)
-    assert found.other[0] == Change("fallbacks", None, "streams: a reason")
-    assert found.other[1].after == 10**6 and "on cpu" in found.other[1].what
-    assert f"torch: {torch.__version__} -> 9.9" in str(found) and "+ fallbacks: streams: a reason" in str(found)
-    assert json.loads(json.dumps(found.to_dict()))["versions"][0]["after"] == "9.9"
+    assert found and not found.lines
+    assert set(found.numbers) == {
+        Change("versions.torch", torch.__version__, "9.9"),
+        Change("fallbacks streams: a reason", None, 1),
+        Change("calls.allocated_bytes.cpu", before["calls"][-1]["allocated_bytes"]["cpu"], 10**6),
+    }
+    assert f"versions.torch: {torch.__version__} -> 9.9" in str(found) and "+ fallbacks streams: a reason: 1" in str(
+        found
+    )
+    assert json.loads(json.dumps(found.to_dict()))["numbers"][0] == {
+        "what": "versions.torch",
+        "before": torch.__version__,
+        "after": "9.9",
+    }
 
 
 @pytest.mark.parametrize("wrong", [{}, {"schema": "fxwrap.report/0"}, [], "text"])
