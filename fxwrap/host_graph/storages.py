@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -92,6 +93,10 @@ class StorageFacts:
 
     def made(self) -> frozenset[int]:
         """Storages that the program or an operator allocates."""
+        return self._made
+
+    @functools.cached_property
+    def _made(self) -> frozenset[int]:
         return frozenset(s.index for s in self.storages if s.origin in (Origin.ALLOCATION, Origin.EXTERN))
 
     def inner(self) -> frozenset[int]:

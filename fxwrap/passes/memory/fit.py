@@ -21,7 +21,8 @@ from ...plan import Partition, ProgramPlan, Verdict
 from ..analysis.aliasing import analyse_storages, overlap_groups
 from .order import reordered
 from .rebuilt import Rebuilt
-from .rematerialise import Costs, Timeline, rematerialise
+from .rematerialise import rematerialise
+from .timeline import Costs, Timeline
 
 if TYPE_CHECKING:
     import networkx as nx

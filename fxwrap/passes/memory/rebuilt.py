@@ -14,7 +14,7 @@ from ...host_graph.nodes import Kind, kind_of
 from ...host_graph.stand_ins import StandIn
 from ...host_graph.storages import StorageFacts
 from ...host_graph.tensors import has_address, tensor_over
-from .rematerialise import Run
+from .timeline import Run
 
 # A node of the graph before, and versions of storages.
 _Key = tuple[Node, tuple[int, ...]]
