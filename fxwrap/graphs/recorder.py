@@ -1,4 +1,12 @@
-"""The recorder of a program: plans memory, makes recordings, and adds them to the program's specializations."""
+"""The recorder of a program: plans memory, makes recordings, and adds them to the program's specializations.
+
+Why it is more than a capture: a device graph has its addresses compiled in, and memory is shared with other programs,
+with outputs that callers hold, and with torch's allocator. What a capture meets is known when it is tried. So a call
+that records is an attempt (``_try``), with one of three ends. ``Recorded``: the call has run; an operator whose
+capture failed is left eager by the next partition. ``Refused``: nothing has run, the call runs eagerly. ``Short`` of
+memory: it runs eagerly, and calls try again when more is free. Around it is ``fit``: a call stays within
+``memory_limit``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Memory for recordings: estimates while a program warms up, and arenas that are large enough when it is recorded."""
+"""Memory for recordings: estimates while a program warms up, and arenas that are large enough when it is recorded.
+
+Why there are estimates: all recordings of a device lie in one arena, one over the other, since no two of them run at
+one time on one stream. Graphs have its addresses compiled in, so it cannot grow: a larger arena takes its place, and
+every recording in it ends. Programs warm up first and are recorded later, forward and backward in turn. As each tells
+at its warm-up what it will need, the first recording makes an arena that is large enough for all.
+
+Why the plan is made twice: an estimate knows sizes. The plan of a recording also knows the outputs of earlier calls
+that are alive in the arena, around which it has to lie, and which of its inputs it may overwrite.
+"""
 
 from __future__ import annotations
 
