@@ -169,7 +169,7 @@ def _compiler() -> str:
 
 
 def _native_replay() -> str:
-    from ...codegen.native_library import native_replay
+    from ...torch_private.native_library import native_replay
 
     loaded = native_replay()
     if isinstance(loaded, str):

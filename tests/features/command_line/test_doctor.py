@@ -157,7 +157,7 @@ def test_folders_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxwrap.codegen.native_library import native_replay
+    from fxwrap.torch_private.native_library import native_replay
 
     monkeypatch.setenv("FXWRAP_NATIVE_REPLAY", "0")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
