@@ -22,7 +22,7 @@ from ..torch_private.functions import allocations
 
 
 @runtime_checkable
-class Rehearsed(Protocol):
+class Rehearsable(Protocol):
     """What a user calls that compiles by itself, and whose calls change what lasts: a training step."""
 
     def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ class Rehearsed(Protocol):
 
 def rehearsal_of(fn: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """A context for calls of ``fn`` that are no calls of the user's."""
-    return fn._fxwrap_rehearsal() if isinstance(fn, Rehearsed) else contextlib.nullcontext()
+    return fn._fxwrap_rehearsal() if isinstance(fn, Rehearsable) else contextlib.nullcontext()
 
 
 def unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def compile_afresh(
     """
     compilation = Compilation()
     compiled: Any
-    if isinstance(fn, Rehearsed):
+    if isinstance(fn, Rehearsable):
         compiled = fn._fxwrap_afresh(options)
     else:
         compiled = torch.compile(

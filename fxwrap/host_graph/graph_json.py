@@ -100,7 +100,7 @@ _CONSTANTS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", tor
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A fake tensor as data.
 
     Attributes:
@@ -124,7 +124,7 @@ class Layout:
 class Values(Protocol):
     """Makes the values of ``meta["val"]`` when a graph is read: fake tensors and symbolic numbers, or stand-ins."""
 
-    def tensor(self, layout: Layout) -> Any: ...
+    def tensor(self, layout: TensorLayout) -> Any: ...
 
     def number(self, expression: sympy.Expr, kind: str, hint: Any) -> Any: ...
 
@@ -297,7 +297,7 @@ class _Reader:
                 dtype, device = _torch_constant("dtype", dtype), torch.device(device)
                 offset, nbytes = self.value(offset, {}), self.value(nbytes, {})
                 where = offset, storage, nbytes
-                return self.values.tensor(Layout(dtype, device, size, stride, *where, conjugation, negation))
+                return self.values.tensor(TensorLayout(dtype, device, size, stride, *where, conjugation, negation))
         raise StorageError(f"a value of kind {kind!r}", expected="one that fxwrap has written")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from .graph_json import Layout
+from .graph_json import TensorLayout
 
 _NOTHING = torch.empty(0)
 
@@ -21,11 +21,11 @@ _NOTHING = torch.empty(0)
 class StandIn(torch.Tensor):
     """A tensor with a layout and without data. Operators refuse it."""
 
-    _layout: Layout
+    _layout: TensorLayout
     _storage: StorageStandIn
 
     @classmethod
-    def of(cls, layout: Layout, storage: StorageStandIn) -> StandIn:
+    def of(cls, layout: TensorLayout, storage: StorageStandIn) -> StandIn:
         tensor: StandIn = _NOTHING.as_subclass(cls)
         tensor._layout, tensor._storage = layout, storage
         return tensor
@@ -114,7 +114,7 @@ class StandIns:
     def number(self, expression: sympy.Expr, kind: str, hint: Any) -> Any:
         return _KINDS[kind](SizeNode(expression, hint))
 
-    def tensor(self, layout: Layout) -> Any:
+    def tensor(self, layout: TensorLayout) -> Any:
         storage = self._storages.get(layout.storage)
         if storage is None:
             storage = self._storages[layout.storage] = StorageStandIn(next(_numbers), layout.storage_bytes)

@@ -11,7 +11,7 @@ import torch
 from ...errors import CheckError
 from ...graphs.copies import Generators, difference, without_gradients
 from ...host_graph.tensors import unexpanded
-from .padding import BucketedGraph, BucketLayout, Buffer, dim_of
+from .padding import BucketedGraph, BucketLayout, PaddedBuffer, dim_of
 
 # With ``checked=True``, every tenth call is checked.
 _EVERY = 10
@@ -32,7 +32,12 @@ class CheckedBuckets(BucketedGraph):
         self._found = ""  # why nothing is padded any more
 
     def _run(
-        self, inputs: Sequence[Any], rows: list[int], padded: list[int], layout: BucketLayout, buffers: list[Buffer]
+        self,
+        inputs: Sequence[Any],
+        rows: list[int],
+        padded: list[int],
+        layout: BucketLayout,
+        buffers: list[PaddedBuffer],
     ) -> Any:
         if self._found:
             self._count(self._found)
@@ -77,7 +82,7 @@ class CheckedBuckets(BucketedGraph):
         """Copies of the inputs that the graph writes to, by position."""
         return {position: inputs[position].clone() for position in sorted(self.places.written)}
 
-    def _pad_otherwise(self, rows: Sequence[int], buffers: Sequence[Buffer]) -> None:
+    def _pad_otherwise(self, rows: Sequence[int], buffers: Sequence[PaddedBuffer]) -> None:
         """Fill rows of padding with all of the caller's rows, in every input with the same ones."""
         for places, buffer in zip(self.places.padded, buffers, strict=True):
             for place in places:

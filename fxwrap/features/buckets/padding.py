@@ -51,7 +51,7 @@ class BucketedSize:
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketedDim:
     """A bucketed dimension of an input or an output.
 
     Attributes:
@@ -66,7 +66,7 @@ class Place:
 
 
 @dataclass
-class Buffer:
+class PaddedBuffer:
     """A static buffer of one padded input.
 
     Attributes:
@@ -83,7 +83,7 @@ class Buffer:
     part: torch.Tensor = field(init=False)
     padding: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
 
-    def view(self, places: Sequence[Place], rows: Sequence[int]) -> None:
+    def view(self, places: Sequence[BucketedDim], rows: Sequence[int]) -> None:
         """Make the views for so many rows; calls in a row mostly have the same."""
         padding = []
         with torch.inference_mode(False):
@@ -109,7 +109,7 @@ class BucketLayout:
 
     shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     per_row: Sequence[int]
-    free: dict[Any, list[list[Buffer]]] = field(default_factory=dict)
+    free: dict[Any, list[list[PaddedBuffer]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ class GraphPlaces:
     """
 
     sizes: tuple[BucketedSize, ...]
-    numbers: tuple[Place, ...]
+    numbers: tuple[BucketedDim, ...]
     others: tuple[int, ...]
-    padded: tuple[tuple[Place, ...], ...]
-    cut: tuple[Place, ...]
+    padded: tuple[tuple[BucketedDim, ...], ...]
+    cut: tuple[BucketedDim, ...]
     written: frozenset[int]
 
 
@@ -255,25 +255,30 @@ class BucketedGraph:
         addresses = [value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)]
         return any(addresses.count(inputs[p].untyped_storage().data_ptr()) > 1 for p in self._copied_back)
 
-    def _new_buffers(self, layout: BucketLayout, inputs: Sequence[Any]) -> list[Buffer]:
+    def _new_buffers(self, layout: BucketLayout, inputs: Sequence[Any]) -> list[PaddedBuffer]:
         buffers = []
         # Memory that is written outside of inference mode later must not be made inside of it.
         with torch.inference_mode(False):
             for places, (size, stride) in zip(self.places.padded, layout.shapes, strict=True):
                 like = inputs[places[0].position]
                 tensor = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
-                buffers.append(Buffer(tensor, 0 in stride))
+                buffers.append(PaddedBuffer(tensor, 0 in stride))
         return buffers
 
     def _run(
-        self, inputs: Sequence[Any], rows: list[int], padded: list[int], layout: BucketLayout, buffers: list[Buffer]
+        self,
+        inputs: Sequence[Any],
+        rows: list[int],
+        padded: list[int],
+        layout: BucketLayout,
+        buffers: list[PaddedBuffer],
     ) -> Any:
         outputs = self._cut(self.compiled(*self._padded(inputs, rows, padded, buffers)), rows, layout)
         self._copy_back(inputs, buffers)
         return outputs
 
     def _padded(
-        self, inputs: Sequence[Any], rows: Sequence[int], padded: Sequence[int], buffers: Sequence[Buffer]
+        self, inputs: Sequence[Any], rows: Sequence[int], padded: Sequence[int], buffers: Sequence[PaddedBuffer]
     ) -> list[Any]:
         """The inputs of the compiled graph: buffers filled with the caller's rows, and copies of the last one."""
         arguments = list(inputs)
@@ -306,18 +311,18 @@ class BucketedGraph:
             cut[place.position] = part.contiguous() if whole.is_contiguous() else part
         return cut
 
-    def _copy_back(self, inputs: Sequence[Any], buffers: Sequence[Buffer]) -> None:
+    def _copy_back(self, inputs: Sequence[Any], buffers: Sequence[PaddedBuffer]) -> None:
         for places, buffer in zip(self.places.padded, buffers, strict=True):
             if (position := places[0].position) in self.places.written:
                 inputs[position].copy_(buffer.part)
 
 
-def dim_of(place: Place) -> int:
+def dim_of(place: BucketedDim) -> int:
     assert place.dim is not None  # an input is a tensor
     return place.dim
 
 
-def _true_part(tensor: torch.Tensor, places: Sequence[Place], rows: Sequence[int]) -> torch.Tensor:
+def _true_part(tensor: torch.Tensor, places: Sequence[BucketedDim], rows: Sequence[int]) -> torch.Tensor:
     """The part of a padded tensor that holds the caller's rows."""
     for place in places:
         tensor = tensor.narrow(dim_of(place), 0, rows[place.size])

@@ -56,7 +56,7 @@ def shape_text(tensor: torch.Tensor) -> str:
     return "(" + ", ".join(str(expression(size)) for size in tensor.size()) + ")"
 
 
-class Call:
+class OperatorCall:
     """One call of an operator.
 
     Attributes:

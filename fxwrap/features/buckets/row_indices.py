@@ -9,10 +9,10 @@ import sympy
 from torch.fx import Node
 
 from ...host_graph.sizes import expression
-from .row_calls import Call, RowsMixed, arguments_of, operator_of
+from .row_calls import OperatorCall, RowsMixed, arguments_of, operator_of
 
 
-def check_indices(call: Call, node: Any, size: Any) -> None:
+def check_indices(call: OperatorCall, node: Any, size: Any) -> None:
     """Check that rows of padding hold valid indices, below ``size``.
 
     A row of padding computes what the caller's row does that it is a copy of, as far as its number has no part in it.

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from ...host_graph.sizes import expression
-from .row_calls import Call, RowsMixed, operator_of, shape_text, tensors_in
+from .row_calls import OperatorCall, RowsMixed, operator_of, shape_text, tensors_in
 from .row_indices import check_indices
 
 # Reading to the end of a dimension: torch has several large numbers for it.
@@ -25,7 +25,7 @@ _END = 2**31 - 1
 # -- rules ----------------------------------------------------------------------------------------------------
 
 
-def pointwise(call: Call) -> int | None:
+def pointwise(call: OperatorCall) -> int | None:
     """Element by element, operands broadcast to the result."""
     (result, *_) = call.results
     # Floating-point division by zero is defined; an integer one ends the process on the CPU.
@@ -41,7 +41,7 @@ def pointwise(call: Call) -> int | None:
 _DIVISIONS = {"aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod"}
 
 
-def made(call: Call) -> int | None:
+def made(call: OperatorCall) -> int | None:
     """New tensors whose rows are the same, or count from the first one."""
     (result,) = call.results
     counts = operator_of(call.node) in _COUNT
@@ -54,7 +54,7 @@ def made(call: Call) -> int | None:
 _COUNT = {"prims::iota", "aten::arange"}
 
 
-def along(call: Call) -> int:
+def along(call: OperatorCall) -> int:
     """Reductions, scans, sorts and the like, along some dimensions."""
     operand = "self" if call.has("self") else next(iter(call.args))
     tensor, result, own = call.args[operand], call.results[0], call.own_dim(operand)
@@ -66,14 +66,14 @@ def along(call: Call) -> int:
     return own if result.dim() == tensor.dim() else own - sum(dim < own for dim in listed)
 
 
-def product(out: str, *, added: str = "", **operands: str) -> Callable[[Call], int]:
+def product(out: str, *, added: str = "", **operands: str) -> Callable[[OperatorCall], int]:
     """Products of matrices: a letter for each dimension of the operands and of the result.
 
     Args:
         added: the name of an operand that is broadcast and added.
     """
 
-    def rule(call: Call) -> int:
+    def rule(call: OperatorCall) -> int:
         letters = {letters[dim] for name, letters in operands.items() if (dim := call.dim(name)) is not None}
         if (dim := call.dim(added)) is not None:
             letters.add(out[dim + len(out) - call.args[added].dim()])
@@ -87,7 +87,7 @@ def product(out: str, *, added: str = "", **operands: str) -> Callable[[Call], i
     return rule
 
 
-def viewed(call: Call) -> int:
+def viewed(call: OperatorCall) -> int:
     """The same elements in the same order, in other dimensions.
 
     The bucketed dimension may be merged with others and split off again, at any place: in (t, b, d) -> (t * b, d) it
@@ -116,7 +116,7 @@ def _elements(sizes: Sequence[Any]) -> Any:
     return sympy.prod(map(expression, sizes))
 
 
-def strided(call: Call) -> int:
+def strided(call: OperatorCall) -> int:
     """``as_strided`` where it is a view of contiguous elements."""
     tensor, size, stride = call.args["self"], call.args["size"], call.args["stride"]
     offset = call.args.get("storage_offset") or 0
@@ -132,7 +132,7 @@ def _is_contiguous(size: Sequence[Any], stride: Sequence[Any]) -> bool:
     return all(expression(n) == 1 or sympy.expand(expression(given) - step) == 0 for n, given, step in pairs)
 
 
-def permuted(call: Call) -> int:
+def permuted(call: OperatorCall) -> int:
     tensor, own = call.args["self"], call.own_dim("self")
     dims = call.args.get("dims")
     if dims is None:  # transpose(dim0, dim1), t()
@@ -142,12 +142,12 @@ def permuted(call: Call) -> int:
     return [dim % tensor.dim() for dim in dims].index(own)
 
 
-def unsqueezed(call: Call) -> int:
+def unsqueezed(call: OperatorCall) -> int:
     own, dim = call.own_dim("self"), call.args["dim"] % (call.args["self"].dim() + 1)
     return own + (dim <= own)
 
 
-def squeezed(call: Call) -> int:
+def squeezed(call: OperatorCall) -> int:
     tensor, own = call.args["self"], call.own_dim("self")
     dims = call.args.get("dim")
     listed = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
@@ -155,13 +155,13 @@ def squeezed(call: Call) -> int:
     return own - sum(dim < own for dim in removed)
 
 
-def expanded(call: Call) -> int | None:
+def expanded(call: OperatorCall) -> int | None:
     (result,), tensor = call.results, call.args["self"]
     own = call.rows.of(tensor)
     return call.rows.of(result) if own is None else own + result.dim() - tensor.dim()
 
 
-def sliced(call: Call) -> int:
+def sliced(call: OperatorCall) -> int:
     """A part of a dimension; of the bucketed one all of it."""
     tensor, own = call.args["self"], call.own_dim("self")
     start, end, step = (call.args.get(name) for name in ("start", "end", "step"))
@@ -175,7 +175,7 @@ def sliced(call: Call) -> int:
     return own
 
 
-def selected(call: Call) -> int:
+def selected(call: OperatorCall) -> int:
     tensor, own = call.args["self"], call.own_dim("self")
     dim = call.args["dim"] % tensor.dim()
     if dim == own:
@@ -183,7 +183,7 @@ def selected(call: Call) -> int:
     return own - (dim < own)
 
 
-def written_into(call: Call) -> int:
+def written_into(call: OperatorCall) -> int:
     """``slice_scatter``, ``select_scatter``: a tensor with a part of it replaced by ``src``."""
     tensor, own, source = call.args["self"], call.own_dim("self"), call.dim("src")
     dim = call.args.get("dim", 0) % tensor.dim()
@@ -195,7 +195,7 @@ def written_into(call: Call) -> int:
     return own
 
 
-def joined(call: Call) -> int:
+def joined(call: OperatorCall) -> int:
     tensors = list(tensors_in(call.args["tensors"]))
     dims = {call.rows.of(tensor) for tensor in tensors}
     own = next(dim for dim in dims if dim is not None)
@@ -204,7 +204,7 @@ def joined(call: Call) -> int:
     return own
 
 
-def padded(call: Call) -> int:
+def padded(call: OperatorCall) -> int:
     tensor, own, pad = call.args["self"], call.own_dim("self"), list(call.args["pad"])
     place = 2 * (tensor.dim() - 1 - own)
     if any(expression(number) != 0 for number in pad[place : place + 2]):
@@ -212,14 +212,14 @@ def padded(call: Call) -> int:
     return own
 
 
-def looked_up(call: Call) -> int:
+def looked_up(call: OperatorCall) -> int:
     """``embedding``: rows of a table, by indices."""
     call.without("weight")
     check_indices(call, call.nodes["indices"], call.args["weight"].size(0))
     return call.own_dim("indices")
 
 
-def indexed(call: Call) -> int | None:
+def indexed(call: OperatorCall) -> int | None:
     """``x[:, i, j]``: dimensions of ``self`` by tensors of indices."""
     indices, own = call.args["indices"], call.dim("self")
     by_rows = [index for index in tensors_in(list(indices)) if call.rows.of(index) is not None]
@@ -237,7 +237,7 @@ def indexed(call: Call) -> int | None:
     return call.rows.of(call.results[0])
 
 
-def index_written(call: Call) -> int:
+def index_written(call: OperatorCall) -> int:
     """``x[:, i] = values``, where the indices are the same for each row."""
     tensor, indices, own = call.args["self"], call.args["indices"], call.own_dim("self")
     call.without("indices")
@@ -257,7 +257,7 @@ def index_written(call: Call) -> int:
     return own
 
 
-def gathered(call: Call) -> int:
+def gathered(call: OperatorCall) -> int:
     """``gather``, ``scatter`` and the like: each element has its own index along one dimension."""
     own, index, dim = call.dim("self"), call.own_dim("index"), call.args["dim"] % max(1, call.args["self"].dim())
     check_indices(call, call.nodes["index"], call.args["self"].size(dim))
@@ -268,7 +268,7 @@ def gathered(call: Call) -> int:
     return index
 
 
-def index_selected(call: Call) -> int:
+def index_selected(call: OperatorCall) -> int:
     own, dim = call.dim("self"), call.args["dim"] % call.args["self"].dim()
     check_indices(call, call.nodes["index"], call.args["self"].size(dim))
     if own is None:
@@ -278,21 +278,21 @@ def index_selected(call: Call) -> int:
     return own
 
 
-def convolved(call: Call) -> int:
+def convolved(call: OperatorCall) -> int:
     call.without("weight", "bias")
     if call.own_dim("input") != 0 or call.args["input"].dim() != call.args["weight"].dim():
         raise RowsMixed("works along this dimension")
     return 0
 
 
-def spatial(dims: int) -> Callable[[Call], int]:
+def spatial(dims: int) -> Callable[[OperatorCall], int]:
     """Work in the last dimensions: pooling, resizing, padding, triangles of matrices.
 
     Args:
         dims: how many.
     """
 
-    def rule(call: Call) -> int:
+    def rule(call: OperatorCall) -> int:
         own = call.own_dim("self")
         if own >= call.args["self"].dim() - dims:
             raise RowsMixed("works along this dimension")
@@ -301,7 +301,7 @@ def spatial(dims: int) -> Callable[[Call], int]:
     return rule
 
 
-def normalised(call: Call) -> int:
+def normalised(call: OperatorCall) -> int:
     """Layer normalisation of the last dimensions."""
     own = call.own_dim("input")
     call.without("weight", "bias")
@@ -310,7 +310,7 @@ def normalised(call: Call) -> int:
     return own
 
 
-def normalised_by_channel(call: Call) -> int:
+def normalised_by_channel(call: OperatorCall) -> int:
     """Batch normalisation with statistics that are known."""
     call.without("weight", "bias", "running_mean", "running_var")
     if call.own_dim("input") == 1:
@@ -318,7 +318,7 @@ def normalised_by_channel(call: Call) -> int:
     return call.own_dim("input")
 
 
-def attention(call: Call) -> int:
+def attention(call: OperatorCall) -> int:
     """Attention of (batch, heads, length, width): a row is a batch or a head."""
     if call.args.get("dropout_p"):
         raise RowsMixed("draws random numbers (dropout_p)")
@@ -331,13 +331,13 @@ def attention(call: Call) -> int:
     return next(dim for dim in dims if dim is not None)
 
 
-def _same_rows(call: Call, *names: str) -> bool:
+def _same_rows(call: OperatorCall, *names: str) -> bool:
     """Whether operands have the dimension at the same place and in the same size: part of it would be other rows."""
     tensors, dims = [call.args[name] for name in names], [call.dim(name) for name in names]
     return dims.count(dims[0]) == len(dims) and len({expression(t.size(dims[0])) for t in tensors}) == 1
 
 
-def encoder(call: Call) -> int:
+def encoder(call: OperatorCall) -> int:
     """torch's fused layers of a transformer, of (batch, length, width)."""
     operands = ("src",) if call.has("src") else ("query", "key", "value")
     dims = {call.dim(name) for name in operands} | ({call.dim("mask")} - {None})
@@ -361,7 +361,7 @@ class Rule:
         others: whether results after the first may have no rows (statistics, the state of a generator).
     """
 
-    place: Callable[[Call], int | None]
+    place: Callable[[OperatorCall], int | None]
     sizes: frozenset[str] = frozenset()
     others: bool = False
 
@@ -369,7 +369,9 @@ class Rule:
 POINTWISE = Rule(pointwise)
 
 
-def _rules(namespace: str, names: str, place: Callable[[Call], int | None], sizes: str = "") -> Mapping[str, Rule]:
+def _rules(
+    namespace: str, names: str, place: Callable[[OperatorCall], int | None], sizes: str = ""
+) -> Mapping[str, Rule]:
     rule = Rule(place, frozenset(sizes.split()), others=place in (attention, normalised_by_channel))
     return {f"{namespace}::{name}": rule for name in names.split()}
 

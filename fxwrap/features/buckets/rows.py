@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...host_graph.user_code import user_line
-from .row_calls import Call, RowDimension, RowsMixed, tensors_in
+from .row_calls import OperatorCall, RowDimension, RowsMixed, tensors_in
 from .row_rules import POINTWISE, RULES, Rule
 
 # Random operators that Inductor makes of torch's, without torch's tag.
@@ -64,7 +64,8 @@ class _Walk:
     """One walk along a graph, in order.
 
     Attributes:
-        before: the factor before the rows in the bucketed dimension of each value (``Call.before``), if it is known.
+        before: the factor before the rows in the bucketed dimension of each value (``OperatorCall.before``), if it is
+            known.
         numbered: nodes whose rows depend on their own number.
     """
 
@@ -93,7 +94,7 @@ class _Walk:
         of_sizes = str(node.target).startswith("aten.sym_") or not any(map(_is_tensor, node.all_input_nodes))
         if of_sizes and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return  # checked where it is used
-        call = Call(node, rows, self.before, self.numbered)
+        call = OperatorCall(node, rows, self.before, self.numbered)
         if not any(_has_rows(operand, rows) for operand in (*call.args.values(), value)):
             return
         rule = _rule(node)

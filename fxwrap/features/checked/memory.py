@@ -16,7 +16,7 @@ from ...plan import Home, MemoryPlan, ProgramPlan
 from .walk import NAN, ODD, OwnMemory, PlannedMemory, Walk
 
 
-class Run(Protocol):
+class ComparedRun(Protocol):
     """A run of a program's steps that is compared with a ``Walk``."""
 
     def begin(self, step: int) -> None: ...
@@ -28,7 +28,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Difference:
+class WrongStorage:
     """The first difference between two runs.
 
     Attributes:
@@ -44,14 +44,14 @@ class Difference:
     got: str
 
 
-def first_difference(walk: Walk, other: Run, device: torch.device) -> Difference | None:
+def first_difference(walk: Walk, other: ComparedRun, device: torch.device) -> WrongStorage | None:
     """Run both step by step, with the same random numbers; None if there is no difference."""
     for step, node in enumerate(walk.schedule):
         walk.begin(step)
         other.begin(step)
         for index in sorted(walk.reads(node)):
             if got := _differs(walk, other, index):
-                return Difference(step, index, True, got)
+                return WrongStorage(step, index, True, got)
         generators = Generators(device)
         walk.run(step)
         generators.set()
@@ -59,16 +59,16 @@ def first_difference(walk: Walk, other: Run, device: torch.device) -> Difference
         try:
             other.run(step)
         except Exception as error:
-            return Difference(step, -1, False, f"{type(error).__name__}: {error}")
+            return WrongStorage(step, -1, False, f"{type(error).__name__}: {error}")
         for index in changes:
             if got := _differs(walk, other, index):
-                return Difference(step, index, False, got)
+                return WrongStorage(step, index, False, got)
         walk.end(step)
         other.end(step)
     return None
 
 
-def _differs(walk: Walk, other: Run, index: int) -> str:
+def _differs(walk: Walk, other: ComparedRun, index: int) -> str:
     for expected, got_tensor in zip(walk.tensors(index), other.tensors(index), strict=False):
         a, b = bytes_of(expected), bytes_of(got_tensor)
         if a.numel() != b.numel():
@@ -102,7 +102,7 @@ def check_memory(
             _raise(walk, planned, first_diff)
 
 
-def _in_outputs(walk: Walk, other: Walk, memory: MemoryPlan) -> Difference | None:
+def _in_outputs(walk: Walk, other: Walk, memory: MemoryPlan) -> WrongStorage | None:
     """A difference in the outputs after the last step.
 
     What the caller gets of an input lies in its own tensor: the place counts only if it is copied back.
@@ -113,11 +113,11 @@ def _in_outputs(walk: Walk, other: Walk, memory: MemoryPlan) -> Difference | Non
         if last != walk.end_step or (placed and storage.node not in memory.copied_back):
             continue
         if got := _differs(walk, other, index):
-            return Difference(walk.end_step, index, True, got)
+            return WrongStorage(walk.end_step, index, True, got)
     return None
 
 
-def _raise(walk: Walk, planned: PlannedMemory, diff: Difference) -> None:
+def _raise(walk: Walk, planned: PlannedMemory, diff: WrongStorage) -> None:
     if diff.index < 0:
         raise walk.fault(walk.schedule[diff.step], "raises", "an operator raises where it did not", got=diff.got)
     storage = walk.facts.storages[diff.index]
@@ -143,11 +143,11 @@ def _raise(walk: Walk, planned: PlannedMemory, diff: Difference) -> None:
     )
 
 
-def _reader(walk: Walk, diff: Difference) -> str:
+def _reader(walk: Walk, diff: WrongStorage) -> str:
     return operator_name(walk.schedule[diff.step]) if diff.step < walk.end_step else "the caller"
 
 
-def _overwritten_by(walk: Walk, planned: PlannedMemory, diff: Difference) -> tuple[int, int] | None:
+def _overwritten_by(walk: Walk, planned: PlannedMemory, diff: WrongStorage) -> tuple[int, int] | None:
     """The last storage that was written over the one that was overwritten, and the step that wrote it."""
     over = planned.over(diff.index)
     for step in reversed(range(min(diff.step + 1, walk.end_step))):

@@ -32,7 +32,7 @@ from ...host_graph.storages import Origin
 from ...host_graph.tensors import has_address, tensors_in
 from ...host_graph.user_code import user_line
 from ...torch_private.functions import alive, below_modes
-from .memory import Difference, check_memory, first_difference
+from .memory import WrongStorage, check_memory, first_difference
 from .operators import check_operators
 from .replays import GATE, alone_with, check_steps, first_user, locate
 from .through import through_capture
@@ -407,7 +407,7 @@ class _Check:
         return self._program.plan.placeholders[position]
 
 
-def _describe(walk: Walk, first: Difference) -> str:
+def _describe(walk: Walk, first: WrongStorage) -> str:
     node = walk.schedule[first.step]
     if first.index < 0:
         return f"{operator_name(node)} raises {first.got}"

@@ -23,7 +23,7 @@ from ...graphs.replay.steps import Drop, Item, Load, Range, Step, Store
 from ...host_graph.nodes import Kind, kind_of, operator_name
 from ...host_graph.tensors import tensors_in
 from ...plan import Cut, Partition, ProgramPlan
-from .memory import Difference, first_difference
+from .memory import WrongStorage, first_difference
 from .walk import OwnMemory, Walk
 
 # Seconds to wait for another call that uses the recording.
@@ -251,7 +251,7 @@ class _Stepwise:
 
 def locate(
     recording: Recording, statics: Collection[int], copies: Copies, changed: Collection[int]
-) -> tuple[Walk, Difference] | None:
+) -> tuple[Walk, WrongStorage] | None:
     """Run the steps of a recording one by one, and compare what each leaves with eager work.
 
     Device graphs cannot be taken apart: in their place is a recording of single steps. None where all is as it should

@@ -25,7 +25,7 @@ Partition = Callable[[Limit | None], ProgramPlan]
 
 
 @dataclass(frozen=True)
-class Call:
+class PlannedCall:
     """What memory is planned for: a call's inputs, of any plan of the program.
 
     Attributes:
@@ -39,7 +39,7 @@ class Call:
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @classmethod
-    def compiled_for(cls, plan: ProgramPlan) -> Call:
+    def compiled_for(cls, plan: ProgramPlan) -> PlannedCall:
         """A call with the sizes that a program was compiled for, whose inputs move if they may."""
         inputs, buffers, frozen = list[Any](), dict[str, tuple[torch.device, int]](), freezes_addresses(plan.device)
         for position, node in enumerate(plan.placeholders):
@@ -68,7 +68,7 @@ class Budget:
     in_pool: int | None = None
     _seen: dict[frozenset[Any], Mapping[str, int]] = field(default_factory=dict)  # workspace by node, by sizes
 
-    def sized(self, plan: ProgramPlan, call: Call) -> SizedProgram:
+    def sized(self, plan: ProgramPlan, call: PlannedCall) -> SizedProgram:
         """A plan at the sizes of a call, with the workspace of library calls there."""
         numbers = evaluate_sizes(plan.graph, dict(zip(plan.placeholders, call.inputs, strict=True)))
         symbols = symbols_at(numbers)
@@ -82,7 +82,7 @@ class Budget:
         key = _key(symbols_at(sized.symbol_values))
         self._seen[key] = {**self._seen.get(key, {}), **workspace}
 
-    def taken(self, plan: ProgramPlan, call: Call) -> int:
+    def taken(self, plan: ProgramPlan, call: PlannedCall) -> int:
         """The most bytes that a call takes beside its inputs.
 
         Raises:
@@ -99,7 +99,7 @@ class Budget:
             ) from error
 
     def within(
-        self, nbytes: int, call: Call, plan: ProgramPlan, limit: Limit | None, partition: Partition
+        self, nbytes: int, call: PlannedCall, plan: ProgramPlan, limit: Limit | None, partition: Partition
     ) -> tuple[ProgramPlan, Limit | None]:
         """A plan with which a call takes no more than so many bytes, and its limit: the given one, if it does.
 
@@ -127,7 +127,7 @@ class Budget:
                 break
         return plan, limit
 
-    def least(self, call: Call, plan: ProgramPlan, partition: Partition) -> int:
+    def least(self, call: PlannedCall, plan: ProgramPlan, partition: Partition) -> int:
         """The lowest limit that fits."""
         try:
             plan, _ = self.within(1, call, plan, None, partition)

@@ -28,7 +28,7 @@ from ...packing import Reserved
 from ...plan import MemoryPlan, PlacementHint, ProgramPlan, SizedProgram
 from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
-from .budget import Budget, Call
+from .budget import Budget, PlannedCall
 from .locks import LockOwner
 from .planning import Planner
 from .shared_state import SHARED
@@ -116,7 +116,7 @@ class MemoryProvider:
         """Whether a call may take no more than a limit."""
         return bool(self.budget.nbytes)
 
-    def call(self, inputs: Sequence[Any], static: Collection[int] | None) -> Call:
+    def call(self, inputs: Sequence[Any], static: Collection[int] | None) -> PlannedCall:
         """What memory is planned for.
 
         Args:
@@ -124,8 +124,8 @@ class MemoryProvider:
         """
         if runtime_for(self.program.device).frozen_addresses:
             stay = range(len(inputs)) if static is None else static
-            return Call(tuple(inputs), self._input_buffers(inputs, stay), True)
-        return Call(tuple(inputs), {}, False, tuple(self._donated(inputs)))
+            return PlannedCall(tuple(inputs), self._input_buffers(inputs, stay), True)
+        return PlannedCall(tuple(inputs), {}, False, tuple(self._donated(inputs)))
 
     def symbols(self, inputs: Sequence[Any]) -> Mapping[Any, int]:
         """The sizes of a call, by symbol."""

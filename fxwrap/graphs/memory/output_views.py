@@ -20,7 +20,7 @@ def each(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class View:
+class OutputView:
     """A tensor's layout relative to its base, and its pending conjugation or negation.
 
     Attributes:
@@ -42,7 +42,7 @@ def views_of(value: Any, address: int) -> Any:
     if value is None:
         return None  # an unused element
     shift = (value.data_ptr() - address) // value.element_size()
-    return View(tuple(value.size()), value.stride(), shift, value.dtype, value.is_conj(), value.is_neg())
+    return OutputView(tuple(value.size()), value.stride(), shift, value.dtype, value.is_conj(), value.is_neg())
 
 
 def relay(views: Any, base: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...host_graph.control_flow import switch
-from ...host_graph.graph_json import Layout
+from ...host_graph.graph_json import TensorLayout
 from ...host_graph.nodes import check, is_work, output_node, reinterpret
 from ...host_graph.stand_ins import StandIn, StorageStandIn
 from .accesses import CALL_SUBGRAPHS, Accesses, called, fault
@@ -273,7 +273,9 @@ class _Path:
             scope.storages[storage._cdata] = StorageStandIn(-next(self._storages), storage.nbytes())
         mine = scope.storages[storage._cdata]
         place = value.storage_offset(), mine._cdata, mine.nbytes()
-        return StandIn.of(Layout(value.dtype, value.device, tuple(value.size()), tuple(value.stride()), *place), mine)
+        return StandIn.of(
+            TensorLayout(value.dtype, value.device, tuple(value.size()), tuple(value.stride()), *place), mine
+        )
 
 
 def _is_bytes(node: Node) -> bool:

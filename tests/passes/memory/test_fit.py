@@ -33,7 +33,7 @@ from random_graphs import (
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import MemoryLimitError, PlanError
-from fxwrap.host_graph.graph_json import Layout
+from fxwrap.host_graph.graph_json import TensorLayout
 from fxwrap.host_graph.nodes import Kernel, by_name, draws_numbers, kernel_of
 from fxwrap.host_graph.stand_ins import StandIns
 from fxwrap.limit import Limit
@@ -239,7 +239,7 @@ def test_a_graph_from_a_cache_is_planned_again() -> None:
     for node in gm.graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor):
             place = value.storage_offset(), value.untyped_storage()._cdata, value.untyped_storage().nbytes()
-            layout = Layout(value.dtype, value.device, tuple(value.size()), tuple(value.stride()), *place)
+            layout = TensorLayout(value.dtype, value.device, tuple(value.size()), tuple(value.stride()), *place)
             node.meta["val"] = values.tensor(layout)
     better = fitted(plan_of(gm), 3 * _ONE)
     assert steps(better) == "to_a to_b to_c to_d to_out to_b_again to_end"

@@ -20,7 +20,7 @@ from ....host_graph.sizes import expression
 from ....options import Options
 from .. import OPTION
 from ..checked_padding import CheckedBuckets
-from ..padding import BucketedGraph, BucketedSize, BucketLayout, GraphPlaces, Place
+from ..padding import BucketedDim, BucketedGraph, BucketedSize, BucketLayout, GraphPlaces
 from ..row_calls import RowDimension
 from ..rows import row_mixers
 from .marks import Mark, marks_of
@@ -154,7 +154,7 @@ class Buckets:
                     self._check_padded(value, position)
                     padded.append(places)
             elif expression(value) in names:
-                numbers.append(Place(position, None, order.index(expression(value))))
+                numbers.append(BucketedDim(position, None, order.index(expression(value))))
             elif isinstance(value, torch.SymInt):
                 others.append(position)
         cut = [place for position, value in enumerate(self.outputs) for place in self._output(position, value, order)]
@@ -180,7 +180,7 @@ class Buckets:
                 got=kind,
             )
 
-    def _output(self, position: int, value: Any, order: list[sympy.Symbol]) -> Sequence[Place]:
+    def _output(self, position: int, value: Any, order: list[sympy.Symbol]) -> Sequence[BucketedDim]:
         """The places at which an output is cut.
 
         Raises:
@@ -206,13 +206,13 @@ class Buckets:
                 got=str(size),
                 remedy="compute it outside of the compiled function",
             )
-        return (Place(position, None, order.index(found[0])),)
+        return (BucketedDim(position, None, order.index(found[0])),)
 
-    def _padded_inputs(self, order: list[sympy.Symbol]) -> Sequence[Sequence[Place]]:
+    def _padded_inputs(self, order: list[sympy.Symbol]) -> Sequence[Sequence[BucketedDim]]:
         tensors = ((p, value) for p, value in enumerate(self.inputs) if isinstance(value, torch.Tensor))
         return [places for p, value in tensors if (places := _places_in(value, p, order))]
 
-    def _written(self, padded: Sequence[Place]) -> frozenset[int]:
+    def _written(self, padded: Sequence[BucketedDim]) -> frozenset[int]:
         """The inputs that the graph writes to, as AOTAutograd found.
 
         Raises:
@@ -255,9 +255,9 @@ def _make_equal(marks: Sequence[Mark]) -> None:
             )
 
 
-def _places_in(value: torch.Tensor, position: int, order: list[sympy.Symbol]) -> tuple[Place, ...]:
+def _places_in(value: torch.Tensor, position: int, order: list[sympy.Symbol]) -> tuple[BucketedDim, ...]:
     dims = ((symbol, RowDimension(symbol, "").of(value)) for symbol in order)
-    return tuple(Place(position, dim, order.index(symbol)) for symbol, dim in dims if dim is not None)
+    return tuple(BucketedDim(position, dim, order.index(symbol)) for symbol, dim in dims if dim is not None)
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
