@@ -33,7 +33,6 @@ class AroundGraph(Protocol):
         """The function that is called in place of the compiled graph; the graph itself where nothing is to be done.
 
         ``compilation`` is a ``graphs.compilation.Compilation``, which has the graph's programs.
-        Programs of a graph that is wrapped get ``is_wrapped``.
         """
 
 

@@ -58,7 +58,6 @@ from .passes.partition.cut import cut
 from .passes.partition.export import partition_graph
 from .passes.rewrites.body_memory import place_bodies
 from .passes.rewrites.shared_views import share_views
-from .passes.rewrites.view_copies import view_needless_copies
 from .passes.verify import SameBodies, verify_memory, verify_same_results, verify_schedule
 from .plan import (
     InputFacts,
@@ -175,7 +174,6 @@ def _place_bodies(gm: GraphModule) -> None:
 
 
 REWRITES = (
-    Rewrite("needless copies", view_needless_copies, lint=False),
     Rewrite("shared views", share_views, lint=False),
     Rewrite("memory of branches and loops", _place_bodies, lint=False),
 )

@@ -110,7 +110,6 @@ FEATURES = sorted(folder.parent.name for folder in (PACKAGE / "features").glob("
 USES = {
     "ahead_of_time": {"caller_outputs"},
     "bill": {"checked"},
-    "bind": {"caller_outputs"},
     "command_line": {"ahead_of_time", "target"},
     "measure": {"target"},
     "train_step": {"bind"},

@@ -144,12 +144,9 @@ def compile_with_inductor(
         # ``compile_fx`` branches on these; the process's own values are meant for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
-    wrapped = compiled
     for feature in around:
-        wrapped = feature.wrapped(wrapped, compilation, options)
-    for program in compilation.programs:
-        program.is_wrapped = wrapped is not compiled
-    return wrapped
+        compiled = feature.wrapped(compiled, compilation, options)
+    return compiled
 
 
 @functools.cache

@@ -51,10 +51,7 @@ class Program:
     Attributes:
         context: what never changes of it; ``name``, ``options`` and others are its fields.
         recorder: makes recordings, and has the newest plan.
-        is_wrapped: a feature's wrapper calls the compiled graph: inputs and outputs here are not the caller's.
     """
-
-    is_wrapped = False
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 *A runner* replaces ``Program.run`` on one thread.
 
-Compiled code cannot pass what a feature wants to a program (results in memory of the caller, a rehearsal in other
-memory). So the feature installs a runner, which has it::
+Compiled code cannot pass what a feature wants to a program (a rehearsal in other memory, a clock). So the feature
+installs a runner, which has it::
 
     compiled code --> Program.run(inputs) --> runner(program, inputs) --> what the feature does, or the program itself
 """

@@ -158,6 +158,29 @@ return buf4"""
     assert ours.program.counters.replays == 2
 
 
+def _sliced(x: torch.Tensor) -> torch.Tensor:
+    return torch.slice_copy(x * 2, 0, 1, 3) @ x[:4, :3]
+
+
+def _split(x: torch.Tensor) -> list[torch.Tensor]:
+    return [part @ part.t() for part in torch.split_copy(x * 2, 2)]
+
+
+def _complex(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.select_copy(x * 2j, 0, 1) * (1 + 1j))
+
+
+@pytest.mark.parametrize("function", [_sliced, _split, _complex])
+def test_copies_of_parts(compiled: Any, function: Callable[..., Any]) -> None:
+    ours: Compiled = compiled(function)
+    theirs = inductor(function)
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        assert_same(ours(x), theirs(x))
+    assert "_copy" in list_graph(ours.program.plan.graph)
+    assert ours.program.counters.replays == 2
+
+
 def test_sizes_may_vary(compiled: Any) -> None:
     ours: Compiled = compiled(_topk, dynamic=True)
     theirs = inductor(_topk, dynamic=True)

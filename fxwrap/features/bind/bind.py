@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .codegen.bound import bound_function
-from .outputs import BoundOutputs
 
 
 def bind(compiled: Callable[..., Any], *args: Any, strict: bool = True, **kwargs: Any) -> Callable[..., Any]:
@@ -28,10 +27,6 @@ def bind(compiled: Callable[..., Any], *args: Any, strict: bool = True, **kwargs
     guards look at. Backward, threads, and compiled code in which the function is called in turn work as for
     ``compiled``. What ``fxwrap.report``, ``stats``, ``record`` and ``release`` say of ``compiled``, they say of it.
 
-    ``call.run(x, out=y)`` writes the result to ``y``, a tensor with the result's size, strides, dtype and device that
-    shares no memory with an input, and returns it; no gradients are recorded then. For several results ``out`` has
-    their structure, with None for each that is to be a new tensor.
-
     Args:
         compiled: a function, method or module that ``torch.compile`` returned (any backend), or a module that was
             compiled in place with ``module.compile``.
@@ -44,6 +39,4 @@ def bind(compiled: Callable[..., Any], *args: Any, strict: bool = True, **kwargs
         BindError: ``compiled`` is no result of ``torch.compile``; or Dynamo compiled it in pieces, around a graph
             break, and ``strict`` is True.
     """
-    function = bound_function(compiled, args, kwargs, strict)
-    function.run = BoundOutputs(function, function.ordinary_calls).run
-    return function  # type: ignore[no-any-return]
+    return bound_function(compiled, args, kwargs, strict)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import assert_same
+from threads import in_threads
 from torch import Tensor, nn
 
 import fxwrap
@@ -234,6 +236,37 @@ def test_a_tensor_over_an_input_or_a_weight_is_refused(program: Any) -> None:
         assert torch.equal(weight, before)
     y = base[4:]
     assert_same(program.f.run(base[:4], out=y), program.f(base[:4]))
+
+
+def test_another_size_at_the_same_addresses_is_checked_again(program: Any) -> None:
+    """
+    ::
+
+        base   0 1 2 3 4 5 6 7 8 9 ...
+        4      x x x x y y y y            apart
+        6      x x x x x x                y begins where it began, in the memory of x
+                       y y y y y y
+    """
+    base = torch.zeros(16, 3, 8)
+    for _ in range(3):
+        program.f.run(base[:4], out=base[4:8])
+        program.f.run(torch.ones(6, 3, 8), out=torch.empty(6, 3, 8))
+    with pytest.raises(InputError, match="shares memory"):
+        program.f.run(base[:6], out=base[4:10])
+
+
+def test_threads(program: Any) -> None:
+    wrong = []
+
+    def work(seed: int) -> None:
+        maker = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            x, y = torch.randn(4, 3, 8, generator=maker), torch.empty(4, 3, 8)
+            if program.f.run(x, out=y) is not y or not torch.equal(y, program.f(x)):
+                wrong.append(seed)
+
+    in_threads([functools.partial(work, seed) for seed in range(3)])
+    assert not wrong
 
 
 def test_the_same_tensor_for_two_results_is_refused() -> None:
