@@ -3,7 +3,7 @@
     python benchmarks/memory_planning.py --instances DIR      # CSV files of id,lower,upper,size (upper exclusive)
     python benchmarks/memory_planning.py --scaling            # 1k, 10k, 60k buffers; as in a network, and dense
 
-Instances are planned as they are (alignment 1), by the heuristics and exactly; their file names may end in
+Instances are planned as they are (alignment 1), by the heuristics; their file names may end in
 a capacity that is known to suffice, as in A.1048576.csv, the form of MiniMalloc's benchmarks.
 """
 
@@ -64,30 +64,22 @@ def timed(plan: Callable[[], Placement]) -> tuple[Placement, float]:
     return placement, time.perf_counter() - begin
 
 
-def instances(folder: Path, exact_s: float) -> None:
-    ways = (("default", 0.0), (f"exact {exact_s:g} s", exact_s))
-    table = Table("instance", "buffers", "lower bound", "plan", "arena", "ratio", "proven", "seconds")
-    ratios: dict[str, list[float]] = {}
+def instances(folder: Path) -> None:
+    table = Table("instance", "buffers", "lower bound", "arena", "ratio", "proven", "seconds")
+    ratios: list[float] = []
     for path in sorted(folder.glob("*.csv")):
         buffers = read(path)
-        for name, seconds in ways:
-            if name != "default" and not seconds:
-                continue
-            # Of a plan that takes milliseconds, the second run: the first also warms the machine up.
-            if not seconds:
-                plan_memory(buffers, 1)
-            placement, took = timed(lambda: plan_memory(buffers, 1, seconds, exact=seconds > 0))  # noqa: B023
-            bound = plan_memory(buffers, 1).lower_bound
-            ratios.setdefault(name, []).append(placement.size / bound)
-            table.add_row(
-                path.stem, str(len(buffers)), str(bound), name, str(placement.size), f"{placement.size / bound:.4f}",
-                "yes" if placement.proven else "no", f"{took:.3f}",
-            )  # fmt: skip
-        table.add_section()
+        plan_memory(buffers, 1)  # the second run is timed: the first also warms the machine up
+        placement, took = timed(lambda: plan_memory(buffers, 1))  # noqa: B023
+        ratios.append(placement.size / placement.lower_bound)
+        table.add_row(
+            path.stem, str(len(buffers)), str(placement.lower_bound), str(placement.size), f"{ratios[-1]:.4f}",
+            "yes" if placement.proven else "no", f"{took:.3f}",
+        )  # fmt: skip
     console = Console()
     console.print(table)
-    for name, found in ratios.items():
-        console.print(f"{name}: geometric mean {statistics.geometric_mean(found):.4f} times the lower bound")
+    if ratios:
+        console.print(f"geometric mean {statistics.geometric_mean(ratios):.4f} times the lower bound")
 
 
 def scaling(counts: list[int]) -> None:
@@ -108,14 +100,13 @@ def scaling(counts: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=Path, help="a folder of CSV files")
-    parser.add_argument("--exact", type=float, default=60, help="seconds; 0 leaves it out")
     parser.add_argument("--scaling", action="store_true", help="time against the number of buffers")
     parser.add_argument("--buffers", type=int, nargs="+", default=[1000, 10_000, 60_000], help="for --scaling")
     arguments = parser.parse_args()
     if not arguments.instances and not arguments.scaling:
         parser.error("nothing to do: pass --instances DIR or --scaling")
     if arguments.instances:
-        instances(arguments.instances, arguments.exact)
+        instances(arguments.instances)
     if arguments.scaling:
         scaling(arguments.buffers)
 

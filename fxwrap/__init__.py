@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from .features.bind.bind import bind
     from .features.buckets.codegen.marks import mark_bucket
     from .features.command_line.doctor import Diagnosis, doctor
-    from .features.exact_packing.plan_memory import plan_memory
     from .features.limits.limit_memory import limit_memory
     from .features.measure.explain import explain
     from .features.suspend.suspend import resume, suspend
@@ -126,7 +125,6 @@ _LAZY.update(bind=".features.bind.bind")
 _LAZY.update(Bill=".features.bill.bill", record=".features.bill.record")
 _LAZY.update(mark_bucket=".features.buckets.codegen.marks")
 _LAZY.update(Diagnosis=".features.command_line.doctor", doctor=".features.command_line.doctor")
-_LAZY.update(plan_memory=".features.exact_packing.plan_memory")
 _LAZY.update(limit_memory=".features.limits.limit_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
 _LAZY.update(explain=".features.target.explain")

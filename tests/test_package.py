@@ -252,5 +252,5 @@ def test_what_is_not_python_is_shipped() -> None:
     (listed,) = re.findall(r"^fxwrap = \[(.*)\]$", named, re.MULTILINE)
     patterns = re.findall(r'"([^"]+)"', listed)
     others = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.*") if path.suffix not in (".py", ".pyc")]
-    assert Path("features/exact_packing/exact.cpp") in others
+    assert Path("features/suspend/cuda_memory.cpp") in others
     assert not [path for path in others if not any(path.match(pattern) for pattern in patterns)]

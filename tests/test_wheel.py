@@ -53,7 +53,7 @@ with torch.no_grad():
     report = fxwrap.report(fast)
     assert report.to_dict()["graphs"][0]["unit"], "native replay"
 buffers = [Buffer("a", 64, 0, 2), Buffer("b", 128, 1, 3)]
-assert fxwrap.plan_memory(buffers, exact=True, budget_s=1).size == 192
+assert fxwrap.plan_memory(buffers).size == 192
 
 # What needs an extra says so, and compiling ahead of time in memory needs none.
 def refused(act):

@@ -9,7 +9,6 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from .problem import Part
 
@@ -22,8 +21,6 @@ _MENDED, _TIMES, _MENDING_WORK = 4, 50, 20_000
 _SPANS = 20_000_000
 # Bytes for the bit masks of one order.
 _MASKS = 1 << 26
-
-Stop = Callable[[], bool]
 
 
 def portfolio(part: Part, bound: int, previous: Sequence[int] = ()) -> list[int]:
@@ -82,35 +79,15 @@ def height(part: Part, offsets: Sequence[int]) -> int:
     return max(offset + size for offset, size in zip(offsets, part.sizes, strict=True))
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Measures of how hard a buffer is to place, by position in its part.
-
-    Attributes:
-        lives: sections in which it is live.
-        areas: lives times sizes.
-        crowds: the most bytes that are live at once during its life; all 0 where computing them takes too long.
-    """
-
-    lives: list[int]
-    areas: list[int]
-    crowds: list[int]
-
-
-def weights_of(part: Part) -> Weights:
-    lives = [end - begin for begin, end in zip(part.begins, part.ends, strict=True)]
-    areas = [life * size for life, size in zip(lives, part.sizes, strict=True)]
-    crowds = [0] * len(part)
-    if part.spans <= _SPANS:
-        crowds = [max(part.loads[begin:end]) for begin, end in zip(part.begins, part.ends, strict=True)]
-    return Weights(lives, areas, crowds)
-
-
 def orders(part: Part) -> Iterator[list[int]]:
     """An endless sequence of orders to break ties with: by several keys first, then by keys with noise."""
     begins, ends, sizes = part.begins, part.ends, part.sizes
-    weights = weights_of(part)
-    lives, areas, crowds = weights.lives, weights.areas, weights.crowds
+    lives = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    areas = [life * size for life, size in zip(lives, sizes, strict=True)]
+    # The most bytes that are live at once during a buffer's life; all 0 where computing them takes too long.
+    crowds = [0] * len(part)
+    if part.spans <= _SPANS:
+        crowds = [max(part.loads[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     everything = range(len(part))
     keys: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda i: (-crowds[i], -lives[i], -sizes[i]),
@@ -131,7 +108,7 @@ def orders(part: Part) -> Iterator[list[int]]:
             yield sorted(everything, key=noisy.__getitem__)
 
 
-def lowest_offset_first(part: Part, order: Sequence[int], stop: Stop | None = None) -> list[int]:
+def lowest_offset_first(part: Part, order: Sequence[int]) -> list[int]:
     """Place one buffer after the other: the one that can lie lowest above the placed ones, and of several the first.
 
     The top of the placed buffers is a sequence of segments of equal height. A buffer can lie on the lowest segment if
@@ -141,10 +118,9 @@ def lowest_offset_first(part: Part, order: Sequence[int], stop: Stop | None = No
 
     Args:
         order: positions in the part, the first tried first.
-        stop: asked after each buffer; True ends the search.
 
     Returns:
-        Offsets by position in the part; an empty list if ``stop`` returned True before the end.
+        Offsets by position in the part.
     """
     begins, ends, sizes = part.begins, part.ends, part.sizes
     sections = len(part.loads)
@@ -177,8 +153,6 @@ def lowest_offset_first(part: Part, order: Sequence[int], stop: Stop | None = No
                 height[end], right[end], left[end], left[b] = height[a], b, begin, end
                 alive[end] = True
                 heapq.heappush(lowest, (height[end], end))
-            if stop is not None and stop():
-                return []
         else:
             begin, end = a, b
             beside = ([height[left[a]]] if a > 0 else []) + ([height[b]] if b < sections else [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +59,7 @@ class Placement:
     Attributes:
         offsets: by name of the buffer.
         lower_bound: bytes; no arena can be smaller. It is the largest number of (aligned) bytes that are live in one
-            step, or more where a search has proved that these do not suffice.
+            step.
     """
 
     offsets: Mapping[str, int]
@@ -102,11 +101,6 @@ class Part:
     def bound(self) -> int:
         """Bytes of the largest live set, without the base: the part needs at least as many."""
         return max(self.loads)
-
-    @cached_property
-    def unit(self) -> int:
-        """Bytes: the greatest common divisor of all sizes, and so of the optimum."""
-        return math.gcd(*self.sizes)
 
     @cached_property
     def spans(self) -> int:

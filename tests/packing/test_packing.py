@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placements import check_placement, heaviest_step, random_buffers
+from placements import check_placement, heaviest_step, random_buffers, smallest_arena, tiling
 from random_graphs import PROPERTY
 
 from fxwrap.packing import Buffer, Placement, plan_memory
@@ -62,6 +62,43 @@ def test_random_buffers_are_placed_without_overlap(count: int) -> None:
         plain = plan_memory(buffers, alignment)
         check_placement(buffers, plain, alignment)
         assert plain.lower_bound == heaviest_step(buffers, alignment)
+
+
+def test_a_proven_arena_is_the_smallest() -> None:
+    """Compared with all orders of a few buffers."""
+    proven = 0
+    for seed in range(150):
+        draw = random.Random(seed)
+        buffers = random_buffers(draw, draw.randint(0, 6), 6, 5, 6)
+        placement, least = plan_memory(buffers, 1), smallest_arena(buffers, 1)
+        assert placement.lower_bound <= least <= placement.size
+        assert not placement.proven or placement.size == least, f"seed {seed}"
+        proven += placement.proven
+    assert proven >= 75
+
+
+# No order is known that places these in 12 bytes, which are enough: at these offsets.
+HARD = tiling(random.Random(55828), 28, 10, 12)
+FITTING = (7, 0, 4, 2, 2, 2, 7, 7, 10, 2, 4, 0, 5, 1, 1, 7, 8, 3, 9, 9, 10, 11, 3, 6, 6, 4, 7, 8)
+
+
+def test_the_order_of_another_plan_is_tried_first() -> None:
+    """What fits for one batch size fits for another: the same buffers lie on top of one another."""
+    found = {buffer.name: offset for buffer, offset in zip(HARD, FITTING, strict=True)}
+    plain = plan_memory(HARD, 1)
+    assert (plain.size, plain.lower_bound, plain.proven) == (13, 12, False)
+    for times in (1, 3, 50):
+        larger = [Buffer(b.name, times * b.size, b.begin, b.end) for b in HARD]
+        assert plan_memory(larger, 1).size == times * 13
+        again = plan_memory(larger, 1, previous=found)
+        check_placement(larger, again, 1)
+        assert again.size == times * 12 and again.proven
+    # Where it is not as good, or does not know all of them, it does no harm.
+    upside_down = {name: -offset for name, offset in found.items()}
+    for previous in (upside_down, {"b0": 64}, {"another": 0}):
+        placement = plan_memory(HARD, 1, previous=previous)
+        check_placement(HARD, placement, 1)
+        assert placement.size <= 13
 
 
 # -- drawings -----------------------------------------------------------------------------------------------
