@@ -64,6 +64,15 @@ def skipped(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def skipped_around_another(x: torch.Tensor) -> torch.Tensor:
+    """What Dynamo compiles of it is a function in it, which no name leads to."""
+    add = lambda y: y.sin() + 2
+    for _ in range(2):
+        x = add(x)
+        torch._dynamo.graph_break()
+    return x
+
+
 def calls_skipped(x: torch.Tensor) -> torch.Tensor:
     return skipped(x.exp())
 
@@ -103,6 +112,21 @@ class Outer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Deep(torch.nn.Module):
+    """Its skipped frame calls a module that is two attributes away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = torch.nn.Module()
+        self.outer.block = Net(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.outer.block(x)
             torch._dynamo.graph_break()
         return x
 
@@ -211,6 +235,7 @@ for _name, _make in {
     "a second instance": lambda: second(Net(4), Net(4)),
     "a second instance that breaks": lambda: second(Net(4, breaks=True), Net(4, breaks=True)),
     "a second instance with inner frames": lambda: second(Outer(), Outer()),
+    "a second instance that calls what is two attributes away": lambda: second(Deep(), Deep()),
     "an instance that another cannot serve": lambda: second(Net(4), Net()),
     "a sequence of others": lambda: second(torch.nn.Sequential(Net()), torch.nn.Sequential(Net(4))),
 }.items():
@@ -270,6 +295,18 @@ def inner_frames_that_another_uses() -> Case:
         y = x.cos()
         torch._dynamo.graph_break()
         return skipped(y)
+
+    return called(other)
+
+
+@case
+def a_function_inside_that_another_compiled() -> Case:
+    fast(skipped_around_another)(X)
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        y = x.cos()
+        torch._dynamo.graph_break()
+        return skipped_around_another(y)
 
     return called(other)
 
