@@ -11,6 +11,7 @@ import math
 import random
 import re
 import sys
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -620,6 +621,7 @@ def test_a_cache_is_carried_to_another_machine(tmp_path: Path) -> None:
 # -- what a key has to know ----------------------------------------------------------------------------------------
 
 _names: list[str] = []
+_settings: Any = types.ModuleType("settings_of_a_user")
 
 
 def _named(node: Any) -> str | None:
@@ -643,6 +645,7 @@ class SlottedNames(Names):
 
 def _predicates(*names: str) -> dict[str, Any]:
     """Predicates that are alike but for what they know."""
+    _settings.kept_out = names
     nested = lambda known: lambda node: _named(node)
     return {
         "an object": Names(*names),
@@ -653,6 +656,7 @@ def _predicates(*names: str) -> dict[str, Any]:
         "a global": _named,
         "a global of a function in it": nested(None),
         "slots": SlottedNames(*names),
+        "an attribute of a module": lambda node: Names(*_settings.kept_out)(node),
     }
 
 

@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import hashlib
 import shutil
+import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _fingerprint(value: Any, inside: tuple[int, ...] = (), described: set[int] |
             return ["function", *name]
         described.add(id(value))
         names = () if str(name[0]).partition(".")[0] in _KEYED_PACKAGES else _names_in(value.__code__)
-        used = {key: value.__globals__[key] for key in names if key in value.__globals__}
+        used = _looked_up(names, value.__globals__)
         closure = [cell.cell_contents for cell in value.__closure__ or ()]
         state = value.__defaults__, value.__kwdefaults__, closure, used
         return ["function", *name, _code(value.__code__), *map(of, state)]
@@ -167,6 +168,22 @@ def _state(instance: Any) -> Iterator[dict[str, Any]]:
         yield {name: getattr(instance, name, None) for name in ([slots] if isinstance(slots, str) else slots)}
         plain = {name: of for name, of in vars(cls).items() if not isinstance(of, types.GetSetDescriptorType)}
         yield {name: of for name, of in plain.items() if name == "__call__" or not name.startswith("__")}
+
+
+def _looked_up(
+    names: Iterable[str], scope: Mapping[str, Any], inside: tuple[types.ModuleType, ...] = ()
+) -> dict[str, Any]:
+    """What names in code may refer to: globals, and attributes of modules of the user's among them."""
+    found = {name: scope[name] for name in names if name in scope}
+    for name, module in list(found.items()):
+        if not isinstance(module, types.ModuleType) or module in inside:
+            continue
+        if module.__name__.partition(".")[0] not in (*_KEYED_PACKAGES, *sys.stdlib_module_names):
+            of_module = _looked_up(names, vars(module), (*inside, module))
+            # A compiled function has no code to describe, and its text may have an address.
+            described = (pair for pair in of_module.items() if not isinstance(pair[1], types.BuiltinFunctionType))
+            found |= {f"{name}.{key}": value for key, value in described}
+    return found
 
 
 # Packages whose versions are in the key, which covers what they define.
