@@ -323,7 +323,7 @@ def test_traces_have_host_graph_partitions_and_plan(compiled: Any, device: torch
 
 def test_a_plan_of_nobody_s_compilation_is_told_all_the_same(compiled: Any, heard: Told) -> None:
     """As that of a saved program."""
-    traces = ProgramTraces.of("fxwrap 1000 inference")
+    traces = ProgramTraces("fxwrap 1000 inference")
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos())
     f(torch.randn(8, 8))
     heard.clear()
@@ -391,7 +391,7 @@ def test_nothing_is_written_without_being_asked(
     f: Compiled = compiled(lambda x: (x.sin() @ x).cos())
     for _ in range(3):
         f(torch.randn(8, 8))
-    assert f.program.recorder._traces.folder is None
+    assert f.program.recorder._traces.compilation.folder is None
     assert list(tmp_path.iterdir()) == []
 
 
