@@ -100,6 +100,19 @@ def measure(static: int, copied: int, outputs: int, args: argparse.Namespace) ->
     return times
 
 
+class _WithoutNames:
+    """The library, whose units have no ranges."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def unit(self, described: Any) -> Any:
+        return self._library.unit(dataclasses.replace(described, name="", ranges=[]))
+
+
 def ranges(turns: int, calls: int) -> dict[str, float]:
     """What ranges cost a call while no profiler is on, in microseconds, natively and in Python."""
     from fxwrap.graphs.compilation import live_compilations
@@ -108,14 +121,14 @@ def ranges(turns: int, calls: int) -> dict[str, float]:
 
     torch._dynamo.reset()
     compiled, x = torch.compile(lambda x: x + 1, backend="fxwrap", options={"capture": "always"}), torch.randn(8)
-    for _ in range(3):
+    for _ in range(5):
         compiled(x)
     program = next(p for c in live_compilations() for p in c.programs if p.plan.device.type == "cpu")
     (recording,) = program.specializations.recordings()
     native = native_library.native_replay()
     assert not isinstance(native, str), native
     unit = recording.unit
-    bare = dataclasses.replace(native, unit=lambda known: native.unit({**known, "name": "", "ranges": []}))
+    bare = dataclasses.replace(native, library=_WithoutNames(native.library))
     with mock.patch.object(native_library, "native_replay", lambda: bare):
         recording.make_unit()
     without, program.specializations.units = recording.unit, ()

@@ -123,7 +123,7 @@ def one_function(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]
     """The function that train_step compiles, by Inductor's own wrapper."""
     slots = Slots()
     slots.fill(updates_of(adamw(model), Numbers()))
-    function = torch.compile(own(traced_step(model, loss, slots, None, 1, None)), backend="inductor", fullgraph=True)
+    function = torch.compile(own(traced_step(model, loss, slots, None, None)), backend="inductor", fullgraph=True)
     with tracing_autograd():
         first = [function(*inputs)]
     return lambda: first.pop() if first else function(*inputs)
