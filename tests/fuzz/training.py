@@ -113,10 +113,7 @@ class Training:
     @property
     def tolerance(self) -> float:
         in_float32 = not self.float64 or self.optimizer.foreach == "fused"
-        if in_float32 and self.optimizer.name in COUNTS_IN_FLOAT32:
-            return 1e-3
-        # The gradient of a bias before BatchNorm cancels: 1e-15 is left, which is divided by an eps of 1e-8.
-        return 1e-6 if "batch_norm" in self.recipe.kinds else 1e-9
+        return 1e-3 if in_float32 and self.optimizer.name in COUNTS_IN_FLOAT32 else 1e-9
 
 
 def random_training(draw: random.Random) -> Training:

@@ -93,7 +93,8 @@ class _Writer:
         self._layer(name, "LayerNorm(16)", f"self.{name}(h)")
 
     def _part_batch_norm(self, name: str, pick: int) -> None:
-        self._layer(name, f"BatchNorm1d(16, momentum={(0.1, 0.3)[pick % 2]})", f"self.{name}(h)")
+        # Without the second term a gradient of a bias before it cancels, and Adam makes steps of what rounding left.
+        self._layer(name, f"BatchNorm1d(16, momentum={(0.1, 0.3)[pick % 2]})", f"self.{name}(h) + 0.1 * h")
 
     def _part_convolution(self, name: str, pick: int) -> None:
         self._layer(name, "Conv2d(1, 4, 3, padding=1)", f"self.{name}(h.view(-1, 1, 4, 4)).mean(1).flatten(1)")
