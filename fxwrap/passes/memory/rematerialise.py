@@ -9,8 +9,8 @@
                                         d = k(c, a_again)
 
 A kernel on the same bytes gives the same bits again, unless its threads add to one place in any order (atomic adds):
-such a kernel is not repeated. It works on the host graph, after fusion: every launch, every
-storage, its size and its uses are known. So a limit in bytes holds, and its price is counted before anything runs.
+such a kernel is not repeated. It works on the host graph, after fusion: every launch, every storage, its size and its
+uses are known. So a limit in bytes holds, and its price is counted before anything runs.
 The place in the line, and the choice by bytes saved for each byte moved, are those of XLA's ``HloRematerialization``.
 
 ``rebuilt.py`` makes a host graph of the timeline.
