@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fxwrap.graphs.devices.runtime import using_runtime
-from fxwrap.pipeline import observed_by
+from fxwrap.stages import observed_by
 from fxwrap.testing.simulated import simulated
 
 # What is planned and proved of memory, and proved of the schedule.

@@ -17,26 +17,21 @@ compare a call with ``memory_limit``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
-import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import GraphModule
 
 from .devices import capture_cost, device_support
 from .eager_rules import EagerRule
-from .errors import MemoryLimitError, PipelineError
 from .graphs.compilation import Compilation
 from .graphs.devices.runtime import conditional_nodes_of, freezes_addresses
+from .graphs.memory.budget import nearest
 from .graphs.memory.planning import Planner
 from .graphs.program import Program
 from .hooks import PROGRAMS, class_for
@@ -55,35 +50,23 @@ from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import DECIDED_ON_HOST, FROZEN_ADDRESS_RULES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
 from .passes.partition.cut import cut
-from .passes.partition.export import partition_graph
+from .passes.partition.export import CompilePartition, replace_partitions
 from .passes.rewrites.body_memory import place_bodies
 from .passes.rewrites.shared_views import share_views
 from .passes.verify import SameBodies, verify_memory, verify_same_results, verify_schedule
 from .plan import (
     InputFacts,
     MemoryPlan,
-    PartitionGraph,
     PlacementHint,
     ProgramPlan,
     Reservations,
-    Signature,
     SizedProgram,
 )
+from .stages import Rewrite, Times, stage
 from .torch_private.functions import without_modes
 
 if TYPE_CHECKING:
     import networkx as nx
-
-log = logging.getLogger(__name__)
-
-
-class PartitionFunction(Protocol):
-    """The replacement of a partition: it takes the partition's inputs and returns its outputs, in order."""
-
-    def __call__(self, *inputs: object) -> Sequence[object]: ...
-
-
-CompilePartition = Callable[[PartitionGraph], PartitionFunction | None]
 
 
 @dataclass(frozen=True)
@@ -99,71 +82,6 @@ class CompileRequest:
     inputs: InputFacts = field(default_factory=InputFacts)
     compilation: Compilation | None = None
     compile_partition: CompilePartition | None = None
-
-
-# -- stages ---------------------------------------------------------------------------------------------------
-
-# ``observer(name, seconds)``: called after each stage, for logs and timing.
-Observer = Callable[[str, float], object]
-_observers: ContextVar[tuple[Observer, ...]] = ContextVar("fxwrap_observers", default=())
-# How often each stage ran, and its seconds including its check, by the stage's name.
-Times = dict[str, tuple[int, float]]
-
-
-@contextlib.contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
-    """Call ``observer`` after each stage that runs on this thread inside of the context."""
-    token = _observers.set((*_observers.get(), observer))
-    try:
-        yield
-    finally:
-        _observers.reset(token)
-
-
-@contextlib.contextmanager
-def _stage(name: str, took: Times) -> Iterator[None]:
-    """Time a stage, with the check of what it has made, and tell the observers."""
-    begin = time.perf_counter()
-    yield
-    seconds = time.perf_counter() - begin
-    runs, total = took.get(name, (0, 0.0))
-    took[name] = runs + 1, total + seconds
-    log.debug("%s: %.1f ms", name, seconds * 1e3)
-    for observer in _observers.get():
-        observer(name, seconds)
-
-
-@dataclass(frozen=True)
-class Rewrite:
-    """A stage that edits the host graph in place, or returns a new one.
-
-    Attributes:
-        name: shown in logs, timings and errors.
-        lint: whether to run ``Graph.lint`` afterwards, which names a user's pass that breaks the graph.
-    """
-
-    name: str
-    function: Callable[[GraphModule], GraphModule | None]
-    lint: bool = True
-
-    def run(self, graph: GraphModule, took: Times) -> GraphModule:
-        """The rewritten graph.
-
-        Raises:
-            PipelineError: the graph is invalid afterwards.
-        """
-        with _stage(self.name, took):
-            rewritten = self.function(graph) or graph
-            try:
-                if self.lint:
-                    rewritten.graph.lint()
-            except Exception as error:
-                raise PipelineError(
-                    f"pass {self.name!r} leaves an invalid graph",
-                    expected="a torch.fx graph that passes its lint()",
-                    got=str(error),
-                ) from error
-        return rewritten
 
 
 def _place_bodies(gm: GraphModule) -> None:
@@ -191,20 +109,6 @@ def _workspace(gm: GraphModule, symbols: Mapping[object, int] | None = None) -> 
     work = (node for node in gm.graph.nodes if node.op == "call_function")
     with without_modes():
         return measure_workspace(work, symbols)
-
-
-def _replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition | None) -> ProgramPlan:
-    """Let ``compile_partition`` replace partitions. A replacement is stored as an attribute of the graph."""
-    if compile_partition is None:
-        return plan
-    compiled = dict[int, Signature]()
-    for partition in plan.partitions:
-        graph = partition_graph(plan, partition)
-        if (function := compile_partition(graph)) is not None:
-            target = next(name for n in itertools.count() if not hasattr(plan.graph, name := f"compiled_{n}"))
-            setattr(plan.graph, target, function)
-            compiled[partition.index] = dataclasses.replace(graph.signature, target=target)
-    return dataclasses.replace(plan, compiled=compiled)
 
 
 def _check_schedule(plan: ProgramPlan) -> None:
@@ -242,12 +146,12 @@ class HostGraphPlanner:
     @functools.cached_property
     def _analysis(self) -> tuple[StorageFacts, Mapping[str, int], nx.DiGraph]:
         graph, workspace = self.graph, self.stored_workspace
-        with _stage("aliasing", self.took):
+        with stage("aliasing", self.took):
             facts = analyse_storages(graph)
         if workspace is None:
-            with _stage("workspace", self.took):
+            with stage("workspace", self.took):
                 workspace = _workspace(graph)
-        with _stage("dependencies", self.took):
+        with stage("dependencies", self.took):
             apart_on = main_device(graph).type if self.options.inputs_apart else ""
             dependencies = build_dependency_graph(graph, facts, apart_on)
         return facts, workspace, dependencies
@@ -260,25 +164,25 @@ class HostGraphPlanner:
         device, sizes = main_device(graph), expected_sizes(graph, facts)
         inner = {index: sizes[index] for index in facts.inner() if index in sizes}
 
-        with _stage("capturability", took):
+        with stage("capturability", took):
             has_nodes = conditional_nodes_of(device) is not None
             verdicts = judge(graph, self._eager_ops(device, has_nodes), capture_errors, has_nodes)
-        with _stage("cut", took):
+        with stage("cut", took):
             partitions = cut(dependencies, verdicts, device, facts, inner, options.peak_budget)
             plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
-        with _stage("cost model", took):
+        with stage("cost model", took):
             cost = capture_cost(device.type)
             plan = apply_cost_model(plan, cost, sizes, options.capture, options.min_launches)
             _check_schedule(plan)
         if options.moves_work:
-            with _stage("order", took):
+            with stage("order", took):
                 plan = order_for_memory(plan, dependencies, sizes)
                 _check_schedule(plan)
         if limit is not None:
-            with _stage("fit", took):
+            with stage("fit", took):
                 plan = self._fit(plan, dependencies, limit)
-        with _stage("partitions compiled elsewhere", took):
-            return _replace_partitions(plan, self.compile_partition)
+        with stage("partitions compiled elsewhere", took):
+            return replace_partitions(plan, self.compile_partition)
 
     def _eager_ops(self, device: torch.device, has_nodes: bool) -> Sequence[str | EagerRule]:
         decided = () if has_nodes else (DECIDED_ON_HOST,)
@@ -300,7 +204,7 @@ class HostGraphPlanner:
         hint: PlacementHint | None = None,
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
-        with _stage("memory", self.took):
+        with stage("memory", self.took):
             memory = plan_program(sized, reserved, hint, previous)
             _check_memory(memory, sized)
         return memory
@@ -374,12 +278,9 @@ def with_static_inputs(program: Program, positions: Iterable[int]) -> Program:
 
 
 def _partitioned(planner: Planner, inputs: InputFacts, options: Options) -> ProgramPlan:
-    """The plan within ``memory_limit``; if there is none, that with the lowest peak: the first call tells then."""
+    """The plan within ``memory_limit``; if no plan keeps it, the one with the lowest peak: its first call raises."""
     limit = Limit(options.memory_limit) if options.memory_limit else None
-    try:
-        return planner.partition(inputs, limit=limit)
-    except MemoryLimitError as error:
-        return planner.partition(inputs, limit=Limit(error.least))
+    return nearest(lambda within: planner.partition(inputs, limit=within), limit)
 
 
 def _program(plan: ProgramPlan, planner: Planner, request: CompileRequest) -> Program:

@@ -12,7 +12,6 @@ import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -271,32 +270,6 @@ class MemoryPlan:
     def footprint(self, region: Region) -> list[tuple[int, int]]:
         """The bytes of a region that the program uses, as spans ``[low, high)`` in order, adjacent ones joined."""
         return joined((low, low + self.sizes[index]) for index, low in self.inside(region).items())
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted memory of a call, or of a forward and its backward, on one device, without inputs, in bytes.
-
-    Workspace of operators counts only if it was measured; a driver's own memory for a graph does not count.
-
-    Attributes:
-        arena: the arena, which exists all the time.
-        operators: the peak of results that operators allocate, and of their workspace if that is known.
-        outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``.
-        outputs: the part of all this that the caller still has after the call.
-    """
-
-    SHOWN: ClassVar = ("total",)
-
-    device: torch.device
-    arena: int
-    operators: int
-    outside: int
-    outputs: int
-
-    @property
-    def total(self) -> int:
-        return self.arena + self.outside
 
 
 @dataclass(frozen=True)

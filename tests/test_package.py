@@ -75,6 +75,7 @@ MAY_NOT_IMPORT = {
     "passes": ("fxwrap.graphs", "fxwrap.pipeline", "fxwrap.codegen", *_ACTS),
     "graphs": ("fxwrap.passes", "fxwrap.pipeline", "fxwrap.codegen", *_ACTS),
     "pipeline.py": ("fxwrap.codegen", *_ACTS),
+    "stages.py": (*_RULES, "fxwrap.plan", *_RUNS, *_ACTS),
     "codegen": _ACTS,
     "backend.py": _ACTS[:3],
     "inspection": _ACTS[:1] + _ACTS[2:],

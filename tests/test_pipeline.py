@@ -20,14 +20,9 @@ from torch.fx import GraphModule
 
 from fxwrap.errors import PipelineError, PlanError
 from fxwrap.passes.memory.planner import plan_program
-from fxwrap.pipeline import (
-    REWRITES,
-    Rewrite,
-    compile_host_graph,
-    observed_by,
-    restore_program,
-)
+from fxwrap.pipeline import REWRITES, compile_host_graph, restore_program
 from fxwrap.plan import MemoryPlan, SizedProgram
+from fxwrap.stages import Rewrite, observed_by
 
 
 def small_graph() -> GraphModule:

@@ -27,21 +27,19 @@ from ..errors import CaptureError, MemoryLimitError, PlanError
 from ..limit import Limit
 from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from ..torch_private import native_library
-from .devices.runtime import capture_check, runtime_for
+from .devices.runtime import runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
-from .memory.budget import Budget
+from .memory.budget import Budget, nearest
 from .memory.locks import LockOwner
-from .memory.memory_provider import Estimate, RecordingMemory, Saved
+from .memory.memory_provider import Estimate, Saved
 from .memory.shared_state import SHARED
 from .policy.counters import RecordingMade
 from .policy.specialization import Record, Specialization
 from .prepared import Prepared, ProgramContext
 from .record.capture import free_workspaces_of_warm_ups
 from .record.recording_builder import Recorded, RecordingBuilder
-from .replay.guards import Guards
-from .replay.overlaps import MutatedInputs
 from .replay.ranges import recording as recording_range
-from .replay.recording import RecordingRequest
+from .requests import request_for
 from .traces import ProgramTraces
 
 log = logging.getLogger(__name__)
@@ -325,7 +323,7 @@ class Recorder:
         )
         self._note_plan(memory.sized, memory.memory)
         self._keep_estimate(specialization, estimate or Estimate(memory.sized, memory.memory))
-        request = self._request_for(prepared, specialization, inputs, static, memory)
+        request = request_for(self._context, prepared, self._traces, specialization, inputs, static, memory)
         arena = memory.arenas.get(prepared.plan.device)
         before = arena.pool_bytes() if arena is not None else 0
         with record_function(recording_range(self._context.name)):
@@ -343,52 +341,6 @@ class Recorder:
             backward=plan.phase == "backward",
             saved=self._saved_tensors,
             aligned=self.prepared.aligned,
-        )
-
-    def _request_for(
-        self,
-        prepared: Prepared,
-        specialization: Specialization,
-        inputs: Sequence[Any],
-        static: list[int],
-        memory: RecordingMemory,
-    ) -> RecordingRequest:
-        mutated = self._context.mutated_inputs
-        mutated = mutated.with_static(inputs, static) if mutated else None
-        return RecordingRequest(
-            sized=memory.sized,
-            memory=memory.memory,
-            arenas=memory.arenas,
-            reused_inputs=memory.reused_inputs,
-            name=self._context.name,
-            traces=self._traces,
-            runtime=runtime_for(prepared.plan.device),
-            static_inputs=static,
-            copied=specialization.output_copies.of(index for _, index in prepared.outputs) | prepared.copied,
-            mutated_inputs=mutated,
-            guards=self._guards(prepared, inputs, mutated),
-            count=self._context.counters.cell(),
-            policy=weakref.ref(specialization),
-        )
-
-    def _guards(self, prepared: Prepared, inputs: Sequence[Any], mutated: MutatedInputs | None) -> Guards | None:
-        """The guards of a native call that come from the recorded call; None if a unit cannot check them.
-
-        These are sizes, and inputs that must not overlap; besides, what the program asks of every call.
-        ``Recording.make_unit`` adds those of the recording's memory: addresses, locks, device and streams.
-        """
-        sizes = self._context.sizes.at(inputs)
-        numbers = [(p, value) for (p, how, _), value in sizes if how is None and value is not None]
-        if not all(type(number) is int for _, number in numbers):
-            return None
-        return Guards(
-            numbers=numbers,
-            dimensions=[(p, how == "stride", dim, value) for (p, how, dim), value in sizes if how is not None],
-            packed=SHARED.packed_tensors.known,
-            overwritten=prepared.overwritten,
-            mutated_inputs=mutated,
-            no_hooks=prepared.plan.phase == "forward",
-            caller_captures=capture_check(prepared.plan.device),
         )
 
     def _keep(self, specialization: Specialization, recorded: Recorded, inputs: list[Any], why: str) -> None:
@@ -421,7 +373,7 @@ class Recorder:
 
     def _replace_plan(self, limit: Limit | None, why: str, plan: ProgramPlan | None = None) -> None:
         """Take another plan, by default a new one. ``why``: the reason for which all recordings end."""
-        plan = plan or self.partition(limit)
+        plan = plan or nearest(self.partition, limit)
         if plan.graph is not self.prepared.plan.graph:
             self.newest_plan = self.newest_sized = None  # they are about storages of another graph
         self._limit, self.prepared = limit, Prepared.of(plan, self._context, self.budget)

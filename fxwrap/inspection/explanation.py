@@ -21,7 +21,8 @@ from ..graphs.program import Program
 from ..hooks import REPORT_METHODS, imported
 from ..host_graph.nodes import Kernel
 from ..host_graph.typed_json import from_data, to_data
-from ..plan import MemoryPlan, Partition, Prediction
+from ..passes.memory.planner import Prediction
+from ..plan import MemoryPlan, Partition
 from .document import SCHEMA, CallData, Document, kernels_of, unit_of
 from .memory_map import predictions
 

@@ -14,9 +14,9 @@ from ..host_graph.storages import Origin
 from ..host_graph.user_code import shown_name, user_line
 from ..packing import Buffer, plan_memory
 from ..packing.reserved import alive_at_steps, most_alive
-from ..passes.memory.planner import predict_memory
+from ..passes.memory.planner import Prediction, predict_memory
 from ..passes.memory.requirements import Requirements
-from ..plan import Home, MemoryPlan, Prediction, ProgramPlan, SizedProgram
+from ..plan import Home, MemoryPlan, ProgramPlan, SizedProgram
 
 
 @dataclass(frozen=True)

@@ -368,7 +368,7 @@ class Side:
 
         def record(x: Tensor, y: Tensor) -> None:
             try:
-                fxwrap.record(train, (x, y))
+                self._limit(program).run(lambda: fxwrap.record(train, (x, y)), measures=False)
             except fxwrap.FxwrapError as error:
                 if "called no program" not in str(error):  # where it only returns inputs, nothing is compiled
                     raise

@@ -59,8 +59,11 @@ class Limit:
         for program in self._compilation.programs:
             program.set_memory_limit(nbytes)
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    def run(self, call: Callable[[], Any], measures: bool = True) -> Any:
         """Make a call, and if it does not fit, within the least limit that does, or somewhat more.
+
+        Args:
+            measures: whether all that is allocated is the program's.
 
         Raises:
             TakesMoreError: it takes more, or the least is none.
@@ -69,14 +72,14 @@ class Limit:
             return call()
         programs = len(self._compilation.programs)
         try:
-            result = self._measured(call)
+            result = self._measured(call) if measures else call()
         except MemoryLimitError as error:
             least, asked = error.least, self.nbytes
             if least <= asked:
                 raise TakesMoreError(f"within {asked} bytes it does not fit, and least is {least}") from error
             self.set(int(least * self.room))
             try:
-                result = self._measured(call)
+                result = self._measured(call) if measures else call()
             except MemoryLimitError as again:
                 raise TakesMoreError(
                     f"least is {least}, and within {self.nbytes} it does not fit: {again}"

@@ -16,6 +16,7 @@ import torch
 from conftest import Compiled, freezes
 
 import fxwrap
+from fxwrap.errors import MemoryLimitError
 from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.arenas import OUT_OF_MEMORY, Arena
 from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
@@ -118,6 +119,34 @@ def test_a_call_stays_within_memory_limit(compiled: Any, device: torch.device, o
     assert _taken(limited) <= whole - half
     assert limited.program.plan.repeated
     assert limited.program.counters.replays >= 2
+
+
+@torch.library.custom_op("fxwrap_test::read_by_the_host", mutates_args=())
+def read_by_the_host(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.isnan().sum() == 0)
+
+
+@read_by_the_host.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_capture_fails_where_only_small_calls_fit(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """The program is partitioned again after the failure; within the limit it can be for small calls only."""
+
+    def g(x: torch.Tensor) -> torch.Tensor:
+        return read_by_the_host((x @ x.t()).sin()).cos() @ x
+
+    f: Compiled = compiled(g, options={"memory_limit": 1 << 20}, dynamic=True)
+    with pytest.raises(MemoryLimitError):
+        f(torch.randn(1024, 8, device=device))
+    for _ in range(5):
+        x = torch.randn(64, 8, device=device)
+        torch.testing.assert_close(f(x), g(x))
+    counters = f.program.counters
+    assert counters.replays >= 2 and bool(f.program.recorder.capture_errors) == freezes(device)
 
 
 def _taken(f: Compiled) -> int:

@@ -18,8 +18,9 @@ from torch.fx import GraphModule
 from ...errors import EmissionError, FxwrapError, PipelineError
 from ...host_graph.user_code import described, owner_of
 from ...passes.analysis.windows import used_outside
-from ...pipeline import REWRITES, Rewrite, compile_host_graph
+from ...pipeline import REWRITES, compile_host_graph
 from ...plan import PartitionGraph
+from ...stages import Rewrite
 from .. import torch_versions as versions
 from ..garbage import no_garbage_collection
 from ..request import current_request

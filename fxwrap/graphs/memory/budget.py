@@ -21,7 +21,20 @@ from .planning import Planner
 # Each further attempt lowers the budget for storages by at least 1/64 of the limit.
 _STEPS = 64
 # Partitions a program, within a limit or without one.
-Partition = Callable[[Limit | None], ProgramPlan]
+PartitionWithin = Callable[[Limit | None], ProgramPlan]
+
+
+def nearest(partition: PartitionWithin, limit: Limit | None) -> ProgramPlan:
+    """The plan within a limit; if no plan keeps it, the one with the lowest peak.
+
+    A limit is checked again for each set of sizes: smaller calls may fit, and others raise then.
+    """
+    try:
+        return partition(limit)
+    except MemoryLimitError as error:
+        if limit is None or not error.least:
+            raise
+        return partition(replace(limit, nbytes=error.least))
 
 
 @dataclass(frozen=True)
@@ -99,9 +112,9 @@ class Budget:
             ) from error
 
     def within(
-        self, nbytes: int, call: PlannedCall, plan: ProgramPlan, limit: Limit | None, partition: Partition
+        self, nbytes: int, call: PlannedCall, plan: ProgramPlan, limit: Limit | None, partition: PartitionWithin
     ) -> tuple[ProgramPlan, Limit | None]:
-        """A plan with which a call takes no more than so many bytes, and its limit: the given one, if it does.
+        """A plan with which a call takes no more than so many bytes, and its limit; both unchanged if ``plan`` does.
 
         Partitioning counts storages only. What an arena takes on top (gaps, static buffers) is known once it is
         planned, and is subtracted from the limit for the next attempt. The last attempt is the plan with the lowest
@@ -127,7 +140,7 @@ class Budget:
                 break
         return plan, limit
 
-    def least(self, call: PlannedCall, plan: ProgramPlan, partition: Partition) -> int:
+    def least(self, call: PlannedCall, plan: ProgramPlan, partition: PartitionWithin) -> int:
         """The lowest limit that fits."""
         try:
             plan, _ = self.within(1, call, plan, None, partition)

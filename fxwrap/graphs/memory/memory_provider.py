@@ -38,7 +38,7 @@ from .shared_state import SHARED
 class Estimate:
     """A memory plan for one set of sizes that is made before a recording, while the program runs eagerly.
 
-    Reports make a ``Prediction`` (plan.py) of it.
+    Reports make a ``Prediction`` (``passes/memory/planner.py``) of it.
 
     Attributes:
         sized: the program at these sizes.

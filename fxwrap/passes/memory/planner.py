@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,7 +24,6 @@ from ...plan import (
     MemoryPlan,
     Place,
     PlacementHint,
-    Prediction,
     ProgramPlan,
     Region,
     Reservations,
@@ -192,6 +191,32 @@ def plan_pair(
             offsets = {buffer.name: offset for (program, buffer), offset in placed if program == number}
             hint[device] = replace(placement, offsets=offsets)
     return hints[0], hints[1]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted memory of a call, or of a forward and its backward, on one device, without inputs, in bytes.
+
+    Workspace of operators counts only if it was measured; a driver's own memory for a graph does not count.
+
+    Attributes:
+        arena: the arena, which exists all the time.
+        operators: the peak of results that operators allocate, and of their workspace if that is known.
+        outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``.
+        outputs: the part of all this that the caller still has after the call.
+    """
+
+    SHOWN: ClassVar = ("total",)
+
+    device: torch.device
+    arena: int
+    operators: int
+    outside: int
+    outputs: int
+
+    @property
+    def total(self) -> int:
+        return self.arena + self.outside
 
 
 def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequence[str]]) -> list[Prediction]:

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...host_graph.nodes import Kind, checks_on, effective_users, is_symbolic_value, kind_of
 from ...host_graph.storages import Origin
 from ...plan import Partition, PartitionGraph, ProgramPlan, Signature
+
+
+class PartitionFunction(Protocol):
+    """The replacement of a partition: it takes the partition's inputs and returns its outputs, in order."""
+
+    def __call__(self, *inputs: object) -> Sequence[object]: ...
+
+
+CompilePartition = Callable[[PartitionGraph], PartitionFunction | None]
+
+
+def replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition | None) -> ProgramPlan:
+    """Let ``compile_partition`` replace partitions. A replacement is stored as an attribute of the graph."""
+    if compile_partition is None:
+        return plan
+    compiled = dict[int, Signature]()
+    for partition in plan.partitions:
+        graph = partition_graph(plan, partition)
+        if (function := compile_partition(graph)) is not None:
+            target = next(name for n in itertools.count() if not hasattr(plan.graph, name := f"compiled_{n}"))
+            setattr(plan.graph, target, function)
+            compiled[partition.index] = dataclasses.replace(graph.signature, target=target)
+    return dataclasses.replace(plan, compiled=compiled)
 
 
 def partition_graph(plan: ProgramPlan, partition: Partition) -> PartitionGraph:
