@@ -4,15 +4,15 @@
 
     compile_host_graph           rewrites
     HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, order, fit,
-                                 compiled elsewhere
+                                 partitions that compile_partition replaces
     HostGraphPlanner.plan        memory
 
 A stage is a function of what earlier stages return. Most results have a type of their own, so that most wrong orders
 are type errors. What decides an order or memory is checked beside its call, by code that shares nothing with it
 (``passes/verify``). Analysis runs once for a graph. Partitioning runs again when a capture fails, with the failed
 operator kept eager, and when a call would take more than ``memory_limit``. Memory planning runs at concrete sizes:
-for an estimate before the first recording, for recordings that cannot use it, and, where addresses are frozen, to
-compare a call with ``memory_limit``.
+for an estimate before the first recording; for every recording where addresses are frozen, and elsewhere for those
+that the estimate does not fit; and, where addresses are frozen, to compare a call with ``memory_limit``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ REWRITES = (
 
 
 def _workspace(gm: GraphModule, symbols: Mapping[object, int] | None = None) -> Mapping[str, int]:
-    """Measure the workspace of library calls; only for the CPU, whose plan counts it as in use in the call's step.
+    """Measure the workspace of library calls; only for the CPU, whose plan counts it in the library call's step.
 
     Args:
         symbols: the sizes; by default those that the program was compiled for.

@@ -53,16 +53,16 @@ class NodeVerdict:
 class Partition:
     """Nodes of one verdict that run one after another.
 
-    These are launches and extern calls; an eager partition also has data-dependent sizes, allocations and checks, and
-    elements of tuples.
+    These are launches and extern calls; an eager partition also has sizes that data decide, allocations and checks
+    that need them, and elements of tuples.
 
     Attributes:
         reason: why the partition is eager; empty for a captured one.
         device: the device whose graph captures the partition; the CPU for an eager partition, even if its kernels run
             elsewhere.
         launches, externs: numbers of its kernel launches and of its extern calls.
-        benefit: what a capture is estimated to save; None if the partition, or the first of those joined in it,
-            cannot be captured.
+        benefit: what a capture is estimated to save; None if the partition cannot be captured. Of partitions
+            that the cost model has joined, the first decides.
     """
 
     index: int
@@ -302,8 +302,8 @@ class InputFacts:
 class ProgramPlan:
     """The decisions about a host graph that need no concrete sizes.
 
-    With ``memory_limit``, what is recomputed was chosen at one set of sizes. The plan is correct at any size, and
-    keeps the limit at these; ``Recorder.fit`` plans again for others.
+    With ``memory_limit``, what is recomputed was chosen at one set of sizes. The plan is correct at any size. It is
+    known to keep the limit at these sizes only; ``Recorder.fit`` plans again for others.
 
     Attributes:
         repeated: the copies of nodes that recompute dropped values, in order.

@@ -1,4 +1,4 @@
-"""An eager run that measures what calls allocate of which the plan does not know it: custom operators, mostly."""
+"""An eager run that measures what calls allocate beyond the plan: custom operators, mostly."""
 
 from __future__ import annotations
 

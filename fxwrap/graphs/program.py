@@ -33,7 +33,7 @@ from .replay.recording import Recording, next_use
 log = logging.getLogger(__name__)
 
 WARM_UP = "warm-up"
-# The warm-up of new sizes, where others have warmed up: what is compiled runs, and nothing compiles.
+# The warm-up of further sizes: all kernels are compiled and tuned already.
 NEW_SIZES = "first call of these sizes"
 WARM_UPS = WARM_UP, NEW_SIZES
 CALLER_CAPTURES = "called while the caller captures"
@@ -196,7 +196,8 @@ class Program:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
     def _not_replayed(self, specialization: Specialization, inputs: list[Any], unrecorded: str) -> Any:
-        """Replay after all if a hook changed something, else replay or record as decided, else run eagerly."""
+        """Serve a call that ``_replay`` could not: replay, if a hook or another thread has changed something; else
+        record, or run eagerly."""
         if self.options.inputs_apart and (mutated := self.context.mutated_inputs) and not mutated.are_apart(inputs):
             raise InputError(
                 f"{self.name}: {_OVERLAP}",
@@ -289,7 +290,7 @@ class Program:
 
     @property
     def _measures(self) -> bool:
-        """Whether an eager run at each size has to tell what the plan does not know."""
+        """Whether an eager run at each size has to measure what is allocated beyond the plan."""
         return bool(self.recorder.memory_limit) and not self._freezes_addresses
 
     @property

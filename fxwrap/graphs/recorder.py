@@ -1,10 +1,11 @@
 """The recorder of a program: plans memory, makes recordings, and adds them to the program's specializations.
 
 Why it is more than a capture: a device graph has its addresses compiled in, and memory is shared with other programs,
-with outputs that callers hold, and with torch's allocator. What a capture meets is known when it is tried. So a call
-that records is an attempt (``_try``), with one of three ends. ``Recorded``: the call has run; an operator whose
-capture failed is left eager by the next partition. ``Refused``: nothing has run, the call runs eagerly. ``Short`` of
-memory: it runs eagerly, and calls try again when more is free. Around it is ``fit``: a call stays within
+with outputs that callers hold, and with torch's allocator. What stands in the way of a capture shows only when it is
+tried. So a call that records is an attempt (``_try``), with one of three ends. ``Recorded``: the call has run; if the
+capture of an operator failed, the program is partitioned again with that operator eager. ``Refused``: nothing has
+run, the call runs eagerly. ``Short`` of memory: the call runs eagerly, unless memory ran out after its outputs were
+made, and calls try again when more is free. Before an attempt, ``fit`` plans so that the call stays within
 ``memory_limit``.
 """
 
@@ -111,7 +112,7 @@ class Recorder:
         self._traces = ProgramTraces(context.name)
         self._traces.compiled(plan)
         self.budget = Budget(context.planner, context.options.memory_limit)
-        self._limit = Limit(self.memory_limit) if self.memory_limit else None  # that the present plan is for
+        self._limit = Limit(self.memory_limit) if self.memory_limit else None  # that the present plan was made for
         self.prepared = Prepared.of(plan, context, self.budget)
         self.capture_errors = dict[str, str]()
         self.never_recorded = ""
@@ -208,7 +209,9 @@ class Recorder:
         except MemoryLimitError as error:
             if not error.least:
                 raise
-            with contextlib.suppress(CaptureError):  # what fits wherever inputs lie still fits when some have moved
+            with contextlib.suppress(
+                CaptureError
+            ):  # count a buffer for each input that may move: then it fits later, too
                 call = provider.call(inputs, present.inputs.static | self._saved_tensors)
             least = self.budget.least(call, present, self.partition)
             raise self.budget.does_not_fit(self.memory_limit, max(error.least, least), present) from None
@@ -372,7 +375,7 @@ class Recorder:
         self._replace_plan(self._limit, "cut again around what could not be captured")
 
     def _replace_plan(self, limit: Limit | None, why: str, plan: ProgramPlan | None = None) -> None:
-        """Take another plan, by default a new one. ``why``: the reason for which all recordings end."""
+        """Take ``plan``, or partition again within ``limit``. ``why``: the reason for which all recordings end."""
         plan = plan or nearest(self.partition, limit)
         if plan.graph is not self.prepared.plan.graph:
             self.newest_plan = self.newest_sized = None  # they are about storages of another graph

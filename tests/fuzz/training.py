@@ -24,7 +24,7 @@ import torch
 import torch._inductor.config
 from conftest import tensors_in
 from features.train_step.loops import OrdinaryStep
-from own_operators import AROUND
+from own_operators import AROUND, HOST_WORK
 from sequences import random_state, set_random_state
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -433,6 +433,9 @@ class OurSide(Side):
     def make_step(self, limit: int | None = None) -> Any:
         training = self.training
         limit = limit or training.limit
+        options = dict(training.options)
+        if runtime_for(self.device).frozen_addresses:
+            options["eager_ops"] = HOST_WORK
         self.limit = limit if isinstance(limit, int) else 0
         return fxwrap.train_step(
             self.model,
@@ -442,7 +445,7 @@ class OurSide(Side):
             accumulate=training.accumulate,
             memory_limit=limit,
             dynamic=training.dynamic,
-            options=dict(training.options),
+            options=options,
         )
 
     def _call(self, batch: tuple[Any, ...]) -> None:

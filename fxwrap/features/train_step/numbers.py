@@ -23,6 +23,8 @@ _NOT_ZERO = frozenset([_Tensor.ne, _Tensor.__ne__, operator.ne, _Tensor.gt, _Ten
 # Keyword arguments of operators that are numbers by their schema, with the position of an operand that may be
 # multiplied in their place: (a + alpha * b), (a + value * b * c), (a + value * b / c).
 _FACTORS = {"alpha": 1, "value": 1}
+# What takes two bounds that are numbers, or two that are tensors.
+_BOUNDED = frozenset([torch.clamp, _Tensor.clamp, _Tensor.clamp_])
 
 
 class Numbers:
@@ -97,4 +99,9 @@ class ReadingNumbers(TorchFunctionMode):
             if isinstance(named.get(name), torch.Tensor):
                 factor = named.pop(name)
                 args = (*args[:place], args[place] * factor, *args[place + 1 :])
+        if func in _BOUNDED:
+            bound = next((one for one in args[1:] if isinstance(one, torch.Tensor)), None)
+            if bound is not None:
+                number = int, float
+                args = (args[0], *(bound.new_full((), one) if isinstance(one, number) else one for one in args[1:]))
         return func(*args, **named)

@@ -16,6 +16,7 @@ from ...errors import MemoryLimitError, TrainStepError, causes
 from ...options import refuse_unknown
 from .codegen.averaging import averaging
 from .codegen.tracing import compiled_step, faults_of_forward, mark_static, why_not_traced
+from .first_rates import FirstRates
 from .group import begin_alike, check_group
 from .optimizers import Numbers, updates_of
 from .refusals import refusals
@@ -127,6 +128,7 @@ class TrainStep:
             begin_alike(model, optimizer, accumulate, group)
         self._slots, self._numbers = Slots(), Numbers()
         self._seen: Snapshot | None = None
+        self._first_rates: FirstRates | None = None
         average = averaging(group) if group is not None else None
         parts = [traced_step(model, loss, self._slots, clip_norm, average)]
         if accumulate > 1:
@@ -138,6 +140,8 @@ class TrainStep:
         self._last, self._earlier = bound[0], bound[-1]
 
     def __call__(self, *batch: Any, **more: Any) -> Any:
+        if self._first_rates is not None:
+            self._first_rates.follow()
         if self._seen is None or not self._seen.holds(self.optimizer):
             self._look_again()
         try:
@@ -201,7 +205,10 @@ class TrainStep:
         frozen = [p for group in self.optimizer.param_groups for p in group["params"] if not p.requires_grad]
         if self.micro_batches and any(parameter.grad is not None for parameter in frozen):
             self._refuse(["a parameter that has a gradient was frozen before the last micro-batch of its update"])
+        if self._first_rates is not None:
+            self._first_rates.follow()
         self._slots.fill(updates_of(self.optimizer, self._numbers))
+        self._first_rates = FirstRates.of(self.optimizer)
         if self._accumulate > 1:
             self._slots.sums.fill(self._slots.parameters, frozen)
         mark_static(self._slots.tensors())

@@ -12,9 +12,9 @@ an output is live                  run eagerly; an output found live twice is co
                                    ones; the next time, all outputs are (an output of the last warm-up that is still
                                    live at the first recording is copied from the start)
 another program's output is live   run eagerly, then record around it; found live twice, its program copies it
-there are ``max_recordings``       the least recently used one ends, if this shape is called more often; after a
-                                   refusal the shape waits 0, 1, 2, 4, ... ``MOST_PATIENCE`` calls, since an attempt
-                                   looks at every shape
+there are ``max_recordings``       the least recently used one ends, if these sizes are called more often; after a
+                                   refusal they wait 0, 1, 2, 4, ... ``MOST_PATIENCE`` calls, since an attempt looks
+                                   at all specializations
 there is too little memory         run eagerly until more is free; if the device was out of memory, also retry after a
                                    growing number of calls: not every holder of memory is visible
 an eager run needed its memory     run eagerly, and retry after a growing number of calls: the two may alternate
@@ -100,7 +100,7 @@ class Specialization:
         avoids_live_outputs: whether the verifier refused a plan around live outputs, so that the next recording is
             made in an arena without any.
         fits: whether a call with the present plan is known to be within ``memory_limit``.
-        measured: whether an eager run has told what calls allocate of which the plan does not know it.
+        measured: whether an eager run has measured what calls allocate beyond the plan.
         ended_because: why the last recording ended; it is the reason of the next one.
     """
 

@@ -223,7 +223,8 @@ class RecordingBuilder:
         self._graphs.append(graph)
         part = Part.of([ReplayGraph(graph, node=_only_work(self.plan, partition))], name=flat.name)
         if not self._freezes_addresses:
-            # The CPU's graph calls the flat function on the same registers: a native unit may run its steps instead.
+            # The CPU's graph calls the flat function on the same registers, so that ``run`` and the steps, which a
+            # native unit runs, do the same.
             part = dataclasses.replace(flat, run=part.run, below_autograd=True)
         self._parts.append(part)
         if self._freezes_addresses:

@@ -290,7 +290,7 @@ class Recording:
         return not self._arenas or (self.is_idle_for(owner) and self.is_free())
 
     def is_free(self) -> bool:
-        """Whether a replay would overwrite no live output, except donated ones. False if superseded."""
+        """Whether a replay would overwrite no live output (donated ones may be). False if superseded."""
         free = not self.superseded and (self._liveness is None or self._liveness.all_dead())
         if free:
             self._tell_unit()

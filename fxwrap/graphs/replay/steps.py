@@ -1,4 +1,4 @@
-"""The table of steps, the only executable form of a program: one class for each kind.
+"""The kinds of steps, a class for each. Every replay is a list of steps; to replay a device graph is one of them.
 
 A kind is its fields, and the call that Python makes of them (``call``). A kind that the helper library can do, too,
 has ``NATIVE``: the name of a function of the library (``define_steps`` in native/made_steps.h), and what that

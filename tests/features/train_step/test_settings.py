@@ -94,6 +94,59 @@ def test_settings_that_change_at_every_step_are_read(name: str) -> None:
     assert counters["replays"] >= 2
 
 
+class _Heads(torch.nn.Module):
+    """Two heads, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(4, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.heads[task](x)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "accumulate"),
+    [("ASGD", "number", 1), ("ASGD", "tensor", 2), ("Rprop", "number", 2), ("Rprop", "tensor", 1)],
+)
+def test_state_that_is_made_of_the_rate(device: torch.device, name: str, rate: str, accumulate: int) -> None:
+    """The loop makes it of the rate at a parameter's first gradient; a step makes all states at once."""
+
+    def habit(make: Maker) -> Iterator[Any]:
+        model = _Heads().double().to(device)
+        optimizer = getattr(optim, name)(model.parameters(), lr=torch.tensor(0.1) if rate == "tensor" else 0.1)
+        step = make(
+            model, lambda model, x, y, task: (model(x, task) - y).square().mean(), optimizer, accumulate=accumulate
+        )
+        for n, task in enumerate((0, 0, 0, 0, 1, 1, 0, 1)):
+            if n % accumulate == 0:
+                new = 0.1 / (1 + n)
+                if rate == "tensor":
+                    optimizer.param_groups[0]["lr"].fill_(new)
+                else:
+                    optimizer.param_groups[0]["lr"] = new
+            yield step(*(one.to(device) for one in _wide_batch(n)), task)
+        yield values(model)
+
+    assert_same(habit, 2e-6)
+
+
+@pytest.mark.parametrize("bounds", [lambda n: (1e-6 * (1 + n), 50), lambda n: (0, 50.0 - n)], ids=["low", "high"])
+def test_one_of_two_bounds_changes(device: torch.device, bounds: Callable[[int], Any]) -> None:
+    """The other is no float, or zero, and stays a number."""
+
+    def habit(make: Maker) -> Iterator[Any]:
+        model = _model().to(device)
+        optimizer = optim.Rprop(model.parameters(), lr=1e-3, foreach=False)
+        step = make(model, squares, optimizer)
+        for n in range(4):
+            optimizer.param_groups[0]["step_sizes"] = bounds(n)
+            yield step(*(one.to(device) for one in _wide_batch(n)))
+        yield values(model)
+
+    assert not fxwrap.stats(assert_same(habit, 1e-12))["fallbacks"]
+
+
 def test_muon() -> None:
     if not hasattr(optim, "Muon"):
         pytest.skip("torch has no Muon")
