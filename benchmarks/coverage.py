@@ -4,6 +4,7 @@
     python benchmarks/coverage.py --dynamic --every 5    # a fifth of them, with dynamic shapes
     python benchmarks/coverage.py --modules              # torch.nn modules instead
     python benchmarks/coverage.py --only 'fft|linalg'    # by name
+    python -m hostcuda benchmarks/coverage.py --device cuda --every 4     # on the emulated device
 
 Each entry is compiled by both, called three times (for fxwrap: warm-up, recording, replay) with the same seeds, and
 compared bit for bit, gradients included. Entries run in worker processes; what is done is kept in a file
@@ -70,19 +71,21 @@ class Case:
 # -- entries -------------------------------------------------------------------------------------------------------
 
 
-def operator_entries() -> dict[str, Callable[[], Case | None]]:
+def operator_entries(device: str) -> dict[str, Callable[[], Case | None]]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     entries: dict[str, Callable[[], Case | None]] = {}
     for op in op_db:
-        if op.supports_dtype(torch.float32, "cpu") and op.name.split(".")[-1] not in UNDEFINED:
-            entries[op.name + (f" ({op.variant_test_name})" if op.variant_test_name else "")] = _operator_case(op)
+        if op.supports_dtype(torch.float32, device) and op.name.split(".")[-1] not in UNDEFINED:
+            entries[op.name + (f" ({op.variant_test_name})" if op.variant_test_name else "")] = _operator_case(
+                op, device
+            )
     return entries
 
 
-def _operator_case(op: Any) -> Callable[[], Case | None]:
+def _operator_case(op: Any, device: str) -> Callable[[], Case | None]:
     def case() -> Case | None:
-        samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+        samples = list(op.sample_inputs(device, torch.float32, requires_grad=op.supports_autograd))
         if not samples:
             return None
         sample = samples[len(samples) // 2]
@@ -96,21 +99,21 @@ def _operator_case(op: Any) -> Callable[[], Case | None]:
     return case
 
 
-def module_entries() -> dict[str, Callable[[], Case | None]]:
+def module_entries(device: str) -> dict[str, Callable[[], Case | None]]:
     from torch.testing._internal.common_modules import module_db
 
     return {
-        f"{info.name} ({'training' if training else 'evaluation'})": _module_case(info, training)
+        f"{info.name} ({'training' if training else 'evaluation'})": _module_case(info, training, device)
         for info in module_db
         for training in (False, True)
         if torch.float32 in info.dtypes
     }
 
 
-def _module_case(info: Any, training: bool) -> Callable[[], Case | None]:
+def _module_case(info: Any, training: bool, device: str) -> Callable[[], Case | None]:
     def case() -> Case | None:
         inputs = info.module_inputs_func(
-            info, device="cpu", dtype=torch.float32, requires_grad=training, training=training
+            info, device=device, dtype=torch.float32, requires_grad=training, training=training
         )
         inputs = [sample for sample in inputs if sample.forward_input is not None]
         if not inputs:
@@ -118,7 +121,7 @@ def _module_case(info: Any, training: bool) -> Callable[[], Case | None]:
         sample = inputs[len(inputs) // 2]
         construct = sample.constructor_input
         torch.manual_seed(0)
-        module = info.module_cls(*construct.args, **construct.kwargs).to(torch.float32).train(training)
+        module = info.module_cls(*construct.args, **construct.kwargs).to(device, torch.float32).train(training)
         if any(map(torch.nn.parameter.is_lazy, module.parameters())):
             # A lazy module gets its parameters at its first call.
             module(*sample.forward_input.args, **sample.forward_input.kwargs)
@@ -270,7 +273,7 @@ def work(names: list[str], arguments: argparse.Namespace) -> None:
     """In a worker process: examine entries, a line of JSON each on standard output."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    entries = module_entries() if arguments.modules else operator_entries()
+    entries = (module_entries if arguments.modules else operator_entries)(arguments.device)
     for name in names:
         print(json.dumps({"begun": name}), flush=True)
         try:
@@ -289,12 +292,14 @@ def outcomes(names: list[str], arguments: argparse.Namespace) -> Iterator[Outcom
     left = list(names)
     while left:
         flags = ["--modules"] * arguments.modules + ["--dynamic"] * arguments.dynamic
+        flags += ["--device", arguments.device]
+        emulated = ["-m", "hostcuda"] if "hostcuda" in sys.modules else []
         with tempfile.TemporaryDirectory(prefix="fxwrap-coverage-") as cache:
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(arguments.cache or cache)}
             # A process takes a part: what torch remembers of hundreds of compilations slows it down.
             part = left[: arguments.part]
             worker = subprocess.Popen(
-                [sys.executable, __file__, *flags, "--work", json.dumps(part)],
+                [sys.executable, *emulated, __file__, *flags, "--work", json.dumps(part)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
@@ -326,6 +331,7 @@ def outcomes(names: list[str], arguments: argparse.Namespace) -> Iterator[Outcom
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", action="store_true", help="torch.nn modules instead of operators")
+    parser.add_argument("--device", default="cpu", help="where operands lie")
     parser.add_argument("--dynamic", action="store_true", help="compile with dynamic=True")
     parser.add_argument("--only", metavar="REGEX", default="", help="entries whose name matches")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one of N entries, chosen by --seed")
@@ -344,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    names = list(module_entries() if arguments.modules else operator_entries())
+    names = list((module_entries if arguments.modules else operator_entries)(arguments.device))
     names = [name for name in names if re.search(arguments.only, name)]
     chooser = random.Random(arguments.seed)
     if arguments.every > 1:

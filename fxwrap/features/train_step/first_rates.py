@@ -11,8 +11,9 @@ rate. The count of updates is read when the rate has changed, and only of parame
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -20,30 +21,41 @@ from torch.optim import Optimizer
 _MADE_OF_RATE = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
 
-class FirstRates:
-    """The states of parameters that were not updated yet, for each the count of its updates and its group."""
+class _Waiting(NamedTuple):
+    """State of a parameter that was not seen updated: how often it was, and the rate that the state has followed."""
 
-    def __init__(self, waiting: list[tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]]) -> None:
-        self._waiting = waiting
-        self._rates = self._present()
+    steps: torch.Tensor
+    value: torch.Tensor
+    group: Mapping[str, Any]
+    rate: float
+
+
+@dataclass(frozen=True)
+class FirstRates:
+    """The states of an optimizer that follow the rate."""
+
+    waiting: Sequence[_Waiting]
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> FirstRates | None:
-        """None for an optimizer that makes no state of the rate, as most."""
+    def of(cls, optimizer: Optimizer, before: FirstRates | None) -> FirstRates | None:
+        """None for an optimizer that makes no state of the rate, as most.
+
+        Args:
+            before: has the rates that present states have followed; others were made with the present rate.
+        """
         key = next((key for kind, key in _MADE_OF_RATE.items() if isinstance(optimizer, kind)), None)
         if key is None:
             return None
+        followed = {id(one.value): one.rate for one in before.waiting} if before is not None else {}
         having = ((group, optimizer.state.get(p)) for group in optimizer.param_groups for p in group["params"])
-        return cls([(state["step"], state[key], group) for group, state in having if state])
+        states = ((state["step"], state[key], group) for group, state in having if state)
+        return cls([_Waiting(n, v, group, followed.get(id(v), float(group["lr"]))) for n, v, group in states])
 
-    def _present(self) -> list[float]:
-        return [float(group["lr"]) for _, _, group in self._waiting]
-
-    def follow(self) -> None:
-        """Set what follows a rate that has changed. To read a count waits for the device: only then is one read."""
-        if self._present() == self._rates:
-            return
-        self._waiting = [one for one in self._waiting if not one[0]]
-        self._rates = self._present()
-        for (_, value, _), rate in zip(self._waiting, self._rates, strict=True):
+    def follow(self) -> FirstRates:
+        """Have the states follow rates that have changed. Returns those that still wait."""
+        if all(float(one.group["lr"]) == one.rate for one in self.waiting):
+            return self
+        waiting = [one._replace(rate=float(one.group["lr"])) for one in self.waiting if not one.steps]
+        for _, value, _, rate in waiting:
             value.fill_(complex(rate, rate) if value.is_complex() else rate)
+        return FirstRates(waiting)

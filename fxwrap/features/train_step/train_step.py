@@ -141,7 +141,7 @@ class TrainStep:
 
     def __call__(self, *batch: Any, **more: Any) -> Any:
         if self._first_rates is not None:
-            self._first_rates.follow()
+            self._first_rates = self._first_rates.follow()
         if self._seen is None or not self._seen.holds(self.optimizer):
             self._look_again()
         try:
@@ -174,13 +174,13 @@ class TrainStep:
         """Inside the context, calls change no parameter, state, buffer, gradient or random number for longer."""
         self._look_again()  # states that are missing are made, of zeros
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        grads, micro_batches = [p.grad for p in parameters], self.micro_batches
+        grads, micro_batches, first_rates = [p.grad for p in parameters], self.micro_batches, self._first_rates
         shown = (grad for grad in grads if grad is not None)
         try:
             with kept([*self.model.parameters(), *self.model.buffers(), *self._slots.tensors(), *shown]):
                 yield
         finally:
-            self.micro_batches = micro_batches
+            self.micro_batches, self._first_rates = micro_batches, first_rates
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad
 
@@ -205,10 +205,8 @@ class TrainStep:
         frozen = [p for group in self.optimizer.param_groups for p in group["params"] if not p.requires_grad]
         if self.micro_batches and any(parameter.grad is not None for parameter in frozen):
             self._refuse(["a parameter that has a gradient was frozen before the last micro-batch of its update"])
-        if self._first_rates is not None:
-            self._first_rates.follow()
         self._slots.fill(updates_of(self.optimizer, self._numbers))
-        self._first_rates = FirstRates.of(self.optimizer)
+        self._first_rates = FirstRates.of(self.optimizer, self._first_rates)
         if self._accumulate > 1:
             self._slots.sums.fill(self._slots.parameters, frozen)
         mark_static(self._slots.tensors())
