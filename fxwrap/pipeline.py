@@ -5,7 +5,7 @@
     compile_host_graph           rewrites
     HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, order, fit,
                                  partitions that compile_partition replaces
-    HostGraphPlanner.plan        memory
+    HostGraphPlanner.plan_memory
 
 A stage is a function of what earlier stages return. Most results have a type of their own, so that most wrong orders
 are type errors. What decides an order or memory is checked beside its call, by code that shares nothing with it
@@ -197,7 +197,7 @@ class HostGraphPlanner:
         _check_schedule(fitting)
         return fitting
 
-    def plan(
+    def plan_memory(
         self,
         sized: SizedProgram,
         reserved: Reservations = MappingProxyType({}),
@@ -210,7 +210,7 @@ class HostGraphPlanner:
         return memory
 
     def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
-        return bytes_of_call(sized, self.plan(sized) if sized.frozen else None, in_pool)
+        return bytes_of_call(sized, self.plan_memory(sized) if sized.frozen else None, in_pool)
 
     def unmeasured_calls(self, sized: SizedProgram) -> Collection[str]:
         return unmeasured_calls(sized)

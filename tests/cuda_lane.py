@@ -499,7 +499,7 @@ def plan_memory(programs: Sequence[Any], outcome: Outcome) -> None:
                 (provider_before, before.sized, hint),
                 (provider, estimate.sized, estimate.hint),
             ):
-                _note_plan(own.planner.plan(sized, {}, hinted, before.memory), outcome)
+                _note_plan(own.planner.plan_memory(sized, {}, hinted, before.memory), outcome)
             forward = None
 
 

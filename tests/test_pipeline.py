@@ -74,7 +74,7 @@ def test_what_a_stage_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("fxwrap.pipeline.plan_program", overlapping)
     program = compile_host_graph(small_graph(), compile_request())
     with pytest.raises(PlanError, match="overlap"):
-        program.planner.plan(SizedProgram(program.plan, {}, {}))
+        program.planner.plan_memory(SizedProgram(program.plan, {}, {}))
 
 
 def test_a_pass_that_breaks_the_graph_is_found_at_once() -> None:

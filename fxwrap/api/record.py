@@ -53,7 +53,7 @@ def compiles_only() -> Iterator[None]:
     """Programs that this thread calls replay if they can. Else they run eagerly, and that is no warm-up."""
 
     def without_recording(program: Program, inputs: list[Any]) -> Any:
-        return program.run_in_python(inputs, COMPILES)
+        return program.run_without_unit(inputs, COMPILES)
 
     with calls_run_by(without_recording):
         yield

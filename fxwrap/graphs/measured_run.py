@@ -30,7 +30,7 @@ def run_measured(
     """
     plan, names = prepared.plan, list[str]()
     if not freezes_addresses(plan.device):
-        sized = budget.sized(plan, prepared.provider.call(inputs, None))
+        sized = budget.sized(plan, prepared.provider.planned_call(inputs, None))
         names += context.planner.unmeasured_calls(sized)
     if names and allocations(lambda: None) is None:
         if budget.nbytes:

@@ -106,9 +106,9 @@ class Program:
                 raise
             if outputs is not self.specializations.missed:
                 return outputs
-        return self.run_in_python(inputs)
+        return self.run_without_unit(inputs)
 
-    def run_in_python(self, inputs: list[Any], unrecorded: str = "") -> Any:
+    def run_without_unit(self, inputs: list[Any], unrecorded: str = "") -> Any:
         """Choose a recording, record, or run eagerly: for a call that no native unit accepts.
 
         Args:
@@ -160,7 +160,7 @@ class Program:
         specialization = self.specializations.get(key) or self._check_and_add(key, inputs)
         if specialization.recordings and (outputs := self._replay(specialization, inputs)) is not NOT_RUN:
             return outputs
-        return self._not_replayed(specialization, inputs, unrecorded)
+        return self._after_miss(specialization, inputs, unrecorded)
 
     def _check_and_add(self, key: Any, inputs: Sequence[Any]) -> Specialization:
         for value in inputs:
@@ -195,7 +195,7 @@ class Program:
     def _owner(self) -> LockOwner:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
-    def _not_replayed(self, specialization: Specialization, inputs: list[Any], unrecorded: str) -> Any:
+    def _after_miss(self, specialization: Specialization, inputs: list[Any], unrecorded: str) -> Any:
         """Serve a call that ``_replay`` could not: replay, if a hook or another thread has changed something; else
         record, or run eagerly."""
         if self.options.inputs_apart and (mutated := self.context.mutated_inputs) and not mutated.are_apart(inputs):

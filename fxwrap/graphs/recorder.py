@@ -132,7 +132,7 @@ class Recorder:
 
     def estimate(self, inputs: Sequence[Any], specialization: Specialization) -> None:
         """Plan memory before a recording, for reports and so that arenas are large enough."""
-        newest, enough = self.newest_plan, self._context.specializations.are_enough
+        newest, enough = self.newest_plan, self._context.specializations.should_stop_planning
         if newest is not None and (not newest.arenas or enough()):
             return
         try:
@@ -203,7 +203,7 @@ class Recorder:
             MemoryLimitError: a call would take more, or what it takes cannot be known.
         """
         provider, present = self.prepared.provider, self.prepared.plan
-        call = provider.call(inputs, static)
+        call = provider.planned_call(inputs, static)
         try:
             plan, limit = self.budget.within(self.memory_limit, call, present, self._limit, self.partition)
         except MemoryLimitError as error:
@@ -212,7 +212,7 @@ class Recorder:
             with contextlib.suppress(
                 CaptureError
             ):  # count a buffer for each input that may move: then it fits later, too
-                call = provider.call(inputs, present.inputs.static | self._saved_tensors)
+                call = provider.planned_call(inputs, present.inputs.static | self._saved_tensors)
             least = self.budget.least(call, present, self.partition)
             raise self.budget.does_not_fit(self.memory_limit, max(error.least, least), present) from None
         if plan is not present:
@@ -283,7 +283,11 @@ class Recorder:
 
     def _takes_more(self, inputs: Sequence[Any], static: Collection[int]) -> bool:
         prepared = self.prepared
-        taken = self.budget.taken(prepared.plan, prepared.provider.call(inputs, static)) if self.memory_limit else 0
+        taken = (
+            self.budget.taken(prepared.plan, prepared.provider.planned_call(inputs, static))
+            if self.memory_limit
+            else 0
+        )
         return taken > self.memory_limit
 
     def _try(self, attempt: Attempt) -> Recorded | Refused | Short:

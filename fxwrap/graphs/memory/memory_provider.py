@@ -116,7 +116,7 @@ class MemoryProvider:
         """Whether a call may take no more than a limit."""
         return bool(self.budget.nbytes)
 
-    def call(self, inputs: Sequence[Any], static: Collection[int] | None) -> PlannedCall:
+    def planned_call(self, inputs: Sequence[Any], static: Collection[int] | None) -> PlannedCall:
         """What memory is planned for.
 
         Args:
@@ -145,7 +145,7 @@ class MemoryProvider:
             sized = self._sized(inputs, self.program.inputs.static)
         except CaptureError:
             sized = SizedProgram(self.program, self._numbers(inputs), {})  # a report wants a plan all the same
-        memory = self.planner.plan(sized, previous=previous)
+        memory = self.planner.plan_memory(sized, previous=previous)
         static_input_bytes = sum(map(reach, tensors_in([inputs[p] for p in self.program.inputs.static])))
         estimate = Estimate(sized, memory, static_input_bytes, follows_forward=saved is not None)
         if saved is not None and saved.estimate is not None:
@@ -184,7 +184,11 @@ class MemoryProvider:
         sized = self._sized(inputs, static)
         if not sized.frozen:
             # Such a plan does not depend on addresses: the one made ahead is still right.
-            memory = estimate.memory if estimate is not None and estimate.is_for(sized) else self.planner.plan(sized)
+            memory = (
+                estimate.memory
+                if estimate is not None and estimate.is_for(sized)
+                else self.planner.plan_memory(sized)
+            )
             kept = self.max_memory if not self.limited else 0
             return RecordingMemory(sized, memory.keeping(kept) if kept or self.limited else memory)
         if estimate is not None:
@@ -200,7 +204,7 @@ class MemoryProvider:
         while True:
             live = {device: self._live_outputs(arena, donated) for device, arena in arenas.items()}
             reserved = {device: [interval for interval, _ in outputs] for device, outputs in live.items()}
-            memory = self.planner.plan(sized, reserved, hint, previous)
+            memory = self.planner.plan_memory(sized, reserved, hint, previous)
             sizes = {arenas[device]: region.size for device, region in memory.arenas.items()}
             for arena, nbytes in sizes.items():
                 SHARED.arenas.lower(arena.device, estimate, nbytes)
@@ -238,7 +242,7 @@ class MemoryProvider:
         return hint
 
     def _sized(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
-        return self.budget.sized(self.program, self.call(inputs, static))
+        return self.budget.sized(self.program, self.planned_call(inputs, static))
 
     def _donated(self, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""

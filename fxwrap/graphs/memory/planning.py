@@ -30,7 +30,7 @@ class Planner(Protocol):
             MemoryLimitError: a call would take more than the limit.
         """
 
-    def plan(
+    def plan_memory(
         self,
         sized: SizedProgram,
         reserved: Reservations = MappingProxyType({}),

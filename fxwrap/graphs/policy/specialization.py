@@ -133,12 +133,12 @@ class Specialization:
         self._drop_ended()
         here = [recording for recording in self.recordings if recording.same_addresses(inputs)]
         if not here:
-            return self._decide_moved(inputs) if self.recordings and not self.ended_because else self._decide_first()
+            return self._decide_moved(inputs) if self.recordings and not self.ended_because else self._decide_anew()
         live, blocked, other_stream = list[Recording](), list[Recording](), list[Recording]()
         for recording in here:
             if not recording.acquire(owner):
                 continue
-            if recording.is_free():
+            if recording.spares_live_outputs():
                 if recording.is_idle_for(owner):
                     return ReplayIt(recording)
                 other_stream.append(recording)
@@ -171,7 +171,7 @@ class Specialization:
             if self.ended_because == NEEDED_ELSEWHERE:
                 self.shortage.note(OUT_OF_MEMORY, NOTHING_IS_ENOUGH)
 
-    def _decide_first(self) -> Record:
+    def _decide_anew(self) -> Record:
         # The reason stays until there is a recording (``add``): this one may be refused.
         return Record(self.ended_because or "first", first=not self.ended_because)
 

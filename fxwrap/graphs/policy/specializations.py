@@ -73,7 +73,7 @@ class Specializations:
     def is_full(self) -> bool:
         return len(self.recordings()) >= self._most
 
-    def are_enough(self) -> bool:
+    def should_stop_planning(self) -> bool:
         """Whether planning ahead should stop: there is no room, or many estimates have led to no recording.
 
         Some sizes are new at every call and never come again, such as those of a growing cache.

@@ -287,9 +287,9 @@ class Recording:
             return False
         if (mutated := self.request.mutated_inputs) is not None and not mutated.are_apart(inputs):
             return False
-        return not self._arenas or (self.is_idle_for(owner) and self.is_free())
+        return not self._arenas or (self.is_idle_for(owner) and self.spares_live_outputs())
 
-    def is_free(self) -> bool:
+    def spares_live_outputs(self) -> bool:
         """Whether a replay would overwrite no live output (donated ones may be). False if superseded."""
         free = not self.superseded and (self._liveness is None or self._liveness.all_dead())
         if free:
