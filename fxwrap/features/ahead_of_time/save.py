@@ -17,7 +17,7 @@ from ...host_graph.nodes import Kernel, constants
 from ...host_graph.typed_json import to_data
 from . import package
 from .aot_compile import compile_methods, signature_of
-from .aot_program import AotProgram, compiled_methods_of
+from .aot_program import AotProgram, CompiledMethods, compiled_methods_of
 from .codegen.export import CompiledMethod, TracedMethod
 from .codegen.export_triton import triton_to_data
 from .codegen.stored_triton import triton_version
@@ -74,17 +74,7 @@ def save(
         )
     if type(weights) is not bool:
         raise OptionError("wrong value for weights", expected="True or False", got=repr(weights))
-    if not isinstance(methods, AotProgram):
-        compiled = compile_methods(methods, options, progress, _check_storable)
-    elif options is None:
-        compiled = compiled_methods_of(methods)
-    else:
-        raise OptionError(
-            "options for a program that is compiled",
-            expected="no options, or methods to compile with them",
-            got=repr(options),
-            remedy="give them to fxwrap.aot_compile",
-        )
+    compiled = _compiled(methods, options, progress)
     members: dict[str, bytes] = {}
     described: dict[str, Any] = {}
     tensors, kernels = TensorEntries(), _Kernels(compile == "object", members)
@@ -104,22 +94,38 @@ def save(
     for entry in described.values():
         entry["weights"] = [[weight, names[number]] for weight, number in entry["weights"].items()]
         entry["constants"] = {attribute: names[number] for attribute, number in entry["constants"].items()}
+    members["constants.safetensors"] = tensors.serialized("constants")
+    if weights:
+        members["weights.safetensors"] = tensors.serialized("weights")
     inputs = (data for entry in described.values() for data in entry["inputs"])
     devices = {data["device"] for data in (*inputs, *tensors.described().values()) if "device" in data}
-    machine = {
+    manifest = {
         **versions(),
         "compile": compile,
         "devices": sorted(devices | kernels.devices),
         "triton": {"version": triton_version() if kernels.triton else "", "targets": kernels.targets},
+        "options": compiled.options.at_run(),
+        "methods": described,
+        "tensors": tensors.described(),
     }
-    members["constants.safetensors"] = tensors.serialized("constants")
-    if weights:
-        members["weights.safetensors"] = tensors.serialized("weights")
-    run_options = compiled.options.at_run()
-    manifest = {**machine, "options": run_options, "methods": described, "tensors": tensors.described()}
     target = Path(path)
     package.write(target, manifest, members)
     return target
+
+
+def _compiled(
+    methods: Mapping[str, Any] | AotProgram, options: Mapping[str, Any] | None, progress: Callable[[str], object]
+) -> CompiledMethods:
+    if not isinstance(methods, AotProgram):
+        return compile_methods(methods, options, progress, _check_storable)
+    if options is None:
+        return compiled_methods_of(methods)
+    raise OptionError(
+        "options for a program that is compiled",
+        expected="no options, or methods to compile with them",
+        got=repr(options),
+        remedy="give them to fxwrap.aot_compile",
+    )
 
 
 def _check_storable(method: TracedMethod) -> None:

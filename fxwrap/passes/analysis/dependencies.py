@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
+from ...host_graph.nodes import Kind, communicates, is_work, kind_of, schema_of
 from ...host_graph.storages import StorageFacts
 from .aliasing import overlap_groups
 
@@ -39,9 +39,7 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts, apart_on: str =
     last_write: dict[int, Node] = {}
     reads_since: dict[int, list[Node]] = defaultdict(list)
     last_in_order: dict[str, Node] = {}
-    made_by: dict[Node, frozenset[Node]] = {}  # the work whose results a value is made of: views, sizes, allocations
-    checks: dict[Node, list[Node]] = defaultdict(list)  # by the work whose results they check
-    groups = overlap_groups(gm, facts, apart_on)
+    checks, groups = _Checks(), overlap_groups(gm, facts, apart_on)
 
     def with_groups(storages: frozenset[int]) -> frozenset[int]:
         return storages.union(groups[index] for index in storages if index in groups)
@@ -54,16 +52,8 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts, apart_on: str =
         graph.add_node(node)
         for operand in node.all_input_nodes:
             edge(operand, node, "data")
-        results = frozenset[Node]().union(*(made_by[operand] for operand in node.all_input_nodes))
-        is_work = kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
-        made_by[node] = frozenset({node}) if is_work else results
-        if kind_of(node) is Kind.CHECK:
-            for result in results:
-                checks[result].append(node)
-        elif is_work:
-            for result in results:
-                for check in checks[result]:
-                    edge(check, node, "check")
+        for check in checks.before(node):
+            edge(check, node, "check")
         writes = with_groups(facts.writes(node))
         for storage in with_groups(facts.reads(node)):
             if storage in last_write:
@@ -81,6 +71,23 @@ def build_dependency_graph(gm: GraphModule, facts: StorageFacts, apart_on: str =
                 edge(last_in_order[chain], node, "order")
             last_in_order[chain] = node
     return graph
+
+
+class _Checks:
+    """The asserts so far, by the work whose results they check."""
+
+    def __init__(self) -> None:
+        self._of: dict[Node, list[Node]] = defaultdict(list)
+        self._made_by: dict[Node, frozenset[Node]] = {}  # the work that views, sizes and allocations are made of
+
+    def before(self, node: Node) -> list[Node]:
+        """The asserts that the next node has to follow."""
+        results = frozenset[Node]().union(*(self._made_by[operand] for operand in node.all_input_nodes))
+        self._made_by[node] = frozenset({node}) if is_work(node) else results
+        if kind_of(node) is Kind.CHECK:
+            for result in results:
+                self._of[result].append(node)
+        return [check for result in results for check in self._of[result]] if is_work(node) else []
 
 
 def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:

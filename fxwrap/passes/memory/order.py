@@ -106,12 +106,11 @@ def least_memory(
     for n, used in enumerate(uses):
         for index in used:
             users[index].add(n)
-    waits, followers = [0] * len(nodes), defaultdict[int, list[int]](list)
-    for n, node in enumerate(nodes):
-        for source in before[node]:
-            if source in place and place[source] != n:
-                waits[n] += 1
-                followers[place[source]].append(n)
+    sources = [[place[source] for source in before[node] if source in place and source is not node] for node in nodes]
+    waits, followers = [len(ns) for ns in sources], defaultdict[int, list[int]](list)
+    for n, ns in enumerate(sources):
+        for source in ns:
+            followers[source].append(n)
     alive = set(exist)
     waiting, growth = {n for n, count in enumerate(waits) if not count}, dict[int, int]()
 
