@@ -137,13 +137,13 @@ def test_a_capture_fails_where_only_small_calls_fit(
     """The program is partitioned again after the failure; within the limit it can be for small calls only."""
 
     def g(x: torch.Tensor) -> torch.Tensor:
-        return read_by_the_host((x @ x.t()).sin()).cos() @ x
+        return read_by_the_host(x.sin()).cos()
 
-    f: Compiled = compiled(g, options={"memory_limit": 1 << 20}, dynamic=True)
+    f: Compiled = compiled(g, options={"memory_limit": 8 << 20}, dynamic=True)
     with pytest.raises(MemoryLimitError):
-        f(torch.randn(1024, 8, device=device))
+        f(torch.randn(2048, 2048, device=device))
     for _ in range(5):
-        x = torch.randn(64, 8, device=device)
+        x = torch.randn(64, 64, device=device)
         torch.testing.assert_close(f(x), g(x))
     counters = f.program.counters
     assert counters.replays >= 2 and bool(f.program.recorder.capture_errors) == freezes(device)
