@@ -42,11 +42,11 @@ from .options import Options
 from .passes.analysis.aliasing import analyse_storages
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
+from .passes.memory.bodies import workspace_of
 from .passes.memory.fit import fit_memory
 from .passes.memory.order import order_for_memory
 from .passes.memory.planner import bytes_of_call, plan_pair, plan_program, unmeasured_calls
 from .passes.memory.requirements import Requirements, expected_sizes
-from .passes.memory.workspace import measure_workspace
 from .passes.partition.capturability import DECIDED_ON_HOST, FROZEN_ADDRESS_RULES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
 from .passes.partition.cut import cut
@@ -106,9 +106,8 @@ def _workspace(gm: GraphModule, symbols: Mapping[object, int] | None = None) -> 
     device = main_device(gm)
     if device.type != "cpu" or freezes_addresses(device):
         return {}
-    work = (node for node in gm.graph.nodes if node.op == "call_function")
     with without_modes():
-        return measure_workspace(work, symbols)
+        return workspace_of(gm, symbols)
 
 
 def _check_schedule(plan: ProgramPlan) -> None:

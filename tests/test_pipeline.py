@@ -94,6 +94,6 @@ def test_a_restored_program_that_is_partitioned_again_measures_nothing(monkeypat
     def measured(*_: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("fxwrap.pipeline.measure_workspace", measured)
+    monkeypatch.setattr("fxwrap.pipeline.workspace_of", measured)
     restored = restore_program(plan, compile_request())
     assert restored.planner.partition(plan.inputs, {"mix": "planted"}).workspace == {"mix": 64}

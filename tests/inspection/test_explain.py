@@ -164,7 +164,7 @@ def test_workspace_is_measured() -> None:
     (report,) = explanation.graphs
     calls = len(ran)
     found = measure_workspace(report.program.plan.schedule)
-    measured = {name: nbytes for name, nbytes in found.items() if nbytes}
+    measured = {node.name: nbytes for node, nbytes in found.items() if nbytes}
     nodes = report.program.plan.nodes
     assert [operator_name(nodes[name]) for name in measured] == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
     assert len(ran) == calls

@@ -22,7 +22,7 @@ _NOTES = ("workspace", "reserve")
 _MEASURED: dict[Hashable, int] = {}
 
 
-def measure_workspace(nodes: Iterable[Node], symbols: Mapping[Any, int] | None = None) -> dict[str, int]:
+def measure_workspace(nodes: Iterable[Node], symbols: Mapping[Any, int] | None = None) -> dict[Node, int]:
     """The most bytes that each call has allocated at one time beyond what it returns, by node.
 
     Each kind of call runs once in a process, on zeros. Calls that cannot run so (custom operators, operands that are
@@ -40,7 +40,7 @@ def measure_workspace(nodes: Iterable[Node], symbols: Mapping[Any, int] | None =
         # A thread of its own has no modes, and no profiler: where one runs, allocations are not told.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(_measure_all, unknown, symbols).result()
-    return {node.name: _MEASURED[kind] for kind, calls in kinds.items() if kind in _MEASURED for node in calls}
+    return {node: _MEASURED[kind] for kind, calls in kinds.items() if kind in _MEASURED for node in calls}
 
 
 def _measure_all(kinds: Mapping[Hashable, Node], symbols: Mapping[Any, int] | None) -> None:
