@@ -56,7 +56,7 @@ _RUNS = ("fxwrap.passes", "fxwrap.graphs", "fxwrap.pipeline", "fxwrap.codegen")
 MAY_NOT_IMPORT = {
     "packing": ("torch", "fxwrap.host_graph", "fxwrap.plan", *_RUNS, *_ACTS),
     "errors.py": ("fxwrap.",),
-    "limit.py": ("fxwrap.",),
+    "limit.py": ("fxwrap.host_graph", *_RULES, "fxwrap.plan", *_RUNS, *_ACTS),
     "native_build.py": ("fxwrap.",),
     "torch_private": (
         "torch._inductor",
