@@ -63,10 +63,10 @@ from .plan import (
     InputFacts,
     MemoryPlan,
     PartitionGraph,
+    PartitionSignature,
     PlacementHint,
     ProgramPlan,
     Reservations,
-    Signature,
     SizedProgram,
 )
 from .torch_private.functions import without_modes
@@ -197,7 +197,7 @@ def _replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition |
     """Let ``compile_partition`` replace partitions. A replacement is stored as an attribute of the graph."""
     if compile_partition is None:
         return plan
-    compiled = dict[int, Signature]()
+    compiled = dict[int, PartitionSignature]()
     for partition in plan.partitions:
         graph = partition_graph(plan, partition)
         if (function := compile_partition(graph)) is not None:
