@@ -110,8 +110,7 @@ FEATURES = sorted(folder.parent.name for folder in (PACKAGE / "features").glob("
 USES = {
     "ahead_of_time": {"caller_outputs"},
     "bill": {"checked"},
-    "command_line": {"ahead_of_time", "target"},
-    "measure": {"target"},
+    "command_line": {"ahead_of_time"},
     "train_step": {"bind"},
 }
 
