@@ -29,12 +29,14 @@ from .features import buckets as _buckets  # noqa: F401 (adds an option)
 from .features import checked as _checked  # noqa: F401 (adds options)
 from .features import difference as _difference  # noqa: F401 (adds a method of reports)
 from .features import limits as _limits  # noqa: F401 (adds a method of reports)
-from .features import measure as _measure  # noqa: F401 (adds a section of reports)
+from .features import measure as _measure  # noqa: F401 (adds to explain, and a section of reports)
 from .features import page as _page  # noqa: F401 (adds methods of reports)
 from .features import suspend as _suspendable  # noqa: F401 (adds an option)
+from .features import target as _target  # noqa: F401 (adds to explain)
 from .options import Options
 
 if TYPE_CHECKING:
+    from .api.explain import explain
     from .api.release import release
     from .api.report import report
     from .api.stats import stats
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from .features.buckets.codegen.marks import mark_bucket
     from .features.command_line.doctor import Diagnosis, doctor
     from .features.limits.limit_memory import limit_memory
-    from .features.measure.explain import explain
     from .features.suspend.suspend import resume, suspend
     from .features.train_step.train_step import TrainStep, train_step
     from .inspection.explanation import Explanation
@@ -127,8 +128,6 @@ _LAZY.update(mark_bucket=".features.buckets.codegen.marks")
 _LAZY.update(Diagnosis=".features.command_line.doctor", doctor=".features.command_line.doctor")
 _LAZY.update(limit_memory=".features.limits.limit_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
-_LAZY.update(explain=".features.target.explain")
-_LAZY.update(explain=".features.measure.explain")
 _LAZY.update(TrainStep=".features.train_step.train_step", train_step=".features.train_step.train_step")
 
 

@@ -2,9 +2,9 @@
 
 ``graphs/program_runs.py`` has the hooks around a program's run; ``devices.DeviceSupport`` is what a device registers.
 
-Hooks that are dicts have a "module:name" for the name of an option or a method. A feature's package sets it when
-``import fxwrap`` imports the package; the module that it names is imported at its first use, so that ``import
-fxwrap`` stays quick. Hooks that are lists hold functions; a feature's module adds them when it is imported.
+Hooks that are dicts have a "module:name" for the name of an option, an argument or a method. A feature's package sets
+it when ``import fxwrap`` imports the package; the module that it names is imported at its first use, so that
+``import fxwrap`` stays quick. Hooks that are lists hold functions; a feature's module adds them when it is imported.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ PROGRAMS: dict[str, str] = {}
 ARENAS: dict[str, str] = {}
 # Called by ``fxwrap.release`` when recordings have ended. A feature adds to it when it has something to free.
 AFTER_RELEASE: list[Callable[[], object]] = []
+# How a feature explains a function, by the argument of ``fxwrap.explain`` that asks for it:
+# (fn, args, kwargs, options, calls) -> Explanation; that of ``target`` gets the target's name, too.
+EXPLAINERS: dict[str, str] = {}
 # Methods that a feature adds to reports, by name: functions whose first argument is the ``Explanation``.
 REPORT_METHODS: dict[str, str] = {}
 # A factory, (data) -> ReportSection, by the key of the data in ``Document.sections``.

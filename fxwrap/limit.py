@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .errors import MemoryLimitError
+
 _UNITS = "bytes", "KiB", "MiB", "GiB", "TiB"
 
 
@@ -42,6 +44,23 @@ class Repeated:
     repeats: str
     nbytes: int
     moved: int
+
+
+def does_not_fit(nbytes: int, least: int, unknown: str = "") -> MemoryLimitError:
+    """The error of a program that takes at least so many bytes, and more than its limit of ``nbytes``.
+
+    Args:
+        unknown: what it takes besides, of which nobody knows yet how much.
+    """
+    size = f" ({binary(least)})" if least >= 1024 else ""
+    error = MemoryLimitError(
+        "a program does not fit into memory_limit",
+        expected=f"at least {least} bytes{size}{unknown}",
+        got=f"{nbytes} bytes",
+        remedy="raise memory_limit, or make the batch smaller",
+    )
+    error.least = least
+    return error
 
 
 def binary(number: float) -> str:

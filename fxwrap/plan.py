@@ -126,7 +126,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Signature:
+class PartitionSignature:
     """The inputs and outputs of a partition.
 
     Attributes:
@@ -153,7 +153,7 @@ class PartitionGraph:
     """A partition as a graph of its own: ``module(*inputs)`` runs it and returns a tuple of its outputs."""
 
     module: GraphModule
-    signature: Signature
+    signature: PartitionSignature
     partition: Partition
 
     def __str__(self) -> str:
@@ -319,7 +319,7 @@ class ProgramPlan:
     device: torch.device
     inputs: InputFacts
     workspace: Mapping[str, int] = field(default_factory=dict)
-    compiled: Mapping[int, Signature] = field(default_factory=dict)
+    compiled: Mapping[int, PartitionSignature] = field(default_factory=dict)
     repeated: tuple[Repeated, ...] = ()
 
     @property

@@ -56,7 +56,7 @@ _RUNS = ("fxwrap.passes", "fxwrap.graphs", "fxwrap.pipeline", "fxwrap.codegen")
 MAY_NOT_IMPORT = {
     "packing": ("torch", "fxwrap.host_graph", "fxwrap.plan", *_RUNS, *_ACTS),
     "errors.py": ("fxwrap.",),
-    "limit.py": ("fxwrap.",),
+    "limit.py": ("fxwrap.host_graph", *_RULES, "fxwrap.plan", *_RUNS, *_ACTS),
     "native_build.py": ("fxwrap.",),
     "torch_private": (
         "torch._inductor",
@@ -111,8 +111,7 @@ FEATURES = sorted(folder.parent.name for folder in (PACKAGE / "features").glob("
 USES = {
     "ahead_of_time": {"caller_outputs"},
     "bill": {"checked"},
-    "command_line": {"ahead_of_time", "target"},
-    "measure": {"target"},
+    "command_line": {"ahead_of_time"},
     "train_step": {"bind"},
 }
 

@@ -1,13 +1,16 @@
 """Triton kernels on a machine without a GPU: Inductor emits them for CPU tensors, Triton's interpreter runs them.
 
 Everything of Inductor is the real thing, from lowering to the tuner's launcher; for what stands in for Triton's
-compiler and driver see ``fxwrap.testing``. Only the benchmark is made up: ``cost`` tells what a configuration takes.
+compiler and driver see ``examples/hostsim/triton_interpreter.py``. Only the benchmark is made up: ``cost`` tells what
+a configuration takes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +18,11 @@ from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.benchmarking import benchmarker
 
-from fxwrap.testing.triton_interpreter import Launch, interpreted_triton
+# Beside the package hostsim, which this leaves alone: importing that would make it this process's accelerator. Other
+# processes that tests begin get this path, too.
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "hostsim"))
+
+from triton_interpreter import Launch, interpreted_triton
 
 __all__ = ["Launch", "triton_on_cpu"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.fx import Node
 
 from ..errors import MemoryLimitError
 from ..host_graph.nodes import operator_name
-from ..torch_private.functions import allocations
+from ..torch_private.functions import allocations, most_beyond_result
 from .devices.runtime import freezes_addresses
 from .eager import eager_function
 from .memory.budget import Budget
@@ -65,8 +64,7 @@ def _measured(node: Node, found: dict[str, int]) -> Callable[..., Any]:
         changes = allocations(lambda: results.append(function(*args, **kwargs)))
         if not results:
             return function(*args, **kwargs)  # an operator before this one has started a profiler
-        held = list(itertools.accumulate(changes or (), initial=0))
-        found[node.name] = max(held) - held[-1]
+        found[node.name] = most_beyond_result(changes or ())
         return results.pop()
 
     return call

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from ..errors import InputError
+from ..errors import InputError, MemoryLimitError, SuspendError
 from ..host_graph.tensors import stands_for_memory
 from ..options import Options
 from ..plan import MemoryPlan, ProgramPlan
@@ -26,7 +26,7 @@ from .memory.shared_state import SHARED
 from .policy.counters import RecordingMade
 from .policy.specialization import Record, ReplayIt, Specialization
 from .prepared import Prepared, ProgramContext
-from .program_runs import MISSES, RUNNERS
+from .program_runs import RUNNERS
 from .recorder import NOT_RUN, Recorder
 from .replay.recording import Recording, next_use
 
@@ -37,6 +37,7 @@ WARM_UP = "warm-up"
 NEW_SIZES = "first call of these sizes"
 WARM_UPS = WARM_UP, NEW_SIZES
 CALLER_CAPTURES = "called while the caller captures"
+_NOT_RESUMED = "suspended, and the device is out of memory"
 _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
 _WAIT_S = 1.0
@@ -196,8 +197,10 @@ class Program:
         return LockOwner(current_stream(self.plan.device) if self._on_accelerator else None)
 
     def _after_miss(self, specialization: Specialization, inputs: list[Any], unrecorded: str) -> Any:
-        """Serve a call that ``_replay`` could not: replay, if a hook or another thread has changed something; else
-        record, or run eagerly."""
+        """Serve a call that ``_replay`` could not.
+
+        Replay if memory was resumed, or if another thread has changed something; else record, or run eagerly.
+        """
         if self.options.inputs_apart and (mutated := self.context.mutated_inputs) and not mutated.are_apart(inputs):
             raise InputError(
                 f"{self.name}: {_OVERLAP}",
@@ -209,9 +212,9 @@ class Program:
             self.recorder.fit(specialization, inputs)
         specialization.eviction.missed_at.append(next_use())
         prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs, unrecorded)
-        if MISSES and self._freezes_addresses:
-            reason, changed = self._call_hooks(specialization, reason)
-            if changed and not reason and (outputs := self._replay(specialization, inputs)) is not NOT_RUN:
+        if self._freezes_addresses:
+            reason, resumed = self._resume(specialization, reason)
+            if resumed and not reason and (outputs := self._replay(specialization, inputs)) is not NOT_RUN:
                 return outputs
         if not reason:
             outputs, reason = self._run_as_decided(specialization, inputs)
@@ -219,13 +222,36 @@ class Program:
                 return outputs
         return self._run_eagerly(prepared, inputs, reason, specialization)
 
-    def _call_hooks(self, specialization: Specialization, reason: str) -> tuple[str, bool]:
-        """Returns why the call must run eagerly, if it must, and whether a hook of ``MISSES`` changed something."""
-        captures, changed = reason == CALLER_CAPTURES, False
-        for hook in MISSES:
-            miss = hook(self, specialization, captures)
-            reason, changed = miss.run_eagerly or reason, changed or miss.changed
-        return reason, changed
+    def _resume(self, specialization: Specialization, reason: str) -> tuple[str, bool]:
+        """Resume suspended arenas: those of its recordings, and all that have live outputs, which a call may read.
+
+        Returns:
+            Why the call must run eagerly, if it must, and whether there was one to resume.
+
+        Raises:
+            MemoryLimitError: there is too little memory, and ``strict`` is set or live outputs are on the host.
+            SuspendError: the caller captures, and live outputs are on the host.
+        """
+        suspended = SHARED.arenas.suspended()
+        read, captures = [arena for arena in suspended if arena.live()], reason == CALLER_CAPTURES
+        if captures and read:
+            raise SuspendError(
+                f"{self.name} called while the caller captures, after fxwrap.suspend",
+                expected="live outputs on the device, which the call may read",
+                got="they are on the host",
+                remedy="call fxwrap.resume() before the capture",
+            )
+        own = {arena for recording in specialization.recordings for arena in recording.request.arenas.values()}
+        needed = [arena for arena in suspended if arena in own or arena in read]
+        try:
+            for arena in needed if not captures else ():
+                if arena.resume():
+                    self.context.count("events", "a call resumed suspended memory")
+        except MemoryLimitError:
+            if self.options.strict or any(arena.is_suspended() for arena in read):
+                raise
+            return _NOT_RESUMED, False
+        return reason, bool(needed)
 
     def _run_as_decided(self, specialization: Specialization, inputs: list[Any]) -> tuple[Any, str]:
         """Replay or record; returns the outputs, or ``NOT_RUN`` and why the call must run eagerly."""

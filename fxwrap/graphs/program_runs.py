@@ -1,6 +1,4 @@
-"""The hooks around a program's run, and before a run that cannot replay.
-
-*A runner* replaces ``Program.run`` on one thread.
+"""The hook around a program's run: *a runner* replaces ``Program.run`` on one thread.
 
 Compiled code cannot pass what a feature wants to a program (a rehearsal in other memory, a clock). So the feature
 installs a runner, which has it::
@@ -14,7 +12,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,31 +19,12 @@ import torch
 from .memory.locks import after_fork, drop_other_threads
 
 if TYPE_CHECKING:
-    from .policy.specialization import Specialization
     from .program import Program
 
 Runner = Callable[["Program", list[Any]], Any]
 # By thread: called with a program and its inputs, and returns the program's outputs.
 RUNNERS: dict[int, Runner] = {}
 after_fork(functools.partial(drop_other_threads, RUNNERS))
-
-
-@dataclass(frozen=True)
-class Miss:
-    """What a hook of ``MISSES`` has done for a call that no recording could replay.
-
-    Attributes:
-        changed: it changed something: a replay is tried again.
-        run_eagerly: why the call must run eagerly; empty if it need not.
-    """
-
-    changed: bool = False
-    run_eagerly: str = ""
-
-
-# ``hook(program, specialization, caller_captures)``: the last chance to make a recording replayable, for example
-# by mapping its memory again. Called only where addresses are frozen.
-MISSES: list[Callable[[Program, Specialization, bool], Miss]] = []
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from .problem import Part
+from .problem import PackingPart
 
 # The limit of orders times buffers.
 _WORK = 3_200
@@ -23,7 +23,7 @@ _SPANS = 20_000_000
 _MASKS = 1 << 26
 
 
-def portfolio(part: Part, bound: int, previous: Sequence[int] = ()) -> list[int]:
+def portfolio(part: PackingPart, bound: int, previous: Sequence[int] = ()) -> list[int]:
     """The best offsets that a few orders give, some of them mended. It ends at the first within ``bound`` bytes.
 
     Args:
@@ -40,12 +40,12 @@ def portfolio(part: Part, bound: int, previous: Sequence[int] = ()) -> list[int]
     return best
 
 
-def _of_orders(part: Part) -> Iterator[list[int]]:
+def _of_orders(part: PackingPart) -> Iterator[list[int]]:
     for order in itertools.islice(orders(part), min(_MOST, max(_FEWEST, _WORK // len(part)))):
         yield lowest_offset_first(part, order)
 
 
-def _of_mended_orders(part: Part, bound: int) -> Iterator[list[int]]:
+def _of_mended_orders(part: PackingPart, bound: int) -> Iterator[list[int]]:
     """Offsets of orders that are mended again and again: buffers that ended above ``bound`` more often come earlier.
 
     This is squeaky wheel optimization (Joslin and Clements, 1999).
@@ -60,7 +60,7 @@ def _of_mended_orders(part: Part, bound: int) -> Iterator[list[int]]:
                 too_high[i] += offsets[i] + part.sizes[i] > bound
 
 
-def stacked(part: Part, previous: Sequence[int]) -> list[int]:
+def stacked(part: PackingPart, previous: Sequence[int]) -> list[int]:
     """Offsets that put buffers on top of one another, in the order of their offsets in another plan.
 
     What lay above a buffer lies above it again, whatever its size is now. An optimum for other sizes stays one if all
@@ -74,12 +74,12 @@ def stacked(part: Part, previous: Sequence[int]) -> list[int]:
     return offsets
 
 
-def height(part: Part, offsets: Sequence[int]) -> int:
+def height(part: PackingPart, offsets: Sequence[int]) -> int:
     """Bytes that a part needs with these offsets."""
     return max(offset + size for offset, size in zip(offsets, part.sizes, strict=True))
 
 
-def orders(part: Part) -> Iterator[list[int]]:
+def orders(part: PackingPart) -> Iterator[list[int]]:
     """An endless sequence of orders to break ties with: by several keys first, then by keys with noise."""
     begins, ends, sizes = part.begins, part.ends, part.sizes
     lives = [end - begin for begin, end in zip(begins, ends, strict=True)]
@@ -108,7 +108,7 @@ def orders(part: Part) -> Iterator[list[int]]:
             yield sorted(everything, key=noisy.__getitem__)
 
 
-def lowest_offset_first(part: Part, order: Sequence[int]) -> list[int]:
+def lowest_offset_first(part: PackingPart, order: Sequence[int]) -> list[int]:
     """Place one buffer after the other: the one that can lie lowest above the placed ones, and of several the first.
 
     The top of the placed buffers is a sequence of segments of equal height. A buffer can lie on the lowest segment if
@@ -172,7 +172,7 @@ def lowest_offset_first(part: Part, order: Sequence[int]) -> list[int]:
 class _Lives:
     """Bit masks of the buffers that live within a range of sections. Bit r is the buffer of rank r."""
 
-    def __init__(self, part: Part, order: Sequence[int]) -> None:
+    def __init__(self, part: PackingPart, order: Sequence[int]) -> None:
         sections = len(part.loads)
         self.starting: list[list[int]] = [[] for _ in range(sections + 1)]
         self.ending: list[list[int]] = [[] for _ in range(sections + 1)]

@@ -73,7 +73,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Part:
+class PackingPart:
     """Buffers whose offsets depend on no others, with time reduced to sections.
 
     A section is a step whose set of live buffers is not contained in that of another step. Two buffers are live at
@@ -125,7 +125,7 @@ def validate(buffers: Sequence[Buffer], alignment: int) -> None:
         seen.add(buffer.name)
 
 
-def split(buffers: Sequence[Buffer], alignment: int) -> tuple[list[int], list[Part]]:
+def split(buffers: Sequence[Buffer], alignment: int) -> tuple[list[int], list[PackingPart]]:
     """Place the buffers that need no search, and split the others into parts.
 
     A buffer of no bytes can lie anywhere. A buffer that is live during all of a part can lie below it: in any
@@ -136,7 +136,7 @@ def split(buffers: Sequence[Buffer], alignment: int) -> tuple[list[int], list[Pa
     """
     sizes = [-(-buffer.size // alignment) * alignment for buffer in buffers]
     offsets = [0] * len(buffers)
-    parts: list[Part] = []
+    parts: list[PackingPart] = []
     order = sorted((i for i in range(len(buffers)) if sizes[i]), key=lambda i: buffers[i].begin)
     todo = [(order, 0, 0)]
     while todo:
@@ -170,7 +170,7 @@ def _runs(buffers: Sequence[Buffer], items: list[int]) -> list[list[int]]:
     return runs
 
 
-def _part(buffers: Sequence[Buffer], sizes: list[int], items: list[int], base: int) -> Part:
+def _part(buffers: Sequence[Buffer], sizes: list[int], items: list[int], base: int) -> PackingPart:
     begins = {buffers[i].begin for i in items}
     ends = {buffers[i].end for i in items}
     # A step is a section if a buffer begins there, and one ends before the next begins.
@@ -189,4 +189,4 @@ def _part(buffers: Sequence[Buffer], sizes: list[int], items: list[int], base: i
         change[start] += sizes[i]
         change[stop] -= sizes[i]
     loads = tuple(accumulate(change))[:-1]
-    return Part(tuple(items), starts, stops, tuple(sizes[i] for i in items), base, loads)
+    return PackingPart(tuple(items), starts, stops, tuple(sizes[i] for i in items), base, loads)

@@ -24,7 +24,7 @@ class CompileCounter:
         return fxwrap(gm, example_inputs)
 
 
-class Compilation(Suite):
+class CompiledFunctions(Suite):
     """The behaviour that PyTorch requires of every out-of-tree device under ``torch.compile``."""
 
     def test_compiles_and_runs(self, registered: Device) -> None:
@@ -147,4 +147,4 @@ class Compilation(Suite):
         assert not torch.equal(drawn[0][0], drawn[0][1])
 
 
-SUITE = Compilation
+SUITE = CompiledFunctions

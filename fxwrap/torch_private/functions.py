@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import operator
 import os
 import sys
@@ -126,6 +127,12 @@ def allocations(run: Callable[[], Any]) -> list[int] | None:
         threads = torch._C._autograd._disable_profiler_legacy()
     del result
     return [e.cpu_memory_usage() for thread in threads for e in thread if e.kind() == "memory_alloc"]
+
+
+def most_beyond_result(changes: Sequence[int]) -> int:
+    """The most bytes that a call has allocated at one time beyond what it returns, of its ``allocations``."""
+    held = list(itertools.accumulate(changes, initial=0))
+    return max(held) - held[-1]
 
 
 def saved_tensors_hooks() -> bool:

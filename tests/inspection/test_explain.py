@@ -250,6 +250,16 @@ def test_explaining_leaves_the_compiled_function_alone(compiled: Any) -> None:
     assert f.program.counters.to_dict() == before and len(f.programs) == 1
 
 
+@pytest.mark.parametrize("asked", [{"target": "cpu"}, {"measure": True}])
+def test_what_a_feature_explains_is_refused_without_it(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = asked
+    monkeypatch.delitem(fxwrap.hooks.EXPLAINERS, name)
+    with pytest.raises(fxwrap.InputError, match=f"explain with {name}\n  expected: the feature {name}"):
+        fxwrap.explain(torch.sin, torch.ones(2), **asked)
+
+
 def test_stats_of_a_function_that_calls_what_dynamo_compiles_by_itself(compiled: Any) -> None:
     """Dynamo breaks the graph at an optimizer's step: the programs belong to functions of the optimizer."""
     parameters = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]

@@ -16,10 +16,10 @@ from random_graphs import PROPERTY
 
 from fxwrap.packing import Buffer, Placement, plan_memory
 from fxwrap.packing.orders import lowest_offset_first, orders
-from fxwrap.packing.problem import Part, split
+from fxwrap.packing.problem import PackingPart, split
 
 
-def only_part(buffers: Sequence[Buffer], alignment: int = 64) -> Part:
+def only_part(buffers: Sequence[Buffer], alignment: int = 64) -> PackingPart:
     _, (part,) = split(buffers, alignment)
     return part
 

@@ -70,7 +70,7 @@ TRITON = """
 import importlib, sys, torch
 from safetensors.torch import load_file
 import fxwrap
-from fxwrap.testing.triton_interpreter import interpreted_triton
+from triton_interpreter import interpreted_triton
 
 name, path, known = sys.argv[1:]
 importlib.import_module(name)
@@ -94,7 +94,7 @@ print({launch.kernel for launch in launches})
 @pytest.mark.parametrize("compiled", ["object", "source"])
 def test_triton_kernels_need_no_inductor_and_no_dynamo(tmp_path, compiled, device):
     """Another process interprets their source, on the device's streams and in its graphs."""
-    interpreter = pytest.importorskip("fxwrap.testing.triton_interpreter")
+    interpreter = pytest.importorskip("triton_interpreter")
     tensors = pytest.importorskip("safetensors.torch")
     benchmarking = importlib.import_module("torch._inductor.runtime.benchmarking")
     torch.manual_seed(0)

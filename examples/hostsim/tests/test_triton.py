@@ -19,12 +19,12 @@ pytest.importorskip("numpy", reason="needs NumPy, with which Triton interprets")
 
 import triton
 import triton.language as tl
+from triton_interpreter import interpreted_triton
 
 import fxwrap
 from fxwrap.backend import fxwrap as backend
 from fxwrap.graphs.compilation import Compilation
 from fxwrap.host_graph.nodes import kernel_of
-from fxwrap.testing.triton_interpreter import interpreted_triton
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def _interface(device_type: str, triton: bool) -> type:
     """A device interface for Dynamo, made from ``torch.<device type>``; what that lacks stays unimplemented."""
     module: Any = torch.get_device_module(device_type)
 
-    class Worker:
+    class CompileWorker:
         """The part of the interface for Inductor's compile processes, which must not touch the device."""
 
         set_device = staticmethod(getattr(module, "set_device", lambda index: None))
@@ -372,7 +372,7 @@ def _interface(device_type: str, triton: bool) -> type:
         return getattr(stream, "native_handle", None) or stream.stream_id
 
     methods: dict[str, Any] = {
-        "Worker": Worker,
+        "Worker": CompileWorker,
         "exchange_device": staticmethod(exchange_device),
         "maybe_exchange_device": staticmethod(maybe_exchange_device),
         "get_raw_stream": staticmethod(get_raw_stream),

@@ -73,7 +73,7 @@ def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> AotProg
     tensors = StoredTensors(package, given_by_entry(package, given_weights), functions)
     options = Options.from_run(manifest["options"])
     methods = {}
-    kernels = _Kernels(package)
+    kernels = _KernelLoader(package)
     for name, entry in manifest["methods"].items():
         data = package.json(entry["program"])
         constants = {attribute: tensors[tensor] for attribute, tensor in entry["constants"].items()}
@@ -93,7 +93,7 @@ def _loaded(package: Package, given_weights: dict[str, torch.Tensor]) -> AotProg
     return loaded
 
 
-class _Kernels:
+class _KernelLoader:
     """Loads kernels: compiled ones from the file, C++ source by Inductor, Triton kernels by Triton."""
 
     def __init__(self, package: Package) -> None:

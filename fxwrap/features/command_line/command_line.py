@@ -146,17 +146,17 @@ def explain(
 
 
 def _explained(what: str, args: str, options: dict[str, Any], calls: int, target: str, no_grad: bool) -> Explanation:
+    from ...api.explain import explain
     from ...backend import parsed
-    from ..target.explain import explain
 
     parsed(options)
     function, names = _named(what)
     remedy = "--args is what stands between the brackets of a call: torch.randn(3, 8), scale=2"
     try:
         given, by_name = eval(f"_({args})", {**names, "_": lambda *given, **by_name: (given, by_name)})
-        extra: dict[str, Any] = {"target": target} if target else {}
+        asked: dict[str, Any] = {"fxwrap_options": options or None, "calls": calls, "target": target or None}
         with torch.set_grad_enabled(not no_grad):
-            return explain(function, *given, fxwrap_options=options or None, calls=calls, **extra, **by_name)
+            return explain(function, *given, **asked, **by_name)
     except FxwrapError:
         raise
     except Exception as error:

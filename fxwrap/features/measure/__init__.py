@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from ...hooks import REPORT_SECTIONS
+from ...hooks import EXPLAINERS, REPORT_SECTIONS
 
+EXPLAINERS["measure"] = "fxwrap.features.measure.stopwatch:explain_times"
 REPORT_SECTIONS["measured"] = "fxwrap.features.measure.section:MeasuredSection"

@@ -7,19 +7,37 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...api.compile_afresh import compile_afresh
 from ...graphs.copies import Copies, Generators
 from ...graphs.program import Program
 from ...graphs.program_runs import calls_run_by, programs_run_by
 from ...host_graph.nodes import communicates, operator_name
+from ...host_graph.typed_json import to_data
 from ...host_graph.user_code import module_path
+from ...inspection.explanation import Explanation
 from .bytes_moved import BytesMoved
 from .clocked_steps import ClockedSteps, synchronized
 from .measured import Measured, MeasuredProgram, MeasuredStep
 
+# Calls before the measured one. Most programs replay from the third call on; some record twice.
+_CALLS = 5
 _FEWEST, _MOST, _SECONDS = 5, 51, 0.5  # of runs: the numbers, and for how long there are more than the fewest
+
+
+def explain_times(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    calls: int,
+) -> Explanation:
+    """What ``fxwrap.explain`` does with ``measure``."""
+    watch = Stopwatch()
+    explanation = compile_afresh(fn, args, kwargs, options, max(calls, _CALLS), watch.time)
+    return explanation.with_section("measured", to_data(watch.measured()))
 
 
 class Stopwatch:

@@ -10,11 +10,11 @@ import torch
 
 from ...errors import DeviceError
 from ...graphs.memory.arenas import Arena, ArenaUser
+from ...graphs.memory.live_outputs import OutputStorage
 from ...graphs.memory.locks import LockOwner, lock_of_process
-from ...graphs.memory.shared_state import SHARED
 from ...graphs.memory.take_memory import take_memory
+from ...host_graph.tensors import tensor_over
 from .memory import suspendable_memory
-from .suspension import Suspension
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,33 @@ log = logging.getLogger(__name__)
 _changing = lock_of_process()
 # Arenas whose live outputs are on the host: whoever has one need not have its recording.
 _with_outputs: set[SuspendableArena] = set()
+
+
+@dataclass(frozen=True, eq=False)
+class Suspension:
+    """What is kept of an arena without physical memory.
+
+    Attributes:
+        owner: holds the arena's lock, as a call would: what needs the lock to run, in Python or natively, cannot run.
+        outputs: the live outputs, each with its bytes on the host.
+    """
+
+    owner: LockOwner
+    outputs: list[tuple[OutputStorage, torch.Tensor]]
+
+    @classmethod
+    def of(cls, owner: LockOwner, live: Iterable[OutputStorage]) -> Suspension:
+        """Copy live outputs to the host. Waits for the copies."""
+        return cls(owner, [(output, _bytes_of(output).to("cpu", copy=True)) for output in live])
+
+    def restore(self) -> None:
+        """Copy the outputs back. Waits for the copies, because other streams may read them next."""
+        for output, saved in self.outputs:
+            _bytes_of(output).copy_(saved)
+
+
+def _bytes_of(output: OutputStorage) -> torch.Tensor:
+    return tensor_over(output.storage, (output.storage.nbytes(),), (1,), torch.uint8)
 
 
 @dataclass(eq=False)
@@ -99,11 +126,3 @@ class SuspendableArena(Arena):
                 self.clear("")
                 self._end_suspension(suspension)
             return True
-
-
-def with_suspended_outputs() -> list[SuspendableArena]:
-    """Suspended arenas with live outputs, whose bytes are on the host."""
-    for arena in list(_with_outputs):
-        arena.end_if_suspended((), "")  # if nobody has anything of it any more
-    alive = SHARED.arenas.alive()
-    return [arena for arena in list(_with_outputs) if arena in alive and arena.live()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from ...devices import SuspendableMemory
 from ...errors import DeviceError
 from ...graphs.devices.runtime import runtime_for
-from ...graphs.memory.take_memory import RECLAIMING
 from .cuda_memory import CudaMemory
 
 
@@ -36,17 +34,4 @@ def suspendable_memory(device: torch.device) -> SuspendableMemory:
             got="none was registered",
             remedy="fxwrap.release() gives the memory back, too; the next call records again",
         )
-    memory = _reclaiming[device] = make(device)
-    return memory
-
-
-def _reclaim() -> None:
-    """Return freed suspendable memory to its devices. Waits for the streams that worked in it."""
-    for memory in list(_reclaiming.values()):
-        with contextlib.suppress(Exception):  # as emptying a cache does
-            memory.reclaim()
-
-
-# One for each device that has had any, to reclaim memory of arenas that are gone.
-_reclaiming: dict[torch.device, SuspendableMemory] = {}
-RECLAIMING.append(_reclaim)
+    return make(device)

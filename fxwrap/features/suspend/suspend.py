@@ -15,13 +15,9 @@ from ...graphs.memory.arenas import Arena
 from ...graphs.memory.locks import LockOwner
 from ...graphs.memory.shared_state import SHARED
 from ...graphs.program import Program
-from ...graphs.program_runs import MISSES
 from . import OPTION
-from .arena import SuspendableArena, with_suspended_outputs
+from .arena import SuspendableArena
 from .memory import suspendable_memory
-from .resuming import resume_for
-
-MISSES.append(resume_for)  # nothing is suspended before this module is imported
 
 # Seconds for which a call or a capture of another thread is waited for.
 _WAIT_S = 1.0
@@ -91,7 +87,7 @@ def _arenas(fn: Callable[..., Any] | HasPrograms | None, doing: str) -> list[Sus
     asked = [program for program in on_devices if program.options.is_set(OPTION)]
     used = {arena for program in asked for arena in _arenas_of(program)}
     # Whose output is on the host may have been released or dropped.
-    used.update(with_suspended_outputs() if doing == "resume" else ())
+    used.update(arena for arena in SHARED.arenas.suspended() if doing == "resume" and arena.live())
     arenas = [arena for arena in _all() if arena in used or fn is None]
     if len(asked) < len(on_devices) and (fn is not None or not (asked or arenas)):
         raise SuspendError(

@@ -1,4 +1,4 @@
-"""``fxwrap.explain``, with ``target``: the decisions for another device, even one that this machine lacks.
+"""``fxwrap.explain`` with ``target``: the decisions for another device, even one that this machine lacks.
 
 On a device of this machine, a copy of the model is compiled and runs. For any other, a forked child process compiles
 and sends the report back. The child replaces functions of torch, which must not be visible in this process, and a
@@ -28,7 +28,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ... import errors
-from ...api.compile_afresh import compile_afresh, unwrapped
+from ...api.compile_afresh import compile_afresh
 from ...backend import fxwrap as backend
 from ...codegen.dynamo.collection import with_own_code
 from ...devices import registered_devices
@@ -52,44 +52,21 @@ _NOT_PROVED = (
 _SOURCE_ONLY = "Kernels are source only: Triton's wheel has no compiler for this device."
 
 
-def explain(
+def explain_for(
     fn: Callable[..., Any],
-    *args: Any,
-    fxwrap_options: Mapping[str, Any] | None = None,
-    calls: int = 1,
-    target: str | torch.device | None = None,
-    **kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Mapping[str, Any] | None,
+    calls: int,
+    target: str,
 ) -> Explanation:
-    """Compile ``fn`` anew, run it on the arguments, and report every decision.
-
-    Its memory is that of one call. ``fxwrap.record(fn, *examples, dry_run=True)`` tells what recordings of several
-    sizes would keep.
-
-    Args:
-        fn: a function or module; a compiled one is unwrapped.
-        fxwrap_options: options as for ``torch.compile(..., options=...)``.
-        calls: how often it runs. One call only warms up; most programs replay from the third call on. The time and
-            the memory of each call except the first, which compiles, are measured.
-        target: a device other than that of the arguments (``docs/cuda_target.md``). For a device that this machine
-            lacks ("cuda:90", "xpu"), the function is compiled in another process and never runs. On "cpu" or a
-            device that is registered with fxwrap, a copy of the function's model is compiled and runs. A training
-            graph comes with its backward graph.
-
-    Raises:
-        DeviceError: the target is unknown, is a CUDA or XPU device that this machine has, or needs for compiling what
-            the machine lacks.
-        UnsupportedModelError: the model cannot be copied to the target, or its tensors are not on the CPU.
-        FxwrapError: compiling for the target failed.
-    """
-    fn = unwrapped(fn)
-    if target is None:
-        return compile_afresh(fn, args, kwargs, fxwrap_options, calls)
-    machine = _absent_machine(str(target))
+    """What ``fxwrap.explain`` does with a ``target``, and raises."""
+    machine = _absent_machine(target)
     if machine is None:
-        return _explain_there(_present_device(str(target)), fn, args, kwargs, fxwrap_options, calls)
+        return _explain_there(_present_device(target), fn, args, kwargs, options, calls)
     _check_tensors(fn, args, kwargs)
-    work = functools.partial(_compiled_for, str(target), machine, fn, args, kwargs, fxwrap_options)
-    return Explanation.from_dict(_in_a_fork(str(target), work))
+    work = functools.partial(_compiled_for, target, machine, fn, args, kwargs, options)
+    return Explanation.from_dict(_in_a_fork(target, work))
 
 
 # -- which device --------------------------------------------------------------------------------------------------

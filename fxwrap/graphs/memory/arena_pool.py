@@ -197,6 +197,12 @@ class ArenaPool:
         lists = [arenas for key, arenas in list(self._arenas.items()) if device in (None, key)]
         return [arena for arenas in lists for ref in list(arenas) if (arena := ref()) is not None]
 
+    def suspended(self) -> list[Arena]:
+        """The arenas whose memory is suspended. Those of which nobody has anything any more are empty again."""
+        for arena in self.alive():
+            arena.end_if_suspended((), "")
+        return [arena for arena in self.alive() if arena.is_suspended()]
+
     def owns(self, address: int) -> bool:
         """Whether an address lies in an arena. An input at such an address is an output of a recording."""
         blocks = [arena.block for arena in self.alive() if arena.block is not None]

@@ -18,7 +18,7 @@ from ...host_graph.tensors import tensor_over
 from ..devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import OutputStorage, WatchedOutputs
 from .locks import TryLock
-from .take_memory import empty_cache, take_memory
+from .take_memory import SUSPENDABLE, empty_cache, take_memory
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,10 @@ class Arena:
     _users: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _ended_by_move: list[tuple[weakref.ref[ArenaUser], int]] = field(default_factory=list)
     _pool: GraphPool | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            SUSPENDABLE[self.device] = self.memory
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A new storage object over a span of bytes. It keeps the arena's memory alive."""
@@ -182,8 +186,9 @@ class Arena:
         """Whether its memory is released, so that its recordings cannot run."""
         return False
 
-    def resume(self) -> object:
-        """Take memory again if it is released. Raises MemoryLimitError if there is too little."""
+    def resume(self) -> int:
+        """Take memory again if it is released; returns the bytes. Raises MemoryLimitError if there is too little."""
+        return 0
 
     def end_if_suspended(self, users: Iterable[ArenaUser], why: str) -> bool:
         """End some of its recordings if it is suspended; returns whether it was. Its lock need not be held."""

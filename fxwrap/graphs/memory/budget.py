@@ -13,7 +13,7 @@ import torch
 
 from ...errors import MemoryLimitError, PlanError
 from ...host_graph.sizes import evaluate_sizes, hint, hinted_layout, storage_bytes, symbols_at
-from ...limit import Limit, binary
+from ...limit import Limit, does_not_fit
 from ...plan import ProgramPlan, SizedProgram
 from ..devices.runtime import freezes_addresses
 from .planning import Planner
@@ -153,15 +153,7 @@ class Budget:
     def does_not_fit(self, nbytes: int, least: int, plan: ProgramPlan) -> MemoryLimitError:
         """The error of a call that takes more than a limit of so many bytes."""
         captured = self.in_pool is not None or not freezes_addresses(plan.device)
-        size = f" ({binary(least)})" if least >= 1024 else ""
-        error = MemoryLimitError(
-            "a program does not fit into memory_limit",
-            expected=f"at least {least} bytes{size}" + ("" if captured else ", and what libraries take in a capture"),
-            got=f"{nbytes} bytes",
-            remedy="raise memory_limit, or make the batch smaller",
-        )
-        error.least = least
-        return error
+        return does_not_fit(nbytes, least, "" if captured else ", and what libraries take in a capture")
 
 
 def _key(symbols: Mapping[Any, int]) -> frozenset[Any]:

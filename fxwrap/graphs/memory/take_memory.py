@@ -8,17 +8,19 @@ from typing import TypeVar
 
 import torch
 
+from ...devices import SuspendableMemory
 from ...errors import MemoryLimitError
 
 Value = TypeVar("Value")
-# A feature's memory: each returns what is free to its device, when caches are emptied.
-RECLAIMING: list[Callable[[], object]] = []
+# The newest suspendable memory of each device that has had any: it reclaims that of arenas that are gone, too.
+SUSPENDABLE: dict[torch.device, SuspendableMemory] = {}
 
 
 def reclaim_memory() -> None:
-    """Return free memory that is not the allocator's to its devices."""
-    for reclaim in RECLAIMING:
-        reclaim()
+    """Return freed memory of arenas that is not the allocator's to its devices."""
+    for memory in list(SUSPENDABLE.values()):
+        with contextlib.suppress(Exception):  # as emptying a cache does
+            memory.reclaim()
 
 
 def empty_cache() -> None:

@@ -12,11 +12,10 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from ...errors import MemoryLimitError
 from ...host_graph.nodes import Kind, draws_numbers, kind_of, only_computes, same_bits_again, schema_of
 from ...host_graph.sizes import hint, hinted_layout
 from ...host_graph.storages import StorageFacts
-from ...limit import Limit, Repeated, binary
+from ...limit import Limit, Repeated, does_not_fit
 from ...plan import Partition, ProgramPlan, Verdict
 from ..analysis.aliasing import analyse_storages, overlap_groups
 from .order import reordered
@@ -58,15 +57,7 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
     fitting = [rematerialise(timeline_of(order, sizes, limit.workspace), most) for order in orders]
     best = min(fitting, key=lambda timeline: (max(timeline.peak, most), timeline.work))
     if best.peak > most:
-        least = best.peak + limit.overhead
-        error = MemoryLimitError(
-            "a program does not fit into memory_limit",
-            expected=f"at least {least} bytes" + (f" ({binary(least)})" if least >= 1024 else ""),
-            got=f"{limit.nbytes} bytes",
-            remedy="raise memory_limit, or make the batch smaller",
-        )
-        error.least = least
-        raise error
+        raise does_not_fit(limit.nbytes, best.peak + limit.overhead)
     return _with_runs(plan, best)
 
 

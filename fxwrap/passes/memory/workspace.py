@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.fx import Node
 
 from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name, schema_of
 from ...host_graph.sizes import hint, hinted_layout, layout_at, number_at
-from ...torch_private.functions import allocations
+from ...torch_private.functions import allocations, most_beyond_result
 
 # Operators whose library owns the memory that they work in.
 _WITHOUT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -129,12 +128,4 @@ def _measure(node: Node, symbols: Mapping[Any, int] | None) -> int | None:
         changes = allocations(lambda: function(*args, **kwargs))
     except Exception:
         return None  # it does not run on zeros
-    if changes is None:
-        return None
-    return most_beyond_result(changes)
-
-
-def most_beyond_result(changes: Sequence[int]) -> int:
-    """The most bytes that a call has allocated at one time beyond what it returns."""
-    held = list(itertools.accumulate(changes))
-    return max(held, default=0) - held[-1] if held else 0
+    return None if changes is None else most_beyond_result(changes)

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...host_graph.nodes import Kind, checks_on, effective_users, is_symbolic_value, kind_of
 from ...host_graph.storages import Origin
-from ...plan import Partition, PartitionGraph, ProgramPlan, Signature
+from ...plan import Partition, PartitionGraph, PartitionSignature, ProgramPlan
 
 
 class PartitionFunction(Protocol):
@@ -28,7 +28,7 @@ def replace_partitions(plan: ProgramPlan, compile_partition: CompilePartition | 
     """Let ``compile_partition`` replace partitions. A replacement is stored as an attribute of the graph."""
     if compile_partition is None:
         return plan
-    compiled = dict[int, Signature]()
+    compiled = dict[int, PartitionSignature]()
     for partition in plan.partitions:
         graph = partition_graph(plan, partition)
         if (function := compile_partition(graph)) is not None:
@@ -128,10 +128,10 @@ class _Cutter:
         graph.output(tuple(copies[node] for node in self.outputs))
         return GraphModule(self.plan.graph, graph, f"Partition{self.partition.index}")
 
-    def signature(self) -> Signature:
+    def signature(self) -> PartitionSignature:
         facts = self.plan.facts
         written = frozenset().union(*(facts.writes(node) for node in self.inside))
-        return Signature(
+        return PartitionSignature(
             tuple(node.name for node in self.inputs),
             tuple(node.name for node in self.outputs),
             tuple(i for i, node in enumerate(self.inputs) if facts.of(node) & written),

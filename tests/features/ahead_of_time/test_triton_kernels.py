@@ -116,7 +116,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 LOADED = """
 import sys, torch, fxwrap
-from fxwrap.testing.triton_interpreter import interpreted_triton
+from triton_interpreter import interpreted_triton
 from safetensors.torch import load_file
 
 inputs = load_file({known!r})

@@ -30,7 +30,6 @@ from threads import in_threads
 
 import fxwrap
 import fxwrap.features.suspend.suspend
-from fxwrap.features.suspend.arena import with_suspended_outputs
 from fxwrap.features.suspend.memory import memory_class
 from fxwrap.graphs.devices.runtime import runtime_for, using_runtime
 from fxwrap.graphs.memory.arena_pool import ArenaPool
@@ -326,10 +325,10 @@ def test_an_output_on_the_host_that_nobody_has_any_more_is_let_go(device: torch.
     compiled, _, output = _with_live_output(device)
     fxwrap.suspend(compiled.call, live="copy")
     fxwrap.release(compiled.call)
-    assert len(its_own.alive(device)) == len(with_suspended_outputs()) == 1
+    assert len(its_own.alive(device)) == len(its_own.suspended()) == 1
     del output
     fxwrap.release()
-    assert its_own.kept(device) == 0 and not with_suspended_outputs()
+    assert its_own.kept(device) == 0 and not its_own.suspended()
 
 
 def test_a_function_with_an_output_on_the_host_is_dropped_beside_one_without_the_option(device: torch.device) -> None:
@@ -441,6 +440,16 @@ def test_a_stream_that_captures(device: torch.device) -> None:
     with _capturing(device):
         compiled(x)  # runs eagerly, a part of the caller's graph, and resumes nothing
     assert fxwrap.resume(compiled.call) == given
+
+
+def test_a_call_in_a_capture_cannot_read_what_is_on_the_host(device: torch.device) -> None:
+    compiled, x, output = _with_live_output(device)
+    value = output.clone()
+    fxwrap.suspend(compiled.call, live="copy")
+    with _capturing(device), pytest.raises(fxwrap.SuspendError, match="called while the caller captures"):
+        compiled(x)
+    assert fxwrap.resume(compiled.call)
+    assert_same(output, value)
 
 
 inside: dict[str, Callable[[], object]] = {"act": lambda: None}

@@ -52,7 +52,7 @@ DEFAULTS = "a default or a variable of the function's closure is missing"
 _CALLS = 4
 
 
-class _Missing:
+class _LeftOut:
     """An argument that the caller leaves out."""
 
 
@@ -91,7 +91,7 @@ class Binding:
             "_fxw_function": self.target.function,
             "_fxw_owner": self.target.owner[0] if self.target.owner else None,
             "_fxw_cells": self.target.function.__closure__ or (),
-            "_fxw_missing": _Missing,
+            "_fxw_missing": _LeftOut,
             "_fxw_served": (),
             "_fxw_promote": self.promote,
             "_fxw_otherwise": self.otherwise,
@@ -127,7 +127,7 @@ class Binding:
         """A call that no code in ``served`` serves.
 
         Args:
-            positional: values of the parameters that can be given by position; ``_Missing`` where none was given.
+            positional: values of the parameters that can be given by position; ``_LeftOut`` where none was given.
             keywords: arguments that can be given by name only.
             rest, more: what the caller gave for ``*args`` and ``**kwargs``.
             variables: the frame's, for the guards; None if a default or a variable of the closure has no value.
@@ -261,10 +261,10 @@ def _variables({signature}):
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of a call as the caller gave them."""
         named = dict(zip(self.positional, positional, strict=True))
-        missing = [place for place, value in enumerate(positional) if value is _Missing]
+        missing = [place for place, value in enumerate(positional) if value is _LeftOut]
         count = missing[0] if missing else len(positional)
         by_name = {**dict(list(named.items())[count:]), **keywords}
-        return [*positional[:count], *rest], {**{k: v for k, v in by_name.items() if v is not _Missing}, **more}
+        return [*positional[:count], *rest], {**{k: v for k, v in by_name.items() if v is not _LeftOut}, **more}
 
 
 def _or_default(name: str, default: str) -> str:

@@ -2,7 +2,7 @@
 
 It is registered in ``triton.backends``, as a vendor's backend is, so that all of Inductor's machinery works: the
 tuner compiles, benchmarks and chooses, and launches use the options of the chosen configuration. ``TRITON_INTERPRET``
-would skip all of that.
+would skip all of that. It does not need hostsim, and is beside that package: tests of fxwrap use it on the CPU, too.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Compiler(BaseBackend):
     binary_ext = "ttir"
 
     def hash(self) -> str:
-        return f"fxwrap-interpreter-{self.target.backend}"
+        return f"interpreter-{self.target.backend}"
 
     def parse_options(self, options: dict[str, Any]) -> _Options:
         defaults = {"num_warps": 4, "num_ctas": 1, "num_stages": 3, "cluster_dims": (1, 1, 1), "ir_override": None}
