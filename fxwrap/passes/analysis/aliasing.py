@@ -228,7 +228,10 @@ class _Analysis:
         self.of[node] = self.reads[node] | self._new(node, Origin.EXTERN)
 
     def _visit_control_flow(self, node: Node, flow: ControlFlow) -> None:
-        """A branch or a loop writes and returns those of its operands that its subgraphs write and return."""
+        """A branch or a loop writes and returns those of its operands that its subgraphs write and return.
+
+        And it writes the memory that it is given for what they allocate.
+        """
         written, returned = set[int](), defaultdict[int, set[int]](set)  # positions of operands; of each result
         for subgraph in flow.subgraphs:
             facts = analyse_storages(subgraph)
@@ -247,8 +250,12 @@ class _Analysis:
         def behind(positions: Iterable[int]) -> frozenset[int]:
             return self._storages_in([flow.operands[q] for p in positions for q in found[p]])
 
-        self.writes[node] = behind(written)
-        self.elements[node] = {p: behind(ps) | self._new(node, Origin.EXTERN, p) for p, ps in returned.items()}
+        self.writes[node] = behind(written) | self._storages_in(node.kwargs)
+        places: Any = node.kwargs.get("results") or ((),) * len(returned)
+        self.elements[node] = {
+            p: behind(ps) | self._storages_in(places[p]) | self._new(node, Origin.EXTERN, p)
+            for p, ps in returned.items()
+        }
         self.of[node] = _NONE.union(*self.elements[node].values())
 
 
