@@ -35,7 +35,6 @@ from .graphs.memory.budget import nearest
 from .graphs.memory.planning import Planner
 from .graphs.program import Program
 from .hooks import PROGRAMS, class_for
-from .host_graph.control_flow import control_flow_of
 from .host_graph.storages import StorageFacts
 from .limit import Limit
 from .options import Options
@@ -53,7 +52,7 @@ from .passes.partition.cut import cut
 from .passes.partition.export import CompilePartition, replace_partitions
 from .passes.rewrites.body_memory import place_bodies
 from .passes.rewrites.shared_views import share_views
-from .passes.verify import SameBodies, verify_memory, verify_same_results, verify_schedule
+from .passes.verify import verify_bodies, verify_memory, verify_same_results, verify_schedule
 from .plan import (
     InputFacts,
     MemoryPlan,
@@ -85,10 +84,8 @@ class CompileRequest:
 
 
 def _place_bodies(gm: GraphModule) -> None:
-    if any(control_flow_of(node) is not None for node in gm.graph.nodes):
-        before = SameBodies(gm)
-        place_bodies(gm, alternates=not freezes_addresses(main_device(gm)))
-        before.verify(gm)
+    place_bodies(gm, alternates=not freezes_addresses(main_device(gm)))
+    verify_bodies(gm)
 
 
 REWRITES = (

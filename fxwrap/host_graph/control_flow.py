@@ -5,8 +5,9 @@ A subgraph is a host graph of its own, a module of the graph that holds it.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 
-def switch(selector: Any, operands: Sequence[Any], *branches: Callable[..., Any], by_truth: bool = False) -> Any:
+def switch(
+    selector: Any,
+    operands: Sequence[Any],
+    *branches: Callable[..., Any],
+    by_truth: bool = False,
+    results: Sequence[Sequence[Any]] = (),
+    temporaries: Sequence[Mapping[str, Any]] = (),
+) -> Any:
     """Run one of several branches.
 
     Args:
         selector: a number or a tensor with one: the position of the branch; one that is no position is the last's.
         by_truth: of two branches, the second if the selector is true, as ``torch.cond`` before torch 2.14.
+        results: for each result, the tensor that it is written to, if there is one.
+        temporaries: for each branch, tensors that its allocations may lie in, by name. Here they do not.
     """
-    if is_fake(selector):
-        return branches[0](*operands)  # results of all branches look the same
-    return branches[position_of(selector, len(branches), by_truth)](*operands)
+    position = 0 if is_fake(selector) else position_of(selector, len(branches), by_truth)
+    return _placed(branches[position](*operands), results)  # results of all branches look the same
 
 
 def while_loop(
@@ -32,21 +41,31 @@ def while_loop(
     carried: Sequence[Any],
     additional: Sequence[Any] = (),
     stacked: bool = False,
+    results: Sequence[Sequence[Any]] = (),
+    temporaries: Sequence[Mapping[str, Any]] = (),
 ) -> list[Any]:
     """Run ``body(*carried, *additional) -> carried`` while ``condition`` of the same values holds.
 
     Args:
         stacked: return the carried values of every iteration, stacked, instead of the last ones.
+        results: for each value that is carried, the two tensors that iterations write it to in turn, if there are.
+        temporaries: for the condition and the body, as for ``switch``.
     """
     values = list(carried)
     passes: list[Sequence[Any]] = []
     fake = any(map(is_fake, (*carried, *additional)))  # one iteration gives the results' layout
-    ran = False
+    ran = 0
     while not ran if fake else condition(*values, *additional)[0]:
-        values, ran = list(body(*values, *additional)), True
+        values, ran = _placed(body(*values, *additional), results, ran), ran + 1
         if stacked:
             passes.append(values)
-    return results_of_loop(values, passes if stacked else ran)
+    return results_of_loop(values, passes if stacked else ran > 0)
+
+
+def _placed(values: Sequence[Any], places: Sequence[Sequence[Any]], turn: int = 0) -> list[Any]:
+    """Values, each copied to the next of its places, if it has any."""
+    pairs = itertools.zip_longest(values, places, fillvalue=())
+    return [place[turn % len(place)].copy_(value) if place else value for value, place in pairs]
 
 
 def position_of(selector: Any, branches: int, by_truth: bool) -> int:

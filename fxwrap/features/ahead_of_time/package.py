@@ -23,7 +23,7 @@ import torch
 from ...errors import StorageError
 from . import limits
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "manifest.json"
 _EXPECTED = "a file that fxwrap.save has written"
 _PART = 1 << 20  # bytes

@@ -15,6 +15,7 @@ from ...errors import CheckError
 from ...graphs.copies import all_bytes, bytes_of
 from ...graphs.record.flat import flat_subgraph
 from ...graphs.record.placed_results import PlacedResults
+from ...host_graph.control_flow import control_flow_of
 from ...host_graph.nodes import (
     Kind,
     constants,
@@ -149,7 +150,10 @@ class Walk:
         return kept
 
     def _call(self, node: Node, call: Callable[..., Any] | None = None) -> Any:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.value)
+        kwargs = dict(node.kwargs)
+        if control_flow_of(node) is not None:
+            kwargs.pop("temporaries", None)  # they lie in memory of their own here: nobody writes to this one
+        args, kwargs = torch.fx.map_arg((node.args, kwargs), self.value)
         kernel = kernel_of(node)
         if kernel is not None:
             return kernel.call(*args[1:])

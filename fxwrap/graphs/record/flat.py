@@ -328,15 +328,16 @@ class FlatBuilder:
             return steps.View(function, *args)
         return kind_of_call(node)(function, args, kwargs)
 
-    def block(self, gm: GraphModule, given: Sequence[Operand], ends: Container[Operand] = ()) -> steps.Block:
-        """The steps of a subgraph that is called with operands of this function's.
+    def block(self, gm: GraphModule, given: Mapping[Node, Operand], ends: Container[Operand] = ()) -> steps.Block:
+        """The steps of a subgraph.
 
         Args:
+            given: operands of this function's that are its inputs, or that its allocations lie in.
             ends: operands that may be dropped after their last use in it.
         """
         inner = FlatBuilder(constants(gm), {}, in_graph=self.in_graph)
         inner._names = self._names
-        for node, operand in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
+        for node, operand in given.items():
             if isinstance(operand, Local):
                 inner._locals[node] = operand
                 if operand not in ends:

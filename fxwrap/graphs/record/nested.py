@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +14,7 @@ from torch.fx import Node
 
 from ...devices import ConditionalNodes
 from ...host_graph.control_flow import ControlFlow, counts_on_the_host, switch, unchanged
+from ...host_graph.nodes import by_name, output_values
 from ...host_graph.sizes import layout_at
 from ..memory.static_buffers import copy_at_once
 from ..replay.operands import Bound, Call, Local, Operand, Register, Text, operands_in
@@ -46,7 +50,8 @@ def _branch(
     builder: FlatBuilder, node: Node, flow: ControlFlow, operands: Sequence[Operand]
 ) -> tuple[Nested, Sequence[Operand]]:
     selector = builder.operand(node.args[0])
-    blocks = tuple(builder.block(branch, operands) for branch in flow.subgraphs)
+    results = {position: builder.operand(place[0]) for position, place in _places(node).items()}
+    blocks = tuple(_blocks(builder, node, flow, operands, results))
     branch = Branch(selector, blocks, bool(node.kwargs.get("by_truth")))
     if builder.in_graph is None:
         return branch, ()
@@ -61,7 +66,7 @@ def _branch(
 def _loop(
     builder: FlatBuilder, node: Node, flow: ControlFlow, operands: Sequence[Operand]
 ) -> tuple[Nested, Sequence[Operand]]:
-    condition, body = flow.subgraphs
+    _, body = flow.subgraphs
     count, in_graph = len(node.meta["val"]), builder.in_graph
     initial = tuple(operands[:count])
     if in_graph is not None and not counts_on_the_host(flow, in_graph.device):
@@ -69,20 +74,53 @@ def _loop(
         places = tuple(
             operands[p] if p in same else _place(builder, in_graph, node, inputs[p].meta["val"]) for p in range(count)
         )
-        given = (*places, *operands[count:])
-        blocks = builder.block(condition, given), builder.block(body, given)
+        blocks = _blocks(builder, node, flow, (*places, *operands[count:]))
         return LoopNode(in_graph.nodes, initial, places, builder.new_local(), *blocks), places
-    carried = tuple(builder.new_local() for _ in range(count))
-    given = (*carried, *operands[count:])
+    # Where a value alternates between two places, an iteration gets both: it writes to the first, and swaps them.
+    turns = {position: tuple(map(builder.operand, two)) for position, two in _places(node).items()}
+    carried = tuple(builder.new_local() for _ in range(count + 2 * len(turns)))
+    firsts, seconds = carried[count::2], carried[count + 1 :: 2]
+    given, results = (*carried[:count], *operands[count:]), dict(zip(turns, firsts, strict=True))
+    asked, made = _blocks(builder, node, flow, given, results, ends=carried)
+    swapped = itertools.chain(*zip(seconds, firsts, strict=True))
     loop = (Loop if in_graph is None else UnrolledLoop)(
-        initial=initial,
+        initial=(*initial, *itertools.chain(*turns.values())),
         carried=carried,
         passes=builder.new_local(),
-        condition=builder.block(condition, given),
-        body=builder.block(body, given, ends=carried),
+        condition=asked,
+        body=dataclasses.replace(made, values=(*made.values, *swapped)),
         stacks=bool(node.args[4:]),
     )
     return loop, ()
+
+
+def _places(node: Node) -> dict[int, Any]:
+    """By position, where a branch writes its result, or a loop what it carries, in turn."""
+    places: Any = node.kwargs.get("results", ())
+    return {position: several for position, several in enumerate(places) if several}
+
+
+def _blocks(
+    builder: FlatBuilder,
+    node: Node,
+    flow: ControlFlow,
+    operands: Sequence[Operand],
+    results: Mapping[int, Operand] = MappingProxyType({}),
+    ends: Sequence[Operand] = (),
+) -> Iterator[Block]:
+    """The steps of each subgraph, whose allocations lie where the node says.
+
+    Args:
+        results: where what is returned lies, by position.
+        ends: operands that may be dropped after their last use in a subgraph that returns them anew.
+    """
+    temporaries: Any = node.kwargs.get("temporaries") or ({},) * len(flow.subgraphs)
+    for gm, views in zip(flow.subgraphs, temporaries, strict=True):
+        nodes, returned, returns = by_name(gm), output_values(gm), gm in flow.returning
+        given = dict(zip(gm.graph.find_nodes(op="placeholder"), operands, strict=True))
+        given |= {nodes[name]: builder.operand(view) for name, view in views.items()}
+        given |= {returned[position]: place for position, place in results.items() if returns}
+        yield builder.block(gm, given, ends if returns else ())
 
 
 def _is_same(value: Operand, other: Operand) -> bool:

@@ -344,7 +344,7 @@ class Loop(Nested):
 
     Attributes:
         initial: what the first iteration gets.
-        carried: what each iteration gets.
+        carried: what each iteration gets: the values of the results, and places that these alternate between.
         passes: what each iteration has carried, if ``stacks``; otherwise whether there was an iteration.
         condition: returns one value.
         body: returns what is carried to the next iteration.
@@ -381,7 +381,7 @@ class Loop(Nested):
         yield self.body.onto(self.carried)
         yield f"    {passes}{f'.append({carried})' if self.stacks else ' = True'}"
         yield from [self.TAIL] if self.TAIL else []
-        results = text.of(Call(results_of_loop, (self.carried, self.passes)))
+        results = text.of(Call(results_of_loop, (self.carried[: len(self.results)], self.passes)))
         yield f"{text.assigned(self.results, self.unpacks, results)}; del {passes}"
         yield f"del {', '.join(map(text.of, self.carried))}"
 

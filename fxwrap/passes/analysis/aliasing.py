@@ -230,12 +230,13 @@ class _Analysis:
     def _visit_control_flow(self, node: Node, flow: ControlFlow) -> None:
         """A branch or a loop writes and returns those of its operands that its subgraphs write and return.
 
-        Where all that they return at a position are operands, nothing is made there, except by a loop without any
-        iteration: it copies what is asked of it.
+        And it writes the memory that it is given for what they allocate. Where all that they return at a position are
+        operands or lie there, nothing is made, except by a loop without any iteration: it copies what is asked of it.
         """
         written, returned = set[int](), defaultdict[int, set[int]](set)  # positions of operands; of each result
         # Positions of results that may be none of the operands.
         made = {user.args[1] for user in node.users if flow.repeats and user.target is operator.getitem}
+        places: Any = node.kwargs.get("results") or ((),) * len(node.meta["val"])
         for subgraph in flow.subgraphs:
             facts = analyse_storages(subgraph)
             position = {operand.name: p for p, operand in enumerate(subgraph.graph.find_nodes(op="placeholder"))}
@@ -244,7 +245,7 @@ class _Analysis:
             for p, value in enumerate(output_values(subgraph) if subgraph in flow.returning else ()):
                 storages = facts.of(value) if isinstance(value, Node) else _NONE
                 returned[p] |= {inside[index] for index in storages if index in inside}
-                if not storages <= inside.keys():
+                if not storages <= inside.keys() and not places[p]:
                     made.add(p)
         # What may lie at each position: in the next iteration, what the body has returned there.
         found = {p: {p} for p in range(len(flow.operands))}
@@ -255,9 +256,10 @@ class _Analysis:
         def behind(positions: Iterable[int]) -> frozenset[int]:
             return self._storages_in([flow.operands[q] for p in positions for q in found[p]])
 
-        self.writes[node] = behind(written)
+        self.writes[node] = behind(written) | self._storages_in(node.kwargs)
         self.elements[node] = {
-            p: behind(ps) | (self._new(node, Origin.EXTERN, p) if p in made else _NONE) for p, ps in returned.items()
+            p: behind(ps) | self._storages_in(places[p]) | (self._new(node, Origin.EXTERN, p) if p in made else _NONE)
+            for p, ps in returned.items()
         }
         self.of[node] = _NONE.union(*self.elements[node].values())
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from ...host_graph.control_flow import ControlFlow, control_flow_of, while_loop
-from ...host_graph.nodes import Kind, is_work, kind_of
+from ...host_graph.nodes import Kind, is_work, kind_of, output_values
 from ...packing import Buffer
 from ...packing.lifetimes import Lifetimes
 from ...packing.reserved import most_alive
@@ -43,6 +43,15 @@ def _calls_in(gm: GraphModule) -> Iterator[Node]:
                 yield from _calls_in(subgraph)
 
 
+def _placed(node: Node, flow: ControlFlow) -> Iterator[set[str]]:
+    """For each subgraph, the nodes whose results lie in memory that the branch or the loop is given."""
+    places: Any = node.kwargs.get("results", ())
+    temporaries: Any = node.kwargs.get("temporaries") or ({},) * len(flow.subgraphs)
+    for gm, views in zip(flow.subgraphs, temporaries, strict=True):
+        returned = zip(output_values(gm), places, strict=False) if gm in flow.returning else ()
+        yield {*views, *(value.name for value, several in returned if several)}
+
+
 @dataclass(frozen=True)
 class _Bodies:
     """What calls take beyond what they return. None stands for what is not known."""
@@ -55,10 +64,13 @@ class _Bodies:
             return self.measured.get(node)
         if node.target is while_loop and node.args[4:] == (True,):
             return None  # it keeps what each iteration has returned
-        taken = [self._of_subgraph(gm, flow) for gm in flow.subgraphs]
+        taken = [
+            self._of_subgraph(gm, flow, placed)
+            for gm, placed in zip(flow.subgraphs, _placed(node, flow), strict=True)
+        ]
         return max(nbytes for nbytes in taken if nbytes is not None) if None not in taken else None
 
-    def _of_subgraph(self, gm: GraphModule, flow: ControlFlow) -> int | None:
+    def _of_subgraph(self, gm: GraphModule, flow: ControlFlow, placed: Collection[str]) -> int | None:
         """A loop has what the last iteration has returned while the next one makes the same again."""
         facts, work = analyse_storages(gm), [node for node in gm.graph.nodes if is_work(node)]
         lifetimes, sizes = (
@@ -67,6 +79,8 @@ class _Bodies:
         )
         buffers, returned = list[Buffer](), 0
         for index in facts.made() & lifetimes.keys():
+            if facts.storages[index].node in placed:
+                continue
             if index not in sizes:
                 return None
             steps, stays = lifetimes[index], index in facts.handed_out

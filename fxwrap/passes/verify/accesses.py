@@ -238,14 +238,16 @@ class Accesses:
         )
 
     def _run_subgraphs(self, node: Node) -> tuple[frozenset[Root], list[frozenset[Root]]]:
-        """The storages that a node's subgraphs write, and for each result those of operands that it may lie in.
+        """The storages that a node's subgraphs write, and for each result those that it may lie in.
 
-        A loop is run until its operands lie in no storage more, after one iteration or another.
+        These are operands, and memory that the node is given for what its subgraphs allocate. A loop is run until its
+        operands lie in no storage more, after one iteration or another.
         """
         operands = [self.roots_in(operand) for operand in _operands(node)]
-        loops = node.target is while_loop
+        loops, own = node.target is while_loop, self.roots_in(node.kwargs)
+        places: Any = node.kwargs.get("results", ())
         while True:
-            written, returned = frozenset[Root](), list[frozenset[Root]]()
+            written, returned = own, list(map(self.roots_in, places))
             for number, subgraph in enumerate(called(node)):
                 inner = Accesses(subgraph.graph)
                 given = dict(zip(subgraph.graph.find_nodes(op="placeholder"), operands, strict=True))

@@ -47,13 +47,13 @@ def verify_memory(
     """
     accesses = Accesses(gm.graph)
     _check_communications(accesses)
-    spans = _live_ranges(accesses, schedule, replaced_groups)
+    spans = live_ranges(accesses, schedule, replaced_groups)
     nodes = {node.name: node for node in gm.graph.nodes}
     position = {node.name: step for step, node in enumerate(schedule)}
     end = len(schedule) + 1
     handed_out = {root for node in output_node(gm).all_input_nodes for root in accesses.roots(node)}
     written = {root for node in schedule if is_work(node) for root in accesses.written(node)}
-    intervals: dict[int, list[_Interval]] = defaultdict(list)
+    intervals: dict[int, list[Interval]] = defaultdict(list)
     in_call_regions: dict[Root, Place] = {}
     for storage, place in zip(facts.storages, plan.places, strict=True):
         maker = nodes[storage.node]
@@ -77,10 +77,10 @@ def verify_memory(
         if root in handed_out and maker.op != "placeholder":
             stop = end  # the caller reads it afterwards
         if size and begin < stop:
-            intervals[place.region].append(_Interval(storage.name, place.offset, place.offset + size, begin, stop))
+            intervals[place.region].append(Interval(storage.name, place.offset, place.offset + size, begin, stop))
     for number, region in enumerate(plan.regions):
         others = list(_live_outputs_of_others(accesses, nodes, region.reserved, spans, handed_out, end))
-        _check_overlap([*intervals[number], *others], schedule)
+        check_overlap([*intervals[number], *others], schedule)
     _check_steps(accesses, schedule, in_call_regions, plan)
 
 
@@ -195,7 +195,7 @@ def _live_outputs_of_others(
     spans: Mapping[Root, tuple[int, int]],
     handed_out: Collection[Root],
     end: int,
-) -> Iterator[_Interval]:
+) -> Iterator[Interval]:
     """The live outputs of other recordings in an arena.
 
     An output that the program gets as a donated input is live until its last use here, any other for the whole call.
@@ -208,11 +208,11 @@ def _live_outputs_of_others(
         if roots:
             name += f", here {name_of(min(roots, key=str))}"
         if stop:
-            yield _Interval(name, interval.low, interval.high, 0, stop, planned=False)
+            yield Interval(name, interval.low, interval.high, 0, stop, planned=False)
 
 
 @dataclass(frozen=True)
-class _Interval:
+class Interval:
     """Bytes ``[low, high)`` of an arena, live in steps ``[begin, end)``.
 
     Attributes:
@@ -227,8 +227,8 @@ class _Interval:
     planned: bool = True
 
 
-def _check_overlap(items: list[_Interval], schedule: Sequence[Node]) -> None:
-    live: list[_Interval] = []
+def check_overlap(items: list[Interval], schedule: Sequence[Node]) -> None:
+    live: list[Interval] = []
     for item in sorted(items, key=lambda item: item.begin):
         live = [other for other in live if other.end > item.begin]
         for other in live:
@@ -242,7 +242,7 @@ def _check_overlap(items: list[_Interval], schedule: Sequence[Node]) -> None:
         live.append(item)
 
 
-def _live_ranges(
+def live_ranges(
     accesses: Accesses, schedule: Sequence[Node], replaced_groups: Sequence[Sequence[str]]
 ) -> dict[Root, tuple[int, int]]:
     steps = {node.name: step for step, node in enumerate(schedule)}
@@ -268,13 +268,13 @@ def _bytes_reached(root: Node, symbol_values: Mapping[Node, Any]) -> int | None:
 
     size, stride = number(root.args[0]), number(root.args[1])
     dtype = root.kwargs["dtype"]
-    needed = _reach(size, stride, 0) * dtype.itemsize  # type: ignore[union-attr]
+    needed = reach(size, stride, 0) * dtype.itemsize  # type: ignore[union-attr]
     for node in root.users:
         if node.target is reinterpret and node.args[0] is root:
             size, stride, offset = number(node.args[1]), number(node.args[2]), number(node.args[3])
             if None in (*size, *stride, offset):
                 continue
-            needed = max(needed, _reach(size, stride, offset) * dtype.itemsize)  # type: ignore[union-attr]
+            needed = max(needed, reach(size, stride, offset) * dtype.itemsize)  # type: ignore[union-attr]
     return needed
 
 
@@ -285,7 +285,7 @@ def _bytes_returned(storage: Storage, maker: Node) -> int | None:
     return nbytes if isinstance(nbytes, int) else None
 
 
-def _reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+def reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
     if any(extent == 0 for extent in size):
         return 0
     return offset + 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))

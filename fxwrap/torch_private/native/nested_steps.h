@@ -189,7 +189,7 @@ class LoopStep : public NestedStep {
       : NestedStep(blocks), results_(std::move(results)), going_(going), stacks_(py::cast<bool>(stacks.make())) {
     for (const auto& slot : carried) carried_.push_back(slot.value());
     begin_ = std::make_unique<MoveStep>(carried, initial, Value(Value::Kind::Tuple, {}));
-    if (blocks.size() != 2 || (!results_.empty() && results_.size() != carried_.size())) throw NotNative();
+    if (blocks.size() != 2 || results_.size() > carried_.size()) throw NotNative();
   }
   int traverse(visitproc visit, void* arg) const override {
     if (auto stop = begin_->traverse(visit, arg)) return stop;

@@ -41,10 +41,10 @@ from fxwrap.host_graph.nodes import Kind, kind_of, output_node
 from fxwrap.host_graph.sizes import storage_bytes
 from fxwrap.options import Options
 from fxwrap.packing import Buffer, Reserved
-from fxwrap.passes.memory.planner import plan_program, predict_memory
+from fxwrap.passes.memory.planner import Prediction, plan_program, predict_memory
 from fxwrap.passes.verify import verify_memory
 from fxwrap.pipeline import compile_host_graph
-from fxwrap.plan import InputFacts, MemoryPlan, Prediction, ProgramPlan, Region, SizedProgram
+from fxwrap.plan import InputFacts, MemoryPlan, ProgramPlan, Region, SizedProgram
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,33 @@
-"""What branches and loops allocate is moved out of them.
+"""Branches and loops get memory for what they allocate.
 
 ::
 
-    body (i, x):                                 memory, a, b allocated                      bytes of memory
-        t = allocate; to_t (x, t)                body (i, x, a, b; memory):                  to_t   | |t|
-        u = allocate; to_u (t, u)        ->          t = place 64; to_t (x, t)               to_u   |u|t|
-        v = allocate; to_v (u, v)                    u = place 0; to_u (t, u)                to_v   |u|v|
-        y = allocate; to_y (v, y)                    v = place 64; to_v (u, v)               to_y   | |v|
-        return i + 1, y                              to_y (v, a)
-                                                     return i + 1, a, b, a
+    body (i, x):                         memory, a, b allocated                              bytes of memory
+        t = allocate; to_t (x, t)        loop (i, x)                                         to_t   | |t|
+        u = allocate; to_u (t, u)          temporaries: t at 64, u at 0, v at 64             to_u   |u|t|
+        v = allocate; to_v (u, v)          results: y in a and b in turn                     to_v   |u|v|
+        y = allocate; to_y (v, y)                                                            to_y   | |v|
+        return i + 1, y
 """
 
 from __future__ import annotations
 
-import itertools
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from random_graphs import GraphMaker, same
+from random_graphs import GraphMaker, halve, same
 from torch.fx import GraphModule, Node
 
 from fxwrap.errors import PlanError
-from fxwrap.host_graph.control_flow import control_flow_of, switch, while_loop
-from fxwrap.host_graph.nodes import by_name, output_node, output_values, reinterpret
-from fxwrap.passes.rewrites.body_memory import BodyMemory, body_memory, place_bodies
-from fxwrap.passes.verify import SameBodies
+from fxwrap.graphs.record.flat import flat_subgraph
+from fxwrap.host_graph.control_flow import switch, while_loop
+from fxwrap.host_graph.nodes import by_name, output_node, output_values
+from fxwrap.passes.rewrites.body_memory import place_bodies
+from fxwrap.passes.verify import verify_bodies
 
 aten = torch.ops.aten
 # Bytes of a buffer of 4 by 4 floats.
@@ -102,14 +102,7 @@ def _call(
     return maker.graph.create_node("call_function", function, args(handles), name="flow")
 
 
-def decided(gm: GraphModule) -> BodyMemory:
-    node = by_name(gm)["flow"]
-    flow = control_flow_of(node)
-    assert flow is not None
-    return body_memory(node, flow, alternates=True)
-
-
-def run(gm: GraphModule, maker: GraphMaker, number: int) -> list[torch.Tensor]:
+def run(gm: Callable[..., Any], maker: GraphMaker, number: int) -> list[torch.Tensor]:
     """The results, and what the inputs hold afterwards."""
     inputs = maker.inputs(1)
     for given in inputs:
@@ -119,17 +112,30 @@ def run(gm: GraphModule, maker: GraphMaker, number: int) -> list[torch.Tensor]:
     return [*gm(*inputs), *inputs]
 
 
-def assert_moved(made: Callable[[], tuple[GraphModule, GraphMaker]]) -> GraphModule:
-    """The rewritten graph computes the same, and the verifier finds so, too."""
+def assert_given(made: Callable[[], tuple[GraphModule, GraphMaker]]) -> GraphModule:
+    """The graph computes the same as before, as a graph and as steps, and the verifier finds so, too."""
     before, maker = made()
     gm, _ = made()
-    proof = SameBodies(gm)
     place_bodies(gm, alternates=True)
     gm.graph.lint()
-    proof.verify(gm)
+    verify_bodies(gm)
     for number in range(6 if "n" in by_name(gm) else 2):
-        assert same(run(gm, maker, number), run(before, maker, number)), number
+        expected = run(before, maker, number)
+        assert same(run(gm, maker, number), expected), number
+        assert same(run(flat_subgraph(gm), maker, number), expected), number
     return gm
+
+
+def temporaries(gm: GraphModule, number: int) -> dict[str, int]:
+    """The bytes at which those of a subgraph begin."""
+    views: Any = by_name(gm)["flow"].kwargs["temporaries"]
+    return {name: view.args[3] * view.meta["val"].itemsize for name, view in views[number].items()}
+
+
+def places(gm: GraphModule) -> list[list[str]]:
+    """Where the results lie."""
+    several: Any = by_name(gm)["flow"].kwargs.get("results", ())
+    return [[place.name for place in one] for one in several]
 
 
 def counted(maker: GraphMaker, i: Node) -> Node:
@@ -141,14 +147,12 @@ def four(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
 
 
 def test_the_drawing() -> None:
-    memory = decided(loop(four)[0])
-    assert memory == BodyMemory([{}, {"t": _ONE, "u": 0, "v": _ONE}], 2 * _ONE, {}, {1: "y"})
-    gm = assert_moved(lambda: loop(four))
-    body = gm.get_submodule("body")
-    inputs = [node.name for node in body.graph.find_nodes(op="placeholder")]
-    assert inputs == ["i", "x", "flow_place_1_a", "flow_place_1_b", "n", "flow_memory"]
-    assert [str(value) for value in output_values(body)[1:]] == ["flow_place_1_a", "flow_place_1_b", "flow_place_1_a"]
-    assert not body.graph.find_nodes(op="call_function", target=torch.empty_strided)
+    gm = assert_given(lambda: loop(four))
+    assert temporaries(gm, 1) == {"t": _ONE, "u": 0, "v": _ONE} and temporaries(gm, 0) == {}
+    assert by_name(gm)["flow_memory"].args[0] == (2 * _ONE,)
+    assert places(gm) == [[], ["flow_place_1_a", "flow_place_1_b"]]
+    body, before = (one.get_submodule("body") for one in (gm, loop(four)[0]))
+    assert str(body.graph) == str(before.graph)
 
 
 def test_branches_lie_over_each_other_and_write_to_one_place() -> None:
@@ -160,30 +164,52 @@ def test_branches_lie_over_each_other_and_write_to_one_place() -> None:
     def small(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
         return [chain(maker, given[0], "ty")]
 
-    memory = decided(branch(large, small)[0])
-    assert memory == BodyMemory([{"t": 0, "u": 8 * _ONE}, {"t": 0}], 9 * _ONE, {0: ["y", "y"]}, {})
-    gm = assert_moved(lambda: branch(large, small))
-    assert "flow_result_0" in by_name(gm)
+    gm = assert_given(lambda: branch(large, small))
+    assert [temporaries(gm, number) for number in (0, 1)] == [{"t": 0, "u": 8 * _ONE}, {"t": 0}]
+    assert by_name(gm)["flow_memory"].args[0] == (9 * _ONE,)
+    assert places(gm) == [["flow_place_0"]] and output_values(gm) == [by_name(gm)["flow_place_0"]]
 
 
 def test_a_branch_that_returns_its_operand_keeps_the_others_result() -> None:
     def made(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
         return [chain(maker, given[0], "ty")]
 
-    assert decided(branch(made, lambda maker, given: given)[0]).results == {}
-    assert_moved(lambda: branch(made, lambda maker, given: given))
+    assert places(assert_given(lambda: branch(made, lambda maker, given: given))) == [[]]
 
 
-def test_a_subgraph_that_is_called_twice_stays() -> None:
-    """Whatever its names are: what one call passes, the other would have to pass, too."""
+def test_a_subgraph_that_is_called_twice() -> None:
+    """By one node, and by two: each has memory of its own."""
 
     def made(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
         return [chain(maker, given[0], "ty")]
 
-    gm, _ = branch(made, made)
-    gm.branch_1 = gm.branch_0
-    place_bodies(gm, alternates=True)
-    assert not [node for node in gm.graph.nodes if node.name.startswith("flow_")]
+    def calls() -> tuple[GraphModule, GraphMaker]:
+        gm, maker = branch(made, made)
+        gm.branch_1 = gm.branch_0
+        flow, (output,) = by_name(gm)["flow"], gm.graph.find_nodes(op="output")
+        with gm.graph.inserting_before(output):
+            again = gm.graph.create_node("call_function", switch, flow.args, name="again")
+            again.meta["val"] = flow.meta["val"]
+            output.args = ([*output.args[0], gm.graph.call_function(operator.getitem, (again, 0))],)  # type: ignore[misc]
+        gm.recompile()
+        return gm, maker
+
+    gm = assert_given(calls)
+    assert {"flow_memory", "again_memory", "flow_place_0", "again_place_0"} <= by_name(gm).keys()
+
+
+def test_branches_in_a_loop_are_a_temporary_of_it() -> None:
+    def inner(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
+        return [chain(maker, given[0], "tuy")]
+
+    def outer(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
+        subgraphs = {"first": subgraph(inner, ["x"]), "second": subgraph(inner, ["x"])}
+        flow = _call(maker, switch, subgraphs, lambda handles: (given[0], (given[1],), *handles))
+        flow.meta["val"] = [torch.empty(4, 4)]
+        return [counted(maker, given[0]), step(maker, maker.getitem(flow, 0), "z")]
+
+    gm = assert_given(lambda: loop(outer))
+    assert temporaries(gm, 1) == {"flow_place_0": 0, "flow_memory": _ONE}
 
 
 def previous(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
@@ -207,8 +233,6 @@ def part(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
 
 def kept(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
     """Foreign code may keep what it is given."""
-    from random_graphs import halve
-
     y = chain(maker, given[1], "ty")
     maker.extern(halve, y)
     return [counted(maker, given[0]), y]
@@ -216,12 +240,11 @@ def kept(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
 
 @pytest.mark.parametrize(("body", "carried"), [(previous, 3), (twice, 3), (part, 2), (kept, 2)])
 def test_what_does_not_alternate(body: Body, carried: int) -> None:
-    assert decided(loop(body, carried)[0]).alternating == {}
-    assert_moved(lambda: loop(body, carried))
+    assert not any(places(assert_given(lambda: loop(body, carried))))
 
 
 def test_what_is_stacked_does_not_alternate() -> None:
-    assert decided(loop(four, stacked=True)[0]).alternating == {}
+    assert not any(places(assert_given(lambda: loop(four, stacked=True))))
 
 
 def swapped(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
@@ -233,7 +256,7 @@ def swapped(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
 
 
 def test_two_values_alternate_apart() -> None:
-    gm = assert_moved(lambda: loop(swapped, 3))
+    gm = assert_given(lambda: loop(swapped, 3))
     assert sum("_place_" in node.name for node in gm.graph.nodes) == 4
 
 
@@ -254,7 +277,7 @@ def random_body(seed: int, carried: int) -> Body:
 def test_random_loops(carried: int) -> None:
     moved = 0
     for seed in range(25):
-        gm = assert_moved(lambda seed=seed: loop(random_body(seed, carried), carried))  # type: ignore[misc]
+        gm = assert_given(lambda seed=seed: loop(random_body(seed, carried), carried))  # type: ignore[misc]
         moved += "flow_memory" in by_name(gm)
     assert moved > 5
 
@@ -262,63 +285,60 @@ def test_random_loops(carried: int) -> None:
 # -- the verifier finds what is planted -----------------------------------------------------------------------------
 
 
-def four_and_what_it_carries(maker: GraphMaker, given: Sequence[Node]) -> Sequence[Node]:
-    """The last launch reads what the first one reads."""
-    y, v = maker.allocate(name="y"), chain(maker, given[1], "tuv")
-    maker.launch("mix", v, given[1], y, name="to_y")
-    return [counted(maker, given[0]), y]
+def named(gm: GraphModule) -> dict[str, Any]:
+    """The nodes; those of the body, and the views that its temporaries lie in."""
+    nodes, body = by_name(gm), by_name(gm.get_submodule("body"))
+    views: Any = nodes["flow"].kwargs["temporaries"]
+    views = {f"{name}_lies": view for name, view in views[1].items()}
+    return nodes | {f"body_{name}": node for name, node in body.items()} | views
 
 
-def _shares_bytes(gm: GraphModule) -> None:
-    """A temporary lies where another is in use."""
-    for node in gm.get_submodule("body").graph.find_nodes(op="call_function", target=reinterpret):
-        node.args = (*node.args[:3], 0)
+def change(node: Node, position: int, value: Any) -> None:
+    node.args = (*node.args[:position], value, *node.args[position + 1 :])
 
 
-def _writes_what_it_carries(gm: GraphModule) -> None:
-    """One place in place of two: an iteration writes where it reads."""
-    body = gm.get_submodule("body")
-    output = output_node(body)
-    *first, a, _, _ = output.args[0]  # type: ignore[misc]
-    output.args = ([*first, a, a, a],)
+def lie(nodes: dict[str, Any], *places: str) -> None:
+    """What the loop carries lies in these."""
+    flow = nodes["flow"]
+    flow.kwargs = {**flow.kwargs, "results": ((), tuple(map(nodes.__getitem__, places)))}
 
 
-def _keeps_the_old_value(gm: GraphModule) -> None:
-    """It returns what the iteration before has returned."""
-    body = gm.get_submodule("body")
-    output = output_node(body)
-    *first, _, b, again = output.args[0]  # type: ignore[misc]
-    output.args = ([*first, by_name(body)["x"], b, again],)
+def use(node: Node, function: Callable[..., Any], *others: Any) -> None:
+    output = output_node(node.graph.owning_module)  # type: ignore[arg-type]
+    with node.graph.inserting_before(output):
+        node.graph.call_function(function, (node, *others))
 
 
-def _reads_another_iteration(gm: GraphModule) -> None:
-    """A temporary is read before it is written."""
-    body = gm.get_submodule("body")
-    nodes, late = by_name(body), body.graph.find_nodes(op="call_function", target=reinterpret)[2]
-    nodes["to_t"].prepend(late)
-    nodes["to_u"].args = (nodes["to_u"].args[0], late, late, nodes["to_u"].args[3])
+Nodes = dict[str, Any]
+PLANTED: list[tuple[str, Callable[[Nodes], None]]] = [
+    ("u overlap", lambda n: change(n["u_lies"], 3, 16)),
+    ("overlap", lambda n: change(n["body_to_y"], 2, n["body_t"])),  # it reads what lies there no longer
+    ("within 128 bytes", lambda n: change(n["t_lies"], 3, 32)),
+    ("within 128 bytes", lambda n: change(n["u_lies"], 3, 1)),  # misaligned
+    ("its layout", lambda n: change(n["t_lies"], 1, (2, 4))),
+    ("among temporaries", lambda n: change(n["body_output"], 0, [n["body_i"], n["body_v"]])),
+    ("given twice", lambda n: lie(n, "flow_place_1_a", "flow_place_1_a")),  # it would write what it reads
+    ("given twice", lambda n: lie(n, "flow_place_1_a", "flow_memory")),
+    ("an operand", lambda n: lie(n, "flow_place_1_a", "x")),
+    ("places like it", lambda n: lie(n, "flow_place_1_a")),
+    ("places like it", lambda n: change(n["flow_place_1_b"], 0, (2, 4))),
+    ("places like it", lambda n: change(n["body_output"], 0, [n["body_i"], n["body_x"]])),
+    ("nothing else uses", lambda n: use(n["flow_memory"], aten.sum.default)),
+    ("may keep", lambda n: use(n["body_v"], halve)),
+    ("may keep", lambda n: use(n["body_x"], halve)),
+    ("may keep", lambda n: use(n["body_y"], halve)),
+    ("of its own, for", lambda n: use(n["body_v"], aten.as_strided.default, (4,), (1,), 0)),
+]
 
 
-def _lies_outside(gm: GraphModule) -> None:
-    """A result lies in the memory of temporaries."""
-    body = gm.get_submodule("body")
-    output, place = output_node(body), body.graph.find_nodes(op="call_function", target=reinterpret)[-1]
-    *first, _, b, again = output.args[0]  # type: ignore[misc]
-    output.args = ([*first, place, b, again],)
-
-
-PLANTED = [_shares_bytes, _writes_what_it_carries, _keeps_the_old_value, _reads_another_iteration, _lies_outside]
-
-
-@pytest.mark.parametrize("plant", PLANTED)
-def test_planted_faults(plant: Callable[[GraphModule], None]) -> None:
-    gm, _ = loop(four_and_what_it_carries)
-    proof = SameBodies(gm)
+@pytest.mark.parametrize(("message", "plant"), PLANTED)
+def test_planted_faults(message: str, plant: Callable[[Nodes], None]) -> None:
+    gm, _ = loop(four)
     place_bodies(gm, alternates=True)
-    proof.verify(gm)
-    plant(gm)
-    with pytest.raises(PlanError):
-        proof.verify(gm)
+    verify_bodies(gm)
+    plant(named(gm))
+    with pytest.raises(PlanError, match=message):
+        verify_bodies(gm)
 
 
 def test_an_alternation_that_loses_a_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,13 +347,15 @@ def test_an_alternation_that_loses_a_value_is_found(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module._Body, "forgets", lambda self, position: True)
     gm, _ = loop(previous, 3)
-    proof = SameBodies(gm)
     place_bodies(gm, alternates=True)
-    with pytest.raises(PlanError, match="share bytes of flow_place_1"):
-        proof.verify(gm)
+    with pytest.raises(PlanError, match="x cannot lie"):
+        verify_bodies(gm)
 
 
-def test_names_are_new() -> None:
-    """Even where the graph has such names."""
-    names = [node.name for gm in (assert_moved(lambda: loop(four)),) for node in gm.graph.nodes]
-    assert len(names) == len(set(names)) and not [a for a, b in itertools.pairwise(names) if a == b]
+def test_a_result_that_is_returned_twice_is_found() -> None:
+    gm, _ = loop(swapped, 3)
+    place_bodies(gm, alternates=True)
+    nodes = named(gm)
+    change(nodes["body_output"], 0, [nodes["body_i"], nodes["body_z"], nodes["body_z"]])
+    with pytest.raises(PlanError, match="returned once"):
+        verify_bodies(gm)

@@ -605,10 +605,8 @@ def test_the_verifier_shares_nothing_with_what_it_checks() -> None:
     assert len(files) > 2 and outside == {
         "errors",
         "host_graph.control_flow",
-        "host_graph.graph_json",
         "host_graph.nodes",
         "host_graph.listing",
-        "host_graph.stand_ins",
         "host_graph.storages",
         "plan",
     }
