@@ -235,7 +235,7 @@ class _Analysis:
         """
         written, returned = set[int](), defaultdict[int, set[int]](set)  # positions of operands; of each result
         # Positions of results that may be none of the operands.
-        made = {user.args[1] for user in node.users if flow.repeats and user.target is operator.getitem}
+        made = {p for user in node.users if flow.repeats for p in _asked_by(user, len(node.meta["val"]))}
         places: Any = node.kwargs.get("results") or ((),) * len(node.meta["val"])
         for subgraph in flow.subgraphs:
             facts = analyse_storages(subgraph)
@@ -262,6 +262,11 @@ class _Analysis:
             for p, ps in returned.items()
         }
         self.of[node] = _NONE.union(*self.elements[node].values())
+
+
+def _asked_by(user: Node, count: int) -> Iterable[Any]:
+    """Which of so many results a user takes."""
+    return user.args[1:] if user.target is operator.getitem else range(count)
 
 
 def looks_at_storage(node: Node, facts: StorageFacts) -> bool:

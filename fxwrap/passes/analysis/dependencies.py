@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule, Node
 
-from ...host_graph.nodes import Kind, communicates, is_work, kind_of, schema_of
+from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
 from ...host_graph.storages import StorageFacts
 from .aliasing import overlap_groups
 
@@ -83,11 +83,12 @@ class _Checks:
     def before(self, node: Node) -> list[Node]:
         """The asserts that the next node has to follow."""
         results = frozenset[Node]().union(*(self._made_by[operand] for operand in node.all_input_nodes))
-        self._made_by[node] = frozenset({node}) if is_work(node) else results
+        is_work = kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)
+        self._made_by[node] = frozenset({node}) if is_work else results
         if kind_of(node) is Kind.CHECK:
             for result in results:
                 self._of[result].append(node)
-        return [check for result in results for check in self._of[result]] if is_work(node) else []
+        return [check for result in results for check in self._of[result]] if is_work else []
 
 
 def _ordered_effects(node: Node, facts: StorageFacts) -> list[str]:

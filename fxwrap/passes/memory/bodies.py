@@ -8,14 +8,16 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ...host_graph.control_flow import ControlFlow, control_flow_of, while_loop
-from ...host_graph.nodes import Kind, is_work, kind_of, output_values
+from ...host_graph.control_flow import ControlFlow, control_flow_of
+from ...host_graph.nodes import Kind, kind_of, output_values
 from ...packing import Buffer
 from ...packing.lifetimes import Lifetimes
 from ...packing.reserved import most_alive
 from ..analysis.aliasing import analyse_storages
 from .requirements import expected_sizes
 from .workspace import measure_workspace, needs_no_workspace
+
+_WORK = Kind.LAUNCH, Kind.EXTERN
 
 
 def workspace_of(gm: GraphModule, symbols: Mapping[Any, int] | None = None) -> dict[str, int]:
@@ -62,7 +64,7 @@ class _Bodies:
     def of(self, node: Node) -> int | None:
         if (flow := control_flow_of(node)) is None:
             return self.measured.get(node)
-        if node.target is while_loop and node.args[4:] == (True,):
+        if flow.repeats and node.args[4:] == (True,):
             return None  # it keeps what each iteration has returned
         taken = [
             self._of_subgraph(gm, flow, placed)
@@ -72,7 +74,7 @@ class _Bodies:
 
     def _of_subgraph(self, gm: GraphModule, flow: ControlFlow, placed: Collection[str]) -> int | None:
         """A loop has what the last iteration has returned while the next one makes the same again."""
-        facts, work = analyse_storages(gm), [node for node in gm.graph.nodes if is_work(node)]
+        facts, work = analyse_storages(gm), [node for node in gm.graph.nodes if kind_of(node) in _WORK]
         lifetimes, sizes = (
             Lifetimes.of(facts.named_in([node]) for node in work),
             expected_sizes(gm, facts, self.symbols),
