@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -13,18 +13,7 @@ from ...graphs.copies import Generators, bytes_of, difference, without_gradients
 from ...host_graph.nodes import operator_name
 from ...host_graph.storages import Origin
 from ...plan import Home, MemoryPlan, ProgramPlan
-from .walk import NAN, ODD, OwnMemory, PlannedMemory, Walk
-
-
-class ComparedRun(Protocol):
-    """A run of a program's steps that is compared with a ``Walk``."""
-
-    def begin(self, step: int) -> None: ...
-    def run(self, step: int) -> None: ...
-    def end(self, step: int) -> None: ...
-
-    def tensors(self, index: int) -> list[torch.Tensor]:
-        """The tensors over a storage at this moment; empty if they are unknown."""
+from .walk import NAN, ODD, OwnMemory, PlannedMemory, Run, Walk
 
 
 @dataclass(frozen=True)
@@ -44,18 +33,18 @@ class WrongStorage:
     got: str
 
 
-def first_difference(walk: Walk, other: ComparedRun, device: torch.device) -> WrongStorage | None:
+def first_difference(walk: Walk, other: Run, device: torch.device) -> WrongStorage | None:
     """Run both step by step, with the same random numbers; None if there is no difference."""
-    for step, node in enumerate(walk.schedule):
+    for step in range(walk.end_step):
         walk.begin(step)
         other.begin(step)
-        for index in sorted(walk.reads(node)):
+        for index in sorted(walk.reads(step)):
             if got := _differs(walk, other, index):
                 return WrongStorage(step, index, True, got)
         generators = Generators(device)
         walk.run(step)
         generators.set()
-        changes = sorted(walk.changes(node))
+        changes = sorted(walk.changes(step))
         try:
             other.run(step)
         except Exception as error:
@@ -68,7 +57,7 @@ def first_difference(walk: Walk, other: ComparedRun, device: torch.device) -> Wr
     return None
 
 
-def _differs(walk: Walk, other: ComparedRun, index: int) -> str:
+def _differs(walk: Walk, other: Run, index: int) -> str:
     for expected, got_tensor in zip(walk.tensors(index), other.tensors(index), strict=False):
         a, b = bytes_of(expected), bytes_of(got_tensor)
         if a.numel() != b.numel():
@@ -152,6 +141,6 @@ def _overwritten_by(walk: Walk, planned: PlannedMemory, diff: WrongStorage) -> t
     over = planned.over(diff.index)
     for step in reversed(range(min(diff.step + 1, walk.end_step))):
         for index in over:
-            if index in walk.named(walk.schedule[step]):
+            if index in walk.named(step):
                 return index, step
     return None

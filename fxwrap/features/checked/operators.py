@@ -20,7 +20,7 @@ from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name, sch
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import tensors_in
 from ...plan import ProgramPlan
-from .walk import OwnMemory, Walk, may_keep
+from .walk import OwnMemory, Walk
 
 
 def check_operators(
@@ -36,13 +36,21 @@ def check_operators(
     Raises:
         CheckError: an operator does something that makes replays wrong.
     """
-    captured = {node.name for node in plan.captured_work}
+    foreign = set(filter(_is_foreign, plan.schedule))
+    hosts: dict[Node, _Host] = {}
+
+    def watched(node: Node, *args: Any, **kwargs: Any) -> Any:
+        with hosts.setdefault(node, _Host(plan.device)):
+            return call(node.target, *args, **kwargs)
+
+    captured = plan.captured_work & foreign if frozen else frozenset[Node]()
+    calls = {n: functools.partial(watched, n) for n in captured if isinstance(n.target, torch._ops.OpOverload)}
     with without_gradients():
-        walk = Walk(plan, symbol_values, inputs, OwnMemory())
+        walk = Walk(plan, symbol_values, inputs, OwnMemory(), calls)
         for step, node in enumerate(walk.schedule):
             walk.begin(step)
-            if _is_foreign(node):
-                _watch(walk, step, call if frozen and node.name in captured else None)
+            if node in foreign:
+                _watch(walk, step, hosts)
             else:
                 walk.run(step)
             walk.end(step)
@@ -61,20 +69,17 @@ def _is_foreign(node: Node) -> bool:
     )
 
 
-def _watch(walk: Walk, step: int, call: Callable[..., Any] | None) -> None:
-    """Run a step and watch it. With ``call`` (for captured operators), its work on the host is watched as well."""
+def _watch(walk: Walk, step: int, hosts: Mapping[Node, _Host]) -> None:
+    """Run a step and watch it. If the run adds it to ``hosts``, its work on the host is looked at as well."""
     node, facts = walk.schedule[step], walk.facts
     writes = facts.writes(node)
     before = {
         index: [(tensor, tensor.untyped_storage().clone()) for tensor in walk.tensors(index)]
         for index in facts.reads(node) - writes
     }
-    if call is not None:
-        with _Host(walk.plan.device) as host:
-            walk.run(step, call)
-        _read_on_host(walk, node, host)
-    else:
-        walk.run(step)
+    walk.run(step)
+    if node in hosts:
+        _read_on_host(walk, node, hosts[node])
     for index, pairs in before.items():
         for tensor, old_bytes in pairs:
             if not torch.equal(all_bytes(tensor.untyped_storage()), all_bytes(old_bytes)):
@@ -154,7 +159,8 @@ def _check_retained(walk: Walk, index: int, frozen: bool) -> None:
     storage = walk.facts.storages[index]
     if storage.origin is Origin.CONSTANT:
         return
-    keepers = may_keep(walk, index)
+    given = (n for work in walk.work for n in work if index in walk.facts.touched(n) | walk.facts.of(n))
+    keepers = [node for node in given if not only_computes(node)]
     position = {node: step for step, node in enumerate(walk.schedule)}
     for node in keepers:
         later = [other for other in walk.schedule[position.get(node, 0) + 1 :] if index in walk.facts.writes(other)]
