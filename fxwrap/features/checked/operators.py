@@ -20,7 +20,7 @@ from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name, sch
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import tensors_in
 from ...plan import ProgramPlan
-from .walk import OwnMemory, Walk
+from .walk import OwnMemory, Walk, fault_at
 
 
 def check_operators(
@@ -83,7 +83,7 @@ def _watch(walk: Walk, step: int, hosts: Mapping[Node, _Host]) -> None:
     for index, pairs in before.items():
         for tensor, old_bytes in pairs:
             if not torch.equal(all_bytes(tensor.untyped_storage()), all_bytes(old_bytes)):
-                raise walk.fault(
+                raise fault_at(
                     node,
                     "undeclared write",
                     f"{operator_name(node)} writes {facts.storages[index].name}, which its schema says that it reads",
@@ -102,7 +102,7 @@ def _aliases(walk: Walk, node: Node) -> None:
         declared = walk.facts.of(node) - new.keys()
         for other in walk.facts.reads(node) - declared:
             if any(t.untyped_storage().data_ptr() in results for t in walk.tensors(other)):
-                raise walk.fault(
+                raise fault_at(
                     node,
                     "undeclared alias",
                     f"{operator_name(node)} returns memory of {walk.facts.storages[other].name}",
@@ -120,7 +120,7 @@ def _schema(node: Node) -> Any:
 def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
     name = operator_name(node)
     if host.waits:
-        raise walk.fault(
+        raise fault_at(
             node,
             "host synchronisation",
             f"{name} waits for the device while it is captured",
@@ -129,7 +129,7 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
             remedy=f"options={{'eager_ops': ['{name}']}} keeps it out of captures, or do without the wait",
         )
     if host.reads:
-        raise walk.fault(
+        raise fault_at(
             node,
             "host value",
             f"{name} reads a value on the host while it is captured, and every replay would go by it",
@@ -140,7 +140,7 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
     alive = [reference for reference in host.allocated if not reference.expired()]
     in_graph = {t.untyped_storage()._cdata for i in range(len(walk.facts.storages)) for t in walk.tensors(i)}
     if any(reference.cdata not in in_graph for reference in alive):
-        raise walk.fault(
+        raise fault_at(
             node,
             "keeps what it allocates",
             f"{name} allocates memory while it is captured, and keeps it after its call",
@@ -170,7 +170,7 @@ def _check_retained(walk: Walk, index: int, frozen: bool) -> None:
         write = (
             f"{operator_name(later[0])} writes to it in the same call" if later else "the next replay writes to it"
         )
-        raise walk.fault(
+        raise fault_at(
             node,
             "keeps a result" if result else "keeps an operand",
             f"{operator_name(node)} keeps {storage.name} beyond its call, and {write}",
@@ -198,7 +198,7 @@ class _Host(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"):
-            self._patch(torch.Tensor, name, self._note_read)
+            self._patch(torch.Tensor, name, lambda name, args: self._note(f"Tensor.{name}", args[0]))
         modules = [torch.accelerator]
         if self._device.type != "cpu":
             modules.append(torch.get_device_module(self._device))
@@ -221,9 +221,6 @@ class _Host(TorchDispatchMode):
             return function(*args, **kwargs)
 
         self._patches.enter_context(mock.patch.object(owner, name, noting))
-
-    def _note_read(self, name: str, args: tuple[Any, ...]) -> None:
-        self._note(f"Tensor.{name}", args[0])
 
     def _note(self, name: str, tensor: torch.Tensor) -> None:
         notes = self.reads if tensor.device.type == "cpu" else self.waits

@@ -11,18 +11,17 @@ from typing import Any
 
 from torch.fx import Node
 
-from ...errors import CheckError
 from ...graphs.copies import Copies, without_gradients
 from ...graphs.memory.locks import LockOwner, after_fork, drop_other_threads, lock_of_process
 from ...graphs.record.recording_builder import RecordingBuilder
 from ...graphs.record.registers import Registers
+from ...graphs.replay.flat_python import Part
 from ...graphs.replay.operands import Register
 from ...graphs.replay.ranges import copies_of_inputs, copies_to_inputs, partition_range
 from ...graphs.replay.recording import Recording, Replay
-from ...host_graph.nodes import operator_name
 from ...plan import ProgramPlan
 from .memory import WrongStorage, first_difference
-from .walk import OwnMemory, Run, Walk, in_single_steps
+from .walk import OwnMemory, Run, Walk, fault_at, in_single_steps
 
 # Seconds to wait for another call that uses the recording.
 _WAIT_S = 5.0
@@ -136,10 +135,10 @@ def check_steps(recording: Recording) -> None:
     if steps != expected:
         missing = [name for name in expected if name not in steps]
         at = expected.index(missing[0]) if missing else next(i for i, name in enumerate(expected) if steps[i] != name)
-        raise CheckError(
+        raise fault_at(
+            plan.work_in(plan.partitions[at])[0],
+            "partition not replayed" if missing else "partitions in the wrong order",
             f"{request.name}: a replay {'leaves out' if missing else 'does not keep to the order of'} its partitions",
-            fault="partition not replayed" if missing else "partitions in the wrong order",
-            operator=operator_name(plan.work_in(plan.partitions[at])[0]),
             expected=", ".join(expected),
             got=", ".join(steps),
             remedy=remedy,
@@ -153,20 +152,19 @@ def check_steps(recording: Recording) -> None:
     ):
         for position in sorted(forgotten):
             node = plan.placeholders[position]
-            raise CheckError(
+            raise fault_at(
+                first_user(plan, node),
+                fault,
                 f"{request.name}: a replay leaves out the copy of input {position} ({node.name})",
-                fault=fault,
-                operator=first_user(plan, node),
                 expected="a copy at every call",
                 got="none",
                 remedy=remedy,
             )
 
 
-def first_user(plan: ProgramPlan, node: Node) -> str:
-    """The name of the first operator that reads or writes the memory of a node's value; empty if there is none."""
-    facts = plan.facts
-    return next((operator_name(other) for other in plan.schedule if facts.touched(other) & facts.of(node)), "")
+def first_user(plan: ProgramPlan, node: Node) -> Node | None:
+    """The first operator that reads or writes the memory of a node's value."""
+    return next((other for other in plan.schedule if plan.facts.touched(other) & plan.facts.of(node)), None)
 
 
 def _registers_in(replay: Replay, name: str) -> set[int]:
@@ -186,23 +184,19 @@ class _Recorded(Run):
         super().__init__(plan, registers, list(replay.registers), resources.kept)
         self._registers = replay.registers
         self._registers[: len(inputs)] = self.values[: len(inputs)] = inputs
-        self._names = [partition_range(request.name, partition.index) for partition in plan.partitions]
-        self._left = deque(part for part in replay.parts if part.name)  # others check inputs, and make outputs
-        self._run_until("")
-
-    def _run_until(self, name: str) -> None:
-        """Run what is left, up to the part of this name and to what follows it before the next partition's."""
-        reached = not name
-        while self._left and not (reached and self._left[0].name in self._names):
-            part = self._left.popleft()
-            part.run(self._registers)
-            reached = reached or part.name == name
-            made = zip(self.values, self._registers, strict=True)
-            self.values = [old if new is None else new for old, new in made]  # the last reader empties a register
+        steps = {partition_range(request.name, partition.index): partition.index for partition in plan.partitions}
+        self._left, step = deque[tuple[int, Part]](), -1  # each with the last step before it, or its own
+        for part in replay.parts:
+            step = steps.get(part.name, step)
+            if part.name:  # others check inputs, and make outputs
+                self._left.append((step, part))
+        self.run(-1)
 
     def run(self, step: int) -> None:
-        if any(part.name == self._names[step] for part in self._left):
-            self._run_until(self._names[step])
+        while any(of == step for of, _ in self._left):
+            self._left.popleft()[1].run(self._registers)
+            made = zip(self.values, self._registers, strict=True)
+            self.values = [old if new is None else new for old, new in made]  # the last reader empties a register
 
 
 def locate(
@@ -228,7 +222,7 @@ def locate(
             return None
         with without_gradients():
             walk = Walk(sized.plan, sized.symbol_values, twins, OwnMemory())
-            difference = first_difference(walk, _Recorded(stepped, inputs), sized.plan.device)
+            difference = first_difference(walk, _Recorded(stepped, inputs))
         return (walk, difference) if difference is not None else None
     finally:
         if stepped._resources is not None:

@@ -169,9 +169,11 @@ class Walk(Run):
                 gc.collect()  # a cycle of Python objects may hold them
         return kept
 
-    def fault(self, node: Node | None, name: str, subject: str, **texts: str) -> CheckError:
-        operator, line = (operator_name(node), user_line(node)) if node is not None else ("", "")
-        return CheckError(subject, fault=name, operator=operator, line=line, **texts)
+
+def fault_at(node: Node | None, name: str, subject: str, **texts: str) -> CheckError:
+    """A fault that was found at a node, if that is known."""
+    operator, line = (operator_name(node), user_line(node)) if node is not None else ("", "")
+    return CheckError(subject, fault=name, operator=operator, line=line, **texts)
 
 
 def in_single_steps(plan: ProgramPlan) -> ProgramPlan:
@@ -206,13 +208,11 @@ def _made_in(plan: ProgramPlan, step: int, work: Sequence[Node], first: Mapping[
 def block(nbytes: int, device: torch.device, fill: int) -> tuple[torch.Tensor, torch.UntypedStorage]:
     """Memory with guards around it: all of it, and what is inside."""
     whole = torch.full((nbytes + 2 * _GUARD,), ODD, dtype=torch.uint8, device=device)
-    if whole.device.type == "cpu" and (off := -whole.data_ptr() % 64):
-        whole = torch.full((nbytes + 2 * _GUARD + 64,), ODD, dtype=torch.uint8)[off : off + nbytes + 2 * _GUARD]
-    low = whole.storage_offset() + _GUARD
-    inside = whole.untyped_storage()[low : low + nbytes] if nbytes else torch.UntypedStorage(0, device=whole.device)
-    if nbytes:
-        whole[_GUARD : _GUARD + nbytes].fill_(fill)
-    return whole, inside  # type: ignore[return-value]
+    if not nbytes:
+        return whole, torch.UntypedStorage(0, device=device)
+    inside = slice(_GUARD, _GUARD + nbytes)
+    whole[inside].fill_(fill)
+    return whole, whole.untyped_storage()[inside]  # type: ignore[return-value]
 
 
 def guards_changed(whole: torch.Tensor) -> str:
@@ -256,7 +256,7 @@ class OwnMemory:
         for index in walk.named(step) if step < walk.end_step else ():
             if index in self._blocks and (where := guards_changed(self._blocks[index])):
                 name = walk.facts.storages[index].name
-                raise walk.fault(
+                raise fault_at(
                     walk.schedule[step],
                     "writes outside of a storage",
                     f"bytes next to {name} have changed",
@@ -289,9 +289,8 @@ class PlannedMemory(OwnMemory):
             elif storage.origin is Origin.INPUT:
                 value = walk.values[number := walk.registers[maker]]
                 if isinstance(value, torch.Tensor):
-                    walk.values[number] = static = tensor_like(
-                        value, self.allocate(storage.index, reach(value), device)
-                    )
+                    there = self.allocate(storage.index, reach(value), device)
+                    walk.values[number] = static = tensor_like(value, there)
                     if value.numel():
                         bytes_of(static).copy_(bytes_of(value))
 
@@ -308,37 +307,15 @@ class PlannedMemory(OwnMemory):
 
     def begin(self, walk: Walk, step: int) -> None:
         """Fill storages whose life begins at this step, as uninitialised memory."""
-        for index in walk.named(step):
-            if walk.first[index] == step and self._is_planned(walk, index):
-                self._poison(walk, index)
+        self._poison(walk, (index for index in walk.named(step) if walk.first[index] == step), Origin.INPUT)
 
     def end(self, walk: Walk, step: int) -> None:
-        for index in walk.ending(step) if step < walk.end_step else ():
-            if self._is_planned(walk, index, inputs=True):
-                self._poison(walk, index)
+        if step < walk.end_step:  # what the program writes of its inputs is live until the end
+            self._poison(walk, walk.ending(step))
 
-    def _is_planned(self, walk: Walk, index: int, inputs: bool = False) -> bool:
-        """Whether a storage lies in a region, and shall hold nothing when it is not alive."""
-        storage = walk.facts.storages[index]
-        if self.plan.places[index].home is not Home.REGION:
-            return False
-        return storage.origin is not Origin.INPUT or (inputs and index not in walk.facts.all_written())
-
-    def _poison(self, walk: Walk, index: int) -> None:
-        nbytes = self.plan.sizes.get(index, 0)
-        if nbytes:
-            device = self.plan.regions[self.plan.places[index].region].device
-            all_bytes(self.allocate(index, nbytes, device)).fill_(self.fill)
-
-    def over(self, index: int) -> list[int]:
-        """The storages that share bytes with one, by the plan."""
-        mine = self.plan.places[index]
-        low, high = mine.offset, mine.offset + self.plan.sizes.get(index, 0)
-        return [
-            other
-            for other, place in enumerate(self.plan.places)
-            if other != index
-            and (place.home, place.region) == (Home.REGION, mine.region)
-            and place.offset < high
-            and low < place.offset + self.plan.sizes.get(other, 0)
-        ]
+    def _poison(self, walk: Walk, indices: Iterable[int], but: Origin | None = None) -> None:
+        for index in indices:
+            place, nbytes = self.plan.places[index], self.plan.sizes.get(index, 0)
+            if place.home is Home.REGION and nbytes and walk.facts.storages[index].origin is not but:
+                device = self.plan.regions[place.region].device
+                all_bytes(self.allocate(index, nbytes, device)).fill_(self.fill)
