@@ -18,7 +18,7 @@ from ...errors import CheckError
 from ...graphs.copies import all_bytes, bytes_of
 from ...graphs.record.flat import FlatBuilder
 from ...graphs.record.placed_results import PlacedResults
-from ...host_graph.nodes import Kind, constants, kind_of, operator_name
+from ...host_graph.nodes import Kind, constants, effective_users, kind_of, operator_name
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import reach, tensor_like, tensor_over, tensors_in
 from ...host_graph.user_code import user_line
@@ -62,6 +62,13 @@ class Run:
         value = self.values[self.registers[maker]] if maker in self.registers else None
         made = storage.result_in(self._fixed.get(maker, value))
         return [tensor for tensor in tensors_in(made) if tensor.numel() and tensor.untyped_storage().nbytes()]
+
+
+class _Unchecked(FlatBuilder):
+    """Builds steps without asserts: the program runs them itself, and they may need numbers that nobody keeps."""
+
+    def check(self, node: Node) -> None:
+        """Appends nothing."""
 
 
 class Walk(Run):
@@ -141,7 +148,7 @@ class Walk(Run):
 
     def run(self, step: int) -> None:
         copies = self.results.result_copies(self.work[step], set())
-        builder = FlatBuilder(self._bound, self.registers, post_processing=copies, calls=self._calls)
+        builder = _Unchecked(self._bound, self.registers, post_processing=copies, calls=self._calls)
         builder.append_partition(self.plan, self.plan.partitions[step], self._made[step])
         builder.build().run(self.values)
         self._note(index for index in self.named(step) if self.first[index] == step)
@@ -184,7 +191,7 @@ def in_single_steps(plan: ProgramPlan) -> ProgramPlan:
         for node in plan.work_in(partition):
             if groups and (kind_of(node) is Kind.CHECK or partition.index in plan.compiled):
                 groups[-1].append(node)
-            else:
+            elif kind_of(node) is not Kind.SYMBOLIC or effective_users(node):  # others are made for asserts alone
                 groups.append([node])
         for group in groups:
             names, index = tuple(node.name for node in group), len(partitions)
@@ -201,7 +208,10 @@ def _made_in(plan: ProgramPlan, step: int, work: Sequence[Node], first: Mapping[
     made = work if signature is None else [plan.nodes[name] for name in signature.outputs]
     needed = plan.facts.named_in(work) - (signature.temporaries if signature is not None else frozenset())
     makers = (plan.maker(index) for index in sorted(needed) if first[index] == step)
-    values = (*(node for node in made if node.users), *(n for n in makers if kind_of(n) is Kind.ALLOCATION))
+    values = (
+        *(node for node in made if effective_users(node)),
+        *(n for n in makers if kind_of(n) is Kind.ALLOCATION),
+    )
     return [node for node in dict.fromkeys(values) if kind_of(node) is not Kind.CHECK]
 
 
