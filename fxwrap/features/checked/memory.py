@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch.fx import Node
 
 from ...graphs.copies import Generators, bytes_of, difference, without_gradients
 from ...host_graph.nodes import operator_name
 from ...host_graph.storages import Origin
 from ...plan import Home, MemoryPlan, ProgramPlan
-from .walk import NAN, ODD, OwnMemory, PlannedMemory, Walk
-
-
-class ComparedRun(Protocol):
-    """A run of a program's steps that is compared with a ``Walk``."""
-
-    def begin(self, step: int) -> None: ...
-    def run(self, step: int) -> None: ...
-    def end(self, step: int) -> None: ...
-
-    def tensors(self, index: int) -> list[torch.Tensor]:
-        """The tensors over a storage at this moment; empty if they are unknown."""
+from .walk import NAN, ODD, OwnMemory, PlannedMemory, Run, Walk, fault_at
 
 
 @dataclass(frozen=True)
@@ -44,18 +32,18 @@ class WrongStorage:
     got: str
 
 
-def first_difference(walk: Walk, other: ComparedRun, device: torch.device) -> WrongStorage | None:
+def first_difference(walk: Walk, other: Run) -> WrongStorage | None:
     """Run both step by step, with the same random numbers; None if there is no difference."""
-    for step, node in enumerate(walk.schedule):
+    for step in range(walk.end_step):
         walk.begin(step)
         other.begin(step)
-        for index in sorted(walk.reads(node)):
+        for index in sorted(walk.reads(step)):
             if got := _differs(walk, other, index):
                 return WrongStorage(step, index, True, got)
-        generators = Generators(device)
+        generators = Generators(walk.plan.device)
         walk.run(step)
         generators.set()
-        changes = sorted(walk.changes(node))
+        changes = sorted(walk.changes(step))
         try:
             other.run(step)
         except Exception as error:
@@ -68,7 +56,7 @@ def first_difference(walk: Walk, other: ComparedRun, device: torch.device) -> Wr
     return None
 
 
-def _differs(walk: Walk, other: ComparedRun, index: int) -> str:
+def _differs(walk: Walk, other: Run, index: int) -> str:
     for expected, got_tensor in zip(walk.tensors(index), other.tensors(index), strict=False):
         a, b = bytes_of(expected), bytes_of(got_tensor)
         if a.numel() != b.numel():
@@ -95,7 +83,7 @@ def check_memory(
         planned = PlannedMemory(memory)
         other = Walk(plan, symbol_values, second, planned)
         planned.lay_out(other)
-        first_diff = first_difference(walk, other, plan.device)
+        first_diff = first_difference(walk, other)
         if first_diff is None:
             first_diff = _in_outputs(walk, other, memory)
         if first_diff is not None:
@@ -119,12 +107,12 @@ def _in_outputs(walk: Walk, other: Walk, memory: MemoryPlan) -> WrongStorage | N
 
 def _raise(walk: Walk, planned: PlannedMemory, diff: WrongStorage) -> None:
     if diff.index < 0:
-        raise walk.fault(walk.schedule[diff.step], "raises", "an operator raises where it did not", got=diff.got)
+        raise fault_at(walk.schedule[diff.step], "raises", "an operator raises where it did not", got=diff.got)
     storage = walk.facts.storages[diff.index]
     node = walk.schedule[min(diff.step, walk.end_step - 1)]
     if diff.before and planned.plan.places[diff.index].home is Home.REGION:
-        by = _overwritten_by(walk, planned, diff)
-        raise walk.fault(
+        by = _overwritten_by(walk, planned.plan, diff)
+        raise fault_at(
             walk.schedule[by[1]] if by is not None else node,
             "storages overlap",
             f"{storage.name} is overwritten before {_reader(walk, diff)} reads it"
@@ -133,7 +121,7 @@ def _raise(walk: Walk, planned: PlannedMemory, diff: WrongStorage) -> None:
             got=diff.got,
             remedy="this is a bug of the memory plan: please report it, with fxwrap.explain's text",
         )
-    raise walk.fault(
+    raise fault_at(
         node,
         "reads uninitialised memory",
         f"{operator_name(node)} writes other numbers to {storage.name} when memory held something else before",
@@ -147,11 +135,14 @@ def _reader(walk: Walk, diff: WrongStorage) -> str:
     return operator_name(walk.schedule[diff.step]) if diff.step < walk.end_step else "the caller"
 
 
-def _overwritten_by(walk: Walk, planned: PlannedMemory, diff: WrongStorage) -> tuple[int, int] | None:
+def _overwritten_by(walk: Walk, plan: MemoryPlan, diff: WrongStorage) -> tuple[int, int] | None:
     """The last storage that was written over the one that was overwritten, and the step that wrote it."""
-    over = planned.over(diff.index)
+    offsets = plan.inside(plan.regions[plan.places[diff.index].region])
+    spans = {index: (low, low + plan.sizes.get(index, 0)) for index, low in offsets.items()}
+    begin, end = spans.pop(diff.index)
+    over = [index for index, (low, high) in spans.items() if low < end and begin < high]
     for step in reversed(range(min(diff.step + 1, walk.end_step))):
         for index in over:
-            if index in walk.named(walk.schedule[step]):
+            if index in walk.named(step):
                 return index, step
     return None

@@ -20,7 +20,7 @@ from ...host_graph.nodes import Kind, kind_of, only_computes, operator_name, sch
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import tensors_in
 from ...plan import ProgramPlan
-from .walk import OwnMemory, Walk, may_keep
+from .walk import OwnMemory, Walk, fault_at
 
 
 def check_operators(
@@ -36,13 +36,21 @@ def check_operators(
     Raises:
         CheckError: an operator does something that makes replays wrong.
     """
-    captured = {node.name for node in plan.captured_work}
+    foreign = set(filter(_is_foreign, plan.schedule))
+    hosts: dict[Node, _Host] = {}
+
+    def watched(node: Node, *args: Any, **kwargs: Any) -> Any:
+        with hosts.setdefault(node, _Host(plan.device)):
+            return call(node.target, *args, **kwargs)
+
+    captured = plan.captured_work & foreign if frozen else frozenset[Node]()
+    calls = {n: functools.partial(watched, n) for n in captured if isinstance(n.target, torch._ops.OpOverload)}
     with without_gradients():
-        walk = Walk(plan, symbol_values, inputs, OwnMemory())
+        walk = Walk(plan, symbol_values, inputs, OwnMemory(), calls)
         for step, node in enumerate(walk.schedule):
             walk.begin(step)
-            if _is_foreign(node):
-                _watch(walk, step, call if frozen and node.name in captured else None)
+            if node in foreign:
+                _watch(walk, step, hosts)
             else:
                 walk.run(step)
             walk.end(step)
@@ -61,24 +69,21 @@ def _is_foreign(node: Node) -> bool:
     )
 
 
-def _watch(walk: Walk, step: int, call: Callable[..., Any] | None) -> None:
-    """Run a step and watch it. With ``call`` (for captured operators), its work on the host is watched as well."""
+def _watch(walk: Walk, step: int, hosts: Mapping[Node, _Host]) -> None:
+    """Run a step and watch it. If the run adds it to ``hosts``, its work on the host is looked at as well."""
     node, facts = walk.schedule[step], walk.facts
     writes = facts.writes(node)
     before = {
         index: [(tensor, tensor.untyped_storage().clone()) for tensor in walk.tensors(index)]
         for index in facts.reads(node) - writes
     }
-    if call is not None:
-        with _Host(walk.plan.device) as host:
-            walk.run(step, call)
-        _read_on_host(walk, node, host)
-    else:
-        walk.run(step)
+    walk.run(step)
+    if node in hosts:
+        _read_on_host(walk, node, hosts[node])
     for index, pairs in before.items():
         for tensor, old_bytes in pairs:
             if not torch.equal(all_bytes(tensor.untyped_storage()), all_bytes(old_bytes)):
-                raise walk.fault(
+                raise fault_at(
                     node,
                     "undeclared write",
                     f"{operator_name(node)} writes {facts.storages[index].name}, which its schema says that it reads",
@@ -97,7 +102,7 @@ def _aliases(walk: Walk, node: Node) -> None:
         declared = walk.facts.of(node) - new.keys()
         for other in walk.facts.reads(node) - declared:
             if any(t.untyped_storage().data_ptr() in results for t in walk.tensors(other)):
-                raise walk.fault(
+                raise fault_at(
                     node,
                     "undeclared alias",
                     f"{operator_name(node)} returns memory of {walk.facts.storages[other].name}",
@@ -115,7 +120,7 @@ def _schema(node: Node) -> Any:
 def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
     name = operator_name(node)
     if host.waits:
-        raise walk.fault(
+        raise fault_at(
             node,
             "host synchronisation",
             f"{name} waits for the device while it is captured",
@@ -124,7 +129,7 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
             remedy=f"options={{'eager_ops': ['{name}']}} keeps it out of captures, or do without the wait",
         )
     if host.reads:
-        raise walk.fault(
+        raise fault_at(
             node,
             "host value",
             f"{name} reads a value on the host while it is captured, and every replay would go by it",
@@ -135,7 +140,7 @@ def _read_on_host(walk: Walk, node: Node, host: _Host) -> None:
     alive = [reference for reference in host.allocated if not reference.expired()]
     in_graph = {t.untyped_storage()._cdata for i in range(len(walk.facts.storages)) for t in walk.tensors(i)}
     if any(reference.cdata not in in_graph for reference in alive):
-        raise walk.fault(
+        raise fault_at(
             node,
             "keeps what it allocates",
             f"{name} allocates memory while it is captured, and keeps it after its call",
@@ -154,7 +159,8 @@ def _check_retained(walk: Walk, index: int, frozen: bool) -> None:
     storage = walk.facts.storages[index]
     if storage.origin is Origin.CONSTANT:
         return
-    keepers = may_keep(walk, index)
+    given = (n for work in walk.work for n in work if index in walk.facts.touched(n) | walk.facts.of(n))
+    keepers = [node for node in given if not only_computes(node)]
     position = {node: step for step, node in enumerate(walk.schedule)}
     for node in keepers:
         later = [other for other in walk.schedule[position.get(node, 0) + 1 :] if index in walk.facts.writes(other)]
@@ -164,7 +170,7 @@ def _check_retained(walk: Walk, index: int, frozen: bool) -> None:
         write = (
             f"{operator_name(later[0])} writes to it in the same call" if later else "the next replay writes to it"
         )
-        raise walk.fault(
+        raise fault_at(
             node,
             "keeps a result" if result else "keeps an operand",
             f"{operator_name(node)} keeps {storage.name} beyond its call, and {write}",
@@ -192,7 +198,7 @@ class _Host(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         for name in ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"):
-            self._patch(torch.Tensor, name, self._note_read)
+            self._patch(torch.Tensor, name, lambda name, args: self._note(f"Tensor.{name}", args[0]))
         modules = [torch.accelerator]
         if self._device.type != "cpu":
             modules.append(torch.get_device_module(self._device))
@@ -215,9 +221,6 @@ class _Host(TorchDispatchMode):
             return function(*args, **kwargs)
 
         self._patches.enter_context(mock.patch.object(owner, name, noting))
-
-    def _note_read(self, name: str, args: tuple[Any, ...]) -> None:
-        self._note(f"Tensor.{name}", args[0])
 
     def _note(self, name: str, tensor: torch.Tensor) -> None:
         notes = self.reads if tensor.device.type == "cpu" else self.waits

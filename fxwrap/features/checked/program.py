@@ -30,13 +30,12 @@ from ...host_graph.nodes import communicates, only_computes, operator_name, outp
 from ...host_graph.sizes import evaluate_sizes
 from ...host_graph.storages import Origin
 from ...host_graph.tensors import has_address, tensors_in
-from ...host_graph.user_code import user_line
 from ...torch_private.functions import alive, below_modes
 from .memory import WrongStorage, check_memory, first_difference
 from .operators import check_operators
 from .replays import GATE, alone_with, check_steps, first_user, locate
 from .through import through_capture
-from .walk import OwnMemory, Walk
+from .walk import OwnMemory, Walk, fault_at
 
 log = logging.getLogger(__name__)
 
@@ -213,9 +212,10 @@ class _Check:
         for reference, before in self._live if self._alone() else ():
             storage = alive(reference)
             if storage is not None and not torch.equal(all_bytes(storage), before):
-                raise CheckError(
+                raise fault_at(
+                    None,
+                    "live output overwritten",
                     f"{self._program.name}: a call has overwritten a live output of an earlier call",
-                    fault="live output overwritten",
                     expected="its memory to be left alone while it is live",
                     got=f"{int(all_bytes(storage).ne(before).sum())} of {before.numel()} bytes changed",
                     remedy="this is a bug of fxwrap, unless another thread wrote to it: please report it",
@@ -280,10 +280,10 @@ class _Check:
                 unit is not None and unit(list(moved)) is not self._program.specializations.missed
             ):
                 node = self._placeholder(position)
-                raise CheckError(
+                raise fault_at(
+                    first_user(self._program.plan, node),
+                    "input baked in",
                     f"{self._program.name}: a replay takes input {position} ({node.name}) to lie where it once lay",
-                    fault="input baked in",
-                    operator=first_user(self._program.plan, node),
                     expected="an input that has moved to be noticed",
                     got="a call with it elsewhere would be replayed on the memory that it had",
                     remedy="this is a bug of fxwrap: please report it",
@@ -366,11 +366,10 @@ class _Check:
             walk, first = located
             at, how = walk.schedule[first.step], _describe(walk, first)
         replay = "a replay" if not changed else f"a replay on other numbers in input(s) {_listed(changed)}"
-        raise CheckError(
+        raise fault_at(
+            at,
+            fault,
             f"{program.name}: {replay} differs from eager work in {subject}; {how}",
-            fault=fault,
-            operator=operator_name(at) if at is not None else "",
-            line=user_line(at) if at is not None else "",
             expected="the numbers of eager work, bit for bit",
             got=got,
             remedy="options={'through_capture': True} tells whether capturing is at fault; "
@@ -387,12 +386,12 @@ class _Check:
         self._before.set()
         first, second = self._copies.make(), self._copies.make()
         walks = [Walk(sized.plan, sized.symbol_values, inputs, OwnMemory()) for inputs in (first, second)]
-        difference = first_difference(walks[0], walks[1], sized.plan.device)
+        difference = first_difference(*walks)
         if difference is None:
             return False
         node, program = walks[0].schedule[difference.step], self._program
         if node in sized.plan.captured_work and not only_computes(node) and program._freezes_addresses:
-            raise walks[0].fault(
+            raise fault_at(
                 node,
                 "not the same twice",
                 f"{operator_name(node)} gives other results for the same operands",

@@ -9,22 +9,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-from ...errors import CheckError
 from ...graphs.copies import Copies, without_gradients
 from ...graphs.memory.locks import LockOwner, after_fork, drop_other_threads, lock_of_process
 from ...graphs.record.recording_builder import RecordingBuilder
-from ...graphs.replay.operands import Register, Text
+from ...graphs.record.registers import Registers
+from ...graphs.replay.flat_python import Part
+from ...graphs.replay.operands import Register
 from ...graphs.replay.ranges import copies_of_inputs, copies_to_inputs, partition_range
 from ...graphs.replay.recording import Recording, Replay
-from ...graphs.replay.steps import Drop, Item, Load, Range, Step, Store
-from ...host_graph.nodes import Kind, kind_of, operator_name
-from ...host_graph.tensors import tensors_in
-from ...plan import Cut, Partition, ProgramPlan
+from ...plan import ProgramPlan
 from .memory import WrongStorage, first_difference
-from .walk import OwnMemory, Walk
+from .walk import OwnMemory, Run, Walk, fault_at, in_single_steps
 
 # Seconds to wait for another call that uses the recording.
 _WAIT_S = 5.0
@@ -123,25 +120,6 @@ class Gate:
 GATE = Gate()
 
 
-def in_single_steps(plan: ProgramPlan) -> ProgramPlan:
-    """The same schedule with a partition for each step."""
-    partitions, compiled = list[Partition](), {}
-    for partition in plan.partitions:
-        groups: list[list[Node]] = []
-        for node in plan.work_in(partition):
-            if groups and (kind_of(node) is Kind.CHECK or partition.index in plan.compiled):
-                groups[-1].append(node)
-            else:
-                groups.append([node])
-        for group in groups:
-            names, index = tuple(node.name for node in group), len(partitions)
-            if partition.index in plan.compiled:
-                compiled[index] = plan.compiled[partition.index]
-            partitions.append(dataclasses.replace(partition, index=index, nodes=names))
-    cut: Cut = dataclasses.replace(plan.cut, partitions=tuple(partitions))
-    return dataclasses.replace(plan, cut=cut, compiled=compiled)
-
-
 def check_steps(recording: Recording) -> None:
     """Compare what a replay consists of with the plan: graphs and eager work in its order, and copies of inputs.
 
@@ -157,10 +135,10 @@ def check_steps(recording: Recording) -> None:
     if steps != expected:
         missing = [name for name in expected if name not in steps]
         at = expected.index(missing[0]) if missing else next(i for i, name in enumerate(expected) if steps[i] != name)
-        raise CheckError(
+        raise fault_at(
+            plan.work_in(plan.partitions[at])[0],
+            "partition not replayed" if missing else "partitions in the wrong order",
             f"{request.name}: a replay {'leaves out' if missing else 'does not keep to the order of'} its partitions",
-            fault="partition not replayed" if missing else "partitions in the wrong order",
-            operator=operator_name(plan.work_in(plan.partitions[at])[0]),
             expected=", ".join(expected),
             got=", ".join(steps),
             remedy=remedy,
@@ -174,20 +152,19 @@ def check_steps(recording: Recording) -> None:
     ):
         for position in sorted(forgotten):
             node = plan.placeholders[position]
-            raise CheckError(
+            raise fault_at(
+                first_user(plan, node),
+                fault,
                 f"{request.name}: a replay leaves out the copy of input {position} ({node.name})",
-                fault=fault,
-                operator=first_user(plan, node),
                 expected="a copy at every call",
                 got="none",
                 remedy=remedy,
             )
 
 
-def first_user(plan: ProgramPlan, node: Node) -> str:
-    """The name of the first operator that reads or writes the memory of a node's value; empty if there is none."""
-    facts = plan.facts
-    return next((operator_name(other) for other in plan.schedule if facts.touched(other) & facts.of(node)), "")
+def first_user(plan: ProgramPlan, node: Node) -> Node | None:
+    """The first operator that reads or writes the memory of a node's value."""
+    return next((other for other in plan.schedule if plan.facts.touched(other) & plan.facts.of(node)), None)
 
 
 def _registers_in(replay: Replay, name: str) -> set[int]:
@@ -196,91 +173,58 @@ def _registers_in(replay: Replay, name: str) -> set[int]:
     return {operand.number for step in steps for operand in step.reads() if isinstance(operand, Register)}
 
 
-class _Stepwise:
-    """A recording, whose steps are run one by one. What they make is kept until the end."""
+class _Recorded(Run):
+    """A replay of a recording of single steps, part by part. What a part makes is kept until the end."""
 
-    def __init__(self, recording: Recording, schedule: Sequence[Node], inputs: Sequence[Any]) -> None:
-        assert recording._replay is not None and recording._resources is not None
-        self._schedule, self._plan = schedule, recording.request.sized.plan
-        self._fixed = recording._resources.kept
-        self._values = dict(zip(self._plan.placeholders, inputs, strict=True))
-        self._registers = recording._replay.registers
-        self._registers[: len(inputs)] = inputs
-        # Each with the node that it runs, if it runs one.
-        self._left = deque[tuple[Node | None, Step, Text]]()
-        nodes = {node for node in schedule if kind_of(node) is not Kind.CHECK}
-        for part in recording._replay.parts:
-            text = Text()
-            text.namespace["r"] = self._registers
-            for step in part.steps if part.name else ():  # others check inputs, and make outputs
-                runs = step.node in nodes and not isinstance(step, (Load, Store, Item))
-                self._left.append((step.node if runs else None, step, text))
-        self._nodes = {node for node, *_ in self._left}
-        self._run_until(None)
-
-    def _run_until(self, node: Node | None) -> None:
-        """Run what is left, up to the step of a node and to what follows it before the next node's."""
-        reached = node is None
-        while self._left and not (reached and self._left[0][0] is not None):
-            at, step, text = self._left.popleft()
-            reached = reached or at is node
-            if isinstance(step, (Drop, Range)):
-                continue
-            exec(step.python(text), text.namespace)
-            made = [None if local is None else text.namespace[local.name] for local in step.results]
-            if isinstance(step, Store):
-                made = [self._registers[step.register.number]]
-            if step.node is not None and made:
-                self._values[step.node] = tuple(made) if step.unpacks else made[0]
-
-    def begin(self, step: int) -> None:
-        """Does nothing: the recording holds its memory."""
+    def __init__(self, recording: Recording, inputs: Sequence[Any]) -> None:
+        request, replay, resources = recording.request, recording._replay, recording._resources
+        assert replay is not None and resources is not None
+        plan = request.sized.plan
+        registers = Registers.of(plan, request.memory, request.runtime.frozen_addresses).by_node
+        super().__init__(plan, registers, list(replay.registers), resources.kept)
+        self._registers = replay.registers
+        self._registers[: len(inputs)] = self.values[: len(inputs)] = inputs
+        steps = {partition_range(request.name, partition.index): partition.index for partition in plan.partitions}
+        self._left, step = deque[tuple[int, Part]](), -1  # each with the last step before it, or its own
+        for part in replay.parts:
+            step = steps.get(part.name, step)
+            if part.name:  # others check inputs, and make outputs
+                self._left.append((step, part))
+        self.run(-1)
 
     def run(self, step: int) -> None:
-        if self._schedule[step] in self._nodes:
-            self._run_until(self._schedule[step])
-
-    def end(self, step: int) -> None:
-        """Does nothing."""
-
-    def tensors(self, index: int) -> list[torch.Tensor]:
-        storage, maker = self._plan.facts.storages[index], self._plan.maker(index)
-        value = storage.result_in(self._fixed.get(maker, self._values.get(maker)))
-        return [tensor for tensor in tensors_in(value) if tensor.numel() and tensor.untyped_storage().nbytes()]
+        while any(of == step for of, _ in self._left):
+            self._left.popleft()[1].run(self._registers)
+            made = zip(self.values, self._registers, strict=True)
+            self.values = [old if new is None else new for old, new in made]  # the last reader empties a register
 
 
 def locate(
     recording: Recording, statics: Collection[int], copies: Copies, changed: Collection[int]
 ) -> tuple[Walk, WrongStorage] | None:
-    """Run the steps of a recording one by one, and compare what each leaves with eager work.
+    """Record a program again in single steps, and compare what each leaves with eager work.
 
-    Device graphs cannot be taken apart: in their place is a recording of single steps. None where all is as it should
-    be.
+    None where all is as it should be.
 
     Args:
         statics: positions of inputs that are taken as they are.
         changed: positions of inputs that hold other numbers at the replay than when the steps are recorded; else it
             is the other way round.
     """
-    request = recording.request
+    sized = dataclasses.replace(recording.request.sized, plan=in_single_steps(recording.request.sized.plan))
+    request = dataclasses.replace(recording.request, sized=sized, guards=None)
     inputs = copies.make(changed, statics)
-    twins, stepped = Copies(inputs).make(), recording
-    if request.runtime.frozen_addresses:
-        sized = dataclasses.replace(request.sized, plan=in_single_steps(request.sized.plan))
-        request = dataclasses.replace(request, sized=sized, guards=None)
-        everything = [p for p in range(len(copies)) if p not in statics]
-        stepped = RecordingBuilder(request).record(copies.make(() if changed else everything, statics)).recording
+    twins = Copies(inputs).make()
+    everything = [p for p in range(len(copies)) if p not in statics]
+    stepped = RecordingBuilder(request).record(copies.make(() if changed else everything, statics)).recording
     try:
-        if stepped.ended or (stepped is not recording and stepped.eager_reasons):
+        if stepped.ended or stepped.eager_reasons:
             return None
         with without_gradients():
-            walk = Walk(request.sized.plan, request.sized.symbol_values, twins, OwnMemory())
-            steps = _Stepwise(stepped, walk.schedule, inputs)
-            difference = first_difference(walk, steps, walk.plan.device)
+            walk = Walk(sized.plan, sized.symbol_values, twins, OwnMemory())
+            difference = first_difference(walk, _Recorded(stepped, inputs))
         return (walk, difference) if difference is not None else None
     finally:
-        if stepped is not recording:
-            stepped.end("it was made to find where a replay goes wrong")
-        elif stepped._replay is not None and stepped._resources is not None:
-            stepped._replay.registers[:] = stepped._blank
+        if stepped._resources is not None:
             stepped._resources.regions.empty()
+        stepped.end("it was made to find where a replay goes wrong")

@@ -128,6 +128,24 @@ def test_an_operator_may_keep_what_has_no_bytes(compiled: Any, device: torch.dev
     assert kept and f.program.counters.replays
 
 
+def test_a_number_that_an_operator_returns(compiled: Any, device: torch.device, own_arenas: Any) -> None:
+    """It is asserted to be positive, and nothing else uses it: the eager runs of a check do not keep it."""
+
+    @torch.library.custom_op(f"fxwrap_checked_{device.type}_{freezes(device)}::counts", mutates_args=())
+    def counts(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return t * 2, int((t > 0).sum())
+
+    @counts.register_fake
+    def _(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return torch.empty_like(t), torch.library.get_ctx().new_dynamic_size(min=0, max=100)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        f: Compiled = compiled(lambda t: (counts(t)[0], t.sin() + 1), options={"checked": 1, "capture": "always"})
+        for _ in range(4):
+            t = torch.randn(4, 4, device=device)
+            assert torch.equal(f(t)[0], t * 2)
+
+
 def test_sizes_that_vary(compiled: Any, device: torch.device, own_arenas: Any) -> None:
     f: Compiled = compiled(lambda t: (t @ t.T).softmax(-1), options={"checked": 1}, dynamic=True)
     for _ in range(3):

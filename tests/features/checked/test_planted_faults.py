@@ -527,7 +527,7 @@ def test_a_replay_is_not_what_was_planned(
 def test_the_step_of_a_recording_that_goes_wrong(
     compiled: Any, monkeypatch: pytest.MonkeyPatch, operators: Any, eager: bool
 ) -> None:
-    """Where nothing is captured by a device, the steps of the recording itself are run one by one."""
+    """It is recorded again in single steps, and what each leaves is compared."""
     finished = RecordingBuilder._make_recording
 
     def wrong(step: Step) -> Step:
