@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from ..errors import InputError, MemoryLimitError, SuspendError
+from ..errors import InputError
 from ..host_graph.tensors import stands_for_memory
 from ..options import Options
 from ..plan import MemoryPlan, ProgramPlan
@@ -29,6 +29,7 @@ from .prepared import Prepared, ProgramContext
 from .program_runs import RUNNERS
 from .recorder import NOT_RUN, Recorder
 from .replay.recording import Recording, next_use
+from .resuming import resume_for
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ WARM_UP = "warm-up"
 NEW_SIZES = "first call of these sizes"
 WARM_UPS = WARM_UP, NEW_SIZES
 CALLER_CAPTURES = "called while the caller captures"
-_NOT_RESUMED = "suspended, and the device is out of memory"
 _OVERLAP = "a mutated input overlaps another input"
 # How long a call waits for another thread's capture before it runs eagerly, in seconds. A capture takes milliseconds.
 _WAIT_S = 1.0
@@ -213,7 +213,8 @@ class Program:
         specialization.eviction.missed_at.append(next_use())
         prepared, reason = self.recorder.prepared, self._eager_reason(specialization, inputs, unrecorded)
         if self._freezes_addresses:
-            reason, resumed = self._resume(specialization, reason)
+            not_resumed, resumed = resume_for(self.context, specialization, reason == CALLER_CAPTURES)
+            reason = not_resumed or reason
             if resumed and not reason and (outputs := self._replay(specialization, inputs)) is not NOT_RUN:
                 return outputs
         if not reason:
@@ -221,37 +222,6 @@ class Program:
             if outputs is not NOT_RUN:
                 return outputs
         return self._run_eagerly(prepared, inputs, reason, specialization)
-
-    def _resume(self, specialization: Specialization, reason: str) -> tuple[str, bool]:
-        """Resume suspended arenas: those of its recordings, and all that have live outputs, which a call may read.
-
-        Returns:
-            Why the call must run eagerly, if it must, and whether there was one to resume.
-
-        Raises:
-            MemoryLimitError: there is too little memory, and ``strict`` is set or live outputs are on the host.
-            SuspendError: the caller captures, and live outputs are on the host.
-        """
-        suspended = SHARED.arenas.suspended()
-        read, captures = [arena for arena in suspended if arena.live()], reason == CALLER_CAPTURES
-        if captures and read:
-            raise SuspendError(
-                f"{self.name} called while the caller captures, after fxwrap.suspend",
-                expected="live outputs on the device, which the call may read",
-                got="they are on the host",
-                remedy="call fxwrap.resume() before the capture",
-            )
-        own = {arena for recording in specialization.recordings for arena in recording.request.arenas.values()}
-        needed = [arena for arena in suspended if arena in own or arena in read]
-        try:
-            for arena in needed if not captures else ():
-                if arena.resume():
-                    self.context.count("events", "a call resumed suspended memory")
-        except MemoryLimitError:
-            if self.options.strict or any(arena.is_suspended() for arena in read):
-                raise
-            return _NOT_RESUMED, False
-        return reason, bool(needed)
 
     def _run_as_decided(self, specialization: Specialization, inputs: list[Any]) -> tuple[Any, str]:
         """Replay or record; returns the outputs, or ``NOT_RUN`` and why the call must run eagerly."""

@@ -1,7 +1,7 @@
 """Suspending: physical memory of recordings goes back to the device and returns, while graphs and addresses stay.
 
 It adds the option ``suspendable``, whose programs have arenas of a class of their own (``ARENAS``). A call that needs
-their memory takes it again (``Program._resume``). ``cuda_memory.py`` is CUDA's memory, ``devices.SuspendableMemory``
+their memory takes it again (``graphs/resuming.py``). ``cuda_memory.py`` is CUDA's memory, ``devices.SuspendableMemory``
 what another device implements.
 """
 
