@@ -1,8 +1,8 @@
 """Suspending: physical memory of recordings goes back to the device and returns, while graphs and addresses stay.
 
 It adds the option ``suspendable``, whose programs have arenas of a class of their own (``ARENAS``). A call that needs
-their memory takes it again (``graphs/resuming.py``). ``cuda_memory.py`` is CUDA's memory, ``devices.SuspendableMemory``
-what another device implements.
+their memory takes it again (``graphs/resuming.py``). ``cuda_memory.py`` is CUDA's memory,
+``devices.SuspendableMemory`` what another device implements.
 """
 
 from __future__ import annotations
