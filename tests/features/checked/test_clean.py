@@ -136,7 +136,7 @@ def test_a_number_that_an_operator_returns(compiled: Any, device: torch.device, 
         return t * 2, int((t > 0).sum())
 
     @counts.register_fake
-    def _(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def looks(t: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return torch.empty_like(t), torch.library.get_ctx().new_dynamic_size(min=0, max=100)
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
