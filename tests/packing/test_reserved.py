@@ -260,12 +260,12 @@ def is_accepted(buffers: Sequence[Buffer], placement: Placement) -> list[bool]:
 
     offsets = placement.offsets
     items = [
-        verify_module._Interval(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers
+        verify_module.Interval(b.name, offsets[b.name], offsets[b.name] + b.size, b.begin, b.end) for b in buffers
     ]
     return [
         fits(offsets, buffers, (), ROW),
         accepts(check_placement, buffers, placement, ROW),
-        accepts(verify_module._check_overlap, items, ()),
+        accepts(verify_module.check_overlap, items, ()),
     ]
 
 

@@ -74,7 +74,10 @@ def save(
         )
     if type(weights) is not bool:
         raise OptionError("wrong value for weights", expected="True or False", got=repr(weights))
-    compiled = _compiled(methods, options, progress)
+    if isinstance(methods, AotProgram):
+        compiled = _compiled_before(methods, options)
+    else:
+        compiled = compile_methods(methods, options, progress, _check_storable)
     members: dict[str, bytes] = {}
     described: dict[str, Any] = {}
     tensors, kernels = TensorEntries(), _Kernels(compile == "object", members)
@@ -113,19 +116,15 @@ def save(
     return target
 
 
-def _compiled(
-    methods: Mapping[str, Any] | AotProgram, options: Mapping[str, Any] | None, progress: Callable[[str], object]
-) -> CompiledMethods:
-    if not isinstance(methods, AotProgram):
-        return compile_methods(methods, options, progress, _check_storable)
-    if options is None:
-        return compiled_methods_of(methods)
-    raise OptionError(
-        "options for a program that is compiled",
-        expected="no options, or methods to compile with them",
-        got=repr(options),
-        remedy="give them to fxwrap.aot_compile",
-    )
+def _compiled_before(program: AotProgram, options: Mapping[str, Any] | None) -> CompiledMethods:
+    if options is not None:
+        raise OptionError(
+            "options for a program that is compiled",
+            expected="no options, or methods to compile with them",
+            got=repr(options),
+            remedy="give them to fxwrap.aot_compile",
+        )
+    return compiled_methods_of(program)
 
 
 def _check_storable(method: TracedMethod) -> None:
