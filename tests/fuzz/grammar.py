@@ -296,7 +296,10 @@ class _Writer:
     def _op_cond(self, a: int, b: int, c: int) -> None:
         # Of branches that are differentiated Inductor's own wrapper has no stable answer on all versions of torch.
         wide = self.pick("wide", a) + (".detach()" if self.recipe.training else "")
-        branches = f"lambda v: v.cos(), lambda v: v @ self.weight{'.detach()' if self.recipe.training else ''}"
+        weight = "self.weight" + (".detach()" if self.recipe.training else "")
+        # A product takes no workspace; a convolution does.
+        convolved = f"F.conv1d(v.t()[None], {weight}[:, :, None])[0].t().contiguous()"
+        branches = f"lambda v: v.cos(), lambda v: {convolved if c % 3 == 0 else f'v @ {weight}'}"
         self.add("wide", f"torch.cond({wide}.sum() > 0, {branches}, ({wide},))")
 
     def _op_loop(self, a: int, b: int, c: int) -> None:
