@@ -32,9 +32,14 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstRates:
-    """The states of an optimizer that follow the rate."""
+    """The states of an optimizer that follow the rate.
+
+    Attributes:
+        groups: the groups of these, each with its rate as it was given when they last followed it.
+    """
 
     waiting: Sequence[_Waiting]
+    groups: Sequence[tuple[Mapping[str, Any], Any]]
 
     @classmethod
     def of(cls, optimizer: Optimizer, before: FirstRates | None) -> FirstRates | None:
@@ -49,13 +54,17 @@ class FirstRates:
         followed = {id(one.value): one.rate for one in before.waiting} if before is not None else {}
         having = ((group, optimizer.state.get(p)) for group in optimizer.param_groups for p in group["params"])
         states = ((state["step"], state[key], group) for group, state in having if state)
-        return cls([_Waiting(n, v, group, followed.get(id(v), float(group["lr"]))) for n, v, group in states])
+        return cls([_Waiting(n, v, group, followed.get(id(v), float(group["lr"]))) for n, v, group in states], ())
 
     def follow(self) -> FirstRates:
         """Have the states follow rates that have changed. Returns those that still wait."""
-        if all(float(one.group["lr"]) == one.rate for one in self.waiting):
+        # A rate that is a tensor may have another value.
+        if self.groups and all(type(seen) is float and group["lr"] is seen for group, seen in self.groups):
             return self
-        waiting = [one._replace(rate=float(one.group["lr"])) for one in self.waiting if not one.steps]
-        for _, value, _, rate in waiting:
-            value.fill_(complex(rate, rate) if value.is_complex() else rate)
-        return FirstRates(waiting)
+        waiting = self.waiting
+        if any(float(one.group["lr"]) != one.rate for one in waiting):
+            waiting = [one._replace(rate=float(one.group["lr"])) for one in waiting if not one.steps]
+            for _, value, _, rate in waiting:
+                value.fill_(complex(rate, rate) if value.is_complex() else rate)
+        groups = {id(one.group): (one.group, one.group["lr"]) for one in waiting}
+        return FirstRates(waiting, tuple(groups.values()))
