@@ -41,7 +41,7 @@ def rematerialise(timeline: Timeline, limit: int) -> Timeline:
     Returns:
         The given timeline, which has changed.
     """
-    if timeline.peak > limit:
+    if timeline.runs and timeline.peak > limit:
         gaps = Gaps(timeline)
         while timeline.peak > limit and gaps.close_one():
             pass

@@ -105,6 +105,15 @@ def test_what_is_idle_at_the_peak_is_made_again() -> None:
         fitted(plan, 2 * _ONE)  # the last step alone needs three
 
 
+def test_a_program_without_work_does_not_fit_where_nothing_is_left() -> None:
+    """An arena and its static buffers may take all of a limit, and more: nothing is left for storages."""
+    maker = GraphMaker()
+    plan = plan_of(maker.finish([maker.input("x")]))
+    assert not plan.schedule and fitted(plan, 0) is plan
+    with pytest.raises(MemoryLimitError):
+        fitted(plan, -1)
+
+
 def test_it_is_made_again_of_what_is_still_there() -> None:
     maker = GraphMaker()
     _, made = chain(maker)
