@@ -77,9 +77,8 @@ def operator_entries(device: str) -> dict[str, Callable[[], Case | None]]:
     entries: dict[str, Callable[[], Case | None]] = {}
     for op in op_db:
         if op.supports_dtype(torch.float32, device) and op.name.split(".")[-1] not in UNDEFINED:
-            entries[op.name + (f" ({op.variant_test_name})" if op.variant_test_name else "")] = _operator_case(
-                op, device
-            )
+            variant = f" ({op.variant_test_name})" if op.variant_test_name else ""
+            entries[op.name + variant] = _operator_case(op, device)
     return entries
 
 

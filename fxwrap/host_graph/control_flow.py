@@ -100,12 +100,16 @@ class ControlFlow:
         returning: those of them whose results the node returns; the condition of a loop is none.
         operands: what each of ``subgraphs`` is called with, by position.
         repeats: whether results of one call are operands of the next.
+        results: for each result, the places that it is written to; for a loop two, in turn. Empty for those without.
+        temporaries: for each of ``subgraphs``, views that its allocations lie in, by name.
     """
 
     subgraphs: tuple[GraphModule, ...]
     returning: tuple[GraphModule, ...]
     operands: tuple[Any, ...]
     repeats: bool
+    results: Sequence[Sequence[Node]]
+    temporaries: Sequence[Mapping[str, Node]]
 
 
 def control_flow_of(node: Node) -> ControlFlow | None:
@@ -114,6 +118,8 @@ def control_flow_of(node: Node) -> ControlFlow | None:
     if node.op != "call_function" or node.target not in (switch, while_loop) or gm is None:
         return None
     args: Any = node.args
+    given: Any = node.kwargs
+    results = given.get("results") or ((),) * len(node.meta.get("val") or ())
 
     def subgraph(handle: Any) -> GraphModule:
         return operator.attrgetter(str(handle.target))(gm)
@@ -121,10 +127,12 @@ def control_flow_of(node: Node) -> ControlFlow | None:
     if node.target is switch:
         _, operands, *handles = args
         branches = tuple(map(subgraph, handles))
-        return ControlFlow(branches, branches, tuple(operands), False)
+        temporaries: Any = given.get("temporaries") or ({},) * len(branches)
+        return ControlFlow(branches, branches, tuple(operands), False, results, temporaries)
     condition, body, carried, *rest = args
     subgraphs = subgraph(condition), subgraph(body)
-    return ControlFlow(subgraphs, subgraphs[1:], (*carried, *(rest[0] if rest else ())), True)
+    operands = (*carried, *(rest[0] if rest else ()))
+    return ControlFlow(subgraphs, subgraphs[1:], operands, True, results, given.get("temporaries") or ({}, {}))
 
 
 def unchanged(flow: ControlFlow) -> frozenset[int]:

@@ -193,9 +193,8 @@ class Rehearsal:
             understudy = self._understudy(program)
             key, sizes = understudy.sizes_of(inputs)
             eager = understudy.counters.eager
-            outputs = (
-                understudy.run_without_unit(inputs, why) if (why := self._unrecorded) else understudy.run(inputs)
-            )
+            why = self._unrecorded
+            outputs = understudy.run_without_unit(inputs, why) if why else understudy.run(inputs)
         calls = self.rehearsed.setdefault((program, key), Rehearsed(program, understudy, sizes, key))
         calls.note(understudy.counters.eager - eager)
         return outputs

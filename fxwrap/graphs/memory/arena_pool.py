@@ -198,7 +198,7 @@ class ArenaPool:
         return [arena for arenas in lists for ref in list(arenas) if (arena := ref()) is not None]
 
     def suspended(self) -> list[Arena]:
-        """The arenas whose memory is suspended. Those of which nobody has anything any more are empty again."""
+        """The arenas whose memory is suspended. First those end that no caller's output keeps."""
         for arena in self.alive():
             arena.end_if_suspended((), "")
         return [arena for arena in self.alive() if arena.is_suspended()]

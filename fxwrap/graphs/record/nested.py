@@ -50,8 +50,8 @@ def _branch(
     builder: FlatBuilder, node: Node, flow: ControlFlow, operands: Sequence[Operand]
 ) -> tuple[Nested, Sequence[Operand]]:
     selector = builder.operand(node.args[0])
-    results = {position: builder.operand(place[0]) for position, place in _places(node).items()}
-    blocks = tuple(_blocks(builder, node, flow, operands, results))
+    results = {position: builder.operand(place[0]) for position, place in _places(flow).items()}
+    blocks = tuple(_blocks(builder, flow, operands, results))
     branch = Branch(selector, blocks, bool(node.kwargs.get("by_truth")))
     if builder.in_graph is None:
         return branch, ()
@@ -74,14 +74,14 @@ def _loop(
         places = tuple(
             operands[p] if p in same else _place(builder, in_graph, node, inputs[p].meta["val"]) for p in range(count)
         )
-        blocks = _blocks(builder, node, flow, (*places, *operands[count:]))
+        blocks = _blocks(builder, flow, (*places, *operands[count:]))
         return LoopNode(in_graph.nodes, initial, places, builder.new_local(), *blocks), places
     # Where a value alternates between two places, an iteration gets both: it writes to the first, and swaps them.
-    turns = {position: tuple(map(builder.operand, two)) for position, two in _places(node).items()}
+    turns = {position: tuple(map(builder.operand, two)) for position, two in _places(flow).items()}
     carried = tuple(builder.new_local() for _ in range(count + 2 * len(turns)))
     firsts, seconds = carried[count::2], carried[count + 1 :: 2]
     given, results = (*carried[:count], *operands[count:]), dict(zip(turns, firsts, strict=True))
-    asked, made = _blocks(builder, node, flow, given, results, ends=carried)
+    asked, made = _blocks(builder, flow, given, results, ends=carried)
     swapped = itertools.chain(*zip(seconds, firsts, strict=True))
     loop = (Loop if in_graph is None else UnrolledLoop)(
         initial=(*initial, *itertools.chain(*turns.values())),
@@ -94,28 +94,25 @@ def _loop(
     return loop, ()
 
 
-def _places(node: Node) -> dict[int, Any]:
+def _places(flow: ControlFlow) -> dict[int, Any]:
     """By position, where a branch writes its result, or a loop what it carries, in turn."""
-    places: Any = node.kwargs.get("results", ())
-    return {position: several for position, several in enumerate(places) if several}
+    return {position: several for position, several in enumerate(flow.results) if several}
 
 
 def _blocks(
     builder: FlatBuilder,
-    node: Node,
     flow: ControlFlow,
     operands: Sequence[Operand],
     results: Mapping[int, Operand] = MappingProxyType({}),
     ends: Sequence[Operand] = (),
 ) -> Iterator[Block]:
-    """The steps of each subgraph, whose allocations lie where the node says.
+    """The steps of each subgraph, whose allocations lie where the branch or the loop says.
 
     Args:
         results: where what is returned lies, by position.
         ends: operands that may be dropped after their last use in a subgraph that returns them anew.
     """
-    temporaries: Any = node.kwargs.get("temporaries") or ({},) * len(flow.subgraphs)
-    for gm, views in zip(flow.subgraphs, temporaries, strict=True):
+    for gm, views in zip(flow.subgraphs, flow.temporaries, strict=True):
         nodes, returned, returns = by_name(gm), output_values(gm), gm in flow.returning
         given = dict(zip(gm.graph.find_nodes(op="placeholder"), operands, strict=True))
         given |= {nodes[name]: builder.operand(view) for name, view in views.items()}

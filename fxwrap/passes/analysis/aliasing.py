@@ -236,7 +236,6 @@ class _Analysis:
         written, returned = set[int](), defaultdict[int, set[int]](set)  # positions of operands; of each result
         # Positions of results that may be none of the operands.
         made = {p for user in node.users if flow.repeats for p in _asked_by(user, len(node.meta["val"]))}
-        places: Any = node.kwargs.get("results") or ((),) * len(node.meta["val"])
         for subgraph in flow.subgraphs:
             facts = analyse_storages(subgraph)
             position = {operand.name: p for p, operand in enumerate(subgraph.graph.find_nodes(op="placeholder"))}
@@ -245,7 +244,7 @@ class _Analysis:
             for p, value in enumerate(output_values(subgraph) if subgraph in flow.returning else ()):
                 storages = facts.of(value) if isinstance(value, Node) else _NONE
                 returned[p] |= {inside[index] for index in storages if index in inside}
-                if not storages <= inside.keys() and not places[p]:
+                if not storages <= inside.keys() and not flow.results[p]:
                     made.add(p)
         # What may lie at each position: in the next iteration, what the body has returned there.
         found = {p: {p} for p in range(len(flow.operands))}
@@ -258,7 +257,9 @@ class _Analysis:
 
         self.writes[node] = behind(written) | self._storages_in(node.kwargs)
         self.elements[node] = {
-            p: behind(ps) | self._storages_in(places[p]) | (self._new(node, Origin.EXTERN, p) if p in made else _NONE)
+            p: behind(ps)
+            | self._storages_in(flow.results[p])
+            | (self._new(node, Origin.EXTERN, p) if p in made else _NONE)
             for p, ps in returned.items()
         }
         self.of[node] = _NONE.union(*self.elements[node].values())

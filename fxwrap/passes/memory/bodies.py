@@ -45,12 +45,10 @@ def _calls_in(gm: GraphModule) -> Iterator[Node]:
                 yield from _calls_in(subgraph)
 
 
-def _placed(node: Node, flow: ControlFlow) -> Iterator[set[str]]:
+def _placed(flow: ControlFlow) -> Iterator[set[str]]:
     """For each subgraph, the nodes whose results lie in memory that the branch or the loop is given."""
-    places: Any = node.kwargs.get("results", ())
-    temporaries: Any = node.kwargs.get("temporaries") or ({},) * len(flow.subgraphs)
-    for gm, views in zip(flow.subgraphs, temporaries, strict=True):
-        returned = zip(output_values(gm), places, strict=False) if gm in flow.returning else ()
+    for gm, views in zip(flow.subgraphs, flow.temporaries, strict=True):
+        returned = zip(output_values(gm), flow.results, strict=True) if gm in flow.returning else ()
         yield {*views, *(value.name for value, several in returned if several)}
 
 
@@ -67,8 +65,7 @@ class _Bodies:
         if flow.repeats and node.args[4:] == (True,):
             return None  # it keeps what each iteration has returned
         taken = [
-            self._of_subgraph(gm, flow, placed)
-            for gm, placed in zip(flow.subgraphs, _placed(node, flow), strict=True)
+            self._of_subgraph(gm, flow, placed) for gm, placed in zip(flow.subgraphs, _placed(flow), strict=True)
         ]
         return max(nbytes for nbytes in taken if nbytes is not None) if None not in taken else None
 
