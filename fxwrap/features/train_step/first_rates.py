@@ -35,7 +35,8 @@ class FirstRates:
     """The states of an optimizer that follow the rate.
 
     Attributes:
-        groups: the groups of these, each with its rate as it was given when they last followed it.
+        groups: the optimizer's groups that have states in ``waiting``, each with the object that was its ``lr`` when
+            these were last set from it.
     """
 
     waiting: Sequence[_Waiting]

@@ -31,7 +31,8 @@ class Numbers:
     """The tensors that stand for an optimizer's numbers.
 
     Learning rates are tensors from the beginning. Another number becomes one when it has changed, if it is above
-    zero: functional forms do other work where it is zero. At or below that it is compiled in, as is what is no float.
+    zero: functional forms do other work where it is zero. A number of zero or less is compiled in, and so is a
+    setting that is no float.
 
     Attributes:
         read: by group, the tensors that its functional form takes only inside of ``ReadingNumbers``, by name.

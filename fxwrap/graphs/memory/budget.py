@@ -117,8 +117,8 @@ class Budget:
         """A plan with which a call takes no more than so many bytes, and its limit; both unchanged if ``plan`` does.
 
         Partitioning counts storages only. What an arena takes on top (gaps, static buffers) is known once it is
-        planned, and is subtracted from the limit for the next attempt. The last attempt is the plan with the lowest
-        peak: what a call takes with it is the least that can be said to fit.
+        planned, and is subtracted from the limit for the next attempt. If nothing fits, the plan with
+        the lowest peak is taken, and what a call takes with it is the least limit that the error names.
 
         Raises:
             MemoryLimitError: there is none.

@@ -332,7 +332,8 @@ class FlatBuilder:
         """The steps of a subgraph.
 
         Args:
-            given: operands of this function's that are its inputs, or that its allocations lie in.
+            given: for each input of the subgraph, and each allocation that is given memory from outside, the operand
+                of this function that it is.
             ends: operands that may be dropped after their last use in it.
         """
         inner = FlatBuilder(constants(gm), {}, in_graph=self.in_graph)

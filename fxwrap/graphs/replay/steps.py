@@ -37,7 +37,7 @@ class Step:
         unpacks: the call returns a tuple, and ``results`` are its elements.
         node: the node that it runs; None for what belongs to several.
         may_retry: whether it may run again after it was out of memory.
-        MOVES: it only moves what its node has made.
+        MOVES: it loads or stores what its node makes, and so has no range of its own in profiles.
     """
 
     NATIVE: ClassVar[tuple[str, ...]] = ()

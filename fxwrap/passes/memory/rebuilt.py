@@ -107,7 +107,10 @@ class Rebuilt:
 
 
 def _value_again(value: Any, operands: Mapping[Node, Node]) -> Any:
-    """The fake value of a node that is made once more: it lies in what it lay in of operands, else in new memory."""
+    """The fake value of a node that is made once more.
+
+    If the first one shares an operand's storage, it shares that of the operand's copy; else it has new memory.
+    """
     lies_in = {
         key: copy.meta["val"]
         for operand, copy in operands.items()

@@ -55,7 +55,7 @@ class _Again:
     Attributes:
         runs: in order; empty if that cannot be.
         read: the versions on which the answer depends.
-        low, high: the answer is the same for all peaks above ``low``, and up to ``high``.
+        low, high: the answer holds while the place of the peak is above ``low``, and at most ``high``.
     """
 
     runs: Sequence[Run]
@@ -67,8 +67,8 @@ class _Again:
 def again(timeline: Timeline, version: int, place: int, peak: int) -> _Again:
     """The runs to repeat before ``place``, so that ``version`` has the content there that it has now.
 
-    What they read has to be unchanged. Of what they read and is not in use any more at the run ``peak``, they are
-    repeated, too.
+    What they read has to be unchanged. If the last use of what they read is before the run ``peak``, the runs that
+    make it are repeated, too.
     """
     needed, todo, done, low, high = set[Run](), [version], set[int](), -1, _FAR
     read, costs, writers = set[int](), timeline.costs, timeline.writers

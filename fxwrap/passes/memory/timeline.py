@@ -78,7 +78,7 @@ class Costs:
         work: what a node's run costs, in bytes moved.
         pure: whether a node may run again: it has no effect but what it writes, and draws nothing.
         stays: storages that the caller gets.
-        captured: the partitions whose nodes may run again, in one of them.
+        captured: the partitions that are captured: only their nodes may run again, and only in such a partition.
     """
 
     sizes: Mapping[int, int]
@@ -165,7 +165,8 @@ class Timeline:
                 writes = facts.writes(node) | (facts.of(node) & facts.made())
                 makes = frozenset(index for index in writes if index in costs.sizes and index not in known)
                 known |= makes
-                # A launch counts what it writes as read: the first write to a storage reads nothing.
+                # ``facts.reads`` has what a launch writes, too; of a storage that it is the first to write, it reads
+                # nothing.
                 reads, writes = with_groups(facts.reads(node) - makes), with_groups(writes)
                 awaited = facts.awaited.get(node.name, frozenset())
                 runs.append(Run(node, number, reads, writes, makes, awaited=awaited))
