@@ -27,13 +27,15 @@ def verify_bodies(gm: GraphModule) -> None:
     Raises:
         PlanError: naming the allocation.
     """
+    calling = [node for node in gm.graph.nodes if node.target in CALL_SUBGRAPHS]
+    if not calling:
+        return
     outside = Accesses(gm.graph)
-    for node in gm.graph.nodes:
-        if node.target in CALL_SUBGRAPHS:
-            _verify_own(node, outside)
-            for number, subgraph in enumerate(called(node)):
-                _Body(node, number, subgraph).verify()
-                verify_bodies(subgraph)
+    for node in calling:
+        _verify_own(node, outside)
+        for number, subgraph in enumerate(called(node)):
+            _Body(node, number, subgraph).verify()
+            verify_bodies(subgraph)
 
 
 def _verify_own(node: Node, outside: Accesses) -> None:
