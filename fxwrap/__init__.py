@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from .features.limits.limit_memory import limit_memory
     from .features.suspend.suspend import resume, suspend
     from .features.train_step.train_step import TrainStep, train_step
+    from .features.train_step.written.step_if import step_if
+    from .features.train_step.written.written_step import WrittenStep
     from .inspection.explanation import Explanation
 
 __version__ = "0.1.0"
@@ -86,6 +88,7 @@ __all__ = [
     "TrainStep",
     "TrainStepError",
     "UnsupportedModelError",
+    "WrittenStep",
     "aot_compile",
     "bind",
     "cpp_kernels",
@@ -102,6 +105,7 @@ __all__ = [
     "resume",
     "save",
     "stats",
+    "step_if",
     "suspend",
     "train_step",
 ]
@@ -129,6 +133,8 @@ _LAZY.update(Diagnosis=".features.command_line.doctor", doctor=".features.comman
 _LAZY.update(limit_memory=".features.limits.limit_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
 _LAZY.update(TrainStep=".features.train_step.train_step", train_step=".features.train_step.train_step")
+_LAZY.update(WrittenStep=".features.train_step.written.written_step")
+_LAZY.update(step_if=".features.train_step.written.step_if")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,14 @@ class HasPrograms(Protocol):
         """Its programs, and its name in reports."""
 
 
+@runtime_checkable
+class HasCompilations(Protocol):
+    """What a feature returns that calls the backend by itself, without Dynamo."""
+
+    def _fxwrap_compilations(self) -> list[Compilation]:
+        """Its compilations, the oldest first."""
+
+
 @dataclass(eq=False)
 class Compilation:
     """One call of the backend, which compiles one graph of Dynamo's.

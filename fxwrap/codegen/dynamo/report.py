@@ -15,7 +15,7 @@ from torch._dynamo import config, external_utils, trace_rules
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
-from ...graphs.compilation import Compilation
+from ...graphs.compilation import Compilation, HasCompilations
 from . import collection as dynamo
 from .collection import RESUMED
 from .search import Search
@@ -134,6 +134,8 @@ def compilations_of(compiled: Any) -> tuple[list[Compilation], DynamoReport]:
     Dynamo made them while the function was running, or made them for another function and serves them from its
     caches: modules of one class share compilations, and so do functions that call the same function.
     """
+    if isinstance(compiled, HasCompilations):
+        return compiled._fxwrap_compilations(), DynamoReport()
     search = Search(compiled)
     references = [reference for compilation in search.compilations for _, reference in compilation.pieces]
     pieces = [code for reference in references if (code := reference())]

@@ -37,6 +37,11 @@ def hooks_of_modules(model: torch.nn.Module) -> Iterator[Mapping[Any, Any]]:
     """The tables of hooks of a model's modules, by which forward and backward call them."""
     for module in model.modules():
         yield from (getattr(module, name) for name in _MODULE_HOOKS)
+    yield from hooks_of_all_modules()
+
+
+def hooks_of_all_modules() -> Iterator[Mapping[Any, Any]]:
+    """The tables of hooks that are registered for every module."""
     yield from (getattr(torch.nn.modules.module, f"_global{name}") for name in _MODULE_HOOKS)
 
 

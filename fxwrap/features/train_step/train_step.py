@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,10 @@ from .refusals import refusals
 from .snapshot import Snapshot
 from .traced import Slots, traced_last_micro_batch, traced_micro_batch, traced_step
 from .unchanged import kept
+from .written.written_step import WrittenStep
 
 
+@overload
 def train_step(
     model: torch.nn.Module,
     loss: Callable[..., Any],
@@ -36,17 +38,66 @@ def train_step(
     group: dist.ProcessGroup | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    **unknown: NoReturn,
-) -> TrainStep:
-    """Make a function that trains a model by one step, as one program.
+) -> TrainStep: ...
 
-    ::
+
+@overload
+def train_step(
+    step: Callable[..., Any],
+    /,
+    *,
+    modules: Sequence[torch.nn.Module] = (),
+    optimizers: Sequence[Optimizer] = (),
+    memory_limit: int | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> WrittenStep: ...
+
+
+def train_step(
+    model: Any,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    modules: Sequence[torch.nn.Module] = (),
+    optimizers: Sequence[Optimizer] = (),
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    memory_limit: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    **unknown: NoReturn,
+) -> TrainStep | WrittenStep:
+    """Make a function that trains by one step, as one program.
+
+    A step as it is written, with any losses, optimizers and updates of other tensors::
+
+        def step(real, noise):
+            d_optimizer.zero_grad()
+            d_loss = ...
+            d_loss.backward()
+            d_optimizer.step()
+            g_optimizer.zero_grad()
+            ...
+            return d_loss, g_loss
+
+        step = fxwrap.train_step(step)
+        for real in batches:
+            losses = step(real, torch.randn(64, 128))
+
+    A call means what a call of the function means. The first one runs as it is written, and makes the states of
+    optimizers; the next is traced, compiled and replayed: Python runs in it for the last time. What Python decides
+    (arguments that are no tensors, sizes, modes, hooks, settings, numbers that the code names) is compared at each
+    call, and traced anew where it differs. What it returns is returned, detached. docs/training.md says what a
+    replay does not see.
+
+    For one loss and one optimizer a function of the loss is enough::
 
         step = fxwrap.train_step(model, lambda model, x, y: F.cross_entropy(model(x), y), optimizer)
         for x, y in batches:
             value = step(x, y)
 
-    A call means what this means, and takes a tenth of its time on the host::
+    which means the following, and takes a tenth of its time on the host::
 
         optimizer.zero_grad()
         value = loss(model, x, y)
@@ -56,34 +107,58 @@ def train_step(
     Parameters, buffers and ``optimizer.state`` stay the objects that they are and are written in place. Between
     steps they can be read, saved, loaded, evaluated and changed; so can learning rates and other settings of the
     optimizer, parameter groups, ``requires_grad`` and ``model.train()``. ``p.grad`` is neither read nor written (with
-    ``accumulate``: it holds what it holds in the ordinary loop). Parameters that the optimizer does not have get no
-    gradients.
+    ``accumulate``, and where a written step reads it: it holds what it holds in the ordinary loop).
 
     Args:
-        model: the module that ``loss`` gets as its first argument.
+        model: a step as it is written (a function, or a method); or the module that ``loss`` gets as its first
+            argument.
         loss: ``loss(model, *batch)`` returns the loss, a tensor of one element with a gradient, or a tuple with the
             loss in front; all are returned detached.
-        optimizer: one of ``torch.optim`` whose update Dynamo can trace (docs/training.md has the list).
-        clip_norm: the largest norm of all gradients together, as for ``torch.nn.utils.clip_grad_norm_``.
-        accumulate: how many calls make one update. Gradients are averages over as many micro-batches.
+        optimizer: one of ``torch.optim`` whose update Dynamo can trace (docs/training.md has the list). Parameters
+            that it does not have get no gradients.
+        modules, optimizers: of a written step: those that are not found in its closure, its globals and what it is a
+            method of.
+        clip_norm: with ``loss``: the largest norm of all gradients together, as for
+            ``torch.nn.utils.clip_grad_norm_``.
+        accumulate: with ``loss``: how many calls make one update. Gradients are averages over as many micro-batches.
         memory_limit: the most memory that a step may take beside parameters, state and batch: bytes, or "6GiB".
-        group: the processes that train together, each with batches of its own, such as
+        group: with ``loss``: the processes that train together, each with batches of its own, such as
             ``torch.distributed.group.WORLD`` (which is None before ``init_process_group``). Now, all take over
             parameters and buffers of the first. Updates are made of averages of all processes' gradients, so that
             parameters stay equal.
-        dynamic, options: as for ``torch.compile(..., backend="fxwrap")``.
+        dynamic: with ``loss``: as for ``torch.compile``. A written step is traced for each size.
+        options: as for ``torch.compile(..., backend="fxwrap")``.
 
     Raises:
         OptionError: ``memory_limit`` is no size, or an option is wrong.
         TrainStepError: something cannot be part of one program; the error names all of it. What is found only when
-            the step is compiled is raised by its first call, which then has changed nothing. Or an argument is wrong.
+            the step is compiled is raised by its first call, of a written step by its second, which then has changed
+            nothing. Or an argument is wrong.
         MemoryLimitError: raised by a call that needs more than ``memory_limit``, before anything runs.
         TypeError: there is no such argument.
     """
     refuse_unknown(unknown, train_step)
     if memory_limit is not None:
         options = {**(options or {}), "memory_limit": memory_limit}
-    return TrainStep(model, loss, optimizer, clip_norm, accumulate, group, dynamic, options)
+    if loss is None and optimizer is None and not isinstance(model, torch.nn.Module):
+        alone = {"clip_norm": clip_norm is not None, "accumulate": accumulate != 1, "group": group is not None}
+        alone["dynamic"] = dynamic is not None
+        if wrong := [name for name, given in alone.items() if given]:
+            raise TrainStepError(
+                f"{', '.join(wrong)} of train_step",
+                expected="a model, a loss and an optimizer",
+                got="a step as it is written",
+                remedy="write it in the step, such as torch.nn.utils.clip_grad_norm_",
+            )
+        return WrittenStep(model, modules, optimizers, options)
+    if modules or optimizers:
+        raise TrainStepError(
+            "modules and optimizers of train_step",
+            expected="a step as it is written: train_step(step, modules=[...], optimizers=[...])",
+            got="a model, a loss and an optimizer",
+            remedy="leave them out",
+        )
+    return TrainStep(model, loss, optimizer, clip_norm, accumulate, group, dynamic, options)  # type: ignore[arg-type]
 
 
 class TrainStep:

@@ -1,0 +1,218 @@
+"""Traces a function as it stands: torch's own ``make_fx`` over fake values of the caller's tensors.
+
+::
+
+    step(x, y)            runs once as Python, with autograd's engine, hooks and the optimizer's own code
+      world(x)            a parameter is met: the trace has an input for it, and computes with a fake value of it
+      loss.backward()     autograd runs; what it computes is traced
+      optimizer.step()    writes to parameters are traced; the parameters themselves keep what they hold
+
+Modules and optimizers stay the objects that they are, with their hooks, tied weights and caches of parameters: only
+the numbers are fake. A fake value's number is not known, so that a decision on data is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from ....backend import fxwrap
+from ....codegen.devices.patches import Patches
+from ....graphs.compilation import Compilation
+from ....graphs.memory.locks import lock_of_process
+from ....host_graph.user_code import owner_of
+from ..written.step_if import predicated
+from .tracing_state import without_autocast
+
+DATA_DECIDES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+_TRACING = lock_of_process()
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A function as a graph of operators.
+
+    Attributes:
+        gm: takes the tensors, then the leaves of the call that are tensors; returns what the function returned.
+        examples: fake values of what it takes.
+        unknown: real tensors that the function used and that are no input, each with the line that used it.
+    """
+
+    gm: GraphModule
+    examples: Sequence[torch.Tensor]
+    unknown: Sequence[tuple[torch.Tensor, str]]
+
+    def is_used(self, position: int) -> bool:
+        """Whether the function has used an input."""
+        return bool(self.gm.graph.find_nodes(op="placeholder")[position].users)
+
+    def without(self, positions: Sequence[int]) -> Traced:
+        """The same without some inputs, which are not used."""
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        for position in positions:
+            self.gm.graph.erase_node(placeholders[position])
+        self.gm.recompile()
+        examples = [value for place, value in enumerate(self.examples) if place not in positions]
+        return Traced(self.gm, examples, self.unknown)
+
+
+def traced(
+    function: Callable[[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]], Sequence[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+) -> Traced:
+    """Trace a function, which computes with ``tensors`` themselves, and gets fake values of ``given``.
+
+    Nothing is written to any of them.
+
+    Args:
+        function: its second argument tells whether one of ``tensors`` was used by now.
+
+    Raises:
+        Exception: what the function raises; ``DATA_DECIDES`` where it reads numbers from tensors.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    unknown: list[tuple[torch.Tensor, str]] = []
+
+    def with_fakes(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        fakes = {id(tensor): fake for tensor, fake in zip(tensors, inputs, strict=False)}
+        # Now, as what writes to an input takes its place in the trace.
+        nodes: dict[int, Any] = {key: get_proxy_slot(fake, tracer) for key, fake in fakes.items()}
+        nodes = {key: slot.proxy.node for key, slot in nodes.items()}
+
+        def is_used(tensor: torch.Tensor) -> bool:
+            return bool(nodes[id(tensor)].users)
+
+        with _InPlaceOf(fakes, unknown):
+            return list(function(inputs[len(tensors) :], is_used))
+
+    with _TRACING, _as_in_a_compiler(), mode, enable_python_dispatcher():
+        examples = [mode.from_tensor(tensor, static_shapes=True) for tensor in (*tensors, *given)]
+        gm = make_fx(with_fakes, tracing_mode="real", record_stack_traces=True, _allow_non_fake_inputs=True)(
+            *examples
+        )
+    _remove_ranges(gm)
+    return Traced(gm, examples, unknown)
+
+
+class _InPlaceOf(TorchDispatchMode):
+    """Gives operators the fake values of real tensors.
+
+    Args:
+        fakes: by the ids of the real tensors.
+        unknown: gets real tensors that have no fake value, each with the line that uses it.
+    """
+
+    def __init__(self, fakes: Mapping[int, torch.Tensor], unknown: list[tuple[torch.Tensor, str]]) -> None:
+        super().__init__()
+        self._fakes, self._unknown = fakes, unknown
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_CONSTANTS:
+            return func(*args, **(kwargs or {}))
+        given_args, given_kwargs = tree_map_only(torch.Tensor, self._fake, (tuple(args), dict(kwargs or {})))
+        result = func(*given_args, **given_kwargs)
+        # An operator that works in place returns what it was given.
+        return args[0] if args and isinstance(result, torch.Tensor) and result is given_args[0] else result
+
+    def _fake(self, value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, FakeTensor):
+            return value
+        fake = self._fakes.get(id(value))
+        if fake is None:
+            self._unknown.append((value, user_place(traceback.walk_stack(None))))
+            return value
+        return fake
+
+
+# What ``torch.tensor(3.0)`` calls with the constant.
+_OF_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
+
+
+def user_place(frames: Iterable[tuple[Any, int]]) -> str:
+    """The first of some frames that is in code of the user's, as ``file, line 3: code``; empty if none is."""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if owner_of(file) == "user" and not file.startswith("<"):
+            return f"{file}, line {line}: {linecache.getline(file, line).strip()}"
+    return ""
+
+
+def compiled(
+    traced: Traced, names: Sequence[str], options: Any, compilation: Compilation
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Compile a trace with fxwrap.
+
+    Args:
+        names: what reports call the inputs; those that it names stay where they are, the others move.
+    """
+    gm = traced.gm
+    # What Dynamo tells AOTAutograd of its graphs, in torch's older and newer versions.
+    gm.meta |= {"dynamo_compile_id": None, "dynamo_flat_name_to_original_fqn": {}}
+    gm._param_name_to_source = {}  # type: ignore[assignment]
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        node._dynamo_source = None
+        if position < len(names):
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+            node.meta["grapharg"] = _Argument(_Source(names[position]))
+    with torch.no_grad(), without_autocast():
+        run: Any = fxwrap(gm, traced.examples, options=options, compilation=compilation)
+    return run  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Argument:
+    source: _Source
+
+
+@contextlib.contextmanager
+def _as_in_a_compiler() -> Iterator[None]:
+    """Inside the context, code of torch's takes the forms that a compiler can trace."""
+    with Patches() as patches, torch.compiler.set_stance("force_eager"):
+        patches.put(torch.compiler, "_is_compiling_flag", True)
+        # ``nn.LSTM`` in torch's own operators: the one of oneDNN's has no gradient in a graph.
+        patches.put(torch._C, "_get_mkldnn_enabled", lambda: False)
+        # Whether arguments are valid is a question to data.
+        patches.put(torch.distributions.Distribution, "_validate_args", False)
+        patches.put(torch.amp.GradScaler, "_maybe_opt_step", _step_of_scaler)
+        yield
+
+
+def _step_of_scaler(_: Any, optimizer: Any, found: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    """``GradScaler``'s decision to skip a step, which it makes on the host."""
+    counts = list(found["found_inf_per_device"].values())
+    predicated(sum(count.to(counts[0].device) for count in counts) == 0, optimizer, *args, **kwargs)
+
+
+def _remove_ranges(gm: GraphModule) -> None:
+    """Take ranges of profiles, which optimizers make, out of a graph."""
+    ranges = [node for node in gm.graph.nodes if node.op == "call_function" and "profiler" in str(node.target)]
+    for node in reversed(ranges):
+        gm.graph.erase_node(node)
+    gm.recompile()

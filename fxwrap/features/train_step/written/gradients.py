@@ -1,0 +1,108 @@
+"""``p.grad`` around a step that is one program: kept where the step reads it, else left alone.
+
+::
+
+    zero_grad(); backward(); step()              reads no p.grad from before: p.grad is None after a call
+    backward(); step(); zero_grad()              p.grad is None before and after
+    zero_grad(set_to_none=False); backward()     writes to p.grad, which stays the tensor that it is
+    backward()   (no step yet: sums)             adds to p.grad, or makes it: the call's result is p.grad
+
+Whether p.grad is there is a fact of a program only if the step reads it. To find out, it is there in a trace; if it
+was used, and is not there in truth, the trace is made once more without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+
+grad_of = attrgetter("grad")
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """The gradients that parameters have before a call.
+
+    Attributes:
+        real: what p.grad is.
+        grads: what it is in a trace.
+    """
+
+    parameters: Sequence[torch.Tensor]
+    real: Sequence[torch.Tensor | None]
+    grads: Sequence[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, parameters: Sequence[torch.Tensor]) -> Before:
+        grads = list(map(grad_of, parameters))
+        return cls(parameters, grads, grads)
+
+    def with_any(self) -> Before:
+        """The same, where each parameter that may get a gradient has one."""
+        with torch.no_grad():
+            grads = [
+                torch.zeros_like(parameter) if grad is None and parameter.requires_grad else grad
+                for parameter, grad in zip(self.parameters, self.real, strict=True)
+            ]
+        return Before(self.parameters, self.real, grads)
+
+    def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, bool]]:
+        """Each parameter, its p.grad in the trace, and whether that is there in truth."""
+        for parameter, real, grad in zip(self.parameters, self.real, self.grads, strict=True):
+            yield parameter, grad, real is not None
+
+    def with_grad(self) -> list[torch.Tensor]:
+        """The parameters of ``tensors``."""
+        return [parameter for parameter, grad, _ in self.entries() if grad is not None]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [grad for grad in self.grads if grad is not None]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the context p.grad is what it is in a trace; then what it was."""
+        try:
+            self._set(self.grads)
+            yield
+        finally:
+            self._set(self.real)
+
+    def _set(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = None  # a fake one has to go first
+                parameter.grad = grad
+
+    def restore(self) -> None:
+        """Put p.grad back."""
+        self._set(self.real)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What a program does to ``p.grad``.
+
+    Attributes:
+        there: for parameters whose p.grad the program uses, whether there is one.
+        cleared: those that have none afterwards.
+        made: those that get one; the program returns it.
+    """
+
+    there: Sequence[tuple[torch.Tensor, bool]]
+    cleared: Sequence[torch.Tensor]
+    made: Sequence[torch.Tensor]
+
+    def fit(self) -> bool:
+        """Whether the gradients that a call uses are there, and no others."""
+        return all((parameter.grad is not None) is there for parameter, there in self.there)
+
+    def apply(self, made: Sequence[torch.Tensor]) -> None:
+        """Set p.grad after a call."""
+        for parameter in self.cleared:
+            parameter.grad = None
+        for parameter, grad in zip(self.made, made, strict=True):
+            parameter.grad = grad

@@ -1,0 +1,143 @@
+"""One call of a step, traced: what it returns, what it does to p.grad, and what a trace cannot be made of."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..codegen.as_it_stands import DATA_DECIDES, Traced, traced, user_place
+from ..codegen.tracing_state import is_fake
+from .found import Found
+from .gradients import Before, Gradients
+from .side_effects import SideEffects
+
+_TENSOR = object()
+# Of torch's error where a trace has to know a number of a tensor.
+_READS_NUMBER = "get value out of a tracing tensor"
+
+
+class NotTraceable(Exception):
+    """What the step does that no program can do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """The structure of what a step returns, and its leaves that are no tensors."""
+
+    structure: Any
+    leaves: Sequence[Any]
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the step returns, with tensors in their places."""
+        returned = iter(tensors)
+        leaves = [next(returned) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.structure)
+
+
+class TracedCall:
+    """A call that is traced.
+
+    Attributes:
+        traced, outputs, gradients: what was found out.
+        before: the gradients that the trace begins with.
+        needs_absent: the trace has used, or left in place, a gradient that is not there.
+    """
+
+    traced: Traced
+    outputs: Outputs
+    gradients: Gradients
+
+    def __init__(
+        self, step: Callable[..., Any], found: Found, leaves: Sequence[Any], structure: Any, before: Before
+    ) -> None:
+        self._step, self._found, self._leaves, self._structure, self.before = step, found, leaves, structure, before
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.needs_absent = False
+
+    def trace(self, tensors: Sequence[torch.Tensor], effects: SideEffects) -> None:
+        """Trace the call.
+
+        Args:
+            tensors: what the step reaches.
+            effects: notes what changes in Python's objects.
+
+        Raises:
+            NotTraceable: it reads numbers from tensors, or uses tensors that are not known.
+        """
+
+        def step(given: Sequence[torch.Tensor], is_used: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+            leaves = list(self._leaves)
+            for place, value in zip(self._places, given, strict=True):
+                leaves[place] = value
+            args, kwargs = tree_unflatten(leaves, self._structure)
+            result, structure = tree_flatten(self._step(*args, **kwargs))
+            with torch.no_grad():
+                effects.write_back()
+                self._look_at_gradients(is_used)
+            if any(is_fake(leaf) and not isinstance(leaf, torch.Tensor) for leaf in result):
+                raise NotTraceable("it returns a number that is read from a tensor: return the tensor")
+            self.outputs = Outputs(
+                structure, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in result]
+            )
+            returned = [leaf for leaf in result if isinstance(leaf, torch.Tensor)]
+            returned += [grad for parameter in self.gradients.made if (grad := parameter.grad) is not None]
+            return [tensor.detach() for tensor in returned]
+
+        given = [self._leaves[place] for place in self._places]
+        try:
+            self.traced = traced(step, [*tensors, *self.before.tensors()], given)
+        except DATA_DECIDES as error:
+            raise NotTraceable(_decision(error)) from error
+        except RuntimeError as error:
+            if _READS_NUMBER not in str(error):
+                raise
+            raise NotTraceable(_decision(error)) from error
+        if self.traced.unknown:
+            lines = [
+                f"a tensor that is found in no module, optimizer, argument or variable of the step: "
+                f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, used at {line}"
+                for tensor, line in self.traced.unknown[:5]
+            ]
+            raise NotTraceable("\n    ".join(dict.fromkeys(lines)))
+
+    def _look_at_gradients(self, is_used: Callable[[torch.Tensor], bool]) -> None:
+        """Note what the trace has done to p.grad."""
+        there: list[tuple[torch.Tensor, bool]] = []
+        cleared, made = [], []
+        for parameter, grad, is_there in self.before.entries():
+            after, used = parameter.grad, grad is not None and is_used(grad)
+            if not is_there and grad is not None:  # see ``Before.with_any``
+                self.needs_absent |= used or after is grad
+                cleared.append(parameter)
+            elif grad is None:
+                if parameter.requires_grad or after is not None:
+                    there.append((parameter, False))
+                if after is not None:
+                    made.append(parameter)
+            else:
+                if used:
+                    there.append((parameter, True))
+                if after is grad:
+                    continue
+                if after is not None and used:
+                    grad.copy_(after)
+                    parameter.grad = None
+                    parameter.grad = grad
+                else:
+                    cleared.append(parameter)
+        self.gradients = Gradients(there, cleared, made)
+
+
+def _decision(error: BaseException) -> str:
+    """What to do where a step decides on data, with its line."""
+    place = user_place(reversed(list(traceback.walk_tb(error.__traceback__))))
+    where = f" at {place}" if place else ""
+    return (
+        f"it reads a number from a tensor{where}: compute with the tensor (torch.where); to skip an update, call "
+        "fxwrap.step_if(condition, optimizer); read numbers outside of the step"
+    )

@@ -1,0 +1,143 @@
+"""What a program was made for: facts of the values that the step's code reaches, and whether they still hold.
+
+::
+
+    world.training: True     world.cell.weight: float32[32, 20]     scale: 0.5     optimizer.param_groups[0]['lr']...
+
+A call compares values by identity, in loops that Python runs in C. Where one is another object, the facts are
+gathered anew: equal facts, as after ``load_state_dict``, need no other program.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+import torch
+
+from .found import PLAIN, Found
+
+_GRAD_TABLES = "_backward_hooks", "_post_accumulate_grad_hooks"
+_of_parameter = attrgetter("requires_grad", *_GRAD_TABLES)
+_content = attrgetter("cell_contents")
+
+
+class Watched:
+    """The objects that a step's code reached when it was looked at."""
+
+    def __init__(self, found: Found) -> None:
+        self._empty = [table for _, table, keys in found.tables if keys is None and not table]
+        whole = [(name, table) for name, table, keys in found.tables if keys is None and table]
+        self._lists = [table for _, table in whole if isinstance(table, list)]
+        self._dictionaries = [table for _, table in whole if isinstance(table, dict)]
+        parts = [(table, key) for _, table, keys in found.tables if keys is not None for key in keys]
+        self._owners, self._keys = [owner for owner, _ in parts], [key for _, key in parts]
+        self._cells = [cell for _, cell in found.cells]
+        self._parameters = [tensor for tensor in found.tensors if isinstance(tensor, torch.nn.Parameter)]
+        tables = (getattr(parameter, name, None) for parameter in self._parameters for name in _GRAD_TABLES)
+        self._hooks = [table for table in tables if isinstance(table, dict)]
+        self._seen = self._now()
+
+    def holds(self) -> bool:
+        """Whether all of them are the same objects."""
+        if any(self._empty):
+            return False
+        try:
+            now = self._now()
+        except (KeyError, ValueError):  # an entry, or the value of a variable, is gone
+            return False
+        return all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(now, self._seen, strict=True))
+
+    def _now(self) -> tuple[list[Any], ...]:
+        return (
+            list(itertools.chain.from_iterable(map(dict.values, self._dictionaries))),
+            list(itertools.chain.from_iterable(self._lists)),
+            list(map(getitem, self._owners, self._keys)),
+            list(map(_content, self._cells)),
+            list(itertools.chain.from_iterable(map(_of_parameter, self._parameters))),
+            list(itertools.chain.from_iterable(map(dict.values, self._hooks))),
+        )
+
+
+def facts_of(found: Found) -> dict[str, object]:
+    """What a program depends on, by name: layouts of tensors, plain values, identities of other objects."""
+    facts: dict[str, object] = {}
+    known = {id(tensor): name for tensor, name in found.tensors.items()}
+    for name, key, value in _entries(found):
+        facts[f"{name}{key}"] = _fact(value, known)
+    for tensor, name in found.tensors.items():
+        facts[f"layout of {name}"] = _layout(tensor)
+        for table in _GRAD_TABLES:
+            if hooks := getattr(tensor, table, None):
+                facts[f"hooks of {name}"] = tuple(map(id, hooks.values()))
+    return facts
+
+
+def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """The first fact that is another one, as ``world.training is False, was True``."""
+    for name in itertools.chain(now, before):
+        if before.get(name, _NONE) != now.get(name, _NONE):
+            return f"{name} is {_shown(now.get(name, _NONE))}, was {_shown(before.get(name, _NONE))}"
+    return ""
+
+
+def _entries(found: Found) -> Iterator[tuple[str, object, Any]]:
+    for name, table, keys in found.tables:
+        if isinstance(table, list):
+            yield from ((name, f"[{place}]", value) for place, value in enumerate(table))
+            continue
+        for place, (key, value) in enumerate([(key, table[key]) for key in (table if keys is None else keys)]):
+            shown = key if isinstance(key, str) and name.endswith(".") else f"[{key!r}]"
+            shown = f"[{place}]" if not isinstance(key, (str, int)) else shown
+            yield name, shown, value
+    for name, cell in found.cells:
+        try:
+            yield name, "", cell.cell_contents
+        except ValueError:
+            yield name, "", _NONE
+
+
+class _None:
+    def __repr__(self) -> str:
+        return "not there"
+
+
+_NONE = _None()
+
+
+def _fact(value: Any, known: Mapping[int, str]) -> object:
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return f"tensor {known.get(id(value), '')}"
+    if isinstance(value, (dict, list)):
+        return type(value), len(value)
+    return _Object(value)
+
+
+def _layout(tensor: torch.Tensor) -> object:
+    kind = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.layout, tensor.requires_grad, type(tensor)
+    return (*kind, tensor.stride()) if tensor.layout is torch.strided else kind
+
+
+class _Object:
+    """An object, compared by identity, and kept."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other._value is self._value
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"another {type(self._value).__name__}"
+
+
+def _shown(fact: object) -> str:
+    if isinstance(fact, tuple) and len(fact) == 2 and isinstance(fact[0], type):
+        return repr(fact[1])
+    return repr(fact) if not isinstance(fact, tuple) else ", ".join(map(str, fact))

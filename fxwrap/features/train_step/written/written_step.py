@@ -1,0 +1,294 @@
+"""A training step as it is written: a function with any losses, optimizers and updates, as one program."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ....backend import parsed
+from ....errors import MemoryLimitError, TrainStepError, causes
+from ....graphs.compilation import Compilation
+from ..codegen.as_it_stands import compiled
+from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
+from ..unchanged import kept
+from .found import PLAIN, Found, found_in
+from .gradients import Before, Gradients, grad_of
+from .settings import Settings
+from .side_effects import SideEffects
+from .traced_call import NotTraceable, Outputs, TracedCall
+from .watched import Watched, difference, facts_of
+
+# Why a call runs as it is written.
+FIRST = "first call"
+NEW_STATE = "makes state of an optimizer"
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """What was compiled for one trace.
+
+    Attributes:
+        facts, key: what it is for: of what the code reaches, and of the arguments.
+        having: the parameters whose p.grad is an input.
+        outputs: makes what the step returns of the tensors that the program returns.
+        compilation: keeps its programs in reports.
+    """
+
+    run: Callable[..., Sequence[torch.Tensor]]
+    facts: Mapping[str, object]
+    key: object
+    gradients: Gradients
+    having: Sequence[torch.Tensor]
+    outputs: Outputs
+    compilation: Compilation
+    autocast: bool
+
+
+class WrittenStep:
+    """A training step; ``step(*batch)`` makes it. See ``fxwrap.train_step``.
+
+    ``fxwrap.report``, ``stats`` and others take it as a compiled function.
+
+    Attributes:
+        ordinary_calls: calls that ran as the step is written, by reason.
+        traced: the reason of each trace.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        modules: Sequence[torch.nn.Module],
+        optimizers: Sequence[Optimizer],
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        if not callable(step):
+            raise TrainStepError(
+                "step of train_step",
+                expected="a function step(*batch), or a model, a loss and an optimizer",
+                got=type(step).__name__,
+            )
+        for kind, given in ((torch.nn.Module, modules), (Optimizer, optimizers)):
+            if wrong := [one for one in given if not isinstance(one, kind)]:
+                raise TrainStepError(
+                    f"{'modules' if kind is torch.nn.Module else 'optimizers'} of train_step",
+                    expected=f"a list of {kind.__module__}.{kind.__name__}",
+                    got=type(wrong[0]).__name__,
+                )
+        parsed(options)  # wrong options are known now, and not at the first call
+        self._step, self._modules, self._optimizers, self._options = step, list(modules), list(optimizers), options
+        self.ordinary_calls: Counter[str] = Counter()
+        self.traced: Counter[str] = Counter()
+        self._programs: list[_Program] = []
+        self._settings: Settings | None = None
+        self._watched: Watched | None = None
+        self._found = Found()
+        self._facts: Mapping[str, object] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._serving: dict[object, list[_Program]] = {}
+        self._rehearses = False
+        # A trace has other values in optimizers and p.grad. Calls of one step write the same tensors, anyway.
+        self._one_at_a_time = threading.RLock()
+        self.__name__ = getattr(step, "__name__", type(step).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._one_at_a_time:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._watched is None:
+            result = self._as_written(FIRST, args, kwargs)
+            return self._call(args, kwargs) if self._rehearses else result
+        if not (self._watched.holds() and self._settings is not None and self._settings.hold()):
+            self._look()
+        leaves, structure = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = _key(leaves), structure, modes()
+        programs = self._serving.get(key, ())
+        program = next((program for program in programs if program.gradients.fit()), None)
+        if program is None:
+            program = self._trace(leaves, structure, key)
+            if program is None:
+                result = self._as_written(NEW_STATE, args, kwargs)
+                return self._call(args, kwargs) if self._rehearses else result
+        return self._run(program, given)
+
+    def _run(self, program: _Program, given: list[torch.Tensor]) -> Any:
+        gradients = program.gradients
+        inputs = [*self._tensors, *map(grad_of, program.having), *given]
+        try:
+            if program.autocast:
+                with without_autocast():
+                    returned = program.run(*inputs)
+            else:
+                returned = program.run(*inputs)
+        except Exception as error:
+            if (limit := next((c for c in causes(error) if isinstance(c, MemoryLimitError)), None)) is not None:
+                raise limit from limit.__cause__
+            raise
+        made = len(gradients.made)
+        gradients.apply(returned[len(returned) - made :])
+        return program.outputs.of(returned[: len(returned) - made] if made else returned)
+
+    def _as_written(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self._step(*args, **kwargs)
+        self.ordinary_calls[reason] += 1
+        self._look()
+        leaves, structure = tree_flatten(result)
+        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return tree_unflatten(leaves, structure)
+
+    def _look(self) -> None:
+        """Find what the step's code reaches now, and the programs that are for it."""
+        found = found_in(self._step, self._modules, self._optimizers)
+        if self._settings is None or self._settings.optimizers != found.optimizers:
+            self._settings = Settings(found.optimizers)
+        self._settings.look()
+        facts = {**facts_of(found), **self._settings.facts()}
+        self._found, self._facts, self._watched = found, facts, Watched(found)
+        self._tensors = list({**found.tensors, **self._settings.tensors()})
+        self._serving = {}
+        for program in self._programs:
+            if program.facts == facts:
+                self._serving.setdefault(program.key, []).append(program)
+
+    # -- tracing ---------------------------------------------------------------------------------------------------
+
+    def _trace(self, leaves: list[Any], structure: Any, key: object) -> _Program | None:
+        """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace can keep."""
+        reason = self._reason(key)
+        before = Before.of(list(self._found.parameters()))
+        call = TracedCall(self._step, self._found, leaves, structure, before.with_any())
+        made_state = self._traced(call)
+        if not made_state and call.needs_absent:
+            call = TracedCall(self._step, self._found, leaves, structure, before)
+            made_state = self._traced(call)
+        if made_state:
+            return None
+        self.traced[reason] += 1
+        return self._compiled(call, key)
+
+    def _traced(self, call: TracedCall) -> bool:
+        """Trace a call. Returns whether optimizers have made state."""
+        assert self._settings is not None
+        effects, state, faults = SideEffects(self._found), random.getstate(), list[str]()
+        with call.before.in_place():
+            try:
+                with self._settings.standing_in():
+                    call.trace(self._tensors, effects)
+            except NotTraceable as error:
+                raise self._refused(str(error)) from error.__cause__
+            finally:
+                made_state, faults = effects.undo()
+        if random.getstate() != state:
+            random.setstate(state)
+            faults.append("it draws from Python's random, which a program cannot: use torch's, or give it the number")
+        if faults and not made_state:
+            raise self._refused(*faults)
+        return made_state
+
+    def _compiled(self, call: TracedCall, key: object) -> _Program:
+        assert self._settings is not None
+        names = {**self._found.tensors, **self._settings.tensors()}
+        parameters, trace = call.before.with_grad(), call.traced
+        used = [trace.is_used(len(names) + place) for place in range(len(parameters))]
+        # What is not used is no input: it would have to be there at each call.
+        trace = trace.without([len(names) + place for place, is_used in enumerate(used) if not is_used])
+        having = [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
+        shown = [*names.values(), *(f"{names[parameter]}.grad" for parameter in having)]
+        compilation, options = Compilation(), {"inputs_apart": True, **(self._options or {})}
+        program = _Program(
+            compiled(trace, shown, options, compilation),
+            self._facts,
+            key,
+            call.gradients,
+            having,
+            call.outputs,
+            compilation,
+            autocast_is_on(),
+        )
+        self._programs.append(program)
+        # Those that ask least of p.grad come first.
+        serving = self._serving.setdefault(key, [])
+        serving.append(program)
+        serving.sort(key=lambda one: len(one.gradients.there))
+        return program
+
+    def _reason(self, key: object) -> str:
+        if not self._programs:
+            return "first trace"
+        same = [program for program in self._programs if program.key == key]
+        if not same:
+            return "other arguments"
+        return difference(same[-1].facts, self._facts) or "other gradients"
+
+    def _refused(self, *reasons: str) -> TrainStepError:
+        return TrainStepError(
+            f"{self.__name__} cannot be one program",
+            expected="a step that does the same work at every call, on whatever numbers",
+            got="\n    ".join(["", *reasons]),
+            remedy="change what is named, or take it out of the step",
+        )
+
+    # -- beside calls ----------------------------------------------------------------------------------------------
+
+    def _fxwrap_compilations(self) -> list[Compilation]:
+        return [program.compilation for program in self._programs]
+
+    def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> WrittenStep:
+        options = {**(self._options or {}), **(options or {})}
+        afresh = WrittenStep(self._step, self._modules, self._optimizers, options)
+        afresh._rehearses = True  # it is called in a rehearsal of this one
+        return afresh
+
+    @contextlib.contextmanager
+    def _fxwrap_rehearsal(self) -> Iterator[None]:
+        """Inside the context, calls change no parameter, state, buffer, gradient or random number for longer.
+
+        A call that would run as it is written makes a program, too.
+        """
+        self._rehearses = True
+        found = found_in(self._step, self._modules, self._optimizers)
+        before, effects = Before.of(list(found.parameters())), SideEffects(found)
+        settings = [copy.copy(group) for o in found.optimizers.values() for group in o.param_groups]
+        try:
+            with kept([*found.tensors, *before.tensors()]):
+                yield
+        finally:
+            self._rehearses = False
+            effects.undo()
+            for group, seen in zip(
+                (group for o in found.optimizers.values() for group in o.param_groups), settings, strict=True
+            ):
+                group.update(seen)
+            before.restore()
+
+    def __repr__(self) -> str:
+        return f"<fxwrap.WrittenStep of {self.__name__}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """What ``copy.copy``, ``copy.deepcopy``, ``pickle`` and ``torch.save`` ask for."""
+        raise TrainStepError(
+            f"a copy of {self!r}",
+            expected="copies of its modules and its optimizers",
+            got="the step itself, whose programs write their tensors",
+            remedy="copy modules and optimizers together, and make a step of the copies with fxwrap.train_step",
+        )
+
+
+def _key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf if isinstance(leaf, PLAIN) else id(leaf))
+        for leaf in leaves
+    )

@@ -1,0 +1,349 @@
+"""Steps as they are written: each habit beside the same loop in eager mode, and what the form refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from written_habits import HABITS, IN_BFLOAT16, Made, mlp, simple, xy
+
+import fxwrap
+from fxwrap.features.train_step.codegen import as_it_stands
+from fxwrap.features.train_step.codegen.tracing_state import is_fake
+from fxwrap.features.train_step.written.found import found_in
+
+pytestmark = pytest.mark.compiler
+CALLS = 8
+# Run without being asked; the others in ``pytest -m sweep``.
+SAMPLE = {
+    "accumulate_outside", "batchnorm", "custom_optimizer", "gan", "heads_take_turns", "load_later", "maml",
+    "module_hooks", "onecycle", "param_hooks", "rebinding_optimizer", "scaler", "set_data", "skip_if", "tied",
+    "wgan_gp", "zero_not_none",
+}  # fmt: skip
+named = [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.sweep, id=name) for name in HABITS]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def state_of(step: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """All tensors that the code of a step reaches: parameters, buffers, states, its own."""
+    return {name: tensor.detach() for tensor, name in found_in(step).tensors.items()}
+
+
+def run(make: Callable[[], Made], wrap: Callable[[Any], Any]) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
+    """Make a habit's step, and call it. Returns what it returned, what it left, and the step."""
+    torch.manual_seed(0)
+    written, batch = make()
+    step, results = wrap(written), list[Any]()
+    for number in range(CALLS):
+        torch.manual_seed(100 + number)
+        results.append(tensors_in(step(*batch(number))))
+        getattr(written, "after", lambda: None)()
+    return results, state_of(written), step
+
+
+@pytest.mark.parametrize("name", named)
+def test_a_step_is_what_the_loop_is(name: str) -> None:
+    expected, expected_state, _ = run(HABITS[name], lambda step: step)
+    got, state, step = run(HABITS[name], fxwrap.train_step)
+    tolerance = 1e-2 if name in IN_BFLOAT16 else 1e-4
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(state, expected_state, rtol=tolerance, atol=tolerance, equal_nan=True)
+    stats = fxwrap.stats(step)
+    assert stats["programs"] >= 1 and not stats["fallbacks"], stats
+
+
+@pytest.mark.parametrize("name", ["gan", "maml", "onecycle", "param_hooks", "scaler"])
+def test_numbers_are_those_of_inductors_wrapper_bit_for_bit(name: str) -> None:
+    from torch._inductor.compile_fx import compile_fx
+
+    def inductor(gm: Any, examples: Any, **_: Any) -> Any:
+        return compile_fx(gm, list(examples))
+
+    with mock.patch.object(as_it_stands, "fxwrap", inductor):
+        expected, expected_state, _ = run(HABITS[name], fxwrap.train_step)
+    got, state, _ = run(HABITS[name], fxwrap.train_step)
+    torch.testing.assert_close((got, state), (expected, expected_state), rtol=0, atol=0, equal_nan=True)
+
+
+# -- p.grad ------------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_the_step_clears_first_is_none_after_a_call() -> None:
+    model = mlp()
+    step = fxwrap.train_step(simple(model, torch.optim.SGD(model.parameters(), 0.1)))
+    for _ in range(4):
+        step(*xy())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_stale_gradients_are_added_where_the_loop_adds_them() -> None:
+    def one(wrap: Callable[[Any], Any]) -> Iterator[torch.Tensor]:
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = wrap(written)
+        for number in range(7):
+            if number in (3, 5):
+                F.mse_loss(model(xy()[0]), xy()[1]).backward()
+            yield step(*xy())
+        yield from model.parameters()
+
+    torch.testing.assert_close(list(one(fxwrap.train_step)), list(one(lambda step: step)), rtol=1e-5, atol=1e-5)
+
+
+# -- what Python decides ----------------------------------------------------------------------------------------
+
+
+def test_what_a_step_names_is_compared_at_each_call() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.scale = mlp(), 1.0
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+            self.settings = {"clip": 1.0}
+
+        def training_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = self.scale * F.mse_loss(self.model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip"])
+            self.optimizer.step()
+            return loss.detach()
+
+    torch.manual_seed(0)
+    trainer = Trainer()
+    twin = copy.deepcopy(trainer)
+    step, x, y = fxwrap.train_step(trainer.training_step), *xy()
+    changes: list[Callable[[Trainer], object]] = [
+        lambda t: setattr(t, "scale", 3.0),
+        lambda t: t.settings.update(clip=0.01),
+        lambda t: t.model.append(nn.Tanh()),
+        lambda t: t.model[0].register_forward_hook(lambda module, args, result: 2 * result),
+        lambda t: t.model[2].weight.register_hook(lambda gradient: -gradient),
+        lambda t: t.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    ]
+    for number in range(2 + 2 * len(changes)):
+        if number >= 2 and number % 2 == 0:
+            for one in (trainer, twin):
+                changes[number // 2 - 1](one)
+        torch.testing.assert_close(step(x, y), twin.training_step(x, y))
+    assert sum(step.traced.values()) == 1 + len(changes)
+    assert any("self.scale is 3.0, was 1.0" in reason for reason in step.traced), step.traced
+
+
+def test_arguments_that_are_no_tensors_are_compared() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def written(x: torch.Tensor, y: torch.Tensor, kind: str, weight: float = 1.0) -> dict[str, Any]:
+        optimizer.zero_grad()
+        loss = weight * (F.l1_loss if kind == "l1" else F.mse_loss)(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "kind": kind}
+
+    step, batch = fxwrap.train_step(written), xy()
+    for _ in range(2):
+        for kind, weight in (("l1", 1.0), ("l2", 1.0), ("l1", 2.0)):
+            result = step(*batch, kind, weight=weight)
+            assert result["kind"] == kind and not result["loss"].requires_grad
+            torch.testing.assert_close(result["loss"], written(*batch, kind, weight=weight)["loss"].detach())
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+def _refusal(written: Callable[..., Any], *batch: Any) -> str:
+    step = fxwrap.train_step(written)
+    before = {name: tensor.clone() for name, tensor in state_of(written).items()}
+    step(*batch)
+    after_one = {name: tensor.clone() for name, tensor in state_of(written).items()}
+    with pytest.raises(fxwrap.TrainStepError) as error:
+        step(*batch)
+    left = state_of(written)
+    assert left.keys() == after_one.keys() >= before.keys()
+    for name, tensor in after_one.items():
+        assert torch.equal(left[name], tensor), f"{name} was changed by a call that raised"
+        assert not is_fake(left[name])
+    return str(error.value)
+
+
+def test_a_decision_on_data_is_an_error_with_its_line() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if torch.isfinite(loss):
+            optimizer.step()
+        return loss
+
+    message = _refusal(written, *xy())
+    assert "if torch.isfinite(loss):" in message and "fxwrap.step_if" in message and __file__ in message
+
+
+def test_a_number_that_is_read_is_an_error() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    message = _refusal(written, *xy())
+    assert "reads a number from a tensor" in message or "return the tensor" in message
+
+
+def test_values_of_python_that_a_step_changes_are_named() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses: list[Any] = []
+    count = 0
+
+    def appends(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = simple(model, optimizer)(x, y)
+        losses.append(loss)
+        return loss
+
+    def counts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return simple(model, optimizer)(x, y)
+
+    assert "adds to losses" in _refusal(appends, *xy())
+    assert len(losses) == 1
+    assert "the variable count" in _refusal(counts, *xy())
+    assert count == 1
+
+
+def test_a_tensor_that_is_not_found_is_named() -> None:
+    model, hidden = mlp(), iter([torch.ones(3), torch.ones(3)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return simple(model, optimizer, lambda model, x, y: F.mse_loss(model(x) * next(hidden), y))(x, y)
+
+    message = _refusal(written, *xy())
+    assert "found in no module" in message and "float32[3]" in message and "next(hidden)" in message
+
+
+def test_wrong_arguments() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = simple(model, optimizer)
+    for wrong in ({"clip_norm": 1.0}, {"accumulate": 2}, {"modules": [optimizer]}, {"optimizers": [model]}):
+        with pytest.raises(fxwrap.TrainStepError):
+            fxwrap.train_step(step, **wrong)
+    with pytest.raises(fxwrap.TrainStepError, match="leave them out"):
+        fxwrap.train_step(model, lambda model, x: model(x).sum(), optimizer, modules=[model])
+    with pytest.raises(fxwrap.TrainStepError, match="expected: a function"):
+        fxwrap.train_step(3)  # type: ignore[call-overload]
+    with pytest.raises(fxwrap.OptionError):
+        fxwrap.train_step(step, options={"no such option": 1})
+    with pytest.raises(fxwrap.TrainStepError, match=r"condition\.all"):
+        fxwrap.step_if(torch.ones(2), optimizer)
+    with pytest.raises(fxwrap.TrainStepError, match="modules and its optimizers"):
+        copy.deepcopy(fxwrap.train_step(step))
+
+
+# -- beside calls -----------------------------------------------------------------------------------------------
+
+
+def test_reports_records_and_dry_runs_change_nothing() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    step, batch = fxwrap.train_step(simple(model, optimizer)), xy()
+    for calls in range(2):
+        before, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        fxwrap.record(step, batch)
+        fxwrap.record(step, batch, dry_run=True)
+        assert "float32[8, 6]" in str(fxwrap.explain(step, *batch))
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        assert optimizer.state_dict()["param_groups"] == states["param_groups"]
+        torch.testing.assert_close(optimizer.state_dict()["state"], states["state"], rtol=0, atol=0)
+        for _ in range(3 * (1 - calls)):
+            step(*batch)
+    assert fxwrap.stats(step)["replays"] >= 1 and "model.0.weight" in str(fxwrap.report(step))
+
+
+def test_a_limit_of_bytes_holds() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with pytest.raises(fxwrap.MemoryLimitError) as error:
+        step = fxwrap.train_step(written, memory_limit=1000)
+        for _ in range(2):
+            step(torch.randn(128, 64))
+    free = fxwrap.train_step(written)
+    for _ in range(3):
+        free(torch.randn(128, 64))
+    limited = fxwrap.train_step(written, memory_limit=error.value.least)
+    for _ in range(5):
+        limited(torch.randn(128, 64))
+    assert fxwrap.stats(limited)["replays"] >= 1
+
+
+def test_threads_take_turns() -> None:
+    import threading
+
+    torch.manual_seed(0)
+    model = mlp()
+    step, batch = fxwrap.train_step(simple(model, torch.optim.SGD(model.parameters(), 0.0))), xy()
+    expected, wrong = step(*batch), list[Any]()
+
+    def calls() -> None:
+        for _ in range(20):
+            got = step(*batch)
+            if not torch.allclose(got, expected):
+                wrong.append(got)
+
+    threads = [threading.Thread(target=calls) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_batch_is_not_kept() -> None:
+    model = mlp()
+    step = fxwrap.train_step(simple(model, torch.optim.SGD(model.parameters(), 0.1)))
+    x, y = xy()
+    import weakref
+
+    for _ in range(3):
+        step(x, y)
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
